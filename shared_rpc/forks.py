@@ -1,4 +1,4 @@
-"""The registry of what a forked child does before its own code: the only registration with CPython.
+"""The registry of functions that a forked child calls before its own code: the only registration with CPython.
 
 First every lock of :func:`fork_safe_lock` is freed, then the callbacks of :func:`after_fork` run, in the order of their
 registration. Each of them runs, whatever another one raises; that is reported as unraisable.
@@ -60,7 +60,7 @@ def _begin_child() -> None:
 
 
 def _call(callback: Callable[[], object]) -> None:
-    """Call a function, and have the interpreter report what it raises: so it does for the callback of a weak reference."""
+    """Call a function as the callback of a weak reference: the interpreter reports its exceptions."""
     occasion = set[None]()
     reference = weakref.ref(occasion, lambda _: callback())
     del occasion

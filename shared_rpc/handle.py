@@ -35,7 +35,7 @@ class Giver(Protocol):
         """
 
     def _end_lease(self, object_id: str, session: object) -> None:
-        """Return one lease, from any thread. It raises no error of its own: where the session is gone, so is the lease."""
+        """Return one lease, from any thread. It raises no error of its own: without the session there is no lease."""
 
 
 class Issuer(Giver, Protocol):
@@ -181,7 +181,7 @@ class Handle(Lease[T]):
         return self._issuer.get_object_info(self.object_id)
 
     def is_stale(self) -> bool:
-        """Ask whether the server that issued the handle is gone, or does not own the object any more."""
+        """Ask whether the server that issued the handle has ended, or has dropped the object."""
         try:
             self._issuer.ensure_handle_live(self)
         except SharedRPCError:
@@ -217,7 +217,7 @@ class Handle(Lease[T]):
 
         :param path: a file to write it to, whole or not at all, for this user alone (0600); None to write none.
         :raises StaleHandleError: if the server does not own the object any more.
-        :raises CapabilityError: in the local role, where nobody else can have the object.
+        :raises CapabilityError: in the local role, where no other process can have the object.
         :raises ConfigurationError: if the file cannot be written.
         """
         value, socket_path = self.value, self._issuer.socket_path

@@ -226,7 +226,7 @@ def watched_environment(on_change: Callable[[str, str | None], None]) -> Iterato
 class ScriptSettings(NamedTuple):
     """Settings of ``shared-rpc run``.
 
-    :param preload: names of modules that its zygote imports, besides those that it always does.
+    :param preload: names of modules that its zygote imports besides its usual ones.
     :param idle_exit: seconds without a script after which the zygote ends.
     """
 
@@ -237,7 +237,7 @@ class ScriptSettings(NamedTuple):
 def script_settings(environ: Mapping[str, str] | None = None) -> ScriptSettings:
     """Read ``SHARED_TENSOR_RUN_PRELOAD``, names with commas between them, and ``SHARED_TENSOR_RUN_IDLE_EXIT``, seconds.
 
-    :raises ConfigurationError: for what is no number of seconds.
+    :raises ConfigurationError: for a text that is no number of seconds.
     """
     environ = os.environ if environ is None else environ
     names = tuple(name.strip() for name in environ.get(_RUN_PRELOAD, "").split(",") if name.strip())

@@ -1,4 +1,4 @@
-"""A broker that outlives whoever started it."""
+"""A broker that outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["daemonize"]
 
 
 def daemonize(lock: int) -> None:
-    """Go on in a process that is nobody's child, whose id is written to standard output; what is written there later goes
+    """Continue as a daemon process, whose id is written to standard output; later output goes
     where errors go. Before there are threads.
 
     The process that was started ends: else the broker would be a zombie one day, and belong to a process tree that some tools

@@ -1,4 +1,4 @@
-"""Runs on their way to workers and back: who gets which, what waits, and what becomes of them when a worker ends."""
+"""Runs on their way to workers and back: their assignment, the backlog, and their fate when a worker ends."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _weight(run: Run[Any]) -> dict[str, int]:
 class Dispatcher:
     """All runs of a broker. On its loop only.
 
-    :param workers: those that get new runs.
+    :param workers: returns the workers that get new runs.
     :param refusal: why no worker will come, None where one is there or may come.
     :param build_timeout: seconds after which a run that has begun costs its worker its life; None for never.
     """
@@ -419,7 +419,7 @@ class WorkerExecutor:
         self._dispatcher.start(self, run, owner)
 
     def take_back(self, run: Run[Any], record: Record) -> None:
-        """Release the chunks of a result that nobody takes."""
+        """Release the chunks of an unused result."""
         transfer = self.transfers.find(run.session)
         if transfer is not None:
             transfer.release_results(record.chunks)

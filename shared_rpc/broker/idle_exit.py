@@ -1,4 +1,4 @@
-"""The end of a server that nobody uses."""
+"""The end of an unused server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST, _SHORTEST = 30.0, 0.02
 
 
 async def wait_until_idle(seconds: float, look: Callable[[], tuple[bool, int]]) -> None:
-    """Return when nobody has used the server for that long: not earlier, and at most two looks later.
+    """Return when the server has been unused for that long: not earlier, and at most two looks later.
 
     It looks ten times in ``seconds``, at least every 30 s. Between the last look and the return nothing happens on the loop.
 

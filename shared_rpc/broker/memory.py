@@ -38,7 +38,7 @@ class MemoryRequests:
 
         One that ends before it answers leaves nothing behind, so another one is asked, once: after a reload there is one.
 
-        :raises CapabilityError: if it says no.
+        :raises CapabilityError: if the worker refuses.
         :raises WorkerCrashed: if no worker is there, or the second one ends too, or none answers in time.
         """
         asked = asyncio.run_coroutine_threadsafe(asyncio.wait_for(self._ask(message), _PATIENCE), self._loop)
@@ -92,11 +92,11 @@ class RelayedMemory(DeviceMemory):
         self._facts = {device.id: device for device in devices}
 
     def devices(self) -> tuple[str, ...]:
-        """Return the ids of the devices that the workers have told of."""
+        """Return the ids of the devices that the workers have reported."""
         return tuple(self._facts)
 
     def facts(self, device: str) -> DeviceSpec:
-        """Return what the workers have told of a device."""
+        """Return the workers' report of a device."""
         return self._facts[device]
 
     def free(self, device: str) -> int | None:

@@ -12,7 +12,7 @@ _COUNTS = Path("/proc/vmstat")
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of memory since it was started; 0 where it does not say."""
+    """Return how many processes the kernel has killed for lack of memory since boot; 0 if the counter is missing."""
     with suppress(OSError):
         for line in _COUNTS.read_text().splitlines():
             name, _, count = line.partition(" ")

@@ -3,7 +3,7 @@
 One entry of the manager's store for each thing, because the manager takes the same open file only once, tells no order, and
 removes by name alone::
 
-    service-<digest of the key>-<revision>   what a worker said of a provider, and the server's id
+    service-<digest of the key>-<revision>   a worker's first message about a provider, and the server's id
     object-<object id>-<revision>            a record without its memory: of a cached result, or of a buffer with its terms
     segment-<segment id>                     memory, once for all the objects that lie in it
     page-<object id>                         the page of an object's revision, where it has one
@@ -102,7 +102,7 @@ class RestoredService:
 
 
 def code_of(spec: EndpointSpec | None) -> str:
-    """Return a digest that tells an endpoint from the same one with other code or options."""
+    """Return a digest that changes with an endpoint's code or options."""
     return hashlib.blake2b(msgspec.msgpack.encode(spec), digest_size=16).hexdigest() if spec is not None else ""
 
 
@@ -152,7 +152,7 @@ class Persistence:
         self._remove_entry(key)
 
     def keep(self, key: str, stored: StoredObject, code: str, terms: Terms | None) -> None:
-        """Store an object, or what has changed of it. One whose memory ends with a process is passed over.
+        """Store an object, or its changes. An object whose memory ends with a process is not stored.
 
         :param code: see :func:`code_of`.
         """
@@ -318,7 +318,7 @@ def _sealed(name: str, data: bytes) -> int:
 
 
 def _read(entry: Passed, begin: bytes, kind: type[T]) -> T:
-    """Return what an entry says.
+    """Return the contents of an entry.
 
     :raises ValueError: if it is none, or of another version.
     """

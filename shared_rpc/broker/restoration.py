@@ -25,7 +25,7 @@ _log = logging.getLogger("shared_rpc.broker")
 
 @dataclass
 class Service:
-    """One provider of the app, as it is served. ``facts`` are what a worker said of it first."""
+    """One provider of the app, as served. ``facts`` is the first worker's message about it."""
 
     facts: w.Serve
     core: Core
@@ -38,10 +38,10 @@ class Service:
 
 
 class Restoration:
-    """The return of what an earlier broker stored, until the app is loaded. On the broker's loop only.
+    """The restoration of an earlier broker's services and objects, until the app is loaded. On the broker's loop only.
 
     :param services: those of the broker, by the providers' keys.
-    :param add: makes one of what a worker said, with the id of an earlier server or None.
+    :param add: makes a service from a worker's message, with the id of an earlier server or None.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class ServiceManager:
         """Check that each socket that the manager listens on is served: its clients would wait for ever.
 
         :param served: by socket path.
-        :param loaded: whether the app has said where it serves; before that nothing is wrong.
+        :param loaded: whether the app has reported its sockets; before that, nothing is checked.
         :param raises: else it is logged.
         :raises ConfigurationError: if not.
         """
@@ -65,7 +65,7 @@ class ServiceManager:
             core.objects.watcher = _Storing(self._persistence, serve.key, core)
 
     def keep_service(self, serve: w.Serve, core: Core) -> None:
-        """Store what has changed of a provider."""
+        """Store the changes of a provider."""
         self._persistence.keep_service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
 
     def discard(self, key: str, core: Core) -> None:

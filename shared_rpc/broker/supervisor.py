@@ -48,7 +48,7 @@ class WorkerObserver(Protocol):
         """Look again which workers there are: one is new or has ended, or none will come any more."""
 
     def on_caught_up(self) -> None:
-        """Send on what waits: a worker has read what it had left unread."""
+        """Send waiting messages: a worker that was congested reads again."""
 
     def on_lost(self, worker: Worker, crash: WorkerCrashed) -> None:
         """Clean up after a worker that has ended."""

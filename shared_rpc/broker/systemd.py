@@ -56,7 +56,7 @@ class Notifier:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
 
     def notify(self, *lines: str, fd: int | None = None) -> None:
-        """Send lines, and a descriptor that stays the caller's. That a manager cannot be told is logged, and ends nothing."""
+        """Send lines, and a descriptor that stays the caller's. A failure is logged, and ends nothing."""
         if not self.there:
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
@@ -91,7 +91,7 @@ class Notifier:
         self.notify("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", fd=fd)
 
     def remove(self, name: str) -> None:
-        """Have the manager close what it keeps under a name."""
+        """Have the manager close the descriptors stored under a name."""
         self.notify("FDSTOREREMOVE=1", f"FDNAME={name}")
 
 
@@ -101,7 +101,7 @@ class Inherited:
 
     :param listeners: sockets that listen already, by path.
     :param stored: descriptors that an earlier process of the service had the manager keep. They belong to who takes them.
-    :param capacity: how many the manager keeps, None where it does not tell.
+    :param capacity: how many the manager keeps, None if it does not report that.
     """
 
     listeners: dict[str, socket.socket] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def inherit(variables: Mapping[str, str]) -> Inherited:
     """Take what is there for this process.
 
     :param variables: those of the environment, see :func:`shared_rpc.settings.take_service_variables`.
-    :raises ConfigurationError: for what the manager passed and no broker can use, naming it.
+    :raises ConfigurationError: for a passed socket or descriptor that no broker can use, naming it.
     """
     capacity = variables.get("FDSTORE", "")
     found = Inherited(

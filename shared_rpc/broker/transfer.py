@@ -16,7 +16,7 @@ __all__ = ["ForwardedTransfer"]
 
 
 class ForwardedTransfer(SessionTransfer):
-    """The memory is mapped by workers. When one of them ends, the kernel has ended what it did with it.
+    """The memory is mapped by workers. When a worker ends, the kernel has ended its use of the memory.
 
     :param key: the provider's; ``session`` the session's id.
     """
@@ -117,7 +117,7 @@ class ForwardedTransfer(SessionTransfer):
         return chunks
 
     def freed(self) -> list[int]:
-        """Return the client's chunks that have come back, and tell those that wait for some."""
+        """Return the client's chunks that workers have returned, and notify waiters."""
         chunks, self._returned = self._returned, []
         if chunks and self._wanted:
             self._tell()

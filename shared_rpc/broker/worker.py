@@ -1,4 +1,4 @@
-"""One worker process, as its broker sees it: what it serves, which runs it has, and how it ended."""
+"""One worker process, as its broker sees it: its providers, its runs, and its end."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Worker:
     :param restarts: how many of that number were started again before it, after crashes.
     :param handlers: what is called with its messages.
     :param rest: called after each message while it only ends what it has.
-    :param ended: called once, when the process is gone and all it sent was taken.
-    :param caught_up: called when it has read what it had left unread.
+    :param ended: called once, when the process has ended and all its messages are processed.
+    :param caught_up: called when a congested worker reads again.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Worker:
 
     @property
     def congested(self) -> bool:
-        """Whether it leaves unread what it was sent: it is stopped, or its loop is stuck, or it has had no time yet."""
+        """Whether sent bytes are unread: the worker is stopped, its loop is stuck, or it has had no time yet."""
         return self._link.congested
 
     def reclaim(self) -> None:
@@ -165,7 +165,7 @@ class Worker:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
 
     def kill(self, why: str) -> None:
-        """End it now; ``why`` is told to those who wait for its runs."""
+        """End it now; callers of its runs get ``why``."""
         if self.state != "ended":
             self.condemned = self.condemned or why
             self.process.kill()

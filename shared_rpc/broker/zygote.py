@@ -1,4 +1,4 @@
-"""The zygote of a broker's workers: made when a first worker has told what the app imports, and made anew when that changes."""
+"""The zygote of a broker's workers: made when a first worker has reported the app's imports, and replaced when these change."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class ForkedWorker:
 
 
 class _Failed(Exception):
-    """A zygote is of no use any more; the text says why."""
+    """A failure of a zygote; the text is the reason."""
 
 
 class _Running:
     """A zygote's process.
 
-    :param imports: what it was made with.
+    :param imports: the imports it was made with.
     """
 
     def __init__(self, imports: Imports) -> None:
@@ -133,7 +133,7 @@ class _Running:
         return f"the zygote (pid {self.process.pid}) {how}" + (f": {text}" if text else "")
 
     def watch(self, ended: Callable[[], None]) -> None:
-        """Have it told when the process ends, unless :meth:`end` ends it."""
+        """Call a function when the process ends, unless :meth:`end` ends it."""
 
         def tell() -> None:
             self._unwatch()
@@ -161,7 +161,7 @@ class _Running:
 class WorkerZygote:
     """Starts workers as forks, where that can be done. On the broker's loop only.
 
-    :param command: has workers tell what they import, or there is no zygote: every worker is a new process.
+    :param command: has workers report their imports; otherwise there is no zygote: every worker is a new process.
     """
 
     def __init__(self, command: WorkerCommand) -> None:
@@ -222,7 +222,7 @@ class WorkerZygote:
     def learn(self, imports: Imports | None, forked: bool) -> None:
         """Take in what a worker has imported with the app.
 
-        :param forked: whether it began as a fork. If it tells of all its imports nevertheless, it has begun anew, as those of
+        :param forked: whether it began as a fork. If it still reports all its imports, it has begun again, as those of
             its zygote were made with other variables.
         """
         if imports is None or not self.wanted:
@@ -328,7 +328,7 @@ class WorkerZygote:
         return Preload(steps, imports.own, imports.folders)
 
     async def begin(self, number: int) -> ForkedWorker | None:
-        """Start a worker as a fork; return None where it has to be a new process."""
+        """Start a worker as a fork; return None if it must be a new process."""
         if self._plain_next:
             self._plain_next = False
             return None

@@ -138,7 +138,7 @@ class BaseClient(Driver):
         """
 
     def __del__(self) -> None:
-        """End the session: the last reference to the client is gone, and it was not closed."""
+        """End the session of a client that was collected without being closed."""
         job, watch = self._end_job(), self._watch
         if job is None or sys.is_finalizing():
             return  # the kernel closes the connections when the process ends

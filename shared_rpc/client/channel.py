@@ -40,7 +40,7 @@ class Channel(ExchangeSocket):
     async def open(cls, path: str, token: str, timeout: float) -> Self:
         """Connect and shake hands.
 
-        :raises ConnectError: if nobody answers at ``path``, or somebody else's process does.
+        :raises ConnectError: if no server answers at ``path``, or another user's does.
         """
         channel = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK))
         try:
@@ -61,7 +61,7 @@ class Channel(ExchangeSocket):
         """Send a request and wait for its reply. A request that is cancelled is withdrawn, and leaves the channel in order.
 
         :param deadline: when to give up, in terms of anyio.current_time().
-        :raises DeadlineExceeded: if there is no reply by then; one that came just in time is taken.
+        :raises DeadlineExceeded: if there is no reply by then; a reply that came just in time is returned.
         :raises ConnectionClosed: if the server goes away, or the channel is closed.
         """
         exchange = self._exchanges.begin(request)
@@ -160,7 +160,7 @@ class Channel(ExchangeSocket):
             self._pass_on()
 
     async def _read(self) -> None:
-        """Receive and deliver what has arrived, and wait if nothing has."""
+        """Receive and deliver frames, and wait if there are none."""
         try:
             try:
                 self._socket.receive()

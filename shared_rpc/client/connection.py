@@ -70,7 +70,7 @@ def _foreign_owner(path: str) -> int | None:
 
 
 def nobody_listens(error: ConnectError) -> bool:
-    """Return whether an error means that no process listens, not one that does not answer or is another user's."""
+    """Return whether an error means that no process listens, not that a process does not answer or is another user's."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)
 
@@ -257,7 +257,7 @@ class Connection(ExchangeSocket):
 
     @property
     def owed(self) -> bool:
-        """Whether an abandoned answer may still come, and with it memory and leases to give back."""
+        """Whether an abandoned answer may still come, with memory and leases to release."""
         return bool(self._exchanges.owed)
 
     def catch_up(self) -> bool:

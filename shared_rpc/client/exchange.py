@@ -272,7 +272,7 @@ class Exchanges:
 
 
 def discard(frame: Frame, request: Request | None = None) -> m.Release | m.FreeBuffer | None:
-    """Close a reply that nobody waits for any more; return the message that releases its lease, if it has one."""
+    """Close an abandoned reply; return the message that releases its lease, if it has one."""
     try:
         message = decode_message(frame)
         if request is not None and request.transfer is not None:

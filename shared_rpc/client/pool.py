@@ -228,7 +228,7 @@ class ConnectionPool:
                 self._drop(session, connection)
 
     def need_session(self, turn: Turn) -> ClientSession:
-        """Return the current session, of a server that is there; one that was restarted since is noticed here."""
+        """Return the current session, after checking that the server was not restarted."""
         session, connection = self._acquire(None, turn.deadline, turn.patience, turn)
         self._put_back(session, connection)
         turn.connection = None

@@ -21,7 +21,7 @@ _LOOK = 0.05
 class ProcessExit:
     """The end of the server that listens at ``path`` when this is made; the next server there does not count.
 
-    A server in another pid namespace is gone when no process listens.
+    A server in another pid namespace has ended when no process listens.
     """
 
     def __init__(self, path: str) -> None:
@@ -33,7 +33,7 @@ class ProcessExit:
                     self._pidfd = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None) -> None:
-        """Wait until it is gone.
+        """Wait until the process has ended.
 
         :raises DeadlineExceeded: after ``timeout`` seconds.
         """

@@ -31,7 +31,7 @@ class ReceivedResult:
     chunk: Chunk | None = None
 
     def close(self) -> None:
-        """Close the descriptors, and give back the chunks of the server's pool that nothing has used."""
+        """Close the descriptors, and release unused chunks of the server's pool."""
         for segment in self.segments:
             segment.descriptor = None
         for chunk, references in self.pooled.items():

@@ -67,7 +67,7 @@ class Subscription:
         self.active = True
 
     def close(self) -> None:
-        """End the calls of the callback; one that is under way ends by itself. Closing twice is harmless."""
+        """End the calls of the callback; a call under way completes. Closing twice is harmless."""
         self._subscriptions.end(self)
 
     def notify(self, generation: Generation) -> None:
@@ -92,7 +92,7 @@ def _named(generation: Generation) -> tuple[int, str]:
 class Subscriptions:
     """All subscriptions of one client. Its daemon thread runs while there is one, and calls one callback after the other.
 
-    :param connect: makes the source, with the first subscription; None once the client is gone.
+    :param connect: makes the source, with the first subscription; None when the client has been collected.
     """
 
     def __init__(self, connect: Callable[[], Source | None]) -> None:

@@ -103,7 +103,7 @@ class ClientTransfer:
         return m.Free(self.references.pop_returned())
 
     def learn(self, message: m.Message, frame: Frame) -> None:
-        """Note the arenas of a reply that has come, and may be taken later than one that came after it."""
+        """Note the arenas of a reply, which may be processed after a later reply."""
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
             return
         fds = iter(frame.fds)
@@ -134,7 +134,7 @@ class ClientTransfer:
         return found
 
     def discard(self, message: m.Message, frame: Frame) -> None:
-        """Process what a reply that nobody takes says of memory."""
+        """Process the memory of an abandoned reply."""
         if isinstance(message, m.Free):
             self.arguments.release(message.chunks)
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):

@@ -34,7 +34,7 @@ def encode_arguments(
     """Lower a call's arguments, and copy memory that is not shared yet, once its writers on the current streams are done.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device of the server.
-    :param server: the server's id: what it has itself is named, and stays where it is. ``""`` to send it.
+    :param server: the server's id: memory that it has itself is named and not sent. ``""`` to send all.
     :param pool: where to copy to, see :func:`~shared_rpc.codec.placement.copy`.
     :raises CapabilityError: for an argument that cannot travel, naming it.
     :raises PoolFull: if the pool has no room now.

@@ -46,7 +46,7 @@ _PICKLING = {
 
 
 def reduce_module(module: torch.nn.Module) -> Any:
-    """Return a module's reduction for pickle; NotImplemented for what its class says."""
+    """Return a module's reduction for pickle; NotImplemented to follow its class."""
     if "parametrizations" in module.__dict__.get("_modules", ()):
         return _reduce_parametrized(module)
     kind = type(module)
@@ -163,7 +163,7 @@ def _restore_parametrized(module: Any, state: tuple[tuple[str, ...], bool, Any])
 
 
 def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
-    """Return the reduction of a parameter of a class of its own, as of 4-bit layers; NotImplemented for what its class says.
+    """Return the reduction of a parameter of a class of its own, as of 4-bit layers; NotImplemented to follow its class.
 
     torch's own makes plain parameters of them, whatever their class, and takes what the class has for ``copy.deepcopy``.
     """
@@ -193,14 +193,14 @@ def next_hook(module: torch.nn.Module) -> int:
 
 
 def raise_next_hook(value: int) -> None:
-    """Keep hooks registered from here on from taking the id of one that came from another process."""
+    """Keep hooks registered from here on from taking the id of a hook from another process."""
     # Other threads do not interrupt statements without a call; torch's own counting relies on that too.
     if RemovableHandle.next_id < value:  # noqa: PLR1730  max() would be a call
         RemovableHandle.next_id = value
 
 
 def reduce_handle(handle: RemovableHandle) -> Any:
-    """Return the reduction of a hook's handle, which may be one of a module that is gone."""
+    """Return the reduction of a hook's handle, whose module may have been collected."""
     # torch would store a collected dict too, and could not load it.
     extras = tuple(extra for reference in handle.extra_dict_ref if (extra := reference()) is not None)
     return _copyreg.__newobj__, (type(handle),), (handle.hooks_dict_ref(), handle.id, extras)

@@ -1,4 +1,4 @@
-"""Search for the attribute that makes a value unpicklable, for the person who has to change it."""
+"""Search for the attribute that makes a value unpicklable, for the error text."""
 
 from __future__ import annotations
 

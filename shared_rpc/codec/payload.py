@@ -1,4 +1,4 @@
-"""Rule for what an endpoint may return.
+"""Rule for results of endpoints.
 
 None, or any object that reaches at least one tensor or module: it is taken apart by the pickler, and comes back as what it
 was. A result that reaches none is refused: this is not a general RPC system. So is a tensor with an autograd graph, wherever
@@ -39,10 +39,10 @@ _DEPTH = 20
 
 
 def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
-    """Return the skeleton of a result, and the scan of what it refers to.
+    """Return the skeleton of a result, and the scan of its tensors.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device its tensors must be on.
-    :raises CapabilityError: for a result that cannot be shared, naming the place of what is wrong with it; see the module.
+    :raises CapabilityError: for a result that cannot be shared, naming the attribute path; see the module.
     """
     where = f"endpoint {endpoint!r}"
     advice = _RUNNING.get(type(value))

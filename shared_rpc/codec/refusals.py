@@ -63,7 +63,7 @@ _KINDS = {
 
 
 def refuse_kind(value: Any) -> None:
-    """Refuse an object whose class says that it cannot be shared.
+    """Refuse an object of a class that cannot be shared.
 
     :raises PickleRefused: with the reason.
     """
@@ -95,7 +95,7 @@ def refuse_tensor(tensor: torch.Tensor) -> None:
 
 
 def reason_against(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor cannot be shared; None for one that can."""
+    """Return why a tensor cannot be shared; None if it can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if is_lazy(tensor):
             return "is a lazy parameter without a shape: run the module once before sharing it"

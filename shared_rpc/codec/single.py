@@ -78,11 +78,11 @@ _capturing = torch.cuda.is_current_stream_capturing
 def copy_single(
     tensor: torch.Tensor, kind: str, pool: Pool, purpose: str, reader: str = "", limit: int | None = None
 ) -> Copied | None:
-    """Copy a tensor into a pool; return None for one that has to go the general way, errors included.
+    """Copy a tensor into a pool; return None if the general path must handle the tensor, errors included.
 
     :param kind: the type of device that it must be on.
-    :param reader: the id of the server that is to read it, ``""`` for anybody.
-    :param limit: bytes of which there may be at most; None for as many as the pool takes.
+    :param reader: the id of the server that reads the copy, ``""`` for any reader.
+    :param limit: the most bytes to copy; None for the pool's own limit.
     :raises PoolFull: if the pool has no room now.
     """
     nbytes, device = tensor.nbytes, tensor.device
@@ -117,9 +117,9 @@ def copy_single(
 
 @without_modes
 def publish_argument(value: list[Any], references: ChunkReferences, seconds: float | None = None) -> Record | None:
-    """Take apart a tensor that fills a chunk of its reader's own, and that nobody else has: it needs no copy.
+    """Take apart a tensor that fills a chunk of its reader's own and has no other user: it needs no copy.
 
-    None where somebody else in this process has a tensor over the chunk, and could write to what the reader takes for a value.
+    None if this process has another tensor over the chunk, which could change the reader's value later.
 
     :param value: the tensor, which is not there any more where this returns something, and may be another one where not.
     :param seconds: how long to wait for the tensor's current stream, None for as long as it takes.
@@ -160,8 +160,8 @@ def publish_argument(value: list[Any], references: ChunkReferences, seconds: flo
 def rebuild_argument(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, references: ChunkReferences) -> torch.Tensor:
     """Rebuild the tensor that :func:`publish_argument` took apart on the other side. It keeps its chunk in use.
 
-    :param references: to whom the chunk is given back.
-    :raises CodecError: if the table says anything else.
+    :param references: to which the chunk is returned.
+    :raises CodecError: if the table has anything else.
     """
     found = read_table(table)
     fits = skeleton in FIRST and len(found.storages) == len(found.tensors) == 1
@@ -189,7 +189,7 @@ def rebuild_single(
     *,
     trusted: bool = False,
 ) -> torch.Tensor | None:
-    """Rebuild the tensor in a chunk of an arena that is mapped already; return None where a table says anything else.
+    """Rebuild the tensor in a chunk of an arena that is mapped already; return None if the table has anything else.
 
     For the parameters see :func:`~shared_rpc.codec.tensors.tensors_of`; the entry of ``pooled`` is taken if there is a tensor.
 

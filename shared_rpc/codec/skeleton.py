@@ -188,7 +188,7 @@ class _Pickler(cloudpickle.Pickler):
         self._opened = opened
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return a reference into the table for what has memory; None leaves the object to pickle."""
+        """Return a reference into the table for an object with memory; None leaves the object to pickle."""
         if not isinstance(obj, _TENSOR_LIKE) or obj is self._opened:
             return None
         if isinstance(obj, torch.Tensor):
@@ -271,7 +271,7 @@ _UNPICKLABLE = "cannot be pickled: {}; make it in each process, or leave it out 
 
 
 def dump(value: Any, scan: Scan, path: str) -> bytes:
-    """Return the skeleton of ``value``; what it refers to is added to ``scan``.
+    """Return the skeleton of ``value``; its tensors are added to ``scan``.
 
     :param path: what the value is called in an error, ``"result"`` or ``"argument 'x'"``.
     :raises CapabilityError: if a part of it cannot be shared, naming the attribute path of that part.
@@ -306,7 +306,7 @@ _HOOKS_BELOW = b"(I%d\ntQ0"
 
 
 class _Outside(_Pickler):
-    """Pickler of what is not in a module, up to a tensor with an autograd graph."""
+    """Pickler of objects outside modules, which stops at a tensor with an autograd graph."""
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.nn.Module):

@@ -90,7 +90,7 @@ def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
 
 
 def _shared(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
-    """Find a storage's mapping unless that is of a pool, whose bytes are used again: nobody else may be told of them."""
+    """Find a storage's mapping, except a pool's, whose bytes are reused: no other process may learn of them."""
     found = _find(storage)
     return found if found is not None and not found[0].pooled else None
 

@@ -1,4 +1,4 @@
-"""Exclusion of the codec from ``torch.compile``, where a call is made in what it compiles.
+"""Exclusion of the codec from ``torch.compile``, if compiled code makes a call.
 
 What the codec does with tensors is no computation: there is nothing to put into a graph, and torch 2.13 fails on some of it.
 """

@@ -128,7 +128,7 @@ class ConnectionClosed(SharedRPCError, ConnectionError):
 
 
 class DeadlineExceeded(SharedRPCError, TimeoutError):
-    """The caller's timeout passed. The server was told; other waiters of the same run go on."""
+    """The caller's timeout passed. The server is notified; other waiters of the same run go on."""
 
     code = "deadline-exceeded"
 
@@ -160,7 +160,7 @@ class CodecError(SharedRPCError):
 
 
 class CapabilityError(SharedRPCError):
-    """A payload or a device that cannot be shared; the message names it and says what can."""
+    """A payload or a device that cannot be shared; the message names it and the remedy."""
 
     code = "capability"
 

@@ -57,7 +57,7 @@ class passed_over:
 
 
 def _code_of(handler: Callable[..., Any] | int | None) -> CodeType | None:
-    """Return the code by which a handler begins; None for what is not written in Python."""
+    """Return the code object of a handler; None for a handler not written in Python."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     for function in (handler, *(vars(kind).get("__call__") for kind in type(handler).__mro__)):

@@ -13,7 +13,7 @@ __all__ = ["end_children", "end_now", "end_within"]
 
 
 def end_now(code: int) -> NoReturn:
-    """End the process without the interpreter's own end, which would wait for what cannot be waited for.
+    """End the process without the interpreter's own end, which could wait for ever.
 
     From an exit callback there is no other way to set the exit code either. No exit callback runs.
     """

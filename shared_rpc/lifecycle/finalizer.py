@@ -29,7 +29,7 @@ Job = Callable[[], object]
 
 
 def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Call a bound method without keeping its object: once that is gone, nothing is done.
+    """Call a bound method without keeping its object: when the object is collected, the call does nothing.
 
     What an object gives to its parts, to threads and to finalisers must not keep it: it is to end with its last user, and not
     with the next pass of the cyclic collector.

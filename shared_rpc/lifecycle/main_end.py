@@ -46,7 +46,7 @@ class Serves(Protocol):
         """Return the server that goes on, started where it was not yet."""
 
     def close(self) -> None:
-        """End what it has."""
+        """End the provider's role."""
 
 
 #: Providers that are not closed: a server's provider must outlive the names of its script.

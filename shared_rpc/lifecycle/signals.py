@@ -1,4 +1,4 @@
-"""Serving until somebody asks for the end.
+"""Serving until a signal asks for the end.
 
 The rule for signals, of every process that serves: *a signal wakes the main thread through a descriptor, and what it asks for
 is done by that thread's wait, never by a handler.*

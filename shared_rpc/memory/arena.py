@@ -46,7 +46,7 @@ def pack(sizes: Sequence[int], *, limit: int = SEGMENT_LIMIT, alignment: int = A
 
 
 class Extents:
-    """Free bytes of a segment. The first that suffice are acquired; those that are released join their neighbours."""
+    """Free bytes of a segment. The first sufficient extent is acquired; released extents join their neighbours."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

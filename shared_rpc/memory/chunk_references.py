@@ -142,7 +142,7 @@ class ChunkReferences:
             self.free.extend(numbers)
 
     def poll(self, *, background: bool = False, look: bool = False) -> None:
-        """Find chunks that nobody uses any more: a safe point, which does not wait.
+        """Find unused chunks: a safe point, which does not wait.
 
         :param background: leave a GPU alone that may be disturbed here, and only look.
         :param look: only look, because there is no time to mark a GPU's work.
@@ -195,7 +195,7 @@ class ChunkReferences:
         self.poll()
 
     def pop_returned(self) -> list[int]:
-        """Return the chunks that their pool is to be told of now."""
+        """Return the chunks to report to their pool now."""
         if not self.free:
             return []
         with self._lock:

@@ -1,4 +1,4 @@
-"""Names of devices: those users write, those that travel, and torch's.
+"""Names of devices: the users', those on the wire, and torch's.
 
 On the wire and in socket paths a device is ``"cpu"`` or the UUID of a GPU, never an index, because
 ``CUDA_VISIBLE_DEVICES`` may differ between processes.

@@ -47,7 +47,7 @@ def wait(address: int, word: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all who wait for that word, in whichever process. A full memory barrier, as :func:`fence`."""
+    """Wake all threads that wait for the word, in any process. A full memory barrier, as :func:`fence`."""
     _call(address, _WAKE, _ALL, None)
 
 

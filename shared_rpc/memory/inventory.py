@@ -44,7 +44,7 @@ def facts_of(device: str) -> DeviceSpec:
 
 
 def free_bytes(device: str) -> int | None:
-    """Return the bytes of a device that nobody uses now, None where that is not known."""
+    """Return the free bytes of a device, None if they are not known."""
     if device != "cpu":
         return cast("CudaBackend", backend_for(device)).free_bytes()
     with open("/proc/meminfo", encoding="ascii") as file:

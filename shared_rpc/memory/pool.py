@@ -1,4 +1,4 @@
-"""Pools: memory for what lives no longer than the tensors of one call.
+"""Pools: memory for the tensors of single calls.
 
 A pool belongs to one side of one session, and is mapped by the other side, its reader, once. Blocks are copied into *chunks* of
 its *arenas*; a chunk is used again when the reader has given it back. Nothing here knows how that is told.
@@ -44,7 +44,7 @@ class PoolClosed(Exception):
 
 
 class PoolFull(Exception):
-    """Want of room; the text says who holds what, and ``frees`` what :attr:`Pool.frees` was then."""
+    """Lack of room; the text lists the holders, and ``frees`` is the value of :attr:`Pool.frees` then."""
 
     def __init__(self, text: str, frees: int) -> None:
         super().__init__(text)
@@ -53,9 +53,9 @@ class PoolFull(Exception):
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """``nbytes`` bytes at ``offset`` of an arena. ``purpose`` says what they are for, to people.
+    """``nbytes`` bytes at ``offset`` of an arena. ``purpose`` describes them for people.
 
-    It is free again when it was given back as often as it is held.
+    It is free again when it has been released as often as it was retained.
     """
 
     number: int

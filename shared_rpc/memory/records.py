@@ -28,12 +28,12 @@ class Record:
     :param skeleton: the pickled value, its tensors and storages left out.
     :param table: the :class:`TensorTable` in MessagePack.
     :param segments: the memory; the record owns these descriptors and closes them in :meth:`close`.
-    :param nbytes: bytes that all who have it share: of all distinct storages and of buffers.
+    :param nbytes: shared bytes: of all distinct storages and of buffers.
     :param device: the id of the device they are on; by default that of the first segment, or the host.
-    :param chunks: the numbers of the pool's chunks that it lies in; such a record is for one reader, who gives them back.
+    :param chunks: the numbers of the pool's chunks that it lies in; such a record is for one reader, which returns them.
     :param arenas: the numbers of the segments that belong to the pool.
     :param own: the numbers of chunks of the reader's own pool that it lies in, see :attr:`Arguments.returnable`.
-    :param private_nbytes: bytes that everyone who rebuilds it has a copy of; by default those of the skeleton.
+    :param private_nbytes: bytes copied by every process that rebuilds the value; by default those of the skeleton.
     """
 
     skeleton: bytes
@@ -93,7 +93,7 @@ class Arguments:
         return pooled
 
     def close(self) -> None:
-        """Close the descriptors, and give back the chunks that nothing has used."""
+        """Close the descriptors, and release unused chunks."""
         for segment in self.segments:
             segment.descriptor = None
         if self.pooled:

@@ -1,6 +1,6 @@
-"""Revisions: counts of writes to memory in place, in a page that all who map the memory map as well.
+"""Revisions: counts of writes to memory in place, in a page that is mapped with the memory.
 
-The page holds a number of 64 bits, as a seqlock does. It is even while nobody writes, odd while somebody does; an update adds
+The page holds a number of 64 bits, as a seqlock does. It is odd during a write, and even otherwise; an update adds
 two. The writer holds a lock of fcntl(2) (F_OFD_SETLK) on the page, which ends with its process, however that ends. So an
 odd number without a lock is an update that was begun and never ended.
 
@@ -8,10 +8,10 @@ odd number without a lock is an update that was begun and never ended.
 
     offset  size
     0       8     the revision
-    8       4     the pid of who wrote last, or writes now, in its own pid namespace
+    8       4     the pid of the last or present writer, in its own pid namespace
 
 Order, on every machine: what the writer wrote before it set an even revision, the work on the GPU included, is there for
-whoever has read that revision.
+readers of that revision.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Page:
 
         :param until: when to give up, in terms of time.monotonic().
         :raises DeadlineExceeded: if that passes first.
-        :raises UpdateInterrupted: if the writer has gone.
+        :raises UpdateInterrupted: if the writer has ended.
         """
         while (seen := self.wait_slice(revision, until)) is None:
             continue
@@ -135,7 +135,7 @@ class Page:
         )
 
     def read(self, function: Callable[[V], T], value: V, until: float) -> T:
-        """Return ``function(value)`` of memory that nobody wrote to meanwhile: it is called again where somebody did.
+        """Return ``function(value)`` of memory without a write meanwhile: after a write, the function is called again.
 
         What it queues on the current streams of the GPUs is waited for. For the other parameters see :meth:`wait`.
         """
@@ -228,7 +228,7 @@ class Page:
 
 
 class Update:
-    """Update under way. ``revision`` is the odd one that stands for it."""
+    """Update under way. ``revision`` is its odd number."""
 
     def __init__(self, page: Page, lock: _Lock, revision: int) -> None:
         self.revision = revision

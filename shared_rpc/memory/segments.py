@@ -1,4 +1,4 @@
-"""Segments: pieces of memory, each of which lives as long as somebody holds its file descriptor."""
+"""Segments: pieces of memory, each of which lives as long as a process holds its file descriptor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
         return descriptor
 
     def close(self) -> None:
-        """Close it now, whoever else refers to this object; closing twice is harmless."""
+        """Close it now, whatever else refers to this object; closing twice is harmless."""
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
@@ -108,7 +108,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
         return self.descriptor is None or self.descriptor.number < 0
 
     def duplicate(self, access: Access | None = None) -> Segment:
-        """Return another owner of the same memory, by the same descriptor: those that a process may have are few.
+        """Return another owner of the same memory, by the same descriptor: a process may have few descriptors.
 
         :raises ValueError: if it is closed.
         """
@@ -179,7 +179,7 @@ class Backend(Protocol):
         """Wait for a stream's work, for ``seconds`` at most; return whether it was done in time."""
 
     def fence(self) -> Callable[[], bool] | None:
-        """Mark the work that is queued now: the answer tells, whenever it is asked, whether all of it has been done.
+        """Mark the work that is queued now; return a function that returns whether all of it is complete.
 
         :returns: None if the device must not be marked now, because it would break a CUDA graph's capture.
         """
@@ -198,7 +198,7 @@ class Backend(Protocol):
 def gpu_support(what: str = "GPU memory") -> Iterator[None]:
     """Say for an import of what drives a GPU what to install, where it is missing.
 
-    :param what: what it is needed for.
+    :param what: the purpose of the import.
     """
     try:
         yield

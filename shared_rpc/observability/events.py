@@ -70,7 +70,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 class CallStarted(Event, frozen=True, kw_only=True):
     """A call, or the submit of a task, of a registered endpoint with arguments that fit.
 
-    ``request_id`` tells it from all others; ``session`` and ``pid`` are its caller's.
+    ``request_id`` identifies it; ``session`` and ``pid`` are its caller's.
     """
 
     endpoint: str
@@ -102,7 +102,7 @@ class BuildStarted(Event, frozen=True, kw_only=True):
 
 
 class BuildFinished(Event, frozen=True, kw_only=True):
-    """The end of a run, ``seconds`` later. ``cached`` tells whether the cache would list its result."""
+    """The end of a run, ``seconds`` later. ``cached``: the cache would list its result."""
 
     endpoint: str
     request_id: str
@@ -194,7 +194,7 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
 
 
 class WorkerEnded(Event, frozen=True, kw_only=True):
-    """The end of a worker's process. ``crashed``: nothing had asked it to end; ``signal`` or ``exit_code`` tell how it did."""
+    """The end of a worker's process. ``crashed``: it ended without a request; ``signal`` or ``exit_code`` is how."""
 
     number: int
     pid: int

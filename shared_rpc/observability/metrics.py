@@ -176,7 +176,7 @@ def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def _named(sample: Sample) -> Sample:
-    """Name buckets as ``le="1"``, where prometheus-client says ``"1.0"``: queries compare text."""
+    """Name buckets as ``le="1"``, where prometheus-client has ``"1.0"``: queries compare text."""
     le = sample.labels.get("le", "")
     return sample._replace(labels={**sample.labels, "le": le.removesuffix(".0")}) if le.endswith(".0") else sample
 

@@ -81,7 +81,7 @@ class BufferOperations:
     def get_buffer(ctx: Context, buffer_id: str) -> Steps[Leased[torch.Tensor]]:
         """Return a handle of the buffer of that id: the same memory, without a copy.
 
-        :raises BufferNotFound: if there is none, or not any more; ``reason`` says why.
+        :raises BufferNotFound: if there is no such buffer, or not any more; ``reason`` says why.
         """
         what = f"get_buffer({buffer_id!r})"
         handle: Leased[torch.Tensor] = yield from taken(ctx, what, (yield Request(m.GetBuffer(buffer_id), what)))
@@ -118,7 +118,7 @@ def request_of(
     """Return the request for a buffer.
 
     :param device: its id, ``""`` for the server's own.
-    :raises ConfigurationError: for what is no size or no dtype; the server checks the rest.
+    :raises ConfigurationError: for an invalid size or dtype; the server checks the rest.
     """
     shape, name = _shape(shape_or_nbytes), str(dtype).removeprefix("torch.")
     Extent.of(shape, name)  # checked here, before a size too large for a message is sent

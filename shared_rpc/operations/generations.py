@@ -64,7 +64,7 @@ class GenerationOperations:
         left are held by processes, which :meth:`list_objects` names, and stay.
 
         :param target: an endpoint's name, for all its superseded objects; or a handle or an object's id, for that one.
-        :raises EndpointNotFound: for what is neither.
+        :raises EndpointNotFound: for a name of neither.
         """
         name = id_of(target)
         return (yield from ask(Request(g.Retire(name), f"retire({name!r})"), g.RetireReply)).infos

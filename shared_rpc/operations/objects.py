@@ -56,7 +56,7 @@ class ObjectOperations:
 
     @operation
     def holders(ctx: Context, handle: Lease[Any] | str) -> Steps[list[HolderInfo]]:
-        """Return the processes that hold leases on an object, by handle or id; one that is killed is no longer among them.
+        """Return the processes that hold leases on an object, by handle or id; killed processes are not among them.
 
         :raises StaleHandleError: if the server does not own the object.
         """
@@ -99,7 +99,7 @@ class ObjectOperations:
 
         :param ticket: a ticket, or the path of its file.
         :raises TicketError: if it cannot be used here; ``reason`` says why.
-        :raises StaleHandleError: if the object is gone, with ``reason`` ``"object_gone"``, ``"superseded"`` or
+        :raises StaleHandleError: if the object was dropped, with ``reason`` ``"object_gone"``, ``"superseded"`` or
             ``"server_changed"``.
         :raises BufferNotFound: if it is a buffer that cannot be got any more.
         """

@@ -53,7 +53,7 @@ class ServerOperations:
 
     @operation
     def get_statistics(ctx: Context) -> Steps[dict[str, EndpointStatistics]]:
-        """Return the counts of each endpoint since the server began, by name; one that was never called is left out."""
+        """Return the counts of each endpoint since the server began, by name, without those never called."""
         return (yield from ask(Request(mo.GetStatistics(), "get_statistics", again=True), mo.StatisticsReply)).infos
 
     @operation
@@ -73,10 +73,10 @@ class ServerOperations:
 
     @operation
     def stop_server(ctx: Context, if_idle: bool = False, timeout: float | None = 10.0) -> Steps[StopInfo]:
-        """End the server, as SIGTERM does, and wait until its process is gone. Clients keep the memory that they have.
+        """End the server, as SIGTERM does, and wait until its process has ended. Clients keep the memory that they have.
 
         :param if_idle: refuse if other processes are connected, hold a lease, or have a task or a call that has not ended.
-        :param timeout: seconds to wait until it is gone, None for as long as it takes.
+        :param timeout: seconds to wait for its end, None for no limit.
         :returns: what the server held.
         :raises ServerBusy: with ``if_idle``, if other processes use it.
         :raises ConfigurationError: if the server is a part of another program, such as a script in the server role.

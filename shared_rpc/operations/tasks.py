@@ -162,7 +162,7 @@ class TaskOperations:
 
     @operation
     def cancel_task(ctx: Context, task_id: str) -> Steps[bool]:
-        """Cancel a task that has not begun, or ask one that runs to stop; return False if it had ended.
+        """Cancel a task that has not begun, or ask a running one to stop; return False if it had ended.
 
         Its ``cancel_requested`` says that it was asked, its ``status`` whether it stopped. A run that others wait for goes on
         for them.
@@ -176,7 +176,7 @@ class TaskOperations:
     def list_tasks(ctx: Context, status: str | None = None) -> Steps[list[TaskInfo]]:
         """List the tasks that the server remembers, in the order of their submission; with ``status``, those of one status.
 
-        :raises ValueError: for a status that there is not.
+        :raises ValueError: for an unknown status.
         """
         chosen = TaskStatus(status) if status is not None else None
         infos: list[TaskInfo] = []

@@ -54,7 +54,7 @@ class Extent(NamedTuple):
     def of(cls, shape_or_nbytes: int | Sequence[int], dtype: str) -> Extent:
         """Return the extent of a shape, or of a number of bytes, which are as many elements as fit exactly.
 
-        :raises ConfigurationError: for a dtype that there is not, and for sizes that no tensor has.
+        :raises ConfigurationError: for an unknown dtype, and for sizes that no tensor has.
         """
         item = ITEM_SIZES.get(dtype)
         if item is None:

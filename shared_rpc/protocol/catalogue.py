@@ -112,7 +112,7 @@ UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError)
 def encode_message(message: m.Message) -> tuple[int, bytes]:
     """Return ``(kind, body)`` for a frame.
 
-    :raises ProtocolError: for what MessagePack cannot hold, as a text with surrogates.
+    :raises ProtocolError: for values that MessagePack cannot hold, as a text with surrogates.
     """
     try:
         return NUMBERS[type(message)], encode_body(message)

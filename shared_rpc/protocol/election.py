@@ -48,7 +48,7 @@ class Election:
         return reason if failures != self._failures else ""
 
     def record_failure(self, reason: str) -> None:
-        """Record the reason for those who wait. Call it with the lock."""
+        """Record the reason for waiting processes. Call it with the lock."""
         count, _ = self._read()
         content = f"{count + 1}\n".encode() + reason.encode(errors="replace")[: _ROOM // 2]
         os.pwrite(self.fd, content, 0)

@@ -80,7 +80,7 @@ def close_all(fds: list[int]) -> None:
 
 @dataclass(slots=True)
 class Frame:
-    """One message. Its descriptors belong to the frame until somebody takes them out of the list."""
+    """One message. Its descriptors belong to the frame until a receiver takes them out of the list."""
 
     kind: int
     request_id: int

@@ -1,4 +1,4 @@
-"""Generations and revisions of objects: what is told of them, and the messages that ask.
+"""Generations and revisions of objects: their descriptions, and the messages about them.
 
 Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 """
@@ -75,7 +75,7 @@ class GetObject(Message):
 
 
 class Retire(Message):
-    """Free what nobody holds of superseded objects, of an endpoint or of one id; the answer is :class:`RetireReply`."""
+    """Free superseded objects without holders, of an endpoint or of one id; the answer is :class:`RetireReply`."""
 
     target: str
 

@@ -1,4 +1,4 @@
-"""Replies about a server and what it has: dicts of plain values, with their keys.
+"""Replies about a server and its state: dicts of plain values, with their keys.
 
 Sizes are in bytes, times in Unix seconds, and durations in seconds. A device is ``"cpu"`` or a GPU's UUID.
 """
@@ -43,7 +43,7 @@ class MechanismInfo(TypedDict):
 
 
 class DescriptorInfo(TypedDict):
-    """File descriptors: those that objects use, how many they may, and how many the whole process may."""
+    """File descriptors: those of objects, and the limits of objects and of the process."""
 
     used: int
     limit: int
@@ -181,7 +181,7 @@ class EndpointStatistics(TypedDict):
     ``calls`` counts calls and submits that named it with arguments that fit; of these ``hits`` were answered from the cache,
     ``misses`` began a run whose result the cache was to list, and ``joined`` joined a run that went on already (singleflight).
     ``builds`` counts runs that began, ``build_seconds`` is what those that ended took together, and ``errors`` counts callers
-    and tasks that were told one.
+    and tasks that got one.
     """
 
     calls: int
@@ -196,7 +196,7 @@ class EndpointStatistics(TypedDict):
 class BufferInfo(TypedDict):
     """Description of a buffer.
 
-    ``state`` is ``"listed"``, or the reason why nobody can get it any more. It expires at ``expires_at`` and may be got
+    ``state`` is ``"listed"``, or the reason why clients cannot get it any more. It expires at ``expires_at`` and may be got
     ``accesses_left`` times; None for no limit.
     """
 
@@ -324,7 +324,7 @@ class ReloadInfo(TypedDict):
 
 
 class StopInfo(TypedDict):
-    """A server that ends, and what it held.
+    """A server that ends, and its counts.
 
     ``clients``, ``leases``, ``tasks`` and ``running`` are counts of what others had: processes, leases, tasks that had not
     ended, and runs.

@@ -125,7 +125,7 @@ class Release(Message):
 
 
 class Count(Message):
-    """Number of leases given back, or of entries invalidated."""
+    """Number of released leases, or of invalidated entries."""
 
     count: int
 
@@ -300,7 +300,7 @@ class GetBuffer(Message):
 
 
 class FreeBuffer(Message):
-    """End of a buffer for all processes; :class:`Count` is 0 if it had ended. ``release``: give back a lease on it as well."""
+    """End of a buffer for all processes; :class:`Count` is 0 if it had ended. ``release``: release a lease on it as well."""
 
     object_id: str
     release: bool = False

@@ -14,7 +14,7 @@ __all__ = ["open_own"]
 def open_own(path: str, flags: int) -> int:
     """Open a file of this user, and make it, with mode 0600, where there is none. The descriptor is the caller's to close.
 
-    :raises ConfigurationError: if what has that name is another user's, or another name of some other file, to which one who
+    :raises ConfigurationError: if the file is another user's, or another name of some other file, to which one who
         may not write to it would have this process do so.
     :raises OSError: if it cannot be opened, as a link cannot.
     """

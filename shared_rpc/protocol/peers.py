@@ -20,5 +20,5 @@ class Peer(NamedTuple):
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """Return who called connect(2), or listen(2) on the server's side: SO_PEERCRED, see unix(7)."""
+    """Return the process that called connect(2), or listen(2) on the server's side: SO_PEERCRED, see unix(7)."""
     return Peer(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))

@@ -62,7 +62,7 @@ def _refuse_sockets(fds: Iterable[int]) -> None:
 
 
 class FrameBuffers:
-    """Frames that came and nobody has taken yet, and frames that are still to be sent, with their descriptors. No I/O."""
+    """Received frames until a receiver takes them, and frames to be sent, with their descriptors. No I/O."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._decoder = FrameDecoder(limits)
@@ -216,7 +216,7 @@ class FrameSocket(FrameBuffers):
             raise ConnectionClosed("the other side closed the connection")
 
     def _sort(self) -> None:
-        """Take bytes and descriptors out of what recvmsg(2) returned."""
+        """Take bytes and descriptors out of the result of recvmsg(2)."""
         while self._read:
             data, ancillary, _, _ = self._read[0]
             fds = _fds_of(ancillary) if ancillary else []
@@ -226,7 +226,7 @@ class FrameSocket(FrameBuffers):
     def flush(self) -> bool:
         """Write what is queued; False if there is more than goes at once.
 
-        :raises ConnectionClosed: if the other side is gone.
+        :raises ConnectionClosed: if the other side has hung up.
         """
         for _ in range(_WRITES):
             if not self._outbox:

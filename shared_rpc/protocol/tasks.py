@@ -25,7 +25,7 @@ class TaskStatus(StrEnum):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Progress as an endpoint told it last: ``done`` of ``total`` (None where it is not known), and a text."""
+    """The latest progress of an endpoint: ``done`` of ``total`` (None where it is not known), and a text."""
 
     done: float
     total: float | None = None
@@ -35,7 +35,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TaskInfo(msgspec.Struct, frozen=True, gc=False):
     """A task at one moment. Times are Unix seconds, None for what has not come yet.
 
-    ``cancel_requested`` tells that somebody asked a running task to stop; whether it did is told by ``status``.
+    ``cancel_requested``: the running task was asked to stop; whether it did is its ``status``.
     ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's.
     """
 

@@ -1,4 +1,4 @@
-"""Tickets: small files that say where an object is, for a process that knows nothing else.
+"""Tickets: small files with the place of an object, for a process that knows nothing else.
 
 A ticket is no lease, and keeps nothing. It is JSON that is trusted no further than its file: it must belong to this user or
 to root, with nobody else allowed to write to it, and it names a socket, whose server is checked as any other is.
@@ -36,7 +36,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TicketTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of an object: what it is called there (``""`` where the object is a tensor). Shapes count elements."""
+    """One tensor of an object: its name there (``""`` if the object is a tensor). Shapes count elements."""
 
     name: _Text
     dtype: _Id
@@ -121,7 +121,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             ) from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file that nobody else can read (0600). A reader meanwhile gets an earlier one or this.
+        """Write it to a file that no other user can read (0600). A reader meanwhile gets an earlier one or this.
 
         :raises ConfigurationError: if that cannot be.
         """
@@ -147,7 +147,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def read(cls, path: str | os.PathLike[str]) -> Ticket:
         """Read the ticket in a file.
 
-        :raises TicketError: if it cannot be read, is none, or others may have written it; ``reason`` says which.
+        :raises TicketError: if it cannot be read, is none, or other users may have written it; ``reason`` says which.
         """
         name = os.fspath(path)
         try:

@@ -107,7 +107,7 @@ def _nesting(value: Any, path: str) -> CapabilityError:
 def lower(value: Any, path: str, leaf: Leaf) -> Any:
     """Replace everything in ``value`` that is not plain data by what ``leaf(item, path)`` returns.
 
-    :raises CapabilityError: for what cannot travel, or is nested too deep, naming it.
+    :raises CapabilityError: for a value that cannot travel, or is nested too deeply, naming it.
     """
     try:
         return _lower(value, path, leaf, 0)
@@ -218,7 +218,7 @@ def encode(value: Any) -> Any:
 def encode_call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[msgspec.Raw, msgspec.Raw]:
     """Return the lowered arguments of a call in MessagePack.
 
-    :raises ProtocolError: for what MessagePack cannot hold.
+    :raises ProtocolError: for values that MessagePack cannot hold.
     """
     try:
         return (
@@ -267,7 +267,7 @@ def decode_call(args: msgspec.Raw, kwargs: msgspec.Raw) -> tuple[list[Any], dict
 
 
 def count_args(args: msgspec.Raw, kwargs: msgspec.Raw) -> int | None:
-    """Return how many arguments a call has by position, where that is all and can be told without reading them."""
+    """Return the number of positional arguments of a call without others, if their encoding shows it; None otherwise."""
     first = bytes(memoryview(args)[:1])
     # A "fixarray" of MessagePack: up to 15 elements, with their number in the first byte.
     return first[0] & 0x0F if first and first[0] & 0xF0 == 0x90 and kwargs == NO_KWARGS else None

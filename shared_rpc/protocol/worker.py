@@ -1,4 +1,4 @@
-"""Messages between a broker and its workers, over a socket pair that nobody else has.
+"""Messages between a broker and its workers, over a socket pair of their own.
 
 The request id of a frame is the number of a run, 0 where it is about none.
 """
@@ -17,7 +17,7 @@ from shared_rpc.protocol.tasks import Progress
 
 
 class Serve(Message):
-    """A provider of the app that is to be served. ``key`` tells it from the app's others, and is the same in every worker."""
+    """A provider of the app to be served. ``key`` identifies it in the app, and is the same in every worker."""
 
     key: str
     socket_path: str
@@ -74,7 +74,7 @@ class RunStarted(Message):
 
 
 class RunProgress(Message):
-    """Progress that the endpoint told."""
+    """Progress of the endpoint."""
 
     progress: Progress
 
@@ -196,6 +196,6 @@ class Allocate(Message):
 
 
 class FreeBytes(Message):
-    """Request for :class:`Allocated` with ``free``: bytes of a device that nobody uses."""
+    """Request for :class:`Allocated` with ``free``: free bytes of a device."""
 
     device: str

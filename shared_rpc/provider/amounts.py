@@ -18,7 +18,7 @@ def in_bytes(option: str, text: str) -> int:
     """Return ``512``, ``512M`` or ``1.5GiB`` in bytes.
 
     :param option: the option with its value, for the error.
-    :raises ConfigurationError: for what is no size.
+    :raises ConfigurationError: for an invalid size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -32,7 +32,7 @@ def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
 
     A number with a point and no unit is a fraction of the device's memory; any other is a size, see :func:`in_bytes`.
 
-    :raises ConfigurationError: for what is not of that form, and for a device that is named twice.
+    :raises ConfigurationError: for another form, and for a device that is named twice.
     """
     quotas: dict[str, int | float] = {}
     for text in texts:

@@ -82,7 +82,7 @@ class ClientRuntime:
         return await anyio.to_thread.run_sync(lambda: self.operations.call(endpoint, *args, **kwargs))
 
     def describe(self, info: RuntimeInfo) -> None:
-        """Add what the server says of itself."""
+        """Add the server's own description."""
         info["server"] = self.operations.get_server_info()
         info["socket_path"] = self.operations.socket_path
 

@@ -35,11 +35,11 @@ class _Unavailable(Exception):
 
 
 class _Gone(Exception):
-    """The zygote ended, or has just said that it will: another one may do it."""
+    """An end of the zygote, past or announced: another zygote may run the script."""
 
 
 def run_directly(words: list[str]) -> None:
-    """Run what the words behind ``run`` say. Returns only where they have to be explained."""
+    """Run the script of the words behind ``run``. Returns only if they need an explanation."""
     script = parse(words)
     if script is not None:
         launch(script)
@@ -70,7 +70,7 @@ def launch(script: Script) -> NoReturn:
 
 
 def _check(script: Script) -> None:
-    """Find what only the interpreter itself can do, or says better."""
+    """Find cases that only the interpreter itself can handle, or reports better."""
     if not script.module:
         if script.name == "-":
             raise _Unavailable("a program from standard input has no path")

@@ -40,7 +40,7 @@ def stopped(number: int) -> bytes:
 
 
 class Signals:
-    """The signals of this process, held back from now on: those that come are looked at when there is time."""
+    """The signals of this process, blocked from now on: received ones are processed when there is time."""
 
     def __init__(self) -> None:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -57,7 +57,7 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
     def attend(self, seconds: float = 0.0) -> None:
-        """Wait for this long, or for a signal; have it do to this process what it does by default."""
+        """Wait for this long, or for a signal; give it its default effect on this process."""
         info = signal.sigtimedwait(self._all, seconds)
         if info is not None:
             self.suffer(info.si_signo)
@@ -67,7 +67,7 @@ class Signals:
         return signal.sigwaitinfo(self._all)
 
     def suffer(self, number: int) -> None:
-        """Have a signal do what it does by default. Returns if that is nothing, or when a stop is over."""
+        """Give a signal its default effect. Returns if there is none, or when a stop is over."""
         if number in self.blocked:
             return
         os.kill(os.getpid(), number)
@@ -89,7 +89,7 @@ def is_in_background() -> bool:
 def stand_for(connection: socket.socket, signals: Signals, fds: list[int]) -> NoReturn:
     """Pass signals on to the script behind a connection, until it has ended; end as it has.
 
-    :param fds: descriptors that the script has now, and this process must not: who waits for their end waits for the script's.
+    :param fds: descriptors of the script that this process must not keep: readers wait for the script to close them.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in fds:

@@ -68,7 +68,7 @@ def interpreter_options() -> list[str]:
 
 
 def _is_unbuffered() -> bool:
-    """Return whether the interpreter has been told not to buffer what it writes, which is in none of its flags."""
+    """Return whether the interpreter writes unbuffered, which is in none of its flags."""
     return any(getattr(stream, "write_through", False) for stream in (sys.stdout, sys.stderr))
 
 

@@ -1,4 +1,4 @@
-"""The zygotes of a user: which there are, and their end."""
+"""The zygotes of a user: their list, and their end."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ScriptFork:
 
         :param watcher: the parent; this process ends with it.
         :param kept: a descriptor that stays open, beyond :attr:`highest`.
-        :param fds: descriptors, the last one that of the working directory.
+        :param fds: descriptors, the last one of the working directory.
         :raises Refusal: if the interpreter itself must run it.
         """
         die_with_parent(watcher)

@@ -15,7 +15,7 @@ class Script(NamedTuple):
     :param name: the path of a script, of a directory or archive with a ``__main__.py``; or a module's name.
     :param arguments: what is behind it.
     :param module: whether it is a module.
-    :param preload: modules that the zygote is to import besides those that it always does.
+    :param preload: modules that the zygote imports besides its usual ones.
     :param idle_exit: seconds after which the zygote ends if nothing was run; None for the default.
     """
 
@@ -32,7 +32,7 @@ class Script(NamedTuple):
 
 
 def parse(words: list[str]) -> Script | None:
-    """Read the words behind ``run``; None for what has to be explained: misuse, and ``--help``."""
+    """Read the words behind ``run``; None for misuse and ``--help``, which need an explanation."""
     values: dict[str, list[str]] = {PRELOAD: [], IDLE_EXIT: []}
     module = False
     position = 0

@@ -64,7 +64,7 @@ class Starting(NamedTuple):
     deadline: float
 
     def connection(self) -> socket.socket:
-        """Return a connection to a zygote: one that was started here, or by another process that wanted one.
+        """Return a connection to a zygote, which this process has started or another one.
 
         :raises NoZygote: if there is none.
         """
@@ -143,7 +143,7 @@ class Starting(NamedTuple):
         os.waitpid(pid, 0)  # the zygote continues in a child
 
     def _told(self, reading: int) -> str:
-        """Return what the zygote tells; empty if it ends without a word."""
+        """Return the zygote's message; empty if it ends without one."""
         os.set_blocking(reading, False)
         text = b""
         while time.monotonic() < self.deadline:

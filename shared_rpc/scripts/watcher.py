@@ -1,4 +1,4 @@
-"""The parent of a script: it tells the command how the script goes, and ends it when the command is gone.
+"""The parent of a script: it reports the script's state to the command, and ends the script when the command has ended.
 
 It is a fork of the zygote too, so that a script needs its zygote no more once it has begun.
 """
@@ -112,7 +112,7 @@ def _watch(pid: int, script: socket.socket, connection: socket.socket) -> NoRetu
 
 
 def _relay(script: socket.socket, connection: socket.socket, pid: int) -> bool:
-    """Tell the command whether the script can begin; False if there is nothing more to be told."""
+    """Report to the command whether the script can begin; return False if it cannot."""
     try:
         word = script.recv(4096)
     except BlockingIOError:
@@ -125,7 +125,7 @@ def _relay(script: socket.socket, connection: socket.socket, pid: int) -> bool:
 
 
 def _obey(connection: socket.socket, pid: int, script: socket.socket, begun: bool) -> bool:
-    """Do what the command says; False if it is gone."""
+    """Process messages of the command; return False if it has ended."""
     try:
         data = connection.recv(4096)
     except BlockingIOError:
@@ -146,7 +146,7 @@ def _obey(connection: socket.socket, pid: int, script: socket.socket, begun: boo
 
 
 def _look(connection: socket.socket, pid: int, script: socket.socket, begun: bool) -> None:
-    """Tell what has become of the script."""
+    """Report the script's state."""
     while True:
         found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
         if not found:

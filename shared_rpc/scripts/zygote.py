@@ -51,7 +51,7 @@ _LOOK = 2.0
 
 
 def main() -> ScriptFork | None:
-    """Be a zygote, until nobody wants a script for long enough. Returns in every script, with what it is to run."""
+    """Be a zygote, until no script was requested for long enough. Returns in every fork, with its script."""
     options = json.loads(sys.argv[1])
     if os.fork():  # before the imports, which could prevent a fork
         os._exit(0)

@@ -26,7 +26,7 @@ _log = logging.getLogger("shared_rpc.server")
 
 
 class Usage(NamedTuple):
-    """Counts of what others have of a server: clients, their leases, tasks that have not ended, and runs."""
+    """Counts of a server's users: clients, their leases, tasks that have not ended, and runs."""
 
     clients: int
     leases: int
@@ -35,10 +35,10 @@ class Usage(NamedTuple):
 
 
 class Acceptor:
-    """Listens at ``path`` from its making on, and serves who connects while :meth:`serve` runs.
+    """Listens at ``path`` from its making on, and serves clients while :meth:`serve` runs.
 
     :param uids: the users whose clients are let in.
-    :param listener: a socket that listens there already, whose file is somebody else's to remove.
+    :param listener: a socket that listens there already, whose file another process removes.
     :raises ConfigurationError: if the socket cannot be had; a live server's pid is named.
     """
 
@@ -67,7 +67,7 @@ class Acceptor:
         """Count what others use of the server. On the loop only.
 
         :param pids: the server's own processes, which are no clients.
-        :param asker: the session of a client that asks, which does not count either; nor does then who has not said anything.
+        :param asker: the session of the asking client, which does not count; neither do then connections without a Hello.
         """
         leases, apart = self._core.leases, {*self._core.sessions.of_processes(pids), asker}
         tasks = self._core.tasks.table.counts()
@@ -80,7 +80,7 @@ class Acceptor:
         )
 
     async def serve(self) -> None:
-        """Accept until cancelled; then the core stops, so that those who wait are told why, and the connections end."""
+        """Accept until cancelled; then the core stops, so that waiters get the reason, and the connections end."""
         try:
             await self._accept()
         finally:

@@ -53,7 +53,7 @@ class Buffers:
         self._stopped = False
 
     def create(self, waiter: Waiter, message: m.CreateBuffer) -> None:
-        """Make a buffer that the waiter's session holds. The waiter is told exactly once, perhaps before this returns."""
+        """Make a buffer that the waiter's session holds. The waiter is notified exactly once, perhaps before this returns."""
         try:
             extent = Extent.of(message.shape, message.dtype)
             _check_terms(message.ttl, message.max_accesses, message.keep)
@@ -95,7 +95,7 @@ class Buffers:
         tell(waiter, Delivery(stored.record, None, stored, True))
 
     def list_devices(self, waiter: Waiter, answer: Callable[[list[DeviceInfo]], object]) -> None:
-        """Call ``answer`` with what there is to know of each device; the waiter is told only if that fails."""
+        """Call ``answer`` with the facts of each device; the waiter is notified only of a failure."""
 
         def look() -> Completed:
             return Completed(
@@ -112,7 +112,7 @@ class Buffers:
         self._waiting.discard(waiter)
 
     def stop(self) -> None:
-        """Tell all who wait. Whoever asks later is refused."""
+        """Notify all waiters. Later requests are refused."""
         self._stopped = True
         for waiter in tuple(self._waiting):
             self._waiting.discard(waiter)
@@ -155,7 +155,7 @@ class Buffers:
     ) -> None:
         """Do ``work`` in the thread, and ``then`` on the loop; ``ended`` before that, whatever has become of it.
 
-        What either raises is told to the waiter. One who has left meanwhile spares the work, or has it thrown away.
+        The waiter gets errors of both. If the waiter has left meanwhile, the work is skipped or its result dropped.
         """
         if self._stopped:
             tell(waiter, _gone())
@@ -195,7 +195,7 @@ def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, 
     """Return the quotas that a server was given, in bytes by device id.
 
     :param device: the id of the server's device.
-    :raises ConfigurationError: for a device that is not the server's, and for what is neither bytes nor a fraction.
+    :raises ConfigurationError: for a device that is not the server's, and for an amount that is neither bytes nor a fraction.
     """
     resolved: dict[str, int] = {}
     for name, amount in quotas.items():

@@ -65,7 +65,7 @@ class Core:
     :param socket_path: where other processes connect, if they can.
     :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param descriptors: those of the process; by default no other server of it has objects.
-    :param mechanism: how the executor's process makes segments, for those who ask: see
+    :param mechanism: how the executor's process makes segments, for information: see
         :mod:`shared_rpc.memory.backends.choice`.
     """
 
@@ -131,7 +131,7 @@ class Core:
         self.on_stop: Callable[[str, bool], StopInfo] | None = None
 
     async def run(self, *, started: anyio.Event) -> None:
-        """Carry out calls until cancelled. Then every waiter is told, and every object dropped."""
+        """Execute calls until cancelled. Then every waiter is notified, and every object dropped."""
         try:
             started.set()
             await self._sweeper.run(self.objects.expire, self.tasks.table.expire, self.buffers.table.expire)
@@ -159,7 +159,7 @@ class Core:
         arguments: CallArguments,
         chain: frozenset[str] = frozenset(),
     ) -> None:
-        """Answer from the cache, join a run, or start one. The waiter is told exactly once, perhaps before this returns.
+        """Answer from the cache, join a run, or start one. The waiter is notified exactly once, perhaps before this returns.
 
         :param lowered: the arguments as plain data, for binding and for the key; None where ``arguments`` are read for that.
         :param arguments: the arguments as the executor takes them; descriptors in them belong to the core now.
@@ -193,7 +193,7 @@ class Core:
 
         For the parameters see :meth:`call`.
 
-        :param made: called in the turn of the loop in which the new generation became current; the waiter is told failures.
+        :param made: called in the turn of the loop in which the new generation became current; the waiter gets failures.
         """
         fail = waiter.deliver
 
@@ -218,7 +218,7 @@ class Core:
         self.runs.enter(waiter, spec, key, arguments, chain)
 
     def retire(self, target: str) -> list[ObjectInfo]:
-        """Free what nobody holds of the superseded objects of an endpoint, or of an object; those left are returned.
+        """Free superseded objects without holders, of an endpoint or of an object; return the others.
 
         :raises EndpointNotFound: if the target is neither an endpoint's name nor looks like the id of an object.
         """
@@ -244,7 +244,7 @@ class Core:
             raise
 
     def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter that no longer waits; it is told nothing any more."""
+        """Forget a waiter that no longer waits; it is not notified any more."""
         if waiter.observed is not None:
             waiter.observed.left()
         self.tasks.leave(waiter)
@@ -255,7 +255,7 @@ class Core:
     def end_session(self, session: str, *, clean: bool = True) -> None:
         """Give back all that the session held.
 
-        :param clean: False for one that ends without having said so.
+        :param clean: False for a session that ends without a goodbye.
         """
         self.transfers.end(session)
         with self._told.reclaiming("" if clean else session):
@@ -306,10 +306,10 @@ class Core:
         return self.objects.invalidate(key=stored.cache_key)
 
     def replace_endpoints(self, specs: Sequence[EndpointSpec], objects: str) -> ReloadedServiceInfo:
-        """Have these endpoints from now on, and say what became of the results of others.
+        """Replace the endpoints, and return what became of the results of the others.
 
         :param objects: of which endpoints cached results are dropped: ``"changed"``, ``"all"`` or ``"none"``. Those that
-            somebody holds stay with them, and are ``stale`` if their endpoint has changed.
+            clients hold stay with them, and are ``stale`` if their endpoint has changed.
         """
         new = {spec.name: spec for spec in specs}
         earlier = self.registry.all()
@@ -336,7 +336,7 @@ class Core:
             self.buffers.table.restore(stored, terms)
 
     def drop_bound(self, segment_ids: Collection[str]) -> None:
-        """Drop the objects in segments that nobody can map any more: the process that they were bound to has ended."""
+        """Drop the objects in segments that cannot be mapped any more: the process that they were bound to has ended."""
         for stored in self.objects:
             if any(segment.info.id in segment_ids for segment in stored.record.segments):
                 _log.warning("object %s of %s ended with the process that made its memory", stored.object_id, stored.endpoint)

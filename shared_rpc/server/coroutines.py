@@ -24,7 +24,7 @@ Ended = Callable[[Failure | list[Any]], None]
 
 
 class Coroutines:
-    """Runs that go on now, by whatever tells them apart. On the loop only."""
+    """Runs under way, by their keys. On the loop only."""
 
     def __init__(self) -> None:
         #: References to the tasks: a loop keeps only weak ones.

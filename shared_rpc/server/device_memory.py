@@ -29,7 +29,7 @@ class DeviceMemory:
         return facts_of(device)
 
     def free(self, device: str) -> int | None:
-        """Return the bytes of a device that nobody uses now, None where that is not known."""
+        """Return the free bytes of a device, None if they are not known."""
         return free_bytes(device)
 
     def allocate(self, device: str, nbytes: int) -> Segment:

@@ -75,7 +75,7 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
 
 
 def _fingerprint(function: Callable[..., Any]) -> str:
-    """Return a digest of a function's compiled code, wherever in its file it stands; of what it calls nothing is known here."""
+    """Return a digest of a function's compiled code, wherever in its file it stands, without the functions that it calls."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
@@ -214,7 +214,7 @@ def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> s
 
 
 def identity_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Return what tells a call from those with other arguments, also where its key leaves some out.
+    """Return a text that identifies a call's arguments, including those that its key leaves out.
 
     None where nothing does, because there are tensors or modules among them.
 

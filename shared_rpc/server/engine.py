@@ -166,7 +166,7 @@ class Engine:
             self._posted.popleft()()
 
     def _abandon(self) -> None:
-        """Let go of what is the parent's, in a forked child: the loop's thread is not here, and the descriptors are copies."""
+        """Release the parent's objects in a forked child: the loop's thread is not here, and the descriptors are copies."""
         self._ended = True
         for stored in self.core.objects:
             stored.close()

@@ -53,19 +53,19 @@ class Executor(Protocol):
         """End what runs on the loop, which ends after this."""
 
     def start(self, run: Run[Any], owner: Owner) -> None:
-        """Run an endpoint, and tell the owner of it.
+        """Run an endpoint, and notify the owner.
 
         The arguments' descriptors belong to the executor from here on.
         """
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """Drop a run that has not begun: the owner is not told of its end. False if it had begun."""
+        """Drop a run that has not begun, without notifying the owner. False if it had begun."""
 
     def cancel(self, run: Run[Any]) -> None:
         """Ask a run that has begun to stop."""
 
     def abandon(self, run: Run[Any]) -> bool:
-        """Drop a result that waits for memory; False if there is none. The owner is not told of its end then."""
+        """Drop a result that waits for memory, without notifying the owner; False if there is none."""
 
     def take_back(self, run: Run[Any], record: Record) -> None:
-        """Free what a result has of a pool that nobody was there to take."""
+        """Free the pool's chunks of a result without a receiver."""

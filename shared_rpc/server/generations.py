@@ -47,7 +47,7 @@ def refreshable(spec: EndpointSpec, key: str | None) -> str:
 class Generations:
     """The generations of a server's cached objects. On its loop only.
 
-    Those who want to know what is new ask again and again, from a position on. So there is nothing to buffer for one who
+    Subscribers ask again and again, from a position on. So there is nothing to buffer for one that
     is slow: it gets the latest generation of each key, when it asks.
 
     :param release: gives leases back: session, object ids.
@@ -75,7 +75,7 @@ class Generations:
         self._gone: Failure | None = None
 
     def announce(self, stored: StoredObject) -> None:
-        """Tell that an object is the current one of its key now. The first of a key is no news: nobody has an earlier one."""
+        """Announce that an object is the current one of its key. The first one is no news: no client has an earlier one."""
         if stored.generation == 1:
             return
         generation = self.of(stored)
@@ -104,7 +104,7 @@ class Generations:
         self._waiting = [entry for entry in self._waiting if entry[0] is not waiter]
 
     def stop(self, failure: Failure) -> None:
-        """Tell all who wait, and who will, that there is no more news."""
+        """Notify present and later waiters that the server has stopped."""
         self._gone = failure
         waiting, self._waiting = self._waiting, []
         for waiter, _, _ in waiting:
@@ -163,7 +163,7 @@ class Generations:
     def deliver_object(self, waiter: Waiter, object_id: str, cache_key: str) -> None:
         """Hand an object out that is there, current or not, at once, with a lease.
 
-        :param cache_key: its key, to tell what has become of it, ``""`` if it has none.
+        :param cache_key: its key, for the reason of an error, ``""`` if it has none.
         :raises StaleHandleError: if the server does not own the object any more.
         """
         stored = self._objects.get(object_id)
@@ -190,7 +190,7 @@ class Generations:
         tell(waiter, Delivery(stored.record, stored.live, stored, True))
 
     def retire(self, object_id: str, endpoint: str | None) -> list[StoredObject]:
-        """Free what no process holds of a superseded object, or of an endpoint's; those that are left: processes hold them.
+        """Free superseded objects without holders, of an object's key or of an endpoint; return the held ones.
 
         What only a task's unfetched result held is freed too.
         """
@@ -214,7 +214,7 @@ class Generations:
 def page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
     """Return a descriptor of the page of an object's revision, and a segment for each kind of memory that the object is in.
 
-    The page is made when somebody first asks for it. The descriptor belongs to the caller.
+    The page is made with the first request for it. The descriptor belongs to the caller.
 
     :param local: whether it is for this process, which may write to what it shares for reading only.
     :raises StaleHandleError: if the server does not own the object.

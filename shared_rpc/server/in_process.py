@@ -38,7 +38,7 @@ class InProcessExecutor:
     :param device: the id of the device results must be on.
     :param max_workers: how many threads run endpoints at once; by default four more than there are cores, and at most 32.
     :param transfers: the pools of sessions.
-    :param shares: whether results are moved into shared memory; False where nobody but this process asks for them.
+    :param shares: whether results are moved into shared memory; False if only this process uses them.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class InProcessExecutor:
         awaiting: AwaitingRoom,
         ended: Callable[[Completed | Failure], None],
     ) -> None:
-        """Set a result aside until there is room, without a thread: a client that holds all memory holds up nobody else."""
+        """Set a result aside until there is room, without a thread: a client that holds all memory does not hold up others."""
 
         def publish() -> Completed:
             return self._publisher.publish(endpoint, run, [awaiting.live])
@@ -249,7 +249,7 @@ class InProcessExecutor:
         return Job(functools.partial(_outcome, run, work), ended, begun, functools.partial(self._settle, run))
 
     def _settle(self, run: Run[Any]) -> None:
-        """Poll what the endpoint has done with, when its caller has been told, which need not wait for that."""
+        """Poll the chunks that the endpoint has used, after its caller has been answered."""
         transfer = self._transfers.find(run.session)
         if transfer is not None:
             transfer.poll()

@@ -1,4 +1,4 @@
-"""The socket's place in the file system: who may use it, and whether a server already does.
+"""The socket's place in the file system: its permitted users, and a server that already has it.
 
 The directory is private (0700), or sticky as ``/tmp`` is: there others can make files, and cannot take away ours. What they
 put in the way is refused and named, and both sides of a connection ask the kernel who the other is. The socket is 0600. A live
@@ -30,7 +30,7 @@ def bind_socket(path: str) -> socket.socket:
     """Return a listening, non-blocking socket at ``path``.
 
     :raises ConfigurationError: if a server lives there (its pid is named), if the path or its directory belongs to
-        somebody else or is open to others, or if it is no socket; and for a path that is not UTF-8.
+        another user or is open to others, or if it is no socket; and for a path that is not UTF-8.
     """
     checked_path(path)
     check_directory(os.path.dirname(path))
@@ -74,7 +74,7 @@ def remove_socket(path: str, inode: int) -> None:
 def check_directory(directory: str) -> None:
     """Make it, private, where it is not there.
 
-    :raises ConfigurationError: if it belongs to somebody else, or others can write to it, and it is not sticky.
+    :raises ConfigurationError: if it belongs to another user, or others can write to it, and it is not sticky.
     """
     try:
         _make_private(directory)
@@ -93,7 +93,7 @@ def check_directory(directory: str) -> None:
 def why_not_there(status: os.stat_result) -> str:
     """Return why no socket may lie in a directory of that lstat(2), as the rest of a sentence; empty if it may.
 
-    It may where the directory is this user's, and nobody else can write to it; and where it is sticky, and this user's or
+    It may if the directory is this user's, and no other user can write to it; and where it is sticky, and this user's or
     root's, so that nobody but those two can remove what another user made.
     """
     mode = stat.S_IMODE(status.st_mode)
@@ -107,7 +107,7 @@ def why_not_there(status: os.stat_result) -> str:
 
 
 def _make_private(directory: str) -> None:
-    """Make a directory and those above it, all with mode 0700: who can write to one can replace what is in it."""
+    """Make a directory and those above it, all with mode 0700: a user who can write to one can replace its files."""
     if os.path.isdir(directory):
         return
     _make_private(os.path.dirname(directory))
@@ -153,7 +153,7 @@ def _make_way(path: str) -> None:
 
 
 def _who_listens(path: str) -> str:
-    """Return who serves the socket, without a word to it; empty if nobody does."""
+    """Return the process that serves the socket, without sending anything; empty for none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         code = probe.connect_ex(path)
         if code in (errno.ECONNREFUSED, errno.ENOENT):

@@ -24,7 +24,7 @@ __all__ = ["Listeners", "Observed"]
 
 
 class Observed:
-    """One call, from its beginning, which is told with this object's making, to its end, which is told once."""
+    """One call, from its beginning, which is reported when this object is made, to its end, which is reported once."""
 
     __slots__ = ("_began", "_call", "_ended", "how")
 
@@ -43,7 +43,7 @@ class Observed:
         HOOKS.emit(CallStarted(**self._call))
 
     def told(self, outcome: object) -> None:
-        """Note what the caller is told now."""
+        """Note the caller's outcome."""
         if isinstance(outcome, Failure):
             self._finish("failed", outcome.code)
         else:
@@ -101,7 +101,7 @@ class Listeners:
 
     @contextmanager
     def reclaiming(self, session: str) -> Iterator[None]:
-        """Count what ends meanwhile of this session as not given back; ``""`` for none."""
+        """Count the leases of this session that end meanwhile as not released; ``""`` for none."""
         self._reclaiming = session
         try:
             yield

@@ -27,7 +27,7 @@ class Completed:
 
 @dataclass(slots=True)
 class AwaitingRoom(Completed):
-    """A run that went well, and whose result has no room in its reader's pool; ``why`` says who holds what.
+    """A successful run whose result has no room in its reader's pool; ``why`` lists the holders.
 
     ``frees`` is how many chunks had become free when it was tried.
     """
@@ -53,7 +53,7 @@ class Failure:
         return self.detail.get("type_name") or class_of(self.code).__name__
 
     def clear_frames(self) -> None:
-        """Let go of what the endpoint had in hand when it failed: its arguments, for one."""
+        """Release the objects of the endpoint's frames when it failed, such as its arguments."""
         if self.error is not None:
             for error in _related(self.error):
                 traceback.clear_frames(error.__traceback__)
@@ -88,7 +88,7 @@ class Failure:
 
     @classmethod
     def raised(cls, error: BaseException) -> Failure:
-        """Make the failure of what an endpoint raised."""
+        """Make the failure of an endpoint's exception."""
         text = _traceback(error)
         name = (
             type(error).__qualname__

@@ -30,7 +30,7 @@ _FEW = 1024
 
 
 class Publisher:
-    """The maker of records of what endpoints return.
+    """The maker of records of endpoints' results.
 
     :param device: the id of the device results must be on.
     :param shares: whether results are moved into shared memory.
@@ -45,7 +45,7 @@ class Publisher:
     def publish(self, endpoint: Endpoint, run: Run[Any], only: list[Any]) -> Completed:
         """Return the outcome of a run, in one of its threads.
 
-        :param only: the value, which nobody else in the library has.
+        :param only: the value, to which nothing else in the library refers.
         """
         from shared_rpc.codec.payload import check_result
         from shared_rpc.codec.results import publish
@@ -156,5 +156,5 @@ def guarded(work: Callable[[], Completed]) -> Completed | Failure:
 
 
 def failure(error: BaseException) -> Failure:
-    """Return the failure of an error of the library's own, or of one that an endpoint raised."""
+    """Return the failure of an error of the library's own, or of an endpoint's."""
     return Failure.of(error) if isinstance(error, SharedRPCError) else Failure.raised(error)

@@ -79,7 +79,7 @@ class RemoteClient:
         self.stream.start()
 
     def close(self) -> None:
-        """End the connection now: its calls are left, what it waited for is not told any more."""
+        """End the connection now: its calls are abandoned, and it gets no more notices."""
         if self.stream.closed:
             return
         self.stream.close()

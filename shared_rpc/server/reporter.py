@@ -23,9 +23,9 @@ _lock = threading.Lock()
 
 
 class Reporter(msgspec.Struct, eq=False):
-    """The way of reports from any thread to the loop. What comes too fast is thinned out; the last is told.
+    """The way of reports from any thread to the loop. Reports that come too fast are thinned out; the last is sent.
 
-    :param tell: is called on the loop.
+    :param tell: called on the loop.
     """
 
     _loop: asyncio.AbstractEventLoop
@@ -39,7 +39,7 @@ class Reporter(msgspec.Struct, eq=False):
     _closed: bool = False
 
     def put(self, progress: Progress) -> None:
-        """Report; from any thread. After the end of the run, or of the loop, nobody is told."""
+        """Report; from any thread. After the end of the run, or of the loop, nothing is sent."""
         with _lock:
             if self._closed:
                 return

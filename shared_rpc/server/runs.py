@@ -47,22 +47,22 @@ class Delivery:
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """Somebody who waits for an outcome: the session it belongs to, and where the outcome goes.
+    """A waiter for an outcome: its session, and where the outcome goes.
 
-    :param local: whether it is a caller in this process, who can do with the live value.
+    :param local: whether it is a caller in this process, which can use the live value.
     :param keeps: whether its session is to hold the result, managed or not: it is a task.
     :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it, nor what
         another call's run will bring; ``arguments`` is then what tells its arguments from others', None where nothing does.
     :param looks: whether it only wants to know how a task ends, and takes no result; its outcome is its last event.
-    :param claims: of one who looks: whether its session is to hold the result, so that it can be fetched then.
+    :param claims: of a waiter that looks: whether its session holds the result, so that it can be fetched then.
     :param on_begin: called when the work starts.
-    :param on_progress: called with what the endpoint says of it.
+    :param on_progress: called with the endpoint's progress.
     :param on_out_of_memory: called with why, if the result has to wait for memory.
-    :param on_leave: called when it no longer waits, of one that the core does not know of.
+    :param on_leave: called when it no longer waits, if the core does not know it.
     :param pooled: whether it takes a result that lies in its session's pool.
-    :param on_event: of somebody who waits for a task: called with every change.
-    :param request_id: tells its request from all others, for logs and errors.
-    :param observed: its call, where somebody listens.
+    :param on_event: of a waiter for a task: called with every change.
+    :param request_id: identifies its request in logs and errors.
+    :param observed: its call, if there is a hook.
     """
 
     session: str
@@ -89,9 +89,9 @@ class Runs:
     """All runs of a server. On its loop only.
 
     :param settle: called with the ids of objects whose leases changed, or which were added.
-    :param admit: called with a record that is to be kept; what it raises is told instead.
+    :param admit: called with a record before it is kept; its error becomes the outcome.
     :param listed: called with an object that the cache lists from now on.
-    :param server_id: the server's, for those who listen.
+    :param server_id: the server's, for events.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Runs:
     def enter(
         self, waiter: Waiter, spec: EndpointSpec, key: str | None, arguments: CallArguments, chain: frozenset[str]
     ) -> None:
-        """Answer from the cache, join a run, or start one. The waiter is told exactly once, perhaps before this returns.
+        """Answer from the cache, join a run, or start one. The waiter is notified exactly once, perhaps before this returns.
 
         :param arguments: descriptors in them belong to this object now.
         """
@@ -206,7 +206,7 @@ class Runs:
         close_arguments(run.arguments)
 
     def _abandon(self, run: Run[Waiter]) -> None:
-        """Drop the result of a run that nobody waits for, if it waits for memory."""
+        """Drop the result of a run without waiters, if it waits for memory."""
         if self._executor.abandon(run):
             run.over = True
             self.calls.close(run)
@@ -390,6 +390,6 @@ def _info(run: Run[Waiter], epoch: float) -> RunInfo:
 
 
 def close_arguments(arguments: CallArguments) -> None:
-    """Close the descriptors of arguments that nobody will use."""
+    """Close the descriptors of unused arguments."""
     if isinstance(arguments, Arguments):
         arguments.close()

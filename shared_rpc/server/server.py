@@ -59,13 +59,13 @@ class Server:
     :param provider: whose endpoints to serve; those shared later are served too.
     :param socket_path: where to listen; by default what the provider's base path and device give.
     :param max_workers: threads that run endpoints; by default four more than there are cores, and at most 32.
-    :param max_bytes: memory budget in bytes for objects nobody holds, see
+    :param max_bytes: memory budget in bytes for objects without holders, see
         :class:`~shared_rpc.server.state.objects.ObjectStore`.
     :param max_tasks: tasks that may be pending or running; further submits fail with :class:`ServerBusy`.
-    :param result_ttl: seconds a finished task is remembered, and its result kept until somebody fetches it.
+    :param result_ttl: seconds a finished task is remembered, and its result kept until a client fetches it.
     :param quotas: how much memory objects and buffers may take together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``):
         bytes as an int, or a fraction of the device's memory as a float up to 1.0. What would exceed it is refused, unless
-        cached objects that nobody holds can make room.
+        cached objects without holders can make room.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
@@ -115,7 +115,7 @@ class Server:
 
     @property
     def metrics_url(self) -> str | None:
-        """The URL of a running server's metrics, None where nobody asked for them."""
+        """The URL of a running server's metrics, None without a metrics port."""
         return self._exporter.url if self._exporter is not None else None
 
     @property

@@ -28,7 +28,7 @@ class SessionTransfer(ABC):
         self._arenas: dict[str, Segment] = {}
 
     def add_arena(self, info: SegmentInfo, fd: int) -> Segment:
-        """Take a client's new arena, and return another descriptor of it. The one that came belongs to the transfer.
+        """Take a client's new arena, and return another descriptor of it. The received one belongs to the transfer.
 
         Its id is made here, so that no client can pass its memory off as another segment.
         """
@@ -53,7 +53,7 @@ class SessionTransfer(ABC):
 
     @abstractmethod
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
-        """Return where chunks of the client's are given back that come with a call."""
+        """Return the sinks to which the chunks of a call are returned."""
 
     @abstractmethod
     def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
@@ -69,19 +69,19 @@ class SessionTransfer(ABC):
 
     @abstractmethod
     def returned(self) -> list[int]:
-        """Return the chunks of the client's to give back now."""
+        """Return the client's chunks to return now."""
 
     @abstractmethod
     def freed(self) -> list[int]:
-        """Return :meth:`returned`, to be told with a reply. Those who wait are told too: they are the same client's."""
+        """Return :meth:`returned`, to be sent with a reply. Waiters are notified too: they are the same client's."""
 
     @abstractmethod
     def put_back(self, chunks: Iterable[int]) -> None:
-        """Take back what :meth:`freed` returned, and could not be told."""
+        """Take back the chunks of :meth:`freed` that could not be sent."""
 
     @abstractmethod
     def await_chunks(self, told: Callable[[], None]) -> None:
-        """Have ``told`` called, from whichever thread, when there are chunks for :meth:`returned`, or may be."""
+        """Call ``told``, from any thread, when there are or may be chunks for :meth:`returned`."""
 
     @abstractmethod
     def unsubscribe(self, told: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Sessions of connected processes, and what ends with them.
 
 A session is what one client process holds. It begins with its first handshake, may span several connections of that
-process, and ends with the last of them, for whatever reason: then all its leases are given back.
+process, and ends with the last of them, for whatever reason: then all its leases are released.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class OnSessionEnd(Protocol):
     """The release of all that a session held."""
 
     def __call__(self, session: str, *, clean: bool) -> None:
-        """Release it; ``clean`` is False for a session that ends without having said so."""
+        """Release it; ``clean`` is False for a session that ends without a goodbye."""
 
 
 class Sessions:
     """All sessions of a server.
 
-    :param server_id: the server's, for those who listen.
+    :param server_id: the server's, for events.
     :param on_end: called when a session has ended.
     """
 
@@ -82,7 +82,7 @@ class Sessions:
         return session
 
     def closing(self, session_id: str) -> None:
-        """Note that a session's client says that it ends."""
+        """Note that a session's client has announced its end."""
         if session_id in self._by_id:
             self._by_id[session_id].closing = True
 

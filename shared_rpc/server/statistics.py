@@ -1,4 +1,4 @@
-"""Counts of what endpoints have done since the server began, by endpoint: the only ones that are kept.
+"""Counts of calls since the server began, by endpoint: the only ones that are kept.
 
 They are always kept, for one dict and one addition a step. Totals are their sums, metrics read them, and what costs more, as
 histograms do, is counted from events where metrics are asked for, see :mod:`shared_rpc.observability.metrics`.

@@ -32,7 +32,7 @@ class FramedStream:
     cost each frame a turn of the loop. On the loop only.
 
     :param on_frame: called with every frame, whose descriptors are closed afterwards. What it raises ends the stream.
-    :param on_end: called once, when the other side is gone, after all that it had sent was handled, or with the error that
+    :param on_end: called once, when the other side has hung up, after all its frames were handled, or with the error that
         ends the stream. It is to call :meth:`close`, perhaps after a last message.
     :param on_drained: called when the other side has read so much that :attr:`congested` is False again.
     :param backpressure: bytes that the other side may leave unread before nothing more is read from it.
@@ -161,7 +161,7 @@ class FramedStream:
             self._on_end(error)
 
     def _handle_frames(self) -> bool:
-        """Handle what has come, and send in one write what that brings. True if there may be more."""
+        """Handle received frames, and send the answers in one write. True if there may be more."""
         sock, left = self._socket, _TURN
         if not sock.ready():
             return False
@@ -226,5 +226,5 @@ class FramedStream:
             self._on_drained()
 
     def _unwatched(self, error: OSError) -> None:
-        """End soon: the kernel does not watch the socket any more, so nobody would notice its end."""
+        """End soon: the kernel does not watch the socket any more, so its end would go unnoticed."""
         self._loop.call_soon(self._end, error)

@@ -18,7 +18,7 @@ _LONGEST = 60.0
 class BootClock:
     """Seconds since the host was started (CLOCK_BOOTTIME).
 
-    They go on while the host sleeps, do not jump when somebody sets the time, and mean the same to the next process.
+    They go on while the host sleeps, do not jump when the time is set, and mean the same to the next process.
     """
 
     def now(self) -> float:
@@ -31,9 +31,9 @@ class BootClock:
 
 
 class Sweeper:
-    """The job that drops what has expired, on one event loop.
+    """The job that drops expired entries, on one event loop.
 
-    :param clock: that of those who expire.
+    :param clock: the clock of the entries.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -50,7 +50,7 @@ class Sweeper:
     async def run(self, *expire: Callable[[], float | None]) -> None:
         """Sweep until cancelled.
 
-        :param expire: each drops what has expired, and returns the seconds until there is more, None if nothing will expire.
+        :param expire: each drops expired entries, and returns the seconds until the next expiry, None for never.
         """
         while True:
             self._wake = awake = anyio.Event()

@@ -61,7 +61,7 @@ class Tasks:
 
         :param arguments: descriptors in them belong to this object now.
         :param asker: whose request it is, and whose call is observed.
-        :param kept: False for the task behind a call: what nobody waits for is not kept to be fetched.
+        :param kept: False for the task behind a call: a result without waiters is not kept to be fetched.
         :raises ServerBusy: if there are too many.
         """
         try:
@@ -181,7 +181,7 @@ class Tasks:
         self._deliver(task, task.watchers)
 
     def _deliver(self, task: Task[Waiter], waiters: list[Waiter]) -> None:
-        """Tell how the task ended. Once its result was fetched, who fetched it keeps it, and the task does not."""
+        """Report how the task ended. A fetched result is kept by the client, not by the task."""
         waiters, task.watchers = list(waiters), []
         outcome = task.failure or self._result(task)
         takers = [waiter for waiter in waiters if not waiter.looks]
@@ -222,7 +222,7 @@ class Tasks:
             self._changed()
 
     def _emit(self, task: Task[Waiter]) -> None:
-        """Tell those who listen of a task's status."""
+        """Report a task's status to hooks."""
         if HOOKS.registered:
             HOOKS.emit(
                 TaskChanged(

@@ -29,7 +29,7 @@ class Job(msgspec.Struct, eq=False):
     """Work for a thread; ``work`` and ``after`` must not raise.
 
     ``begun`` is called on the loop when the job has a thread, and ``done`` with what ``work`` returned; ``after`` is called in
-    the thread when the loop has been told.
+    the thread when the loop has been notified.
     """
 
     work: Callable[[], Any]
@@ -44,7 +44,7 @@ class WorkerThreads:
     Its methods, but for :meth:`lend` and :attr:`busy`, are for that loop's thread.
 
     :param prepare: what a new thread does first.
-    :param next_turn: hand jobs over in the loop's next turn: who submitted one is answered before its thread wants the CPU.
+    :param next_turn: submit jobs in the loop's next turn: a client is answered before the thread of its job uses the CPU.
     """
 
     def __init__(self, limit: int, prepare: Callable[[], None] | None = None, *, next_turn: bool = False) -> None:

@@ -55,7 +55,7 @@ class ServerTransfer(SessionTransfer):
             self._give_own()
 
     def reclaim(self) -> bool:
-        """Free what came back as arguments and is not used any more, after waiting for the GPU; whether that was anything."""
+        """Free chunks that came back as arguments and are unused, after waiting for the GPU; return whether there were any."""
         self.own.drain()
         return self._give_own()
 
@@ -84,7 +84,7 @@ class ServerTransfer(SessionTransfer):
         return self.results.segment(segment_id)
 
     def await_chunks(self, told: Callable[[], None]) -> None:
-        """Have ``told`` called, from another thread, when there are chunks to give back."""
+        """Call ``told``, from another thread, when there are chunks to return."""
         self._wanted.append(told)
         FINALIZER.start()
         if not self._looking:
@@ -143,7 +143,7 @@ class ServerTransfer(SessionTransfer):
             self._loop.call_soon(self._retry)
 
     def unpark(self, result: object) -> bool:
-        """Forget a result that nobody waits for any more; False if it is not parked."""
+        """Forget a result without waiters; False if it is not parked."""
         found = [entry for entry in self._parked if entry[0] is result]
         for entry in found:
             self._parked.remove(entry)

@@ -53,7 +53,7 @@ class Beginning:
 
         A fork whose imports were made with other variables than the app sets before them begins anew, as a new process.
 
-        :param may_restart: whether that can be done: what the broker has been told cannot be taken back.
+        :param may_restart: whether that is possible: messages to the broker cannot be taken back.
         """
 
         def on_change(name: str, value: str | None) -> None:

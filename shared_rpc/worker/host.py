@@ -153,7 +153,7 @@ class WorkerHost:
 
     @property
     def hosts(self) -> bool:
-        """Whether the broker has been told of a provider."""
+        """Whether a provider was reported to the broker."""
         return bool(self._hosted)
 
     def loaded(self, imports: w.Imports | None = None) -> None:
@@ -178,7 +178,7 @@ class WorkerHost:
         raise SystemExit(code)
 
     def refuse(self, error: SharedRPCError) -> NoReturn:
-        """Have the broker tell why the app cannot be served, and end."""
+        """Report to the broker why the app cannot be served, and end."""
         self._tell(w.Refused(*to_wire(error)))
         told = threading.Event()
         self._on_loop(told.set)
@@ -195,7 +195,7 @@ class WorkerHost:
     def _tell(self, message: Message, number: int = 0) -> None:
         """Have the loop send a message.
 
-        :raises ProtocolError: if it cannot be written, which on the loop nobody would hear of.
+        :raises ProtocolError: if it cannot be encoded, which on the loop would go unnoticed.
         """
         encode_message(message)
         with suppress(RuntimeError):  # the loop is closed: the process ends
@@ -294,7 +294,7 @@ class WorkerHost:
             self._tell_end(run, failure.code if failure is not None else "")
 
     def _tell_end(self, run: Run[None], error: str = "") -> None:
-        """Tell hooks of the app how a run ended of whose beginning they were told."""
+        """Report the end of a run to the app's hooks that got its beginning."""
         HOOKS.emit(
             BuildFinished(
                 endpoint=run.spec.name,

@@ -42,7 +42,7 @@ class Learner:
     def imports(self, known: Mapping[str, object]) -> Imports:
         """Return what was imported.
 
-        :param known: modules that were there when this process began, and are not told of.
+        :param known: modules that this process began with, which are not reported.
         """
         modules = [(name, module) for name, module in list(sys.modules.items()) if _is_real(name, module)]
         installed = {name: None for name, module in modules if _is_installed(name, module)}

@@ -27,7 +27,7 @@ _WAITS = {"call", "execute", "refresh", "wait_for_task", "watch_task"}
 
 
 class _WaitingDriver(BlockingDriver):
-    """A driver that waits for endpoints within what the worker says: see :meth:`WorkerRuntime._waiting`."""
+    """A driver that waits for endpoints with the worker's consent: see :meth:`WorkerRuntime._waiting`."""
 
     _waiting: Callable[[str], AbstractContextManager[None]]
 
@@ -77,7 +77,7 @@ class WorkerRuntime(ClientRuntime):
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Allow one thread more while code of this process waits for an endpoint, and tell whose call it is."""
+        """Allow one thread more while code of this process waits for an endpoint, and mark the call as its own."""
         if self._here():
             raise ConfigurationError(
                 f"{what}() was called on the worker's event loop, perhaps by an async endpoint: make {what!r} an async def "

@@ -120,7 +120,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:
-    """Give descriptors their numbers, and close all others but those that are kept."""
+    """Give descriptors their numbers, and close all others except the kept ones."""
     above = max([*wanted, *kept, 2]) + 1
     # Moved first: one descriptor may have the number that another one is to get.
     moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}

@@ -60,7 +60,7 @@ class Incoming(Generic[T]):
         return message, taken
 
     def feed(self, data: bytes) -> T | None:
-        """Take in bytes that somebody else has received; return the message when it is complete.
+        """Take in received bytes; return the message when it is complete.
 
         :raises Lost, ValueError: if it is too long, or none.
         """

@@ -1,4 +1,4 @@
-"""The rule of what is installed: such code does not change while a zygote that has imported it lives."""
+"""The rule for installed code, which does not change while a zygote that has imported it lives."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Files:
                     self._known[name] = facts
 
     def changed(self) -> str:
-        """Return one that is no longer what it was; empty for none."""
+        """Return a file that has changed; empty for none."""
         return next((name for name, facts in self._known.items() if _facts(name) != facts), "")
 
 

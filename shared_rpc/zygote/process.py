@@ -30,7 +30,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def kill(self) -> None:
-        """Send SIGKILL, if it was not waited for: until then nobody else can have its id."""
+        """Send SIGKILL, if it was not waited for: until then no other process can have its id."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -77,7 +77,7 @@ def pss_of(pid: int | str = "self") -> int:
 def adopting() -> Iterator[None]:
     """Have this process become the parent of processes below it whose parent ends meanwhile; see prctl(2).
 
-    Not for longer than needed: whoever adopts a process has to wait for its end.
+    Not for longer than needed: a process that adopts another must wait for its end.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):

@@ -113,7 +113,7 @@ class Zygote:
         return None
 
     def changed(self) -> str:
-        """Return a file of what was imported that is no longer what it was; empty for none."""
+        """Return an imported file that has changed; empty for none."""
         return self._files.changed()
 
     def serve(self, connection: socket.socket) -> Born | None:

@@ -14,7 +14,7 @@ ROOM = "x" * 2000
 
 
 def set_title(words: Sequence[str]) -> None:
-    """Write other words over those that this process was started with, as far as there is room; see proc_pid_cmdline(5)."""
+    """Overwrite the words that this process was started with, as far as there is room; see proc_pid_cmdline(5)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
     room = end - start

@@ -58,7 +58,7 @@ _forced: set[str] = set()
 
 
 def lacking(ordinal: int) -> dict[Mechanism, str]:
-    """Return what a visible GPU lacks for each mechanism, ``""`` where it works as far as the driver tells."""
+    """Return what a visible GPU lacks for each mechanism, ``""`` if the driver reports support."""
     with gpu_support():
         from shared_rpc.memory.backends.cuda import POSIX_FD, attribute
     has = functools.partial(attribute, ordinal)
@@ -167,7 +167,7 @@ def mechanism_info(asked: str, device: str) -> MechanismInfo:
 
 
 def lifetime(segments: Iterable[Segment]) -> str:
-    """Describe whose end ends the memory of an object; ``""`` for nobody's. The segments are borrowed."""
+    """Describe the processes whose end ends the memory of an object; ``""`` for none. The segments are borrowed."""
     from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 
     owned = [segment for segment in segments if segment.info.mechanism in EXPORTER_OWNED]

@@ -218,7 +218,7 @@ class CudaBackend:
         return int(check(driver.cuDeviceTotalMem(self._device)))
 
     def free_bytes(self) -> int | None:
-        """Return the bytes of memory that nobody uses; None where the driver does not tell, as without a context."""
+        """Return the bytes of free memory; None if the driver does not report them, as without a context."""
         try:
             _, active = check(driver.cuDevicePrimaryCtxGetState(self._device))
             if not active:
@@ -230,7 +230,7 @@ class CudaBackend:
 
     @functools.cached_property
     def peers(self) -> tuple[int, ...]:
-        """Ordinals of the other visible GPUs that reach the memory, as far as the driver tells."""
+        """Ordinals of the other visible GPUs that reach the memory, as the driver reports."""
         others = (other for other in range(len(visible_gpus())) if other != self.ordinal)
         return tuple(other for other in others if peer_capable(other, self.ordinal))
 

@@ -47,7 +47,7 @@ _decoder = msgspec.msgpack.Decoder(ExportDescriptor)
 
 
 def export_descriptor_of(fd: int) -> ExportDescriptor:
-    """Return what the descriptor of such a segment says.
+    """Return the contents of the descriptor of such a segment.
 
     :raises CapabilityError: if it is no such descriptor.
     """
@@ -82,7 +82,7 @@ class _Use:
 class ExporterOwnedBackend(ABC):
     """The contract of :class:`~shared_rpc.memory.segments.Backend` over memory that dies with its maker.
 
-    A subclass says how memory is made, freed, opened and closed. None of these is called while another one runs.
+    A subclass makes, frees, opens and closes memory; only one of these functions runs at a time.
     """
 
     mechanism: ClassVar[Mechanism]
@@ -128,7 +128,7 @@ class ExporterOwnedBackend(ABC):
 
     @property
     def fd_server(self) -> str:
-        """The address at which this process hands out descriptors; ``""`` where the mechanism has none."""
+        """The address of this process's descriptor server; ``""`` if the mechanism needs none."""
         return ""
 
     def create(self, nbytes: int) -> Segment:
@@ -150,7 +150,7 @@ class ExporterOwnedBackend(ABC):
     def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
         """Return the address of the memory here, one for all mappings of a segment. ``access="read"`` is not enforced.
 
-        :raises CapabilityError: if the descriptor is none of this mechanism's, its memory smaller or its maker gone.
+        :raises CapabilityError: if the descriptor is of another mechanism, its memory is smaller, or its maker has ended.
         """
         exported = export_descriptor_of(fd)
         if (exported.mechanism, exported.device) != (self.mechanism, self.uuid):

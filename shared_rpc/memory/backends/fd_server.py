@@ -1,4 +1,4 @@
-"""The server by which a process hands out descriptors by token.
+"""The server of a process's descriptors, by token.
 
 A segment has one descriptor. Where that is an export descriptor, and opening the memory takes a descriptor of the driver's too,
 as for a pool, it names its maker's descriptor server and a token, which only processes know that were sent it.
@@ -107,7 +107,7 @@ class FdServer:
 def fetch(address: str, token: bytes) -> int:
     """Return the descriptor that another process's server has for the token; the caller owns it.
 
-    :raises CapabilityError: if nobody answers there, or has nothing for it.
+    :raises CapabilityError: if no process answers there, or it has no descriptor for the token.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:

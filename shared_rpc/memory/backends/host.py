@@ -43,7 +43,7 @@ class MemfdBackend:
     granularity = mmap.PAGESIZE
 
     def create(self, nbytes: int) -> Segment:
-        """Make zeroed host memory; its size is sealed, so that nobody can cut it off under a reader (SIGBUS)."""
+        """Make zeroed host memory; its size is sealed, so that no process can truncate it under a reader (SIGBUS)."""
         size = -(-nbytes // self.granularity) * self.granularity
         info = SegmentInfo(id=new_segment_id(), nbytes=size, device="cpu")
         name = f"shared-rpc-{info.id}"

@@ -82,7 +82,7 @@ def _wait(own: int, on_end: Callable[[], None]) -> None:
 
 
 def read(fd: int) -> bytes:
-    """Return what an export descriptor says. The descriptor is borrowed.
+    """Return the contents of an export descriptor. The descriptor is borrowed.
 
     :raises CapabilityError: if it is no export descriptor.
     """

@@ -46,7 +46,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
 
     @property
     def fd_server(self) -> str:
-        """The address at which this process hands out its pools."""
+        """The address of the descriptor server for this process's pools."""
         return FD_SERVER.address
 
     def make(self, nbytes: int, token: bytes) -> Memory:

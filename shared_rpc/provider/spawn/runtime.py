@@ -27,6 +27,6 @@ class SpawnRuntime(ClientRuntime):
         self.operations._pool.summon = ServerStarter(target, ServeOptions(idle_exit=idle_exit, preload=preload))
 
     def describe(self, info: RuntimeInfo) -> None:
-        """Add what the server says of itself, and where a server that was started writes."""
+        """Add the server's own description, and the log of a started server."""
         super().describe(info)
         info["log"] = log_path(self.operations.socket_path)

@@ -172,7 +172,7 @@ def _opened_log(path: str) -> Iterator[int]:
 
 
 def _written(path: str, start: int) -> str:
-    """Return the end of a server's output since ``start``, without the line that says how it was started."""
+    """Return the end of a server's output since ``start``, without the line of its command."""
     with open(log_path(path), encoding="utf-8", errors="replace") as log:
         log.seek(start)
         lines = log.read().splitlines()[1:]

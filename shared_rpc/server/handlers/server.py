@@ -1,4 +1,4 @@
-"""The server itself: what it is, who uses it, what it does, and its end."""
+"""The server itself: its description, its users, its runs, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of handlers: for each request the function that answers it, whoever asks and however the request came."""
+"""The table of handlers: for each request the function that answers it, for every caller and transport."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Caller(Protocol):
     """The asker of one request, in another process or in this one. A request is answered once, by whatever ends it first.
 
     ``session`` is the id of the asker's session; ``local`` tells whether it is in this process, and can do with a live value.
-    ``name`` tells the request from all others, for logs and errors.
+    ``name`` identifies the request in logs and errors.
     """
 
     @property
@@ -38,7 +38,7 @@ class Caller(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that tells the request from all others."""
+        """The name that identifies the request."""
 
     def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """Answer. False if the answer could not be sent, or the asker no longer waits. The descriptors are duplicated."""
@@ -47,10 +47,10 @@ class Caller(Protocol):
         """Answer with an error."""
 
     def deliver(self, outcome: Delivery | Failure) -> bool:
-        """Answer with the outcome of a call. False if it could not be sent, and the lease that came with it was given back."""
+        """Answer with the outcome of a call. False if it could not be sent, and the lease that came with it was released."""
 
     def notify(self, message: m.Message) -> None:
-        """Send what is not the answer. One who leaves too much unread may miss it."""
+        """Send a message that is not the answer. A client with too many unread bytes may miss it."""
 
     def out_of_memory(self, why: str) -> None:
         """Say that the result waits until the asker gives memory back; ``why`` is its error if it gives up meanwhile."""
@@ -62,12 +62,12 @@ class Caller(Protocol):
         """
 
     def cancel(self) -> None:
-        """Give up the earlier request that this one names: leave what it waits for, and answer it."""
+        """Cancel the earlier request that this one names, and answer it."""
 
     def arguments(self, message: m.Call) -> tuple[Lowered | None, CallArguments]:
         """Return a call's arguments: as plain data where they are at hand, and as the executor takes them.
 
-        The descriptors belong to whoever calls this then.
+        The descriptors belong to the caller then.
         """
 
 

@@ -1,4 +1,4 @@
-"""Raw buffers: who may get one, for how long and how often.
+"""Raw buffers: how long and how often each may be got.
 
 A buffer is an object that no endpoint made: its record, its leases and what ends with a session are those of every
 object. From its making on it is *listed*: its id can be asked for. That ends when it is freed, when its ``ttl`` has
@@ -41,7 +41,7 @@ _REASONS = {
 class Terms:
     """The terms on which a buffer is listed: until a moment of the store's clock, for so many more accesses, and while held.
 
-    ``kept``: it is listed though nobody holds it. ``claimed_until``: those who held it have so long to take their leases again.
+    ``kept``: it is listed without holders too. ``claimed_until``: earlier holders may take their leases again until then.
     """
 
     expires_at: float | None
@@ -78,9 +78,9 @@ class BufferTable:
     ) -> StoredObject:
         """List a new buffer, which its maker holds.
 
-        :param ttl: seconds from now on, for which it is listed though nobody holds it.
+        :param ttl: seconds from now on, for which it is listed without holders too.
         :param max_accesses: at least one; that of its maker is none.
-        :param keep: whether it is listed though nobody holds it, until it is freed.
+        :param keep: whether it is listed without holders too, until it is freed.
         """
         stored = self._objects.add_buffer(record)
         self._leases.grant(session, stored.object_id)
@@ -93,7 +93,7 @@ class BufferTable:
     def restore(self, stored: StoredObject, terms: Terms) -> None:
         """List a buffer that an earlier server listed, on what is left of its terms.
 
-        Those who held it have not taken their leases again yet; they have a while for it.
+        Its earlier holders have not taken their leases again yet; they have a while for it.
         """
         self._objects.restore(stored)
         if not terms.kept:
@@ -164,7 +164,7 @@ class BufferTable:
         return {"state": "listed", "expires_at": expires_at, "accesses_left": terms.accesses_left}
 
     def _current(self, object_id: str) -> Terms | None:
-        """Return the terms of a buffer that is listed still, whether or not somebody has looked at the clock since."""
+        """Return the terms of a listed buffer, even if the clock was not checked since."""
         terms = self._terms.get(object_id)
         if terms is None or terms.expires_at is None or terms.expires_at > self._clock.now():
             return terms

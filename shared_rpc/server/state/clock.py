@@ -1,4 +1,4 @@
-"""Time of a store: what expires counts by a clock that nobody sets, and people see Unix time."""
+"""Time of a store: expiry uses a clock that is never set, and people see Unix time."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ _KNOWN_KEYS = 1 << 14
 @dataclass(eq=False)
 class StoredObject:
     """One object. ``created_at`` is in Unix seconds, for people, and ``last_accessed_at`` on the store's :class:`Clock`;
-    ``live`` belongs to whoever made it and is not looked at here.
+    ``live`` belongs to its maker and is not examined here.
 
-    ``kind`` tells the result of an endpoint from a raw buffer, which has neither endpoint nor key.
+    ``kind`` distinguishes the result of an endpoint from a raw buffer, which has neither endpoint nor key.
     """
 
     object_id: str
@@ -121,7 +121,7 @@ class ObjectStore:
     :param max_bytes: budget for the memory of all objects, None for none.
     :param on_drop: called once with every object that goes, after the store has forgotten it.
     :param on_add: called once with every object that comes.
-    :param descriptors: those of the process; by default nobody else has any.
+    :param descriptors: those of the process; by default no other code has any.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class ObjectStore:
     def add_buffer(self, record: Record) -> StoredObject:
         """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it.
 
-        The watcher is told by who knows its terms.
+        The caller, which knows its terms, notifies the watcher.
         """
         stored = self.add("", None, record, None, managed=True, kind="buffer")
         stored.listed = True
@@ -342,7 +342,7 @@ class ObjectStore:
         return True
 
     def expire(self) -> float | None:
-        """Unlist what has been idle for its ``idle_ttl``; the seconds until the next one may be, None for never."""
+        """Unlist objects idle for their ``idle_ttl``; return the seconds until the next one may be, None for never."""
         now = self._clock.now()
         remaining = [
             (stored.last_accessed_at + stored.idle_ttl - now, stored)
@@ -370,7 +370,7 @@ class ObjectStore:
                     return
 
     def unlist(self, stored: StoredObject) -> None:
-        """Let go of an object: it stays with those who hold it, and goes with the last of them."""
+        """Release an object: it stays with its holders, and ends with the last of them."""
         if stored.listed and stored.cache_key is not None:
             del self._by_key[stored.cache_key]
         if stored.listed and self.watcher is not None:

@@ -20,7 +20,7 @@ _QUOTA, _ALL = "the quota (Server(quotas=...))", "the device's memory"
 class Quotas:
     """The limits, what is used, and what is promised to those whose memory is being made.
 
-    Where a limit would be exceeded, cached objects that nobody holds make room, if that is enough; else nothing is
+    Where a limit would be exceeded, cached objects without holders make room, if that is enough; else nothing is
     evicted and the asker is refused.
 
     :param limits: bytes, by the device's id.
@@ -99,11 +99,11 @@ class Quotas:
             )
 
     def relieve(self) -> bool:
-        """Have some cached objects that nobody holds give their descriptors back; False if there are none."""
+        """Drop some cached objects without holders for their descriptors; False if there are none."""
         return any(self._objects.make_room(count, lambda info: 1) for count in (64, 8, 1))
 
     def require_descriptors(self, count: int) -> None:
-        """Check that objects may have so many descriptors more; cached objects that nobody holds make room.
+        """Check that objects may have so many descriptors more; cached objects without holders make room.
 
         :raises ServerBusy: if they may not.
         """
@@ -118,7 +118,7 @@ class Quotas:
         )
 
     def descriptor_users(self) -> str:
-        """Describe who has them, for people."""
+        """Describe the holders, for people."""
         counts: Counter[str] = Counter()
         clients: Counter[str] = Counter()
         for stored in self._objects:

@@ -1,11 +1,11 @@
-"""Runs of endpoints, and who waits for them.
+"""Runs of endpoints, and their waiters.
 
 A run is *queued*, then *running*, then closed. A cached call joins the run of its key where there is one
 (singleflight). A refresh joins a refresh with the same arguments only: a key may leave arguments out, and an ordinary run
 is none. Rules:
 
 - Whatever ends a run releases every waiter; there is no other way out of the table.
-- A queued run that nobody waits for any more is dropped. A running one goes on: its result is cached.
+- A queued run without waiters is dropped. A running one goes on: its result is cached.
 - What began later is newer: a run that ends after one which began after it does not take its place in the cache.
 - Invalidation detaches a run from its key: its waiters get its result, the cache does not, and the next
   identical call starts a run of its own.
@@ -110,7 +110,7 @@ class RunTable(Generic[W]):
         return run in self.runs and not run.waiters and not run.running
 
     def close(self, run: Run[W]) -> list[W]:
-        """Close a run that ended, in whatever way, and return those who waited."""
+        """Close a run that ended, in whatever way, and return its waiters."""
         self.runs.discard(run)
         if run.key is not None or run.refreshes is not None:
             self._unlist(run)

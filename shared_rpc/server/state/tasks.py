@@ -5,7 +5,7 @@
     pending ──► running ──► completed | failed | cancelled
        └──────────────────► completed (from the cache) | failed | cancelled
 
-A finished task is remembered for ``result_ttl`` seconds. Its id tells who issued it and in which order, so that one
+A finished task is remembered for ``result_ttl`` seconds. Its id has the issuing server and the order, so that one
 which is no longer known can be told from one that never was.
 """
 
@@ -45,7 +45,7 @@ _SHOWN = 2000
 
 @dataclass(eq=False, slots=True)
 class Task(Generic[W]):
-    """One task. ``watchers`` are told of every change.
+    """One task. ``watchers`` are notified of every change.
 
     ``kept``: its result waits to be fetched; that of the task behind a call does not, whose caller gets it at once.
     ``ended_at`` is on the table's clock. ``waiter`` waits for the task's run, None once that has ended; it is opaque here, as
@@ -67,7 +67,7 @@ class Task(Generic[W]):
 
     @property
     def session(self) -> str:
-        """The session that holds the result until somebody fetches it."""
+        """The session that holds the result until a client fetches it."""
         return f"{TASK_SESSION}{self.info.task_id}"
 
 
