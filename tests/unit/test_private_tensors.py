@@ -114,7 +114,7 @@ def subclasses(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     labelled = Labelled(torch.ones(3, device=device))
     labelled.label, labelled.scale = "eight bits", torch.full((3,), 2.0, device=device)
     marked = nn.Parameter(torch.ones(3, device=device))
-    marked.weight_loader = "of an engine"  # type: ignore[attr-defined]
+    marked.weight_loader = "of an engine"
     value = [Wide(torch.ones(3, device=device)), labelled, marked]
     return (
         value,
