@@ -322,7 +322,7 @@ def test_a_result_of_a_session_that_ended() -> None:
         with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer) as result:
             assert os.path.sameopenfile(result.segments[0].fileno(), segment.fileno())
         transfer.close()
-        with pytest.raises(errors.ConnectionClosed, match=r"before the result of echo\(\) was taken"):
+        with pytest.raises(errors.ConnectionClosed, match=r"before the result of echo\(\) was mapped"):
             result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer)
 
 
