@@ -20,7 +20,7 @@ __all__ = ["CALLED_BY", "CURRENT_RUN", "RunContext", "cancelled", "progress", "p
 class RunContext(msgspec.Struct, eq=False):
     """One run of an endpoint, as the endpoint sees it. Thread-safe.
 
-    :param chain: names and keys of the calls it serves: they tell a call that would wait for itself.
+    :param chain: names and keys of the calls it serves, to recognise a call that would wait for itself.
     :param report: takes progress, from whichever thread.
     :param request_id: of the call that it was started for.
     """

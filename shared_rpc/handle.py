@@ -106,7 +106,7 @@ class Lease(Generic[T]):
 
     @property
     def released(self) -> bool:
-        """Return whether the lease was given back."""
+        """Return whether the lease was released."""
         return self._released
 
     def _check_held(self) -> None:
@@ -114,18 +114,18 @@ class Lease(Generic[T]):
             raise StaleHandleError(f"the handle of object {self.object_id} was released", reason="released")
 
     def in_session(self, session: object) -> bool:
-        """Return whether the lease is in a session, and was not given back."""
+        """Return whether the lease is in a session, and was not released."""
         return self._session is session and not self._released
 
     def move_to(self, session: object) -> bool:
-        """Note that the lease is in another session from here on; return False if it was given back meanwhile."""
+        """Note that the lease is in another session from here on; return False if it was released meanwhile."""
         with self._lock:
             if not self._released:
                 self._session = session
             return not self._released
 
     def _forgo(self) -> bool:
-        """Drop the value; return whether there is a lease to give back."""
+        """Drop the value; return whether there is a lease to release."""
         with self._lock:
             if self._released:
                 return False
@@ -155,7 +155,7 @@ class Lease(Generic[T]):
 class Handle(Lease[T]):
     """A lease on an object of the server, and the object itself.
 
-    The lease is given back by :meth:`release`, at the end of a ``with`` block, by garbage collection, by closing the
+    The lease is released by :meth:`release`, at the end of a ``with`` block, by garbage collection, by closing the
     client, and by the end of the process, however it comes. Tensors taken from :attr:`value` stay valid after that: a
     mapping of this process holds their memory.
     """
@@ -228,7 +228,7 @@ class Handle(Lease[T]):
         """Return the number of the update in place that the memory has, from 0, plus two for each :meth:`Client.update`.
 
         It is odd while a process writes. Only the first look asks the server: the number is a word of shared memory. What is
-        read after it is at least as new as the number says. Another generation is another object, and counts from 0.
+        read after it is at least as new as that revision. Another generation is another object, and counts from 0.
 
         :raises StaleHandleError: if the handle was released, or the server is asked and does not own the object.
         """
@@ -376,7 +376,7 @@ def _issued(ticket: Ticket, path: str | os.PathLike[str] | None) -> Ticket:
 
 
 def forgone(handles: Iterable[Lease[Any] | str]) -> list[str]:
-    """Drop handles; return their object ids, but of those that were released before. Ids are returned as they are."""
+    """Drop handles; return their object ids, without those released before. Ids are returned as they are."""
     return [
         handle if isinstance(handle, str) else handle.object_id
         for handle in handles

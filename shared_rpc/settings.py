@@ -256,7 +256,7 @@ def script_settings(environ: Mapping[str, str] | None = None) -> ScriptSettings:
 class ServeOptions(NamedTuple):
     """Options of ``shared-rpc serve``, declared once for its command line, a broker and its workers.
 
-    None stands for what is left to the app, or to the server's own default.
+    None leaves an option to the app, or to the server's own default.
 
     :param devices: the device of each worker, in turn.
     :param threads: threads of a worker that run endpoints.

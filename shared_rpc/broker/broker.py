@@ -373,7 +373,7 @@ class Broker:
         return {"workers": [worker.pid for worker in workers], "services": services}
 
     def _replace_endpoints(self, worker: Worker, objects: str) -> dict[str, ReloadedServiceInfo]:
-        """Have the endpoints that a worker has; what has changed is returned by socket path.
+        """Replace the endpoints by a worker's; return the changes by socket path.
 
         :raises ConfigurationError: when all is done, if there is no place to listen for a provider that is new.
         """

@@ -340,7 +340,7 @@ class Dispatcher:
         run.place.owner.ended(run, failure)
 
     def lost(self, worker: Worker, crash: SharedRPCError) -> None:
-        """Give the runs of a worker that has ended to another one, once, or end those that had begun."""
+        """Send the runs of an ended worker to another one, once; end those that had begun."""
         for run in tuple(worker.runs.values()):
             place: _Place = run.place
             self._sent.discard(run)
@@ -372,7 +372,7 @@ class WorkerExecutor:
     """Runs the endpoints of one provider in the broker's workers.
 
     :param key: the provider's.
-    :param zygote: tells of what workers are forks of.
+    :param zygote: describes the workers' zygote.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ async def wait_until_idle(seconds: float, look: Callable[[], tuple[bool, int]]) 
 
     It looks ten times in ``seconds``, at least every 30 s. Between the last look and the return nothing happens on the loop.
 
-    :param look: tells whether somebody uses it now, and a number that was another one if somebody did since the last look.
+    :param look: returns whether the server is in use, and a number that changes with any use since the last look.
     """
     pause = max(min(seconds / 10, _LONGEST), _SHORTEST)
     quiet_since: float | None = None

@@ -24,7 +24,7 @@ _PATIENCE = 30.0
 class MemoryRequests:
     """Requests for memory to workers. On the loop, but for :meth:`ask`.
 
-    :param workers: those that may be asked.
+    :param workers: returns the workers that may be asked.
     """
 
     def __init__(self, workers: Callable[[], list[Worker]]) -> None:

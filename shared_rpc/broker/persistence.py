@@ -81,7 +81,7 @@ class _Value(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """An object. ``key`` is the provider's, ``code`` what :func:`code_of` says of the endpoint that made it."""
+    """An object. ``key`` is the provider's, ``code`` the :func:`code_of` its endpoint."""
 
     key: str
     code: str

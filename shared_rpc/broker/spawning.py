@@ -13,7 +13,7 @@ __all__ = ["Spawner"]
 
 class Spawner:
     """Starts tasks of a group from wherever on its loop: anyio wants to know the loop from the context, and what a descriptor
-    calls has the context of whoever watched it first.
+    calls has the context of its first watcher.
 
     Made in a task of the group.
     """

@@ -58,7 +58,7 @@ class Supervisor:
     """The workers of a broker. On its loop only.
 
     :param count: how many there are to be.
-    :param zygote: starts those that are forks.
+    :param zygote: starts workers as forks.
     :param handlers: what is called with messages of workers that are not about themselves.
     """
 
@@ -129,12 +129,12 @@ class Supervisor:
     async def start(self, spawn: Spawner, *, wait: bool = True) -> None:
         """Start the workers; return when all of them have imported the app.
 
-        A worker that fails to when another one has is one that crashed, and is started again: the broker serves by then.
+        A worker that fails after another one has loaded it counts as crashed and is restarted: the broker serves by then.
 
         :param spawn: where restarts wait for their time.
-        :param wait: False to return at once: whichever worker fails to import it is then one that crashed.
-        :raises WorkerCrashed: if one fails to before any has.
-        :raises ConfigurationError: if one refuses to serve the app.
+        :param wait: False to return at once: a worker that fails to import the app then counts as crashed.
+        :raises WorkerCrashed: if a worker ends before any has loaded the app.
+        :raises ConfigurationError: if a worker refuses to serve the app.
         """
         self._spawn = spawn
         async with self._reloading:
@@ -261,7 +261,7 @@ class Supervisor:
 
     def _does_without(self, worker: Worker) -> bool:
         """Return whether the broker begins without a worker that has ended: another one has loaded the app, and may be at work.
-        What is wrong with the configuration is told at once all the same.
+        Errors of the configuration are still reported at once.
         """
         return self._serves and not isinstance(worker.refusal, ConfigurationError)
 
@@ -282,7 +282,7 @@ class Supervisor:
             _log.error("%d workers ended within %g s: no worker is started for the next %g s", _LIMIT, _WINDOW, _WINDOW)
 
     async def _restart(self, number: int) -> None:
-        """Start a worker in place of one that has ended, after a pause; unless a reload comes first."""
+        """Start a worker in place of an ended one, after a pause; unless a reload comes first."""
         while True:
             pause = min(_FIRST_PAUSE * 2.0**self._short_lives, _LONGEST_PAUSE)
             await anyio.sleep(max(pause, self._stopped_until - time.monotonic()))

@@ -100,7 +100,7 @@ class Inherited:
     """The sockets and descriptors that a broker begins with; without a service manager, none.
 
     :param listeners: sockets that listen already, by path.
-    :param stored: descriptors that an earlier process of the service had the manager keep. They belong to who takes them.
+    :param stored: descriptors that an earlier process of the service stored in the manager. They belong to their receiver.
     :param capacity: how many the manager keeps, None if it does not report that.
     """
 

@@ -48,7 +48,7 @@ class Worker:
     :param begun: its process, where that is a fork; else a new one is started.
     :param restarts: how many of that number were started again before it, after crashes.
     :param handlers: what is called with its messages.
-    :param rest: called after each message while it only ends what it has.
+    :param rest: called after each message of a draining worker.
     :param ended: called once, when the process has ended and all its messages are processed.
     :param caught_up: called when a congested worker reads again.
     """

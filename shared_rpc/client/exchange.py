@@ -5,11 +5,11 @@ works on :class:`~shared_rpc.protocol.socket.FrameBuffers`, so that faults are t
 
     begin ──► under way ──deliver──► answered ──reply──► returned to the caller
                   │                     ▲ │
-               withdraw (Cancel)        │ └──abandon──► what it granted goes back
+               withdraw (Cancel)        │ └──abandon──► its grants are released
                   ▼                     │
               withdrawn ──deliver───────┘
                   │
-               abandon ──► owed ──deliver──► what it granted goes back
+               abandon ──► owed ──deliver──► its grants are released
 
 Where a signal handler may raise between any two instructions (see :class:`~shared_rpc.client.pool.ConnectionPool`), the
 descriptors of an answer are in the buffers or in :attr:`Request.frame`: they go from one to the other without a call.

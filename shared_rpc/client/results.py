@@ -49,7 +49,7 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, h
     """Take the result from a reply; it owns the descriptors.
 
     :param held: chunks of the client's pool that went with the call and were held for it: the result has that hold of the one
-        that it lies in, and the others are given back.
+        that it lies in, and the others are released.
     :raises ProtocolError: if there is none.
     :raises ConnectionClosed: if its memory went with the session, which another request has found ended.
     """

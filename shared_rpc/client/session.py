@@ -53,7 +53,7 @@ class LeaseBook:
 
     A lease ends with its session. Where the same server, by its id, has a new session for this client, because all
     connections broke or the server was restarted with the objects it kept, the client asks for leases on the same objects
-    first. The handle of an object that is gone stays with the session that ended.
+    first. The handle of a dropped object stays with the ended session.
     """
 
     def __init__(self) -> None:

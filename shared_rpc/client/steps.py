@@ -111,7 +111,7 @@ class Request:
         return self.transfer.out_of_memory()
 
     def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
-        """Return the message and its descriptors, for a connection over which those of the segments ``sent`` have gone."""
+        """Return the message and its descriptors, for a connection that has the descriptors of the segments ``sent``."""
         message = self.message
         if not isinstance(message, m.Call):
             return message, self.fds
@@ -206,7 +206,7 @@ Operation = Generator[Step, Any, T]
 
 
 def goes_to_operation(step: Step | None, error: BaseException) -> bool:
-    """Return whether an error that a step ended with is thrown into the operation, which may have something to give back."""
+    """Return whether a step's error is thrown into the operation, which may have something to release."""
     return isinstance(step, Work | Notify | Lend) or isinstance(error, SharedRPCError | TransferClosed)
 
 

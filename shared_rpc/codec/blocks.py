@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(slots=True)
 class Block:
-    """Bytes that belong together: one span, or several that overlap (two storages over one numpy array, say)."""
+    """Bytes that belong together: one span, or several overlapping ones, as of two storages over one numpy array."""
 
     address: int
     nbytes: int

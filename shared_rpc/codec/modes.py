@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 def without_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function run as it would in a thread without modes: what it makes outlives them, and memory is memory.
+    """Run a function as in a thread without modes: its tensors outlive them, and have real memory.
 
     Modes are ``inference_mode``, dispatch modes such as ``FakeTensorMode``, function modes such as ``torch.device(...)``, and
     the transforms of ``torch.func``. Where none is on, this costs next to nothing.

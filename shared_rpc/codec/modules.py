@@ -76,7 +76,7 @@ def _defined(kind: type) -> set[str]:
 
 
 def _state(module: torch.nn.Module) -> Any:
-    """Return a module's attributes, without those that are as in a new one: they are half of what an attach would unpickle.
+    """Return a module's attributes, without those of a new one, which are half of the pickle.
 
     Where the module's class has slots, a pair: the attributes, and what is in the slots.
     """

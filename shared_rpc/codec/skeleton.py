@@ -94,7 +94,7 @@ class Scan:
         return self._met.values()
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the number of a storage, None for one that pickling has not met."""
+        """Return the number of a storage, None if pickling has not met it."""
         return self._storage_numbers.get(storage._cdata)
 
     def storage(self, storage: torch.UntypedStorage, *, whole: bool = True) -> int:
@@ -109,7 +109,7 @@ class Scan:
         return number
 
     def tensor(self, tensor: torch.Tensor) -> int | None:
-        """Return the table number of a plain tensor, None for one that torch has to take apart."""
+        """Return the table number of a plain tensor, None if torch must take it apart."""
         number = self._tensor_numbers.get(id(tensor))
         if number is not None:
             return number
@@ -238,7 +238,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a tensor, and what it is quantised by, if that is tensors."""
+    """Return a tensor, and its quantisation parameters if they are tensors."""
     if tensor.is_quantized and tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
         return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     return (tensor,)

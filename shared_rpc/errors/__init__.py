@@ -172,7 +172,7 @@ class EndpointNotFound(SharedRPCError, LookupError):
 
 
 class BufferNotFound(SharedRPCError, LookupError):
-    """The server hands out no buffer of that id, or not any more. Those who hold it keep it.
+    """The server has no available buffer of that id. Its holders keep it.
 
     ``reason`` is ``"unknown"``, ``"freed"``, ``"expired"`` (its ``ttl``), ``"exhausted"`` (its ``max_accesses``) or
     ``"released"`` (its last lease has ended).
@@ -201,7 +201,7 @@ class RefreshError(SharedRPCError):
 class UpdateInterrupted(SharedRPCError):
     """An update in place began and did not end, so the memory is partly old and partly new, until a later update ends.
 
-    ``revision`` is the odd one that was left, ``pid`` the process that wrote, in its own pid namespace.
+    ``revision`` is the odd number it left, ``pid`` the writing process, in its own pid namespace.
     """
 
     code = "update-interrupted"
@@ -216,7 +216,7 @@ class UpdateInterrupted(SharedRPCError):
 class StateMismatchError(SharedRPCError):
     """A model cannot be built around tensors that are there; the message lists what does not fit, up to a length.
 
-    ``missing`` has all names that the model has and the source has not, ``unexpected`` those that only the source has, and
+    ``missing`` has all names that only the model has, ``unexpected`` those that only the source has, and
     ``mismatched`` a text for each that differs in shape or dtype.
     """
 
@@ -238,7 +238,7 @@ class StateMismatchError(SharedRPCError):
 
 
 class TicketError(SharedRPCError):
-    """A ticket that cannot be used here; the message names the file and says what to do.
+    """A ticket that cannot be used here; the message names the file and the remedy.
 
     ``reason`` is ``"unreadable"`` (no such file, or none that may be read), ``"untrusted"`` (others may have written it),
     ``"malformed"``, ``"other_host"``, or ``"other_server"``: the client is connected to another one than the ticket's.
@@ -261,7 +261,7 @@ class ServerBusy(SharedRPCError):
 class WorkerCrashed(SharedRPCError):
     """The process that ran an endpoint has ended, or cannot be had.
 
-    ``signal`` is the name of the signal that ended it, ``"SIGSEGV"`` for instance, and ``exit_code`` what it exited with;
+    ``signal`` is the name of the signal that ended it, such as ``"SIGSEGV"``, and ``exit_code`` its exit code;
     either is None where it does not apply. ``stderr`` holds the last lines that it wrote to its standard error.
     """
 
@@ -390,7 +390,7 @@ def _parts(error: BaseException) -> tuple[str, str, dict[str, str]]:
 
 
 def class_of(code: str) -> type[SharedRPCError] | type[TypeError]:
-    """Return the class of a wire code; the root for one that is not known here."""
+    """Return the class of a wire code; the root for an unknown code."""
     return _BY_CODE.get(code, SharedRPCError)
 
 

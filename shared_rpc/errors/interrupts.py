@@ -17,7 +17,7 @@ __all__ = ["is_interrupt", "is_of_handler", "passed_over"]
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Return whether a signal handler raised an error: such an error goes to whoever was interrupted, as it is.
+    """Return whether a signal handler raised an error: such an error goes to the interrupted code unchanged.
 
     Python's own handler of SIGINT has no frame in a traceback, so every KeyboardInterrupt counts. A handler that calls
     ``sys.exit()`` is told from code that does by its frame.

@@ -36,7 +36,7 @@ def end_children() -> None:
 def end_within(seconds: float, code: int, why: str = "") -> None:
     """End the process by then, if it has not ended by itself. The interpreter does not wait for that.
 
-    :param why: what the process should end for. Where it is given, standard error names what has kept the process.
+    :param why: why the process ends. If given, standard error names the thread or callback that has kept it.
     """
 
     def end() -> None:

@@ -52,9 +52,9 @@ def wake(address: int) -> None:
 
 
 def fence() -> None:
-    """Complete what this thread has read and written before what it reads and writes after.
+    """Order this thread's reads and writes before its later ones.
 
-    Waking has to see who began to wait, so the kernel begins it with a full barrier on every machine (``hb_waiters_pending`` in
+    Waking must see new waiters, so the kernel begins it with a full barrier on every machine (``hb_waiters_pending`` in
     kernel/futex). Neither Python nor ctypes has another one.
     """
     _call(ctypes.addressof(_nobodys), _WAKE | _PRIVATE, 1, None)

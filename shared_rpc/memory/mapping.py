@@ -355,7 +355,7 @@ class MappingTable:
 
     @property
     def has_unused(self) -> bool:
-        """Whether :meth:`drain` has something to do, as far as can be told without waiting."""
+        """Whether :meth:`drain` has something to do, as far as known without waiting."""
         return bool(self._unused or self._gone or self._unpinned)
 
     def drain(self) -> None:
@@ -375,7 +375,7 @@ class MappingTable:
             self._unmap(may_unmap)
 
     def _end_uses(self) -> None:
-        """End the uses of the objects that are gone. One stays in the queue until that is done, and may be ended twice."""
+        """End the uses of collected objects. A use stays in the queue until it is ended, and may be ended twice."""
         with self._lock:
             while self._gone:
                 use = self._gone[0]

@@ -68,7 +68,7 @@ class Arguments:
 
     The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
-    are read, ``pooled`` tells to whom each chunk is to be given back: a :class:`ChunkReferences` in the process that maps them.
+    are read, ``pooled`` has the sink to which each chunk is returned: a :class:`ChunkReferences` in the process that maps them.
 
     ``returnable``: whether the result may lie in these chunks. ``session``: whose memory it is, which is not that of the run
     where the call became a task. ``nbytes``: bytes of the message that they came in, without the memory.

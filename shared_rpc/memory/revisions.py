@@ -265,7 +265,7 @@ class Update:
 class _Lock:
     """Lock of a page, by a description of its own: locks are between descriptions, and end with the last copy of one.
 
-    One that nobody refers to any more is released, as where a signal handler raised before there was an update.
+    A lock without references is released, as when a signal handler raised before there was an update.
 
     :param thread: whose update it is for.
     """

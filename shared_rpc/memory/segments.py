@@ -196,7 +196,7 @@ class Backend(Protocol):
 
 @contextmanager
 def gpu_support(what: str = "GPU memory") -> Iterator[None]:
-    """Say for an import of what drives a GPU what to install, where it is missing.
+    """Turn a failed import of the GPU bindings into an error that names the package to install.
 
     :param what: the purpose of the import.
     """

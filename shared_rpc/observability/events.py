@@ -255,7 +255,7 @@ class Hooks:
                 self.registered = True
 
     def remove(self, hook: Hook | HookFactory) -> None:
-        """Call a hook no longer. Does nothing for one that is not registered."""
+        """Remove a hook. Does nothing if it is not registered."""
         with self._changing:
             self._entries = tuple(entry for entry in self._entries if entry.given != hook)
             self.registered = bool(self._entries)
@@ -288,7 +288,7 @@ def add_hook(hook: Hook | HookFactory) -> None:
 
 
 def remove_hook(hook: Hook | HookFactory) -> None:
-    """Call a hook no longer. Does nothing for one that is not registered."""
+    """Remove a hook. Does nothing if it is not registered."""
     HOOKS.remove(hook)
 
 

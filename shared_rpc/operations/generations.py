@@ -57,7 +57,7 @@ class GenerationOperations:
 
     @operation
     def retire(ctx: Context, target: Lease[Any] | str) -> Steps[list[ObjectInfo]]:
-        """Free superseded generations that no process holds; return those that are left.
+        """Free superseded generations that no process holds; return the others.
 
         A generation is superseded once another one is current, or it was invalidated. It goes with its last holder by itself,
         but for the unfetched result of a task, which is kept up to the server's ``result_ttl``: this drops it. Objects that are

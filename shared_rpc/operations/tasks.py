@@ -164,8 +164,7 @@ class TaskOperations:
     def cancel_task(ctx: Context, task_id: str) -> Steps[bool]:
         """Cancel a task that has not begun, or ask a running one to stop; return False if it had ended.
 
-        Its ``cancel_requested`` says that it was asked, its ``status`` whether it stopped. A run that others wait for goes on
-        for them.
+        Its ``cancel_requested`` is the request, its ``status`` the effect. A run with other waiters goes on for them.
 
         :raises TaskError: if it is unknown or has expired.
         """

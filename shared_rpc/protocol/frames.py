@@ -94,7 +94,7 @@ class Frame:
         return fds
 
     def close(self) -> None:
-        """Close the descriptors nobody took."""
+        """Close the remaining descriptors."""
         close_all(self.fds)
 
 
@@ -138,7 +138,7 @@ class FrameDecoder:
         self.consume([(data, list(fds))])
 
     def consume(self, arrived: list[tuple[bytes | memoryview, list[int]]]) -> None:
-        """Take in the first of what arrived, and take it out of the list."""
+        """Take in the first received part, and take it out of the list."""
         data, fds = arrived[0]
         self._fds += fds
         self.partial += data
@@ -196,7 +196,7 @@ class FrameDecoder:
         return True
 
     def _check_beginning(self) -> None:
-        """Refuse what is no beginning of a header: garbage is not waited for."""
+        """Refuse bytes that begin no header, without waiting for more."""
         known = min(len(self.partial), len(MAGIC))
         if self.partial[:known] != MAGIC[:known]:
             raise ProtocolError(f"not a shared_rpc frame: it begins with {bytes(self.partial[:known])!r}")
@@ -215,7 +215,7 @@ class FrameDecoder:
         )
 
     def close(self) -> None:
-        """Close the descriptors that nobody has taken."""
+        """Close the remaining descriptors."""
         for frame in self.frames:
             frame.close()
         close_all(self._fds)

@@ -51,7 +51,7 @@ class DescriptorInfo(TypedDict):
 
 
 class PoolInfo(TypedDict):
-    """Pools for results: their ``nbytes``, and the ``chunks`` of them that clients have not given back."""
+    """Pools for results: their ``nbytes``, and the ``chunks`` of them that clients have not released."""
 
     nbytes: int
     chunks: int
@@ -60,7 +60,7 @@ class PoolInfo(TypedDict):
 class WorkerInfo(TypedDict):
     """A worker process of a server.
 
-    ``device`` is the one it was told to use, if any. ``runs`` is the number of endpoints that it runs now, ``restarts`` that of
+    ``device`` is its chosen device, if any. ``runs`` is the number of endpoints that it runs now, ``restarts`` that of
     the workers before it that ended in a crash, ``uptime`` its age.
     """
 
@@ -180,7 +180,7 @@ class EndpointStatistics(TypedDict):
 
     ``calls`` counts calls and submits that named it with arguments that fit; of these ``hits`` were answered from the cache,
     ``misses`` began a run whose result the cache was to list, and ``joined`` joined a run that went on already (singleflight).
-    ``builds`` counts runs that began, ``build_seconds`` is what those that ended took together, and ``errors`` counts callers
+    ``builds`` counts started runs, ``build_seconds`` is the time of ended ones, and ``errors`` counts callers
     and tasks that got one.
     """
 
@@ -238,7 +238,7 @@ class ObjectInfo(TypedDict):
 class HolderInfo(TypedDict):
     """A session that holds an object, and the process it belongs to.
 
-    ``leases`` is the number of handles that it was given and has not given back; ``since`` is the beginning of the session. A
+    ``leases`` is the number of its unreleased handles; ``since`` is the beginning of the session. A
     session without ``connections`` is the server's own, and ``since`` is None: of its calls, or of a task whose result was not
     fetched (``"task <id>"``).
     """
@@ -309,7 +309,7 @@ class DeviceInfo(TypedDict):
 
 
 class ReloadedServiceInfo(TypedDict):
-    """A service after a reload: its ``endpoints``, those that ``changed``, and how many objects were ``dropped``."""
+    """A service after a reload: its ``endpoints``, the ``changed`` ones, and the number of ``dropped`` objects."""
 
     endpoints: list[str]
     changed: list[str]

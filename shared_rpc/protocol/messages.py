@@ -68,7 +68,7 @@ class Call(Message):
 
     Segments with the numbers ``arenas`` are of the caller's pool, which the server keeps mapped for the session; the call
     takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
-    ``freed`` are those it gives back. ``pooled``: the result may lie in the server's pool; ``returnable``: or in ``chunks``.
+    ``freed`` are chunks that it returns. ``pooled``: the result may lie in the server's pool; ``returnable``: or in ``chunks``.
 
     ``chain``: of a call that an endpoint of the same server makes, see :attr:`shared_rpc.context.RunContext.chain`.
     """
@@ -95,7 +95,7 @@ class Result(Message):
     ``owner`` is the id of the server where that keeps the memory and knows it by the segments' ids, else ``""``.
     Segments with the numbers ``arenas`` are of the server's pool for this session; the descriptors of those that are
     ``kept`` too came before on this connection. The result takes the pool's chunks ``chunks``; ``freed`` are chunks of the
-    client's pool that the server gives back.
+    client's pool that the server returns.
 
     Chunks ``own`` are of those that the call took: the result lies in them, and nobody else. The server gives them back like
     any other, when its GPU has done with them.
@@ -139,7 +139,7 @@ class Hold(Message):
 
 
 class Held(Message):
-    """The ids of :class:`Hold` that the session has a lease on now; objects of the others are gone."""
+    """The ids of :class:`Hold` that the session has a lease on now; objects of the others were dropped."""
 
     object_ids: list[str]
 
@@ -217,9 +217,9 @@ class TaskUpdate(Message):
 class WaitTask(Message):
     """Request for the :class:`Result` of a task, when it has ended.
 
-    ``events``: tell every change before. ``poll``: do not wait; a task that has not ended is an error. ``look``: answer with
+    ``events``: report every change before. ``poll``: do not wait; a task that has not ended is an error. ``look``: answer with
     :class:`TaskIs`, the last event, and leave the result; with ``claim`` the session holds it from then on, for a
-    :class:`FetchTask` that says ``claimed``.
+    :class:`FetchTask` with ``claimed``.
     """
 
     task_id: str
@@ -267,7 +267,7 @@ class Free(Message):
 
 
 class AwaitFree(Message):
-    """Request for :class:`Free`, when the server has chunks of the client's pool to give back."""
+    """Request for :class:`Free`, when the server has chunks of the client's pool to return."""
 
 
 class OutOfPoolMemory(Message):
@@ -281,7 +281,7 @@ class CreateBuffer(Message):
 
     ``shape``: one, or a number of bytes. ``device``: its id, ``""`` for the server's own. ``zero``: the asker relies on zeros.
     ``ttl``: seconds for which others may get it, ``max_accesses``: how often; None for no such limit. ``keep``: it is there
-    though nobody holds it, as with a ``ttl``.
+    without holders too, as with a ``ttl``.
     """
 
     shape: int | list[int]
@@ -344,7 +344,7 @@ class StopReply(Message):
 
 
 class Goodbye(Message):
-    """The client ends its session on purpose: the leases it still has are not those of one that crashed. Nothing answers."""
+    """The client ends its session on purpose: its remaining leases are not those of a crashed client. Nothing answers."""
 
 
 class Error(Message):

@@ -33,7 +33,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TaskInfo(msgspec.Struct, frozen=True, gc=False):
-    """A task at one moment. Times are Unix seconds, None for what has not come yet.
+    """A task at one moment. Times are Unix seconds, None for events to come.
 
     ``cancel_requested``: the running task was asked to stop; whether it did is its ``status``.
     ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's.

@@ -48,8 +48,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Address of an object; see :meth:`Handle.ticket` and :meth:`Client.open_ticket`.
 
     ``kind`` is ``"result"`` or ``"buffer"``, ``device`` is ``"cpu"`` or a GPU's UUID, ``nbytes`` are bytes, ``created_at`` is
-    in Unix seconds. ``boot_id`` and ``machine_id`` say which host it is for, ``uid`` and ``pid`` who made it.
-    ``tensors`` tells before an attach what the object has.
+    in Unix seconds. ``boot_id`` and ``machine_id`` identify the host, ``uid`` and ``pid`` the writer.
+    ``tensors`` describes the object before an attach.
     """
 
     version: Literal[1] = 1

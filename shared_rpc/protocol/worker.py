@@ -42,7 +42,7 @@ class Imports(msgspec.Struct, frozen=True):
         in which their imports began; between them the variables of the environment that the app set, None where it removed one.
     :param own: names of the modules that are the person's own.
     :param folders: directories of the person's in which Python looks for modules.
-    :param first: those that it looks through before its own.
+    :param first: those that it searches before its own.
     :param whole: whether ``steps`` are all, and not only those that a fork's zygote had not taken.
     :param used: packages of ``steps`` that the person's own modules use.
     """
@@ -128,7 +128,7 @@ class ChunksReturned(Message):
 
 
 class Allocated(Message):
-    """The memory that was asked for: its descriptor with the frame, or ``error`` says why there is none."""
+    """The requested memory: its descriptor comes with the frame, or ``error`` is the reason."""
 
     segment: SegmentInfo | None = None
     free: int | None = None
@@ -171,7 +171,7 @@ class ReleaseChunks(Message):
 
 
 class AwaitChunks(Message):
-    """Say :class:`ChunksReturned` when there are chunks of the session's to give back, waiting for the GPU if need be."""
+    """Request for :class:`ChunksReturned` when there are chunks of the session's to return, waiting for the GPU if need be."""
 
     key: str
     session: str

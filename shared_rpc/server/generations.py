@@ -216,7 +216,7 @@ def page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool
 
     The page is made with the first request for it. The descriptor belongs to the caller.
 
-    :param local: whether it is for this process, which may write to what it shares for reading only.
+    :param local: whether it is for this process, which may write to memory that it shares read-only.
     :raises StaleHandleError: if the server does not own the object.
     :raises ServerBusy: if there is no descriptor for its page.
     """

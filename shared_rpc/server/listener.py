@@ -94,7 +94,7 @@ def why_not_there(status: os.stat_result) -> str:
     """Return why no socket may lie in a directory of that lstat(2), as the rest of a sentence; empty if it may.
 
     It may if the directory is this user's, and no other user can write to it; and where it is sticky, and this user's or
-    root's, so that nobody but those two can remove what another user made.
+    root's, so that only these two can remove another user's files.
     """
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):

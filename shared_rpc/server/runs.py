@@ -52,7 +52,7 @@ class Waiter:
     :param local: whether it is a caller in this process, which can use the live value.
     :param keeps: whether its session is to hold the result, managed or not: it is a task.
     :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it, nor what
-        another call's run will bring; ``arguments`` is then what tells its arguments from others', None where nothing does.
+        another call's run will bring; ``arguments`` then identifies its arguments, None if nothing does.
     :param looks: whether it only wants to know how a task ends, and takes no result; its outcome is its last event.
     :param claims: of a waiter that looks: whether its session holds the result, so that it can be fetched then.
     :param on_begin: called when the work starts.

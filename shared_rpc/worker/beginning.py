@@ -1,4 +1,4 @@
-"""Beginnings of a worker: as a new process, or as a fork of one that had imported much already."""
+"""Beginnings of a worker: as a new process, or as a fork of a process with many imports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Supposed(msgspec.Struct, frozen=True):
     """Assumptions about the app that a fork's imports rest on.
 
     :param early: variables of the environment that the app sets before it imports something that may read them, and their
-        values; None for those that it removes. The imports have been made with these.
+        values; None for removed ones. The imports have been made with these.
     :param late: names of variables that it sets when it has imported everything.
     """
 

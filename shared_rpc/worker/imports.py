@@ -1,4 +1,4 @@
-"""The imports of a worker with its app, for the next one that is to begin with them."""
+"""The imports of a worker with its app, for the next worker to begin with."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from shared_rpc.zygote.title import set_title
 
 
 def main() -> Born | None:
-    """Serve until the other side hangs up. Returns in every fork, with what it is to be; and None in the zygote, at its end."""
+    """Serve until the other side hangs up. Returns in every fork, with the fork's task; and None in the zygote, at its end."""
     parser = argparse.ArgumentParser(prog="python -m shared_rpc.zygote")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, help="Pid of the process with which the zygote ends.")

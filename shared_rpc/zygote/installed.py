@@ -15,7 +15,7 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 
 def is_installed(path: str) -> bool:
-    """Return whether a path is one of the interpreter's own, or one that packages are installed to, or lies below one."""
+    """Return whether a path is the interpreter's own or a directory of installed packages, or lies below one."""
     return not _PACKAGES.isdisjoint(path.split(os.sep)) or f"{path}/".startswith(_folders())
 
 

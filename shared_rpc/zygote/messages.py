@@ -56,7 +56,7 @@ Request = Preload | Fork
 
 
 class Ready(msgspec.Struct, tag=True):
-    """A zygote that can be forked. ``modules`` are those it has imported; ``dropped`` those that it could not, and why."""
+    """A zygote that can be forked. ``modules`` are its imports; ``dropped`` the failed ones, with the reasons."""
 
     modules: list[str]
     dropped: dict[str, str]
@@ -70,7 +70,7 @@ class Unfit(msgspec.Struct, tag=True):
 
 
 class Forked(msgspec.Struct, tag=True):
-    """A process that has begun: a child of the one that asked for it, if that is a subreaper, see prctl(2)."""
+    """A started process: a child of the requesting one, if that is a subreaper, see prctl(2)."""
 
     pid: int
 

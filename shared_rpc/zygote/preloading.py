@@ -19,7 +19,7 @@ class Preloaded:
     """The outcome of imports.
 
     :param dropped: modules that could not be imported, and why.
-    :param variables: variables that modules set when they were imported, None for those that they removed.
+    :param variables: variables that modules set when they were imported, None for removed ones.
     :param spoiled: why the process cannot be forked any more; empty if it can be.
     :param module: the one whose import was the reason.
     """
@@ -34,7 +34,7 @@ def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], s
     """Take the steps.
 
     :param folders: directories whose modules are not imported.
-    :param check: says after each import why the process cannot be forked any more.
+    :param check: returns after each import why the process cannot be forked any more.
     """
     done = Preloaded()
     path = sys.path[:]

@@ -65,7 +65,7 @@ def has_ended(pidfd: int, seconds: float | None = None) -> bool:
 
 
 def pss_of(pid: int | str = "self") -> int:
-    """Return a process's memory in bytes, with its part of what it shares with its forks; 0 if it has ended. See proc(5)."""
+    """Return a process's memory in bytes, with its share of memory common with its forks; 0 if it has ended. See proc(5)."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

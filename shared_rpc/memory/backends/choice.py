@@ -1,7 +1,7 @@
 """Choice of the mechanism by which this process makes the segments of a GPU.
 
 The choice is made once for each GPU of a process: the first mechanism of :data:`PREFERENCE` that the GPU has, or the one that
-a provider asks for. Consumers have no choice: a segment says how it was made.
+a provider chooses. Consumers have no choice: a segment has its mechanism.
 """
 
 from __future__ import annotations

@@ -252,7 +252,7 @@ class CudaBackend:
             raise CapabilityError(f"GPU {self.uuid} is not visible to this process: check CUDA_VISIBLE_DEVICES")
 
     def seal(self, fd: int) -> None:
-        """Do nothing: CUDA has no seal. A consumer maps read-only because the segment's info says so, where it can."""
+        """Do nothing: CUDA has no seal. A consumer maps read-only if the segment's info says so and its driver can."""
 
     def synchronize(self) -> bool:
         """Wait for all work of this process on the GPU: unmapping under a kernel is an illegal access.

@@ -57,7 +57,7 @@ class VmmBackend(CudaBackend):
         return Segment.owning(SegmentInfo(id=new_segment_id(), nbytes=size, device=self.uuid, mechanism="vmm"), fd)
 
     def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
-        """Import the allocation behind ``fd`` and map it for this backend's GPU, and for those that reach it."""
+        """Import the allocation behind ``fd`` and map it for this backend's GPU, and for its peers."""
         address = handle = None
         mapped = False
         with self.current():

@@ -20,7 +20,7 @@ _log = logging.getLogger("shared_rpc.server")
 class Caller(Protocol):
     """The asker of one request, in another process or in this one. A request is answered once, by whatever ends it first.
 
-    ``session`` is the id of the asker's session; ``local`` tells whether it is in this process, and can do with a live value.
+    ``session`` is the id of the asker's session; ``local``: it is in this process, and can use a live value.
     ``name`` identifies the request in logs and errors.
     """
 
@@ -78,7 +78,7 @@ _HANDLERS: dict[type[m.Message], Callable[[Caller, Any], m.Message | None]] = {}
 
 
 def handles(kind: type[MessageT]) -> Callable[[Handler[MessageT]], Handler[MessageT]]:
-    """Enter the decorated function as the one that answers messages of a kind: with what it returns, or later by itself."""
+    """Enter the decorated function as the handler of a kind of message: its return value is the answer, or it answers later."""
 
     def enter(handler: Handler[MessageT]) -> Handler[MessageT]:
         assert kind not in _HANDLERS, f"{kind.__name__} has a handler already"

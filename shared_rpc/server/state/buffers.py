@@ -2,8 +2,8 @@
 
 A buffer is an object that no endpoint made: its record, its leases and what ends with a session are those of every
 object. From its making on it is *listed*: its id can be asked for. That ends when it is freed, when its ``ttl`` has
-passed, when it was handed out ``max_accesses`` times, or with its last lease where it has neither a ``ttl`` nor is to be
-kept, whichever comes first. Listed or not, it stays with those who hold it; memory goes with the end of the listing or with
+passed, when it was got ``max_accesses`` times, or with its last lease if it has neither a ``ttl`` nor is
+kept, whichever comes first. Listed or not, it stays with its holders; memory goes with the end of the listing or with
 the last lease, whichever comes last.
 """
 
@@ -66,7 +66,7 @@ class BufferTable:
         self._reasons: OrderedDict[str, str] = OrderedDict()
 
     def check_capacity(self, coming: int) -> None:
-        """Check that one more may be made than those that are ``coming``.
+        """Check that one more may be made besides the ``coming`` ones.
 
         :raises ServerBusy: if there are as many as there may be.
         """
@@ -101,7 +101,7 @@ class BufferTable:
         self._terms[stored.object_id] = terms
 
     def settle(self, object_id: str) -> None:
-        """Unlist what is listed for those who hold it alone, after a lease has ended."""
+        """Unlist a buffer that only its holders keep listed, after a lease has ended."""
         terms = self._terms.get(object_id)
         if terms is None or terms.kept or self._leases.held(object_id):
             return

@@ -1,6 +1,6 @@
 """Budget of file descriptors that the objects of a process may have.
 
-A process has a limited number of them, and needs some for whoever connects, for workers, and for the memory of calls under
+A process has a limited number of them, and needs some for new clients, for workers, and for the memory of calls under
 way. What is kept, which is one for each segment and for each page of revisions, gets a share, and is kept to it as to bytes.
 """
 
@@ -39,7 +39,7 @@ class Descriptors:
     """The descriptors of objects, of all servers of this process together. On one event loop.
 
     :param available: how many descriptors the process may have now; it can be changed while it runs.
-    :param mapped: how many mappings it may have, where it maps what it keeps.
+    :param mapped: how many mappings it may have, if it maps kept objects.
     """
 
     def __init__(self, available: Callable[[], int] = open_limit, mapped: int | None = None) -> None:

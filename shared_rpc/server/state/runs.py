@@ -33,17 +33,17 @@ CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
 class Run(Generic[W]):
     """One run of an endpoint, from the call that starts it to its outcome.
 
-    ``key`` is None where its result is not to be cached, or no longer, and then ``former_key`` is what it was. ``refreshes`` is
-    of a refresh what tells its arguments from others', None where nothing does. ``number`` is its place in the order in which
-    runs were opened, from 1 on; in a worker, its broker's number for it.
+    ``key`` is None where its result is not to be cached, or no longer, and then ``former_key`` is the earlier key.
+    ``refreshes`` is for a refresh the identity of its arguments, None if they have none. ``number`` is its place in the
+    order in which runs were opened, from 1 on; in a worker, its broker's number for it.
 
-    What the executor is to do: ``publish``: whether a record is needed; a caller in this process can do with the value alone.
+    For the executor: ``publish``: whether a record is needed; a caller in this process needs only the value.
     ``chain``: see :class:`shared_rpc.context.RunContext`. ``background``: whether it may take long, and must not hold up calls
     that are waited for. ``session`` is whose call it is, and ``pooled`` whether the result is for this session alone, and may
     lie in its pool. ``request_id`` is that of the call which it was started for, ``cached`` whether the cache would list its
-    result: both are for those who listen.
+    result: both are for events.
 
-    ``begun_at`` is when its work began, on the caller's clock; ``progress`` is what it said last.
+    ``begun_at`` is when its work began, on the caller's clock; ``progress`` is its latest progress.
     """
 
     spec: EndpointSpec
