@@ -343,7 +343,7 @@ def test_an_import_that_raises_is_left_out(zygote: Zygote) -> None:
     [
         (
             "import threading; threading.Thread(target=threading.Event().wait, name='watcher', daemon=True).start()",
-            "threads: watcher",
+            "threads (watcher)",
         ),
         ("import _thread, time; _thread.start_new_thread(time.sleep, (60,))", "threads"),
         ("import socket; kept = socket.socketpair()", "socket:"),
