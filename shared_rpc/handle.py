@@ -61,7 +61,7 @@ class AsyncIssuer(Giver, Protocol):
     """The issuer of an :class:`AsyncHandle`: :class:`Issuer` for coroutines."""
 
     async def _aend_lease(self, object_id: str, session: object) -> None:
-        """Do in a coroutine what :meth:`Giver._end_lease` does."""
+        """Do the work of :meth:`Giver._end_lease` in a coroutine."""
 
     async def get_object_info(self, handle: str, /) -> ObjectInfo:
         """Ask for the facts of an object."""
@@ -77,7 +77,7 @@ class AsyncIssuer(Giver, Protocol):
 
 
 class Lease(Generic[T]):
-    """A lease on an object of the server, and the object itself: what every handle is."""
+    """A lease on an object of the server, and the object itself: the base of all handles."""
 
     def __init__(self, value: T, *, object_id: str, server_id: str, generation: int, issuer: Any, session: object) -> None:
         #: The id by which the server knows the object.
@@ -173,7 +173,7 @@ class Handle(Lease[T]):
             raise
 
     def get_object_info(self, refresh: bool = False) -> ObjectInfo:
-        """Return what the server knows of the object now; the server is asked each time.
+        """Return the server's present description of the object; the server is asked each time.
 
         :param refresh: without effect, for code that was written for shared-tensor: no earlier answer is kept.
         :raises StaleHandleError: if the server does not own the object any more.

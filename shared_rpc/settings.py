@@ -302,7 +302,7 @@ class ServeOptions(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> ServeOptions:
-        """Read what :attr:`words` wrote.
+        """Read the options written by :attr:`words`.
 
         :raises ConfigurationError: for a text that is of another release, or was written by hand and is wrong.
         """

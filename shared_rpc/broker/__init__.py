@@ -1,1 +1,1 @@
-"""A server whose endpoints run in worker processes: it holds what they make, and needs neither torch nor CUDA."""
+"""A server whose endpoints run in worker processes: it holds their results, and needs neither torch nor CUDA."""

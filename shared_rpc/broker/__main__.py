@@ -1,4 +1,4 @@
-"""``python -m shared_rpc.broker``: what ``shared-rpc serve`` becomes, without what a command line needs."""
+"""``python -m shared_rpc.broker``: the process of ``shared-rpc serve``, without the modules of the command line."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _reload(broker: Broker) -> None:
 
 
 def lines_of(info: ReloadInfo) -> list[str]:
-    """Return what a reload changed, for people."""
+    """Describe the changes of a reload, for people."""
     return [
         f"reloaded {path}: {', '.join(service['changed']) or 'no endpoint'} changed, {service['dropped']} objects dropped"
         for path, service in info["services"].items()

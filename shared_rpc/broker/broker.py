@@ -56,8 +56,8 @@ class Broker:
     """A server of an app's providers, in a thread of its own, with the endpoints in worker processes.
 
     :param on_end: called in its thread with the reason when it ends because it is idle, has failed, or a client asked it to.
-    :param inherited: what a service manager passed; see :class:`shared_rpc.broker.systemd.Inherited`.
-    :param exporter: what serves metrics, None for nothing; it is closed in the end.
+    :param inherited: descriptors passed by a service manager; see :class:`shared_rpc.broker.systemd.Inherited`.
+    :param exporter: serves metrics, None for no metrics; it is closed in the end.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Broker:
         """Have new workers read the app's code, and let them take over when they are ready.
 
         :param objects: which cached objects are dropped: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``.
-        :returns: what changed, by socket path.
+        :returns: the changes, by socket path.
         :raises WorkerCrashed: if the new code cannot be loaded; then nothing has changed.
         """
         self._ready.result()
@@ -285,7 +285,7 @@ class Broker:
     # Events of workers.
 
     def on_change(self) -> None:
-        """Meet the first worker that is ready, and send what waits."""
+        """Meet the first worker that is ready, and send waiting runs."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
             if self._restoration.pending:
@@ -295,7 +295,7 @@ class Broker:
         self._dispatcher.send_waiting()
 
     def on_caught_up(self) -> None:
-        """Send what waits."""
+        """Send waiting runs."""
         self._dispatcher.send_waiting()
 
     def on_lost(self, worker: Worker, crash: WorkerCrashed) -> None:
@@ -402,7 +402,7 @@ class Broker:
 
 
 def _only(error: BaseException) -> BaseException:
-    """Return the error of a group of one: task groups wrap what goes wrong in them."""
+    """Return the error of a group of one: task groups wrap their errors."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

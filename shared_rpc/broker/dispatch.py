@@ -71,7 +71,7 @@ class Backlog:
     def check(self, run: Run[Any], why: str) -> None:
         """Check that one more may wait.
 
-        :param why: what all of them wait for.
+        :param why: the reason of the wait.
         :raises ServerBusy: if not.
         """
         for unit, amount in _weight(run).items():
@@ -146,7 +146,7 @@ class Dispatcher:
         self._waiting.add(run)
 
     def send_waiting(self) -> None:
-        """Send what waits, as far as workers take it; end it where no worker will come any more."""
+        """Send waiting runs, as far as workers take them; end them if no worker will come any more."""
         for run in self._waiting:
             self._send_or_end(run)
 
@@ -160,7 +160,7 @@ class Dispatcher:
     def _send_or_end(self, run: Run[Any]) -> bool:
         """Send a run, or end it where no worker will ever do it; False if it has to wait.
 
-        A worker that does not read gets nothing more: what waits here can be taken back, and go to another one.
+        A worker that does not read gets nothing more: a waiting run can be withdrawn, or sent to another one.
         """
         worker, able = None, self._able(run)
         for one in able:
@@ -398,11 +398,11 @@ class WorkerExecutor:
         """Do nothing: workers end with their broker."""
 
     def info(self) -> ExecutorInfo:
-        """Return what there is to know of the workers and their zygote."""
+        """Describe the workers and their zygote."""
         return {"workers": [worker.info() for worker in self._workers()], "zygote": self._zygote()}
 
     def lost(self, worker: Worker) -> None:
-        """Release what sessions have of a worker that has ended."""
+        """Release the sessions' memory of an ended worker."""
         for transfer in self.transfers.all():
             transfer.lost(worker)
 
@@ -461,7 +461,7 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
 
 
 def _awaited(able: list[Worker]) -> str:
-    """Describe what runs wait for, with the workers that could do them."""
+    """Describe the reason of a wait, with the workers that could do the runs."""
     if not able:
         return "no worker has loaded the app yet: wait and call again"
     pids = ", ".join(str(worker.pid) for worker in able)

@@ -214,7 +214,7 @@ class Persistence:
     # Restoring.
 
     def restore(self, passed: Iterable[Passed]) -> list[RestoredService]:
-        """Return what an earlier broker stored. What cannot be read is logged and removed, and nothing else suffers by it."""
+        """Return an earlier broker's services and objects. An unreadable entry is logged and removed."""
         segments: dict[str, int] = {}
         pages: dict[str, int] = {}
         services: dict[str, RestoredService] = {}

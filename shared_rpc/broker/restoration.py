@@ -57,7 +57,7 @@ class Restoration:
         return [key for key, service in self._services.items() if service.restored]
 
     def restore(self) -> None:
-        """Serve what the earlier broker stored.
+        """Serve the earlier broker's providers and objects.
 
         :raises ConfigurationError: if a socket cannot be had.
         """

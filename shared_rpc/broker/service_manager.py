@@ -32,7 +32,7 @@ class ServiceManager:
         self._listeners = dict(inherited.listeners)
 
     def restore(self) -> list[RestoredService]:
-        """Return what an earlier broker stored; its descriptors are the caller's from here on."""
+        """Return an earlier broker's services and objects; their descriptors are the caller's from here on."""
         stored, self._inherited.stored = self._inherited.stored, []
         return self._persistence.restore(stored)
 
@@ -69,7 +69,7 @@ class ServiceManager:
         self._persistence.keep_service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
 
     def discard(self, key: str, core: Core) -> None:
-        """Remove a provider that is served no more, and what is left of its objects."""
+        """Remove a provider that is served no more, and the rest of its objects."""
         core.objects.watcher = None
         for stored in core.objects:
             self._persistence.remove(stored.object_id)
@@ -85,7 +85,7 @@ class ServiceManager:
             self.notifier.ready(status())
 
     def stopping(self) -> None:
-        """Tell that the broker ends. What is stored stays."""
+        """Announce the broker's end. Stored entries stay."""
         self._persistence.close()
         self.notifier.stopping()
 

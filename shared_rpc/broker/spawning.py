@@ -1,4 +1,4 @@
-"""Tasks that are started by what the loop calls, and not by another task."""
+"""Tasks that are started by callbacks of the loop, not by another task."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _writing = threading.Lock()
 
 
 def _write(data: bytes) -> bool:
-    """Write to standard error what there is room for at once, at most PIPE_BUF bytes of it; False if there is none."""
+    """Write to standard error as much as has room, at most PIPE_BUF bytes; False if there is no room."""
     with _writing:
         if not _room(0):
             return False
@@ -42,7 +42,7 @@ def _room(seconds: float) -> bool:
 
 
 class LogHandler(logging.Handler):
-    """A log on the broker's standard error that drops what does not fit: the broker's loop must not wait for a terminal."""
+    """A log on the broker's standard error that drops text without room: the broker's loop must not wait for a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, as far as there is room."""
@@ -78,7 +78,7 @@ class Tail:
                     self._pass_on(data)
 
     def _pass_on(self, data: bytes) -> None:
-        """Write what fits, and drop the rest where the broker's standard error is not read: no worker waits for a terminal."""
+        """Write as much as fits, and drop the rest if the broker's standard error is unread: no worker waits for a terminal."""
         for start in range(0, len(data), select.PIPE_BUF):
             self._stuck = not _room(0 if self._stuck else _READER)
             if self._stuck:

@@ -59,7 +59,7 @@ class Supervisor:
 
     :param count: how many there are to be.
     :param zygote: starts workers as forks.
-    :param handlers: what is called with messages of workers that are not about themselves.
+    :param handlers: handlers of the workers' other messages.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class Supervisor:
                     return self._loaded_last
 
     async def _load_next(self, asked: int) -> Exception | None:
-        """Replace the workers by new ones; what kept them from loading the app.
+        """Replace the workers by new ones; return the error of loading the app, or None.
 
         :param asked: the number of the reload that this is for.
         """

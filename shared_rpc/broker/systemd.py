@@ -111,7 +111,7 @@ class Inherited:
 
 
 def inherit(variables: Mapping[str, str]) -> Inherited:
-    """Take what is there for this process.
+    """Take the descriptors passed to this process.
 
     :param variables: those of the environment, see :func:`shared_rpc.settings.take_service_variables`.
     :raises ConfigurationError: for a passed socket or descriptor that no broker can use, naming it.

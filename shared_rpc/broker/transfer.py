@@ -78,7 +78,7 @@ class ForwardedTransfer(SessionTransfer):
         return next((self._results[chunk] for chunk in chunks if chunk in self._results), None)
 
     def lost(self, worker: Worker) -> None:
-        """Free what a worker that has ended had of the client's. Its own pool is its readers' now."""
+        """Free the client's chunks of an ended worker. The worker's own pool is its readers' now."""
         self._workers.discard(worker)
         self._asked.discard(worker)
         self.came_back(worker, [chunk for chunk, has in self._lent.items() if has is worker])
@@ -147,7 +147,7 @@ class ForwardedTransfer(SessionTransfer):
             self._wanted.remove(told)
 
     def info(self) -> PoolInfo:
-        """Return what the workers' pools for the session's results have."""
+        """Describe the workers' pools for the session's results."""
         nbytes = sum(segment.info.nbytes for segment, _ in self._segments.values())
         return {"nbytes": nbytes, "chunks": len(self._results)}
 

@@ -47,7 +47,7 @@ class Worker:
     :param number: which of the broker's workers it is, from 0.
     :param begun: its process, where that is a fork; else a new one is started.
     :param restarts: how many of that number were started again before it, after crashes.
-    :param handlers: what is called with its messages.
+    :param handlers: handlers of its messages.
     :param rest: called after each message of a draining worker.
     :param ended: called once, when the process has ended and all its messages are processed.
     :param caught_up: called when a congested worker reads again.
@@ -146,7 +146,7 @@ class Worker:
         self._caught_up()
 
     def info(self) -> WorkerInfo:
-        """Return what there is to know of the worker."""
+        """Describe the worker."""
         return {
             "pid": self.pid,
             "number": self.number,

@@ -188,7 +188,7 @@ class WorkerZygote:
         return self._state != "off"
 
     def info(self) -> ZygoteInfo:
-        """Return what there is to know of the zygote."""
+        """Describe the zygote."""
         info: ZygoteInfo = {"state": self._state}
         if self._why:
             info["why"] = self._why
@@ -220,7 +220,7 @@ class WorkerZygote:
             self._running = None
 
     def learn(self, imports: Imports | None, forked: bool) -> None:
-        """Take in what a worker has imported with the app.
+        """Take in a worker's imports of the app.
 
         :param forked: whether it began as a fork. If it still reports all its imports, it has begun again, as those of
             its zygote were made with other variables.
@@ -279,7 +279,7 @@ class WorkerZygote:
         _log.warning("from now on workers are new processes instead of forks of a zygote: %s", why)
 
     async def _make(self) -> None:
-        """Start a zygote with what the app imports, and have it take over when it is ready."""
+        """Start a zygote with the app's imports, which takes over when it is ready."""
         if self._imports is None:
             return
         imports = _cut(self._imports, {name for name, times in self._varying.items() if times >= _VARIES})
@@ -383,7 +383,7 @@ def _check_child(pid: int) -> None:
 
 
 def _supposed(imports: Imports) -> dict[str, Any]:
-    """Return what a fork supposes, see :class:`shared_rpc.worker.beginning.Supposed`."""
+    """Return a fork's assumptions, see :class:`shared_rpc.worker.beginning.Supposed`."""
     early = _early(imports)
     changed = {name for step in imports.steps if isinstance(step, dict) for name in step}
     return {"early": early, "late": sorted(changed - set(early))}

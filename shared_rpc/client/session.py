@@ -148,7 +148,7 @@ class Search:
         self._until = min(deadline, self._begin + patience)
 
     def failed(self, error: ConnectError) -> float:
-        """Decide what follows a failed attempt; return the seconds to wait before the next one.
+        """Handle a failed attempt; return the seconds to wait before the next one.
 
         :raises ConnectError: if there is to be none.
         """

@@ -51,5 +51,5 @@ class ShieldedThreadJob:
         return bool(self._result)
 
     def result(self) -> Any:
-        """Return what the function returned, once."""
+        """Return the function's result, once."""
         return self._result.pop()

@@ -41,7 +41,7 @@ class Block:
 def spans(scan: Scan, *, exact: bool) -> list[Span]:
     """Return a span for every storage, in their order.
 
-    :param exact: leave out what no tensor uses, so that a row of a large matrix is a row. Not where tensors are to be moved,
+    :param exact: leave out unused bytes, so that a row of a large matrix is a row. Not where tensors are to be moved,
         which keep their place in their storage.
     """
     used: dict[int, list[TensorEntry]] = defaultdict(list)

@@ -31,7 +31,7 @@ _CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
 def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -> None:
     """Refuse memory that is not on the kind of device a server shares, in a tensor or in a module's state.
 
-    What computes on the host by design may stay there.
+    Tensors that belong on the host by design may stay there.
     """
     if isinstance(value, torch.Tensor):
         if value.device.type != kind:

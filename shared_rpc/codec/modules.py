@@ -78,7 +78,7 @@ def _defined(kind: type) -> set[str]:
 def _state(module: torch.nn.Module) -> Any:
     """Return a module's attributes, without those of a new one, which are half of the pickle.
 
-    Where the module's class has slots, a pair: the attributes, and what is in the slots.
+    Where the module's class has slots, a pair: the attributes, and the contents of the slots.
     """
     attributes = {
         name: value

@@ -78,7 +78,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what travels with a function that travels as code."""
+    """Yield the objects that travel with a function that travels as code."""
     for index, cell in enumerate(function.__closure__ or ()):
         try:
             part = cell.cell_contents

@@ -78,7 +78,7 @@ class _Found:
 
 
 def check_result(value: Any, endpoint: str, kind: str, tensors: Tensors = "all") -> int:
-    """Refuse what :func:`dump_result` refuses, where the value stays in this process.
+    """Refuse the same values as :func:`dump_result`, for a value that stays in this process.
 
     Tensors, modules and containers of them are looked at and not pickled: what a module keeps in its attributes is not checked.
 

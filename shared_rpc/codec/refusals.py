@@ -1,4 +1,4 @@
-"""Reasons against sharing what cannot be shared by its nature, and what to do instead. Pickle's own are not listed here."""
+"""Reasons for which some objects cannot be shared, and the remedies. Pickle's own reasons are not listed here."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def dump_exception(error: Exception) -> bytes:
 class Scan:
     """Tensors that pickling has met so far, and the distinct storages under them.
 
-    Several dumps may share one scan, so that what they have in common is shared once.
+    Several dumps may share one scan, so that common parts are shared once.
 
     :param kind: the type of device that every tensor must be on, ``"cpu"`` or ``"cuda"``.
     :param buffers: takes memory that is no tensor's; None to have it pickled.
@@ -273,7 +273,7 @@ _UNPICKLABLE = "cannot be pickled: {}; make it in each process, or leave it out 
 def dump(value: Any, scan: Scan, path: str) -> bytes:
     """Return the skeleton of ``value``; its tensors are added to ``scan``.
 
-    :param path: what the value is called in an error, ``"result"`` or ``"argument 'x'"``.
+    :param path: the name of the value in an error, ``"result"`` or ``"argument 'x'"``.
     :raises CapabilityError: if a part of it cannot be shared, naming the attribute path of that part.
     """
     try:
@@ -319,7 +319,7 @@ class _Outside(_Pickler):
 def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
     """Find a tensor with an autograd graph outside of modules; return its path, and what computed it, or None.
 
-    :param scan: what pickling has met in the value.
+    :param scan: the objects that pickling has met in the value.
     """
 
     def attempt(part: Any) -> None:
@@ -350,7 +350,7 @@ def load(
     storages: list[torch.UntypedStorage],
     buffers: Iterable[memoryview] = (),
 ) -> Any:
-    """Rebuild what :func:`dump` took apart, around tensors and storages that already lie in their place, and buffers."""
+    """Rebuild a value from its skeleton, around tensors and storages that already lie in their place, and buffers."""
     unpickler = _Unpickler(io.BytesIO(skeleton), buffers=buffers)
     unpickler.tensors, unpickler.storages = tensors, storages
     try:

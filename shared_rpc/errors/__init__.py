@@ -18,7 +18,7 @@
     ├── UpdateInterrupted       memory was left half-written by an update
     ├── StateMismatchError      a model does not fit the tensors it is to be built around
     ├── TicketError             a ticket that cannot be used here
-    ├── RemoteError             an endpoint raised what cannot be rebuilt here
+    ├── RemoteError             an endpoint's exception that cannot be rebuilt here
     ├── TaskError               a task, or its result, is not to be had
     │   └── TaskCancelled       it was cancelled
     ├── WorkerCrashed           the process that ran an endpoint has ended
@@ -119,7 +119,7 @@ class ConnectError(SharedRPCError, ConnectionError):
 
 
 class ConnectionClosed(SharedRPCError, ConnectionError):
-    """The connection ended before the reply came; what was asked may or may not have been done.
+    """The connection ended before the reply came; the request may or may not have had its effect.
 
     The clients repeat by themselves what was not sent in full, and what only asks.
     """
@@ -214,7 +214,7 @@ class UpdateInterrupted(SharedRPCError):
 
 
 class StateMismatchError(SharedRPCError):
-    """A model cannot be built around tensors that are there; the message lists what does not fit, up to a length.
+    """A model cannot be built around existing tensors; the message lists the mismatches, up to a length.
 
     ``missing`` has all names that only the model has, ``unexpected`` those that only the source has, and
     ``mismatched`` a text for each that differs in shape or dtype.

@@ -35,7 +35,7 @@ def is_of_handler(error: BaseException) -> bool:
 
 def is_interrupt(error: BaseException) -> bool:
     """Return whether an error may come from anywhere in the code that it ends: from a signal handler, or from whatever else
-    raises what is no :class:`Exception`.
+    raises another kind of :class:`BaseException`.
     """
     return not isinstance(error, Exception) or is_of_handler(error)
 
@@ -43,7 +43,7 @@ def is_interrupt(error: BaseException) -> bool:
 class passed_over:
     """A block whose errors of some kinds are passed over, as by :func:`contextlib.suppress`, but those of signal handlers not.
 
-    A handler that ends what takes too long often raises :class:`TimeoutError`, which is an :class:`OSError`.
+    A handler of timeouts often raises :class:`TimeoutError`, which is an :class:`OSError`.
     """
 
     def __init__(self, *kinds: type[BaseException]) -> None:

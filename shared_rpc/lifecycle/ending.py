@@ -54,7 +54,7 @@ def end_within(seconds: float, code: int, why: str = "") -> None:
 
 
 def _hindrance() -> str:
-    """Name what the interpreter waits for when it ends: threads first, then exit callbacks."""
+    """Name the threads or callbacks that the interpreter waits for at its end: threads first, then exit callbacks."""
     main, own = threading.main_thread(), threading.current_thread()
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in (main, own)]
     if not names:

@@ -1,4 +1,4 @@
-"""The thread that does what finalisers must not do.
+"""The thread for work that finalisers must not do.
 
 A finaliser can run between any two instructions of any thread, so it must not lock, talk to a socket or wait
 for a GPU. It submits a job instead, and the job runs here.

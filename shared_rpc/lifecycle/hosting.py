@@ -1,4 +1,4 @@
-"""The hook of a worker: what serves its providers is another process."""
+"""The hook of a worker, whose providers are served by another process."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class ChunkReference(weakref.ref[_ChunkPin]):
 
 
 def _enqueuer(chunks: deque[ChunkReference], dropped: Callable[[], object]) -> Callable[[ChunkReference], None]:
-    """Return what is called with each pin's end, in a finaliser: it enqueues, and nothing else."""
+    """Return the callback of each pin's end, in a finaliser: it only enqueues."""
 
     def gone(reference: ChunkReference) -> None:
         chunks.append(reference)

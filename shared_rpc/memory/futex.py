@@ -1,4 +1,4 @@
-"""Waiting for a word of shared memory to change, and ordering what is written around it: futex(2)."""
+"""Waiting for a word of shared memory to change, and ordering the writes around it: futex(2)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Mapping:
         self.sealed = self.info.access != "read_write"
 
     def label(self, text: str) -> None:
-        """Add what lies in it, for people. The first few are kept."""
+        """Add a description of its contents, for people. The first few are kept."""
         if text and text not in self.labels and len(self.labels) < _LABELS:
             self.labels.append(text)
 
@@ -359,9 +359,9 @@ class MappingTable:
         return bool(self._unused or self._gone or self._unpinned)
 
     def drain(self) -> None:
-        """Unmap what nothing uses any more, after waiting for the device: a safe point. Never called in a finaliser.
+        """Unmap unused segments, after waiting for the device: a safe point. Never called in a finaliser.
 
-        What a device does not let itself be waited for stays until the next safe point.
+        Segments of a device that cannot be waited for stay until the next safe point.
         """
         self._drain(lambda backend: backend.synchronize())
 

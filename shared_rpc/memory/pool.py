@@ -25,7 +25,7 @@ __all__ = ["Chunk", "Pool", "PoolClosed", "PoolFull", "PoolOptions"]
 class PoolOptions:
     """Sizes of the pools of a session, in bytes: one for arguments, one for results, for each device.
 
-    A pool begins with an arena of ``initial`` bytes and doubles as it needs to, up to ``limit``. What is larger than a
+    A pool begins with an arena of ``initial`` bytes and doubles as it needs to, up to ``limit``. Memory larger than a
     quarter of the limit has a segment of its own. ``limit=0``: everything has.
 
     :raises ConfigurationError: for sizes that make no pool.
@@ -78,7 +78,7 @@ class Arena:
 class Pool:
     """All arenas of one side of one session. Thread-safe.
 
-    :param what: what errors call it.
+    :param what: its name in errors.
     """
 
     def __init__(self, options: PoolOptions, what: str) -> None:

@@ -91,7 +91,7 @@ class Page:
 
     @property
     def revision(self) -> int:
-        """The revision now. What is read after this is at least as new."""
+        """The revision now. Later reads of the memory are at least as new."""
         revision = int(self._revision.value)
         futex.fence()
         return revision
@@ -237,7 +237,7 @@ class Update:
         self._process = os.getpid()
 
     def commit(self) -> None:
-        """Wait for the GPU, and make what was written the next revision.
+        """Wait for the GPU, and publish the writes as the next revision.
 
         :raises CapabilityError: if it cannot be waited for, because a CUDA graph is being captured, or its context is broken.
         """

@@ -164,7 +164,7 @@ class Backend(Protocol):
 
     @property
     def unmaps_in_background(self) -> bool:
-        """Whether a thread of the library may unmap at any time. On a GPU that would disturb what the process does there."""
+        """Whether a thread of the library may unmap at any time. On a GPU that would disturb the process's own work."""
 
     def synchronize(self) -> bool:
         """Wait until no queued work can touch mapped memory; required before :meth:`unmap`.

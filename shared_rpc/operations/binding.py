@@ -64,7 +64,7 @@ class Context(ABC):
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
     ) -> Operation[tuple[Reply, ClientTransfer | None, list[int]]]:
-        """Send a call of a kind; return what :func:`taken` needs.
+        """Send a call of a kind; return the arguments of :func:`taken`.
 
         :param pooled: whether its arguments and result may lie in pools.
         """

@@ -48,7 +48,7 @@ class ObjectOperations:
 
     @operation
     def get_object_info(ctx: Context, handle: Lease[Any] | str) -> Steps[ObjectInfo]:
-        """Return what the server knows of an object, by handle or id.
+        """Return the server's description of an object, by handle or id.
 
         :raises StaleHandleError: if the server does not own it.
         """

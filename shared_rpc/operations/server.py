@@ -77,7 +77,7 @@ class ServerOperations:
 
         :param if_idle: refuse if other processes are connected, hold a lease, or have a task or a call that has not ended.
         :param timeout: seconds to wait for its end, None for no limit.
-        :returns: what the server held.
+        :returns: the server's counts at its end.
         :raises ServerBusy: with ``if_idle``, if other processes use it.
         :raises ConfigurationError: if the server is a part of another program, such as a script in the server role.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.

@@ -116,7 +116,7 @@ def encode_frame(kind: int, request_id: int, body: bytes, payload: bytes = b"", 
 
 
 class FrameDecoder:
-    """Decoder of frames from what arrives, in whatever pieces.
+    """Decoder of frames from received pieces of any size.
 
     A violation raises :class:`ProtocolError` and ends the stream: nothing after it can be trusted.
 

@@ -254,7 +254,7 @@ class ListTasks(Message):
 
 
 class TaskPage(Message):
-    """Tasks in the order they were made. ``after`` is what to ask for next, None at the end."""
+    """Tasks in the order they were made. ``after`` is for the next request, None at the end."""
 
     infos: list[TaskInfo]
     after: int | None

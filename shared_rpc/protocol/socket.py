@@ -126,7 +126,7 @@ class FrameBuffers:
         self.queued += length
 
     def _joined(self) -> list[memoryview]:
-        """Return what goes in one write: no descriptors with it, so that none are sent before their turn."""
+        """Return the bytes of one write, which have no descriptors, so that none are sent before their turn."""
         plain = itertools.takewhile(lambda entry: not entry[1], itertools.islice(self._outbox, _BUFFERS))
         joined: list[memoryview] = []
         left = _WRITE
@@ -138,7 +138,7 @@ class FrameBuffers:
         return joined
 
     def _sent(self, count: int) -> None:
-        """Forget what was written."""
+        """Forget written bytes."""
         while self._outbox:
             data, _ = self._outbox.popleft()
             if len(data) > count:
@@ -187,7 +187,7 @@ class FrameSocket(FrameBuffers):
         return self.sock.fileno()
 
     def receive(self) -> None:
-        """Take in what is there.
+        """Take in available bytes.
 
         :raises ConnectionClosed: at the end of the stream, or if the connection was reset.
         :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
@@ -224,7 +224,7 @@ class FrameSocket(FrameBuffers):
             del self._read[0]
 
     def flush(self) -> bool:
-        """Write what is queued; False if there is more than goes at once.
+        """Write queued bytes; False if there are more than one write takes.
 
         :raises ConnectionClosed: if the other side has hung up.
         """

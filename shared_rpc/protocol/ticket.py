@@ -74,7 +74,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Make a ticket for an object, now, by this process.
 
         :param value: the object, for its tensors.
-        :param facts: what the server knows of it, see :meth:`Handle.get_object_info`.
+        :param facts: the server's description of it, see :meth:`Handle.get_object_info`.
         """
         return cls(
             socket_path=socket_path,

@@ -1,4 +1,4 @@
-"""Arguments as typed data: what the server can compare, print and cache by without unpickling anything.
+"""Arguments as typed data, which the server can compare, print and cache by without unpickling anything.
 
 Scalars, bytes, and (nested) lists, tuples and string-keyed dicts travel as MessagePack. What MessagePack lacks has
 an extension type; memory travels as a reference into the call's tensor table.

@@ -1,1 +1,1 @@
-"""Endpoints and roles: what a user declares, and what each role makes of it."""
+"""Endpoints and roles: a user's declarations, and their execution in each role."""

@@ -41,7 +41,7 @@ class Runtime(Protocol):
         """Call an endpoint for a coroutine, whose event loop goes on meanwhile."""
 
     def describe(self, info: RuntimeInfo) -> None:
-        """Add what this role knows to a process's ``get_runtime_info``."""
+        """Add this role's facts to a process's ``get_runtime_info``."""
 
     def close(self) -> None:
         """End the role: hang up, or stop serving."""
@@ -139,7 +139,7 @@ class ServerRuntime(LoopbackRuntime):
         return self.server.socket_path
 
     def describe(self, info: RuntimeInfo) -> None:
-        """Add what the server knows of itself, while it runs."""
+        """Add the server's own facts, while it runs."""
         info["socket_path"] = self.server.socket_path
         info["server"] = self.server.info() if self.server.running else None
 

@@ -13,7 +13,7 @@ class Script(NamedTuple):
     """The program that is to be run.
 
     :param name: the path of a script, of a directory or archive with a ``__main__.py``; or a module's name.
-    :param arguments: what is behind it.
+    :param arguments: the words behind it.
     :param module: whether it is a module.
     :param preload: modules that the zygote imports besides its usual ones.
     :param idle_exit: seconds after which the zygote ends if nothing was run; None for the default.

@@ -22,7 +22,7 @@ def packed(message: dict[str, Any]) -> bytes:
 
 
 def parts(data: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
-    """Return what to send: bytes, and the descriptors that go with the first of them."""
+    """Return the bytes to send, and the descriptors for the first of them."""
     cut = []
     while len(fds) > _FDS:
         cut.append((data[:1], fds[:_FDS]))

@@ -88,7 +88,7 @@ def main() -> ScriptFork | None:
 
 
 def _prepare(zygote: Zygote, preload: list[str]) -> str:
-    """Import what is to be imported: why this process is not one to be forked; empty if it is."""
+    """Import the modules; return why this process must not be forked; empty if it may."""
     folders = [entry for entry in sys.path if not is_installed(entry)]
     answer = zygote.prepare(Preload([*_MODULES, *preload], folders=folders))
     if isinstance(answer, Unfit):
@@ -159,7 +159,7 @@ class _Serving:
         return float(max(due - now, 0.0))
 
     def _look(self) -> None:
-        """End what waits for nothing: connections, and this process."""
+        """End idle connections, and an idle zygote."""
         now = time.monotonic()
         for fd, connection in list(self._connections.items()):
             if now >= connection.until:

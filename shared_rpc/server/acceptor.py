@@ -64,7 +64,7 @@ class Acceptor:
         after_fork(self._abandon)
 
     def usage(self, pids: Collection[int], asker: str = "") -> Usage:
-        """Count what others use of the server. On the loop only.
+        """Count the server's users and their uses. On the loop only.
 
         :param pids: the server's own processes, which are no clients.
         :param asker: the session of the asking client, which does not count; neither do then connections without a Hello.

@@ -111,7 +111,7 @@ def _renamed(info: SegmentInfo) -> SegmentInfo:
 def _find_kept(
     segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, objects: ObjectStore | None
 ) -> None:
-    """Duplicate the segments that are known by their ids and are no arenas: what the server keeps."""
+    """Duplicate the segments that are named by their ids and are no arenas: segments that the server keeps."""
     unknown = []
     for number in set(message.kept) - set(message.arenas):
         segment_id = message.segments[number].id

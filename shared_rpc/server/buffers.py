@@ -108,7 +108,7 @@ class Buffers:
         self._work(waiter, look, show)
 
     def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter that no longer waits; what is made for it is given up."""
+        """Forget a waiter that no longer waits; the buffer made for it is dropped."""
         self._waiting.discard(waiter)
 
     def stop(self) -> None:

@@ -356,7 +356,7 @@ class Core:
         return stored
 
     def info_of(self, stored: StoredObject) -> ObjectInfo:
-        """Return what there is to know of an object."""
+        """Describe an object."""
         info = stored.info(self.server_id, len(self.leases.holders(stored.object_id)), self._clock)
         bound = lifetime(stored.record.segments)
         if bound:
@@ -364,7 +364,7 @@ class Core:
         return {**info, **self.buffers.table.info(stored.object_id)} if stored.kind == "buffer" else info
 
     def info(self) -> ServerInfo:
-        """Return what there is to know of the server."""
+        """Describe the server."""
         return {
             "server_id": self.server_id,
             "pid": os.getpid(),

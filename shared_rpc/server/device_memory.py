@@ -25,7 +25,7 @@ class DeviceMemory:
         return devices_of(self._device)
 
     def facts(self, device: str) -> DeviceSpec:
-        """Return what does not change of a device."""
+        """Return the constant facts of a device."""
         return facts_of(device)
 
     def free(self, device: str) -> int | None:

@@ -45,7 +45,7 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
     """Return the spec of a function.
 
     :raises TypeError: for an unknown option.
-    :raises ConfigurationError: for a value an option does not allow, or a template that names what is not there.
+    :raises ConfigurationError: for a value an option does not allow, or a template with an unknown name.
     """
     chosen = name if name is not None else getattr(function, "__name__", "")
     if not _NAME.fullmatch(chosen):
@@ -326,7 +326,7 @@ class Registry:
     def get(self, name: str) -> EndpointSpec:
         """Return the spec of an endpoint.
 
-        :raises EndpointNotFound: naming what is there.
+        :raises EndpointNotFound: naming the existing ones.
         """
         spec = self._specs.get(name)
         if spec is None:

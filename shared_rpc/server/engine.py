@@ -1,4 +1,4 @@
-"""A core on an event loop of its own thread: what a server is made of, and the local role too."""
+"""A core on an event loop of its own thread: the base of a server, and of the local role."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _STOP_TIMEOUT = 0.9
 class Engine:
     """Runs a core until it is stopped, once. Safe to use from any thread.
 
-    :param name: what errors call it: ``"the server at /run/…"``.
-    :param work: what runs on the loop beside the core; when it returns or fails, the engine ends.
+    :param name: its name in errors: ``"the server at /run/…"``.
+    :param work: runs on the loop beside the core; when it returns or fails, the engine ends.
     """
 
     def __init__(

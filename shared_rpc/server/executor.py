@@ -1,4 +1,4 @@
-"""Running endpoints: what the server core asks for. It gets a record back, and does not know where that was made."""
+"""The contract of executors, which run endpoints for the server core. The core gets records, made here or elsewhere."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Executor(Protocol):
         """Give back the memory that only the live value of a dropped object held. Does not wait."""
 
     async def finish(self) -> None:
-        """End what runs on the loop, which ends after this."""
+        """End the runs on the loop, which ends after this."""
 
     def start(self, run: Run[Any], owner: Owner) -> None:
         """Run an endpoint, and notify the owner.

@@ -26,7 +26,7 @@ def end_if_forked(pid: int, error: BaseException | None = None) -> None:
     """End this process if it is another one than the endpoint began in, as the interpreter would at the end of a program.
 
     :param pid: the process that the endpoint began in.
-    :param error: what the endpoint raised.
+    :param error: the endpoint's exception.
     """
     if os.getpid() != pid:
         _end(error)
@@ -86,7 +86,7 @@ def _end(error: BaseException | str | None) -> NoReturn:
 
 
 def _tell(error: BaseException | str | None) -> int:
-    """Print what a process ends with, as the interpreter does; its exit code."""
+    """Print a process's last error, as the interpreter does; return its exit code."""
     code: object = error.code if isinstance(error, SystemExit) else error
     if code is None:
         return 0

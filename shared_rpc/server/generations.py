@@ -1,4 +1,4 @@
-"""Generations of objects: the current one, the news of others, what is left of earlier ones; and the pages of revisions."""
+"""Generations of objects: the current ones, news of refreshes, the rest of earlier ones; and the pages of revisions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Generations:
             answer(self._since(after), self._position)
 
     def wait(self, waiter: Waiter, after: int, answer: Answer) -> None:
-        """Call ``answer`` once, with what became current after a position; at once if ``after`` is negative."""
+        """Call ``answer`` once, with the generations that became current after a position; at once if ``after`` is negative."""
         if self._gone is not None:
             tell(waiter, self._gone)
             return
@@ -126,7 +126,7 @@ class Generations:
         )
 
     def made(self, endpoint: str, delivery: Delivery) -> Generation:
-        """Describe what a refresh has brought, when it is delivered.
+        """Describe the result of a refresh, when it is delivered.
 
         :raises RefreshError: if its call was invalidated while it was being built, or a refresh that began later was sooner.
         """
@@ -145,7 +145,7 @@ class Generations:
         return self.of(stored)
 
     def deliver_latest(self, waiter: Waiter, object_id: str) -> None:
-        """Hand out what is current of an object's key now, at once, with a lease.
+        """Deliver the current object of an object's key, at once, with a lease.
 
         :raises StaleHandleError: if the server does not own the object, or nothing of its key is current.
         """
@@ -192,7 +192,7 @@ class Generations:
     def retire(self, object_id: str, endpoint: str | None) -> list[StoredObject]:
         """Free superseded objects without holders, of an object's key or of an endpoint; return the held ones.
 
-        What only a task's unfetched result held is freed too.
+        Objects that only a task's unfetched result held are freed too.
         """
         superseded = [
             stored

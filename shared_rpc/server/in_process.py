@@ -191,7 +191,7 @@ class InProcessExecutor:
         value: list[Any],
         ended: Callable[[Completed | Failure], None],
     ) -> None:
-        """End a run with what its coroutine returned: here where that is a matter of microseconds, else in a thread."""
+        """End a run with its coroutine's result: here if that takes microseconds, otherwise in a thread."""
         outcome = self._publisher.publish_soon(endpoint, run, value)
         if isinstance(outcome, (Completed, Failure)):
             value.clear()

@@ -61,7 +61,7 @@ class Observed:
 
 
 class Listeners:
-    """The listeners to what a server keeps."""
+    """The events of a server's tables."""
 
     def __init__(self, server_id: str) -> None:
         self._server_id = server_id

@@ -70,7 +70,7 @@ class Failure:
         return dataclasses.replace(self, pickled=b"", error=told, kept=True)
 
     def to_raise(self) -> BaseException:
-        """Return what a caller in this process raises; a copy where the failure is kept, as raising adds frames."""
+        """Return the exception for a caller in this process; a copy where the failure is kept, as raising adds frames."""
         assert self.error is not None, "a failure of this process has its exception"
         if not self.kept:
             return self.error

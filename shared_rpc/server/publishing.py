@@ -76,7 +76,7 @@ class Publisher:
             only.clear()
 
     def elsewhere(self, work: Callable[[], Completed]) -> Callable[[], Completed]:
-        """Return ``work`` for another thread, with this one's current stream: what the endpoint has queued there counts."""
+        """Return ``work`` for another thread, with this one's current stream: the endpoint's queued work is on it."""
         if self._kind == "cpu":
             return work
         import torch

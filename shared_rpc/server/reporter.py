@@ -53,7 +53,7 @@ class Reporter(msgspec.Struct, eq=False):
             self._loop.call_soon_threadsafe(self._flush)
 
     def close(self) -> None:
-        """Tell what was held back: the run ended. On the loop."""
+        """Send a report that was held back: the run has ended. On the loop."""
         with _lock:
             self._closed = True
             waiting, self._waiting = self._waiting, None

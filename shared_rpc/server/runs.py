@@ -1,4 +1,4 @@
-"""Runs: a call is answered from the cache, joins a run of its key, or starts one; and what becomes of its result."""
+"""Runs: a call is answered from the cache, joins a run of its key, or starts one; and its result is published."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ class Runs:
 
 
 def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
-    """Deliver. What goes wrong with one waiter must not reach the next, and not end the server."""
+    """Deliver. An error of one waiter must not affect the next one, nor end the server."""
     waiter.run = None
     if waiter.observed is not None:
         waiter.observed.told(outcome)

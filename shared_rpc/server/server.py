@@ -57,14 +57,14 @@ class Server:
     """A server of a provider's endpoints at a Unix socket, in a thread of its own.
 
     :param provider: whose endpoints to serve; those shared later are served too.
-    :param socket_path: where to listen; by default what the provider's base path and device give.
+    :param socket_path: where to listen; by default by the provider's base path and device.
     :param max_workers: threads that run endpoints; by default four more than there are cores, and at most 32.
     :param max_bytes: memory budget in bytes for objects without holders, see
         :class:`~shared_rpc.server.state.objects.ObjectStore`.
     :param max_tasks: tasks that may be pending or running; further submits fail with :class:`ServerBusy`.
     :param result_ttl: seconds a finished task is remembered, and its result kept until a client fetches it.
     :param quotas: how much memory objects and buffers may take together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``):
-        bytes as an int, or a fraction of the device's memory as a float up to 1.0. What would exceed it is refused, unless
+        bytes as an int, or a fraction of the device's memory as a float up to 1.0. Objects beyond it are refused, unless
         cached objects without holders can make room.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
@@ -208,7 +208,7 @@ class Server:
         return Exporter(self._metrics_port, self._metrics_host)
 
     def info(self) -> ServerInfo:
-        """Return what ``get_server_info`` does."""
+        """Return the same as ``get_server_info``."""
         return self.engine.ask(lambda core: core.info())
 
     def __enter__(self) -> Server:

@@ -21,7 +21,7 @@ _MAX_ARENAS = 64
 
 
 class SessionTransfer(ABC):
-    """One session's pool of results, and what its client lends for arguments. On the server's loop."""
+    """One session's pool of results, and its client's chunks for arguments. On the server's loop."""
 
     def __init__(self) -> None:
         #: The client's arenas, by the client's ids.
@@ -85,11 +85,11 @@ class SessionTransfer(ABC):
 
     @abstractmethod
     def unsubscribe(self, told: Callable[[], None]) -> None:
-        """Forget what :meth:`await_chunks` was given."""
+        """Forget the function given to :meth:`await_chunks`."""
 
     @abstractmethod
     def info(self) -> PoolInfo:
-        """Return what there is to know of the pool for results."""
+        """Describe the pool for results."""
 
     def close(self) -> None:
         """Release everything: the session ended."""
@@ -131,7 +131,7 @@ class Transfers(Generic[TransferT_co]):
             transfer.close()
 
     def info(self) -> PoolInfo:
-        """Return what there is to know of the pools for results."""
+        """Describe the pools for results."""
         infos = [transfer.info() for transfer in self.all()]
         return {"nbytes": sum(info["nbytes"] for info in infos), "chunks": sum(info["chunks"] for info in infos)}
 

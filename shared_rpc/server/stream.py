@@ -31,7 +31,7 @@ class FramedStream:
     """Owns its socket. The loop calls it when there is something to read, or room to write: there is no task, which would
     cost each frame a turn of the loop. On the loop only.
 
-    :param on_frame: called with every frame, whose descriptors are closed afterwards. What it raises ends the stream.
+    :param on_frame: called with every frame, whose descriptors are closed afterwards. Its error ends the stream.
     :param on_end: called once, when the other side has hung up, after all its frames were handled, or with the error that
         ends the stream. It is to call :meth:`close`, perhaps after a last message.
     :param on_drained: called when the other side has read so much that :attr:`congested` is False again.
@@ -85,7 +85,7 @@ class FramedStream:
         """Queue a message, and write as much as goes at once. The descriptors are duplicated. Never waits.
 
         :param at_once: whether it is written now though frames are being handled, at the end of which all goes in one write:
-            for what the other side must know before this process does anything else.
+            for messages that must arrive before this process does anything else.
         :raises ProtocolError: if it is too large, or has too many descriptors; the stream stays good.
         :raises OSError: if this process cannot open more files.
         """

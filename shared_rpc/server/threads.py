@@ -43,7 +43,7 @@ class WorkerThreads:
 
     Its methods, but for :meth:`lend` and :attr:`busy`, are for that loop's thread.
 
-    :param prepare: what a new thread does first.
+    :param prepare: called first in a new thread.
     :param next_turn: submit jobs in the loop's next turn: a client is answered before the thread of its job uses the CPU.
     """
 
@@ -147,7 +147,7 @@ class WorkerThreads:
         self._begin()
 
     def close(self) -> None:
-        """Let idle threads end, and drop what a job returns from now on: the loop has ended."""
+        """Let idle threads end, and drop results of jobs from now on: the loop has ended."""
         self._closed = True
         self._discard_results()
         for _ in range(self._threads):

@@ -48,7 +48,7 @@ class ServerTransfer(SessionTransfer):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def poll(self) -> None:
-        """Poll what the endpoints have done with. A safe point, in the thread of one of them."""
+        """Poll the chunks that endpoints have used. A safe point, in the thread of an endpoint."""
         self.references.poll()
         if self.own.dropped or self.own.fenced or self.own.free:
             self.own.poll()

@@ -72,7 +72,7 @@ class Beginning:
         os.close(self._folder)
 
     def imports(self) -> Imports:
-        """Return what the app imported, beyond what had been when the process was forked."""
+        """Return the app's imports since the process was forked."""
         return self._learner.imports(self._known)
 
     def _restart(self, name: str, possible: bool) -> None:

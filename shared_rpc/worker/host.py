@@ -186,7 +186,7 @@ class WorkerHost:
         self.leave(1)
 
     def abandon(self) -> None:
-        """Have the process end soon, with what is raised now: the app failed to load."""
+        """Have the process end soon, with the error being raised: the app failed to load."""
         end_within(_GRACE, 1)
 
     def _here(self) -> bool:
@@ -401,7 +401,7 @@ class WorkerHost:
             self._loop.call_soon_threadsafe(job)
 
     def _answer(self, number: int, work: Callable[[], tuple[w.Allocated, Segment | None]]) -> None:
-        """Do what may wait for the driver in a thread."""
+        """Call the driver in a thread, which may wait for it."""
 
         def attempt() -> tuple[w.Allocated, Segment | None]:
             try:

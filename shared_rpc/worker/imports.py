@@ -40,7 +40,7 @@ class Learner:
             yield
 
     def imports(self, known: Mapping[str, object]) -> Imports:
-        """Return what was imported.
+        """Return the imports.
 
         :param known: modules that this process began with, which are not reported.
         """

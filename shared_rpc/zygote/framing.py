@@ -38,7 +38,7 @@ class Incoming(Generic[T]):
         self._fds: list[int] = []
 
     def receive(self, sock: socket.socket) -> tuple[T, list[int]] | None:
-        """Take in what is there; return the message and its descriptors when they are complete.
+        """Take in available bytes; return the message and its descriptors when they are complete.
 
         :raises Lost, ValueError: if the other side hung up, or not all that it sent could be taken.
         :raises BlockingIOError: if there is nothing.
@@ -75,6 +75,6 @@ class Incoming(Generic[T]):
         return message
 
     def close(self) -> None:
-        """Close what was not taken."""
+        """Close the remaining descriptors."""
         while self._fds:
             os.close(self._fds.pop())

@@ -76,7 +76,7 @@ class Forked(msgspec.Struct, tag=True):
 
 
 class ForkRefused(msgspec.Struct, tag=True):
-    """A request that cannot be met. ``stale``: nor can any later one, as what was imported is not what there is now."""
+    """A request that cannot be met. ``stale``: nor can any later one, as imported files have changed."""
 
     why: str
     stale: bool = False
@@ -94,10 +94,10 @@ def packed(message: Request | Answer) -> bytes:
 
 
 def requests() -> Incoming[Request]:
-    """Return what takes in requests."""
+    """Return the receiver of requests."""
     return Incoming(_requests.decode)
 
 
 def answers() -> Incoming[Answer]:
-    """Return what takes in answers."""
+    """Return the receiver of answers."""
     return Incoming(_answers.decode)

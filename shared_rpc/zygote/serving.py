@@ -71,7 +71,7 @@ class Zygote:
         return bool(self._names)
 
     def prepare(self, request: Preload) -> Ready | Unfit:
-        """Import what is asked for, and find out whether this process can be forked then."""
+        """Import the requested modules, and find out whether this process can be forked then."""
         change_environment(_ASK_NVML)
         if why := unsafe(self._fds):
             return Unfit(why)
@@ -100,7 +100,7 @@ class Zygote:
         return Ready(self._names, done.dropped)
 
     def refusal(self, folders: list[str]) -> ForkRefused | None:
-        """Return why what was imported is not what a new process would import; None if it is.
+        """Return why a new process would import other code; None if it would not.
 
         :param folders: where that one looks first.
         """

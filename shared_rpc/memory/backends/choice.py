@@ -58,7 +58,7 @@ _forced: set[str] = set()
 
 
 def lacking(ordinal: int) -> dict[Mechanism, str]:
-    """Return what a visible GPU lacks for each mechanism, ``""`` if the driver reports support."""
+    """Return the missing feature of a visible GPU for each mechanism, ``""`` if the driver reports support."""
     with gpu_support():
         from shared_rpc.memory.backends.cuda import POSIX_FD, attribute
     has = functools.partial(attribute, ordinal)
@@ -78,7 +78,7 @@ def _without_fds(what: str, there: int) -> str:
 
 
 def survey(device: str) -> dict[Mechanism, str]:
-    """Return what the GPU of a device id lacks, see :func:`lacking`.
+    """Return the missing features of the GPU of a device id, see :func:`lacking`.
 
     :raises CapabilityError: if this process sees no GPU.
     """
@@ -130,11 +130,11 @@ def chosen(device: str) -> Choice:
 
 
 def choose_mechanism(asked: str, device: str) -> Choice:
-    """Take a provider's option into account, and return what :func:`chosen` does from now on.
+    """Take a provider's option into account, and return the result of :func:`chosen` from now on.
 
     :raises ConfigurationError: for an option that is none, that does not go with the device, or that contradicts another
         provider of this process.
-    :raises CapabilityError: if the GPU cannot do what is asked for.
+    :raises CapabilityError: if the GPU lacks the mechanism.
     """
     _check(asked, device)
     if asked == "auto":
@@ -155,7 +155,7 @@ def mechanism_info(asked: str, device: str) -> MechanismInfo:
     """Return how this process shares the memory of a device, or why it cannot.
 
     :raises ConfigurationError: as :func:`choose_mechanism` does.
-    :raises CapabilityError: if the GPU cannot do what is asked for.
+    :raises CapabilityError: if the GPU lacks the mechanism.
     """
     try:
         choice = choose_mechanism(asked, device)

@@ -133,7 +133,7 @@ def opaque_bytes(handle: Any) -> bytes:
 
 
 def opaque(handle: Any, data: bytes) -> Any:
-    """Fill ``handle`` with what :func:`opaque_bytes` gave, and return it.
+    """Fill ``handle`` with the bytes of :func:`opaque_bytes`, and return it.
 
     :raises CapabilityError: if it has another size.
     """
@@ -296,7 +296,7 @@ class CudaBackend:
             check(driver.cuCtxPopCurrent())
 
     def fence(self) -> Callable[[], bool] | None:
-        """Mark what this process has queued on the GPU, on whichever stream (cuCtxRecordEvent, CUDA 12.5)."""
+        """Mark the work that this process has queued on the GPU, on any stream (cuCtxRecordEvent, CUDA 12.5)."""
         try:
             with self.current():
                 if self._capturing():

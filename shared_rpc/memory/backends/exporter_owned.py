@@ -28,7 +28,7 @@ __all__ = ["ExportDescriptor", "ExporterOwnedBackend", "Memory", "export_descrip
 
 
 class ExportDescriptor(msgspec.Struct, frozen=True, array_like=True):
-    """Serialised export: what is needed to open memory of another process.
+    """Serialised export: the data for opening another process's memory.
 
     ``pid`` is its maker's, ``handle`` what the driver takes, and ``fd_server`` where the maker hands out a descriptor for
     ``token``, if the mechanism has one.
@@ -109,7 +109,7 @@ class ExporterOwnedBackend(ABC):
 
     @abstractmethod
     def free(self, token: bytes, memory: Memory) -> None:
-        """Give back what :meth:`make` made."""
+        """Free memory of :meth:`make`."""
 
     @abstractmethod
     def open(self, exported: ExportDescriptor) -> Memory:

@@ -88,6 +88,6 @@ class IpcBackend(ExporterOwnedCudaBackend):
                 raise CapabilityError(str(error)) from error
 
     def close(self, memory: Memory) -> None:
-        """Close what the handle opened."""
+        """Close the memory that the handle opened."""
         with self.working():
             check(driver.cuIpcCloseMemHandle(memory.address))

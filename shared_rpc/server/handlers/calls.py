@@ -1,4 +1,4 @@
-"""Calls, what becomes of their cached results, and the chunks of pools in which arguments and results lie."""
+"""Calls, the fate of their cached results, and the chunks of pools in which arguments and results lie."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class BufferTable:
         return stored
 
     def restore(self, stored: StoredObject, terms: Terms) -> None:
-        """List a buffer that an earlier server listed, on what is left of its terms.
+        """List a buffer that an earlier server listed, on the rest of its terms.
 
         Its earlier holders have not taken their leases again yet; they have a while for it.
         """
@@ -156,7 +156,7 @@ class BufferTable:
         return min((end - now for end in (*ends.values(), *claims.values())), default=None)
 
     def info(self, object_id: str) -> BufferInfo:
-        """Return what there is to know of a buffer beside what there is of every object."""
+        """Return the facts of a buffer besides those of every object."""
         terms = self._current(object_id)
         if terms is None:
             return {"state": self._reasons.get(object_id, "unknown"), "expires_at": None, "accesses_left": None}

@@ -78,7 +78,7 @@ class StoredObject:
             self.page.close()
 
     def info(self, server_id: str, leases: int, clock: Clock) -> ObjectInfo:
-        """Return what there is to know of every object."""
+        """Return the facts that every object has."""
         return {
             "object_id": self.object_id,
             "server_id": server_id,
@@ -98,7 +98,7 @@ class StoredObject:
 
 
 def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
-    """Sum bytes by device, of segments by id: what several objects, of one store or of several, lie in is the same memory."""
+    """Sum bytes by device, of segments by id: a segment of several objects, of one store or of several, counts once."""
     usage: dict[str, int] = {}
     for info in segments.values():
         usage[info.device] = usage.get(info.device, 0) + info.nbytes
@@ -276,7 +276,7 @@ class ObjectStore:
         return count
 
     def adopt(self, other: ObjectStore) -> None:
-        """List what another store lists, as objects of this one."""
+        """List the objects of another store as objects of this one."""
         for stored in other._by_key.values():
             self.add(stored.endpoint, stored.cache_key, stored.record, stored.idle_ttl, stored.live)
 
@@ -297,7 +297,7 @@ class ObjectStore:
         return self._objects.get(object_id)
 
     def settle(self, *object_ids: str) -> None:
-        """Drop what nothing keeps, after leases ended or an object was added; then keep to the budget.
+        """Drop objects without a keeper, after leases ended or an object was added; then keep to the budget.
 
         Together, because memory that goes anyway must not push a cached object out.
         """
@@ -322,7 +322,7 @@ class ObjectStore:
         """Evict cached objects without a lease, the least recently used first, until segments are gone that ``amount`` is the
         size of. False, and nothing is evicted, where all of them are not enough.
 
-        :param size: what counts of a segment; 0 for one of which nothing does.
+        :param size: the counted bytes of a segment; 0 for none.
         """
         evicted: list[StoredObject] = []
         users: Counter[str] = Counter()

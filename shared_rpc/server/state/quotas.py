@@ -18,7 +18,7 @@ _QUOTA, _ALL = "the quota (Server(quotas=...))", "the device's memory"
 
 
 class Quotas:
-    """The limits, what is used, and what is promised to those whose memory is being made.
+    """The limits, the used bytes, and the bytes reserved for memory that is being made.
 
     Where a limit would be exceeded, cached objects without holders make room, if that is enough; else nothing is
     evicted and the asker is refused.
@@ -42,7 +42,7 @@ class Quotas:
         return self._limits.get(device)
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Have other limits from now on; what exceeds one stays until there is a need for room."""
+        """Replace the limits; objects that exceed one stay until there is a need for room."""
         self._limits = dict(limits)
 
     def used(self, device: str) -> int:
@@ -52,7 +52,7 @@ class Quotas:
     def promise(self, device: str, nbytes: int, total: int) -> None:
         """Set memory aside that is about to be made, until :meth:`redeem`.
 
-        :param total: what the device has: the limit where no quota is set.
+        :param total: the device's memory: the limit without a quota.
         :raises CapabilityError: if there can never be so much.
         :raises ServerBusy: if there is not so much now, or no descriptor for it.
         """

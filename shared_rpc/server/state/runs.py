@@ -72,7 +72,7 @@ class Run(Generic[W]):
 
 
 class RunTable(Generic[W]):
-    """All runs that have not ended; ``W`` is what stands for a waiter."""
+    """All runs that have not ended; ``W`` is the type of waiters."""
 
     def __init__(self) -> None:
         #: Runs that have not ended.

@@ -72,9 +72,9 @@ class Task(Generic[W]):
 
 
 class TaskTable(Generic[W]):
-    """All tasks of a server; ``W`` is what stands for a watcher.
+    """All tasks of a server; ``W`` is the type of watchers.
 
-    :param issuer: what the ids of these tasks begin with, the server's id.
+    :param issuer: the prefix of these tasks' ids, the server's id.
     :param on_forget: called with every finished task that is forgotten.
     :param result_ttl: seconds a finished task is remembered.
     :param capacity: how many tasks may be unfinished.
@@ -184,7 +184,7 @@ class TaskTable(Generic[W]):
         )
 
     def expire(self) -> float | None:
-        """Forget what ended ``result_ttl`` ago; the seconds until the next one may be, None for never."""
+        """Forget tasks that ended ``result_ttl`` ago; return the seconds until the next one may be, None for never."""
         now = self._clock.now()
         while self._finished:
             task = next(iter(self._finished.values()))
