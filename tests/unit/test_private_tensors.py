@@ -248,6 +248,7 @@ def test_ties_and_views_among_private_tensors(device: str, published: Published)
     assert all((tensor == 7).all() for tensor in (part, turned, expanded))
 
 
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_private_storages_that_overlap(published: Published) -> None:
     """Two storages over one array are over one copy, which the one keeps when the other has gone."""
     array = numpy.arange(64, dtype=numpy.float32)
@@ -296,6 +297,7 @@ def test_kinds_of_tensors_that_are_private(device: str, published: Published) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_quantised_tensors(published: Published) -> None:
     """One for all channels, and one for each, with its scales."""
     data = torch.arange(6.0).reshape(2, 3)
@@ -341,6 +343,7 @@ def test_an_optimizers_state(device: str, published: Published) -> None:
 
 
 @pytest.mark.parametrize("access", ["read_write", "read"])
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_nobody_can_write_to_what_later_ones_copy(published: Published, access: str) -> None:
     """The segment of private bytes is sealed on the host, whatever the others' access is."""
     record = published(nn.BatchNorm1d(4), access, tensors="parameters")
@@ -434,11 +437,11 @@ def test_without_memory_for_private_tensors(
 
 
 @pytest.mark.parametrize(
-    "entry", [StorageEntry(0, 4090, 16), StorageEntry(0, -16, 16), StorageEntry(0, 16, -16), StorageEntry(7, 0, 16)]
+    "entry", [StorageEntry(0, (1 << 21) - 6, 16), StorageEntry(0, -16, 16), StorageEntry(0, 16, -16), StorageEntry(7, 0, 16)]
 )
-def test_a_private_storage_that_leaves_its_segment(published: Published, entry: StorageEntry) -> None:
+def test_a_private_storage_that_leaves_its_segment(device: str, published: Published, entry: StorageEntry) -> None:
     """A table that does not fit its segments is refused, before anything is copied."""
-    record = published(torch.ones(4), tensors="parameters")
+    record = published(torch.ones(4, device=device), tensors="parameters")
     table = msgspec.structs.replace(read_table(record.table), storages=(entry,))
     with pytest.raises(CodecError, match=r"leaves its segment|does not fit"):
         decode_result(record.skeleton, msgspec.msgpack.encode(table), record.segments)
