@@ -32,7 +32,7 @@ from shared_rpc.protocol.records import Access, BufferEntry, StorageEntry, Tenso
 
 __all__ = ["Placement", "copy", "move"]
 
-#: Bytes. From here on torch's cache gives freed memory back to the driver, or there would be none for the next segment.
+#: Bytes. After moving this much, freed memory leaves torch's cache for the driver: the next segment needs it.
 _LARGE = 1 << 28
 
 
@@ -55,10 +55,10 @@ class Placement:
         self.segments: list[Segment] = []
         self.devices: list[str] = []
         self.buffers: list[BufferEntry] = []
-        #: Bytes that readers use where they lie, and those that each of them copies, or makes something else of.
+        #: Bytes that readers map in place, and bytes that each reader copies or converts.
         self.nbytes = 0
         self.private_nbytes = 0
-        #: Numbers of the segments that are arenas of the pool, of its chunks that are used, and of the reader's own chunks.
+        #: Numbers of the segments that are arenas of the pool, of its used chunks, and of the reader's own chunks.
         self.arenas: set[int] = set()
         self.chunks: list[int] = []
         self.held: list[int] = []
@@ -135,7 +135,7 @@ class Placement:
         known = bool(self._reader) and mapping.owner == self._reader
         chunk = 0
         if mapping.pooled:
-            # Only the pool's own side may be told of a chunk, and only of one that is in use.
+            # Only the pool's own side may learn of a chunk, and only of a chunk in use.
             chunk = chunk_of(self._scan.storages[block.spans[0].storage]) if known else 0
             if not chunk:
                 return False
@@ -167,7 +167,7 @@ def move(scan: Scan, access: Access, tensors: Tensors = "all") -> Placement:
             _move_all(scan, placement, rest, access)
             _copy_private(placement, private)
         if scan.buffers is not None and scan.buffers.views:
-            # What is no parameter's is each reader's own, to be written to.
+            # Memory of tensors that are no parameters is each reader's own, and writable.
             placement.add_buffers(scan.buffers, access if tensors == "all" else "read_write")
     except BaseException:
         placement.close()
@@ -191,7 +191,7 @@ def copy(
     """
     if scan.kind == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CapabilityError(
-            "a call is being captured into a CUDA graph, and it waits for another process: capture what is around it"
+            "a call waits for another process and cannot be captured into a CUDA graph: capture the code around the call"
         )
     placement = Placement(scan, found, tensors, reader)
     try:
@@ -272,7 +272,7 @@ def _move_all(scan: Scan, placement: Placement, rest: _Blocks, access: Access) -
     for tensor, number in scan.strided:
         users[number].append(tensor)
     for device in {storage.device for storage in scan.storages}:
-        # What other streams still write must be there before it is copied or promised.
+        # Writes of other streams must be complete before the memory is copied or shared.
         _synchronize(device)
     for device, of_device in rest.items():
         large = sum(block.nbytes for block in of_device) >= _LARGE
@@ -297,7 +297,7 @@ def _rebind(scan: Scan, users: dict[int, list[torch.Tensor]], block: Block, mapp
 
 
 def _move(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-    # An inference tensor takes only data made in inference mode.
+    # An inference tensor accepts only data made in inference mode.
     with torch.inference_mode(tensor.is_inference()):
         moved = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

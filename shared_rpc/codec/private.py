@@ -29,8 +29,8 @@ def refuse_capture(infos: Iterable[SegmentInfo]) -> None:
     copies = any(info.access == "private" and info.device != "cpu" for info in infos)
     if copies and torch.cuda.is_current_stream_capturing():
         raise CapabilityError(
-            "an object with tensors of each process's own (tensors='parameters') is copied when it is attached, and a CUDA "
-            "graph is being captured: attach it before"
+            "attaching an object shared with tensors='parameters' copies its private tensors, which cannot be captured into a "
+            "CUDA graph: attach the object before the capture"
         )
 
 
@@ -76,14 +76,14 @@ def _copies(
     start = group[0][1].offset
     nbytes = max(entry.offset + entry.nbytes for _, entry in group) - start
     if start < 0 or min(entry.nbytes for _, entry in group) < 0 or start + nbytes > mapping.info.nbytes:
-        raise CodecError(f"a storage of {nbytes} bytes at {start} leaves its segment of {mapping.info.nbytes}")
+        raise CodecError(f"a storage of {nbytes} bytes at {start} is not within its segment of {mapping.info.nbytes}")
     try:
         whole = torch.UntypedStorage(nbytes, device=device)
     except RuntimeError as error:
         if is_of_handler(error):
             raise
         raise CapabilityError(
-            f"{device} has no memory for {nbytes} bytes that are private to pid {os.getpid()} in {mapping}: {error}"
+            f"cannot allocate {nbytes} bytes on {device} for private tensors of pid {os.getpid()} in {mapping}: {error}"
         ) from error
     copy_bytes(mapping.backend, whole.data_ptr(), mapping.address + start, nbytes, device)
     for number, entry in group:

@@ -37,16 +37,16 @@ from shared_rpc.protocol.records import EMPTY_TABLE, Access, Tensors
 
 __all__ = ["Soon", "decode_result", "publish", "publish_soon"]
 
-#: The skeleton of no result.
+#: The skeleton of None.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
 
-#: Bytes of a tensor that is copied at once.
+#: The largest tensor, in bytes, that is copied at once.
 _SMALL = 1 << 20
 
-#: Bytes of a table and a skeleton that make too few objects for the garbage collector to be in the way.
+#: Bytes of a table and a skeleton that make too few objects to pause the garbage collector for.
 _FEW = 4096
 
-#: Two threads that publish one object must not both move it: clients of the first would be left with a copy.
+#: Two threads that publish one object must not both move it: clients of the first would keep a copy.
 _publishing = fork_safe_lock()
 
 
@@ -82,7 +82,7 @@ def publish(
             skeleton, scan = dump_result(value, endpoint, kind)
             used = spans(scan, exact=True)
             small = sum(aligned(span.nbytes) for span in used) <= pool.largest
-            # A pool's memory is not mapped copy-on-write, and the arrays in it would be its reader's alone.
+            # A pool's memory is never mapped copy-on-write, as arrays must be.
             if small and (scan.buffers is None or not scan.buffers.views):
                 return _record(skeleton, copy(scan, used, pool, f"results of {endpoint}()", tensors=tensors), device)
             del used
@@ -92,7 +92,7 @@ def publish(
             skeleton, scan = dump_result(value, endpoint, kind)
             return _record(skeleton, move(scan, access, tensors), device)
     finally:
-        # An error that the value's own code caught, and somebody keeps, keeps this frame.
+        # A kept error of the value's own code may keep this frame.
         del value, scan
 
 
@@ -100,7 +100,7 @@ class Soon:
     """A small result that is being copied into a pool; see :func:`publish_soon`."""
 
     def __init__(self, value: torch.Tensor, copied: Copied) -> None:
-        #: Its memory is read until then.
+        #: Kept until the copy is complete: its memory is read until then.
         self._value = value
         self._copied = copied
 
@@ -197,7 +197,7 @@ def decode_result(
     attached = MAPPINGS.attach(segments, owner=owner, pooled=arenas, hidden=hidden, label=label)
     with attached as mappings, nullcontext() if quick else collector.paused():
         tensors, storages = tensors_of(found, mappings, pooled if pooled is not None else {}, trusted=True)
-        # In a list that is emptied: an error that the object's own code caught, and somebody keeps, keeps this frame.
+        # In a list that is emptied: a kept error of the object's own code may keep this frame.
         value = [_load(skeleton, tensors, storages, buffers_of(found, mappings))]
     _drain()
     return value.pop()
@@ -216,11 +216,11 @@ def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.Unt
     except BaseException as error:
         if is_of_handler(error):
             raise
-        # What there is of the object is nobody's.
+        # The incomplete object must not be kept by the traceback.
         traceback.clear_frames(error.__traceback__)
         raise CodecError(
-            f"the object cannot be rebuilt in this process ({type(error).__name__}: {error}): the modules its "
-            f"classes come from must be importable here, in compatible versions"
+            f"cannot rebuild the object in this process ({type(error).__name__}: {error}): the modules of its classes must be "
+            f"importable here, in compatible versions"
         ) from error
     finally:
         tensors.clear()

@@ -13,7 +13,7 @@ import torch
 
 from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.storages import current_stream, make_storage
-from shared_rpc.codec.tensors import NAMES, make_tensor, make_trusted, read_table
+from shared_rpc.codec.tensors import NAMES, make_tensor, make_trusted, names_of, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import ALIGNMENT
 from shared_rpc.memory.chunk_references import ChunkReferences, keep
@@ -67,7 +67,7 @@ def _plain(tensor: torch.Tensor) -> bool:
         or tensor.is_quantized
         or tensor.is_conj()
         or tensor.is_neg()
-        or (NAMES and any(getattr(tensor, "names")))  # noqa: B009  not in every release
+        or (NAMES and any(names_of(tensor)))
         or tensor.__dict__
     )
 

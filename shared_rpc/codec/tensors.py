@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -17,18 +18,20 @@ from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["NAMES", "make_tensor", "make_trusted", "named", "read_table", "tensors_of"]
+__all__ = ["NAMES", "make_tensor", "make_trusted", "named", "names_of", "read_table", "tensors_of"]
 
 _tables = msgspec.msgpack.Decoder(TensorTable)
 
 
-#: Named tensors were an experiment, which newer releases of torch end; asking for what is not there takes long.
+#: Named tensors were an experiment, which newer releases of torch remove; reading a missing attribute takes long.
 NAMES = hasattr(torch.Tensor, "names")
+#: Reads them; the attribute is not in every release.
+names_of = operator.attrgetter("names")
 
 
 def named(tensor: torch.Tensor) -> bool:
     """Return whether the dimensions of a tensor have names, which a table has no place for."""
-    return NAMES and any(getattr(tensor, "names"))  # noqa: B009  not in every release
+    return NAMES and any(names_of(tensor))
 
 
 def read_table(table: bytes | msgspec.Raw) -> TensorTable:
@@ -39,7 +42,7 @@ def read_table(table: bytes | msgspec.Raw) -> TensorTable:
     try:
         return _tables.decode(table)
     except msgspec.DecodeError as error:
-        raise CodecError(f"the tensor table cannot be read: {error}") from error
+        raise CodecError(f"cannot decode the tensor table: {error}") from error
 
 
 def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -139,5 +142,7 @@ def _storage(
         return torch.UntypedStorage(0, device=torch_device(table.devices[entry.device]))
     mapping = mappings[entry.segment]
     if entry.offset < 0 or entry.nbytes < 0 or entry.offset + entry.nbytes > mapping.info.nbytes:
-        raise CodecError(f"a storage of {entry.nbytes} bytes at {entry.offset} leaves its segment of {mapping.info.nbytes}")
+        raise CodecError(
+            f"a storage of {entry.nbytes} bytes at {entry.offset} is not within its segment of {mapping.info.nbytes} bytes"
+        )
     return make_storage(mapping, entry.offset, entry.nbytes, devices[mapping.info.device])

@@ -23,14 +23,14 @@ __all__ = [
 ]
 
 
-#: How memory is mapped: for reading and writing, for reading, or copy-on-write, where what is written is the process's own and
-#: nobody else sees it. That one is for host memory. Private memory is mapped for reading, and only while a process copies it.
+#: How memory is mapped: for reading and writing, for reading, or copy-on-write, where writes are seen by the writing process
+#: only; this is for host memory. Private memory is mapped for reading, and only while a process copies it.
 Access = Literal["read_write", "read", "copy", "private"]
 #: Which tensors of a result are the same memory in every process: all, or those that parameters use.
 Tensors = Literal["all", "parameters"]
 #: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool.
 Mechanism = Literal["memfd", "vmm", "ipc", "pool"]
-#: Those whose memory belongs to the process that made it, and ends with it.
+#: Mechanisms whose memory belongs to the process that made it, and ends with it.
 EXPORTER_OWNED: frozenset[Mechanism] = frozenset({"ipc", "pool"})
 
 
@@ -104,8 +104,8 @@ class TensorTable(msgspec.Struct, frozen=True, array_like=True):
 
 EMPTY_TABLE = msgspec.msgpack.encode(TensorTable())
 
-#: The arguments of a call that has none.
+#: The arguments of a call without any.
 NO_ARGS, NO_KWARGS = msgspec.Raw(msgspec.msgpack.encode([])), msgspec.Raw(msgspec.msgpack.encode({}))
 
-#: The skeleton of a value that is nothing but tensor 0 of its table: a pickle of that persistent id.
+#: The skeleton of a value that is tensor 0 of its table: a pickle of that persistent id.
 ONE_TENSOR = b"\x80\x04K\x00Q."

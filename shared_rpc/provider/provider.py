@@ -153,7 +153,7 @@ class Provider(BlockingOperations):
         self.idle_exit = idle_exit
         self.preload = preload
         if idle_exit is not None and idle_exit <= 0:
-            raise ConfigurationError(f"idle_exit={idle_exit!r}: seconds above 0, or None for never")
+            raise ConfigurationError(f"idle_exit={idle_exit!r}: use seconds above 0, or None for never")
         self.pool = pool or PoolOptions()
         self.registry = Registry()
         self.endpoints: dict[str, Endpoint] = {}
@@ -161,7 +161,7 @@ class Provider(BlockingOperations):
         self._asked_role: str = execution_mode
         self._role: Role | None = None
         self._working: Runtime | None = None
-        #: In a forked child: the parent's runtime.
+        #: In a forked child, the parent's runtime.
         self._inherited: Runtime | None = None
         self._lock = fork_safe_lock()
         self._closed = False
@@ -337,7 +337,7 @@ class Provider(BlockingOperations):
         worker = host()
         if worker is not None:
             return cast(Runtime, worker.adopt(self))
-        Server(self).start()  # which calls serve_with()
+        Server(self).start()  # calls serve_with()
         assert self._working is not None, "a started server is the provider's runtime"
         return self._working
 

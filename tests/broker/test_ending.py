@@ -288,5 +288,5 @@ def test_in_process_does_not_end_by_itself(app: BrokerApp) -> None:
 
 def test_idle_exit_is_a_time() -> None:
     """Above 0, or None for never."""
-    with pytest.raises(ConfigurationError, match=r"idle_exit=0: seconds above 0, or None for never"):
+    with pytest.raises(ConfigurationError, match=r"idle_exit=0: use seconds above 0, or None for never"):
         Provider(idle_exit=0)

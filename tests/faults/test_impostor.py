@@ -175,7 +175,7 @@ TABLE = TensorTable(("cpu",), (StorageEntry(0, 4090, 16),), (TensorEntry(0, "flo
             b"\x80\x05K\x00Q.",
             1,
             CodecError,
-            "leaves its segment",
+            "is not within its segment",
         ),
         (m.Result("", 1, False, msgspec.Raw(b"\xc0"), []), b"", 0, CodecError, "table"),
     ],
