@@ -45,6 +45,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, part in value.items():
             yield f"[{key!r}]", part
+        yield from ((f".<key {index}>", key) for index, key in enumerate(value) if not isinstance(key, (str, int)))
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for index, part in enumerate(value):
             yield f"[{index}]", part
@@ -58,7 +59,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".args[{index}]", part
         for name, part in value.keywords.items():
             yield f".keywords[{name!r}]", part
-    attributes = getattr(value, "__dict__", None)
+    says = any("__getstate__" in vars(base) for base in type(value).__mro__[:-1])  # every object has one
+    attributes = _state(value) if says else getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         # Children, parameters and buffers of a module read as its attributes, and precede other references to them.
         children = [name for name in ("_parameters", "_buffers", "_modules") if isinstance(attributes.get(name), dict)]
@@ -68,13 +70,23 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         for name, part in attributes.items():
             if name not in children:
                 yield f".{name}", part
-    for kind in type(value).__mro__:
+    elif says:
+        yield ".<state>", attributes
+    for kind in type(value).__mro__ if not says else ():
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
                 yield f".{name}", getattr(value, name)
     if isinstance(value, FunctionType):
         yield from _of_function(value)
+
+
+def _state(value: Any) -> Any:
+    """Return what an object's class says that pickle is to take of it; its attributes where it says nothing after all."""
+    try:
+        return value.__getstate__()
+    except Exception:
+        return getattr(value, "__dict__", None)
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:

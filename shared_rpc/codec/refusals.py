@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-__all__ = ["PickleRefused", "reason_against", "refuse_kind", "refuse_tensor"]
+__all__ = ["PickleRefused", "packed_for_the_cpu", "reason_against", "refuse_kind", "refuse_tensor"]
 
 
 class PickleRefused(TypeError):
@@ -20,7 +20,12 @@ class PickleRefused(TypeError):
 
 
 _FILE = "is an open file of this process: keep its path, and open the file where it is read"
-_SCRIPT = "is TorchScript, which has no Python skeleton: share the original module or function"
+_SCRIPT = (
+    "is TorchScript, which has no Python skeleton: share the original module or function, or keep the path of a file made by "
+    "torch.jit.save()"
+)
+_EXPORTED = "belongs to an exported program: share the original module"
+_OPERATOR = "is an operator of torch: keep its name, and look it up in torch.ops in each process"
 _FSDP = "is sharded by FSDP, and belongs to its process group: share the module before it is sharded"
 _TRACED = "is a functional tensor, which exists only during tracing: share the original tensor"
 _ELSEWHERE = "belongs to this process: make one in each process"
@@ -45,7 +50,10 @@ _KINDS = {
     "torch.jit.torch.jit.ScriptFunction": _SCRIPT,
     "torch.export.exported_program.ExportedProgram": "is an exported program: share the original module, or keep the "
     "path of a file made by torch.export.save()",
-    "torch.export._unlift.GuardsFn": "belongs to an exported program: share the original module",
+    "torch.export._unlift.GuardsFn": _EXPORTED,
+    "torch.export.unflatten": _EXPORTED,
+    "torch._ops.OpOverload": _OPERATOR,
+    "torch._ops.OpOverloadPacket": _OPERATOR,
     "torch.nn.parallel.distributed.DistributedDataParallel": "belongs to its process group: share its .module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _FSDP,
     "torch.distributed.fsdp.FSDPModule": _FSDP,
@@ -80,6 +88,14 @@ def _of_kind(kind: type) -> str | None:
     return None
 
 
+def packed_for_the_cpu(kind: str) -> str:
+    """Return the text for packed weights where memory is shared on another kind of device."""
+    return (
+        f"is packed for the CPU by the processor's library, but memory is shared on {kind!r} here: choose device='cpu' for the "
+        f"Provider, or share the module before it is quantised"
+    )
+
+
 #: Without compressed sparse tensors: torch cannot bind one to other memory in place.
 _LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
 
@@ -107,7 +123,8 @@ def reason_against(tensor: torch.Tensor) -> str | None:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "belongs to a transform of torch.func: share the result of the transform"
     if tensor.layout not in _LAYOUTS:
-        return f"has the layout {tensor.layout}, which cannot be bound to shared memory: use a strided or COO tensor"
+        instead = "tensor.to_dense()" if tensor.is_mkldnn else "tensor.to_sparse_coo() or tensor.to_dense()"
+        return f"has the layout {tensor.layout}, which cannot be bound to shared memory: share {instead}"
     if tensor.is_nested and tensor.layout is torch.strided:
         return "is a nested tensor of the strided layout: use layout=torch.jagged, or share its rows"
     return None

@@ -29,7 +29,7 @@ from shared_rpc.codec.modules import (
     reduce_parameter,
 )
 from shared_rpc.codec.paths import locate
-from shared_rpc.codec.refusals import PickleRefused, refuse_kind, refuse_tensor
+from shared_rpc.codec.refusals import PickleRefused, packed_for_the_cpu, refuse_kind, refuse_tensor
 from shared_rpc.codec.remote_code import reduce_remote_class
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
@@ -233,6 +233,8 @@ class _Pickler(cloudpickle.Pickler):
         reduced = packed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         for tensor in tree_leaves(reduced[2]):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                if tensor.device.type == "cpu" != self._scan.kind:
+                    raise PickleRefused(packed_for_the_cpu(self._scan.kind), packed)
                 self._scan.repacked.update(part.untyped_storage()._cdata for part in parts_of(tensor))
         return reduced
 
@@ -267,7 +269,10 @@ _TOO_DEEP = (
     "way that pickle cannot write: keep its parts in a flat list"
 )
 
-_UNPICKLABLE = "cannot be pickled: {}; make it in each process, or leave it out in a __getstate__() of its owner"
+
+def _unpicklable(error: Exception) -> str:
+    words = str(error).rstrip(".") or type(error).__name__
+    return f"cannot be pickled: {words}; make it in each process, or leave it out in a __getstate__() of its owner"
 
 
 def dump(value: Any, scan: Scan, path: str) -> bytes:
@@ -290,7 +295,7 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             del anew
         if isinstance(cause, RecursionError):
             raise CapabilityError(f"{where} {_TOO_DEEP}") from None
-        raise CapabilityError(f"{where} {cause if isinstance(cause, PickleRefused) else _UNPICKLABLE.format(cause)}") from error
+        raise CapabilityError(f"{where} {cause if isinstance(cause, PickleRefused) else _unpicklable(cause)}") from error
     else:
         above = max(scan.next_hook, RemovableHandle.next_id)
         return _HOOKS_BELOW % above + skeleton if above else skeleton

@@ -640,7 +640,11 @@ def _recursive_and_locked() -> Callable[..., Any]:
         (lambda: _module_with(table=[torch.empty(2, device="meta")]), "result.1.0.table[0]", "meta device"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "result.0.weight", "run the module once"),
         (lambda: _module_with(packed=torch.ones(2, 2).to_mkldnn()), "result.1.0.packed", "layout torch._mkldnn"),
-        (lambda: _module_with(table=torch.eye(2).to_sparse_csr()), "result.1.0.table", "use a strided or COO tensor"),
+        (
+            lambda: _module_with(table=torch.eye(2).to_sparse_csr()),
+            "result.1.0.table",
+            "share tensor.to_sparse_coo() or tensor.to_dense()",
+        ),
     ],
     ids=[
         *("lock", "lock in a container", "generator", "closure", "empty cell", "scripted part", "scripted"),

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.nn.utils import parametrizations
 
+from shared_rpc.codec import refusals
 from shared_rpc.codec.results import publish
 from shared_rpc.errors import CapabilityError
 from tests.kit.subjects import plus_one, quietly
@@ -119,6 +120,36 @@ def _closing_over(thing: Any) -> Callable[..., Any]:
     return lambda *args: thing
 
 
+class LeavesOut:
+    """An object that leaves its lock out of what is pickled."""
+
+    def __init__(self, lock: Any, file: Any) -> None:
+        self.lock, self.file = lock, file
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"file": self.file}
+
+
+class States:
+    """An object whose state is made for pickle."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def __getstate__(self) -> list[Any]:
+        return [1, self.kept]
+
+
+class Raises:
+    """An object that cannot be pickled, in its own words."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
 #: Attributes that cannot be shared, each with the reason and what to do instead.
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "text file": (_reading, "", "is an open file of this process: keep its path"),
@@ -157,6 +188,33 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "exported": (_exported, "", "is an exported program: share the original module"),
     "exported module": (lambda: _exported().module(), "._guards_fn", "belongs to an exported program"),
+    "unflattened program": (
+        lambda: torch.export.unflatten(_exported()),
+        "",
+        "belongs to an exported program: share the original module",
+    ),
+    "operator": (
+        lambda: torch.ops.aten.add,
+        "",
+        "is an operator of torch: keep its name, and look it up in torch.ops",
+    ),
+    "overload": (lambda: torch.ops.aten.add.Tensor, "", "is an operator of torch: keep its name"),
+    "csr tensor": (
+        lambda: _quiet(lambda: torch.eye(2).to_sparse_csr()),
+        "",
+        "cannot be bound to shared memory: share tensor.to_sparse_coo() or tensor.to_dense()",
+    ),
+    "mkldnn tensor": (lambda: torch.ones(2, 2).to_mkldnn(), "", "cannot be bound to shared memory: share tensor.to_dense()"),
+    "lock as a key": (lambda: {"first": 1, threading.Lock(): 2}, ".<key 1>", "cannot pickle '_thread.lock' object"),
+    "tensor as a key": (lambda: {torch.ones(1, device="meta"): 1}, ".<key 0>", "is on the meta device"),
+    "lock that is left out": (lambda: LeavesOut(threading.Lock(), _reading()), ".file", "is an open file of this process"),
+    "lock of a state": (lambda: States(threading.Lock()), ".<state>[1]", "cannot pickle '_thread.lock' object"),
+    "error without words": (
+        lambda: Raises(NotImplementedError()),
+        "",
+        "cannot be pickled: NotImplementedError; make it in each",
+    ),
+    "error with a full stop": (lambda: Raises(ValueError("No.")), "", "cannot be pickled: No; make it in each"),
     "autograd node": (lambda: (torch.ones(1, requires_grad=True) * 2).grad_fn, "", "cannot pickle 'MulBackward0' object"),
     "stream": (lambda: torch.Stream(device="cpu"), "", "is a stream, which belongs to this process: make one in each process"),
     "process group": (lambda: _alone(lambda distributed: distributed.group.WORLD), "", "is a process group of this process"),
@@ -186,12 +244,6 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
-def _parametrised_graph() -> nn.Module:
-    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2)))
-    graph.register_parameter("gain", nn.Parameter(torch.ones(2, 2)))
-    return parametrizations.weight_norm(graph, "gain")
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_attributes_that_cannot_be_shared(name: str) -> None:
@@ -205,10 +257,30 @@ def test_attributes_that_cannot_be_shared(name: str) -> None:
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in ATTRIBUTES if "tensor" in name.lower()])
+@pytest.mark.parametrize("name", [name for name, (_, path, _) in ATTRIBUTES.items() if "tensor" in name.lower() and not path])
 def test_tensors_that_cannot_be_shared_alone(name: str) -> None:
     """The same where such a tensor is the whole result."""
     make, _, reason = ATTRIBUTES[name]
     with pytest.raises(CapabilityError, match=r"endpoint 'load': result ") as caught:
         publish(make(), "cpu", "read_write", "load")
     assert reason in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_packed_weights_stay_on_the_cpu() -> None:
+    """Where memory is shared on a GPU they are refused as what they are: no ``.to()`` moves them."""
+    model = nn.ModuleDict({"model": nn.ModuleDict({"fc": nn.Linear(2, 2)})}).eval()
+    model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(CapabilityError) as caught:
+        publish(model, "cuda", "read_write", "load")
+    text = str(caught.value)
+    assert "endpoint 'load': result.model.fc._packed_params._packed_params is packed for the CPU" in text
+    assert "choose device='cpu' for the Provider, or share the module before it is quantised" in text
+    assert ".to('cuda')" not in text
+
+
+@pytest.mark.parametrize("reason", sorted(set(refusals._KINDS.values())))
+def test_every_reason_says_what_to_do(reason: str) -> None:
+    """Behind a colon, after what is wrong."""
+    _, colon, instead = reason.partition(": ")
+    assert colon and instead
