@@ -15,6 +15,8 @@ __all__ = ["LIBRARIES", "Case", "build", "cases_of"]
 LIBRARIES = (
     "transformers",
     "torch",
+    "torch_tensors",
+    "torch_programs",
     "peft",
     "diffusers",
     "torchao",
@@ -58,6 +60,8 @@ class Case:
     ignored: str | None = None
     #: The kinds of device that the library runs it on.
     devices: tuple[str, ...] = ("cpu", "cuda")
+    #: What the page about compatibility says of it besides, in Markdown.
+    note: str = ""
 
 
 def cases_of(library: str) -> dict[str, Case]:
@@ -70,6 +74,12 @@ def requires(library: str) -> tuple[str, ...]:
     """The modules that have to be installed for a library's cases."""
     required: tuple[str, ...] = importlib.import_module(f"tests.compat.libraries.{library}").REQUIRES
     return required
+
+
+def title(library: str) -> str:
+    """What the page about compatibility calls a library, or a part of one."""
+    found: str = importlib.import_module(f"tests.compat.libraries.{library}").TITLE
+    return found
 
 
 def build(library: str, name: str, device: str) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from tests.compat.cases import Case
 
+TITLE = "diffusers"
 REQUIRES = ("diffusers", "transformers")
 
 
@@ -152,11 +153,61 @@ def _lora(attached: Any, own: Any, device: str) -> None:
     assert digest(shared) == digest(before)
 
 
+def _flux(device: str) -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    return (
+        FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            pooled_projection_dim=32,
+            axes_dims_rope=(4, 4, 8),
+        )
+        .to(device)
+        .eval()
+    )
+
+
+def _run_flux(model: Any, device: str) -> Any:
+    def numbers(*shape: int) -> torch.Tensor:
+        size = torch.Size(shape).numel()
+        return torch.linspace(-1, 1, size, device=device).reshape(shape).to(next(model.parameters()).dtype)
+
+    return model(
+        hidden_states=numbers(1, 16, 4),
+        encoder_hidden_states=numbers(1, 6, 32),
+        pooled_projections=numbers(1, 32),
+        timestep=torch.tensor([0.5], device=device),
+        img_ids=torch.zeros(16, 3, device=device),
+        txt_ids=torch.zeros(6, 3, device=device),
+    ).sample
+
+
+def _dit(device: str) -> Any:
+    from diffusers import DiTTransformer2DModel
+
+    sizes = {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 8, "num_embeds_ada_norm": 10}
+    return DiTTransformer2DModel(sample_size=8, patch_size=2, in_channels=4, out_channels=4, **sizes).to(device).eval()
+
+
+def _run_dit(model: Any, device: str) -> Any:
+    noise = torch.linspace(-1, 1, 4 * 8 * 8, device=device).reshape(1, 4, 8, 8).to(next(model.parameters()).dtype)
+    places = {"timestep": torch.tensor([3], device=device), "class_labels": torch.tensor([2], device=device)}
+    return model(noise, **places).sample
+
+
 CASES = {
     "UNet2DConditionModel": Case(
         _unet, _run_unet, modes=True, compiled=("aot_eager",), besides={"an adapter of the client": _lora}
     ),
     "AutoencoderKL": Case(_vae, _run_vae),
+    "FluxTransformer2DModel": Case(_flux, _run_flux),
+    "DiTTransformer2DModel": Case(_dit, _run_dit),
     "DDPMPipeline": Case(_ddpm, _run_ddpm, remembers=True),
     "StableDiffusionPipeline": Case(_stable_diffusion, _run_stable_diffusion, remembers=True, as_pickled=True),
     "the modules of a pipeline": Case(_modules, _run_modules),

@@ -12,6 +12,7 @@ from tests.compat.cases import Case
 from tests.compat.comparing import digest
 from tests.compat.modes import repeatable
 
+TITLE = "peft"
 REQUIRES = ("peft", "transformers")
 
 _SIZES = {
@@ -60,6 +61,24 @@ def _llama_dora(device: str) -> Any:
     return _with_adapter(_llama(device), device, target_modules=["q_proj"], use_dora=True, modules_to_save=["lm_head"])
 
 
+def _merged_in_place(device: str) -> Any:
+    model = _llama_lora(device)
+    model.merge_adapter()
+    return model
+
+
+def _merged(device: str) -> Any:
+    return _llama_lora(device).merge_and_unload()
+
+
+def _llama_ia3(device: str) -> Any:
+    from peft import IA3Config, get_peft_model
+
+    torch.manual_seed(2)
+    targets = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    return get_peft_model(_llama(device), IA3Config(task_type="CAUSAL_LM", init_ia3_weights=False, **targets)).eval()
+
+
 def _run(model: Any, device: str) -> Any:
     return model(input_ids=_tokens(device)).logits
 
@@ -101,6 +120,18 @@ def _merged_copy(attached: Any, own: Any, device: str) -> None:
     assert digest(attached) == before
 
 
+def _unmerge_copy(attached: Any, own: Any, device: str) -> None:
+    """``unmerge_adapter`` of a copy gives what it gives of one's own, and leaves the shared weights merged."""
+    before = digest(attached)
+    found = []
+    for model in (attached, own):
+        copied = copy.deepcopy(model)
+        copied.unmerge_adapter()
+        found.append(_run(copied, device))
+    assert torch.equal(*found)
+    assert digest(attached) == before
+
+
 def _second_adapter(attached: Any, own: Any, device: str) -> None:
     """A second adapter beside the shared one, switched to and back."""
     from peft import LoraConfig
@@ -137,5 +168,8 @@ CASES = {
     "Llama, the base": Case(_llama, _run, besides={"an adapter of the client": _private_adapter}),
     "GPT2 with LoRA": Case(_gpt2_lora, _run, modes=True, compiled=("aot_eager",), besides=_ADAPTED),
     "Llama with LoRA": Case(_llama_lora, _run, besides=_ADAPTED),
+    "Llama with LoRA, merged": Case(_merged, _run),
+    "Llama with LoRA, merge_adapter()": Case(_merged_in_place, _run, besides={"unmerge_adapter of a copy": _unmerge_copy}),
+    "Llama with IA3": Case(_llama_ia3, _run),
     "Llama with DoRA": Case(_llama_dora, _run, besides={"merge_and_unload of a copy": _merged_copy}),
 }

@@ -9,6 +9,7 @@ import torch
 
 from tests.compat.cases import Case
 
+TITLE = "timm"
 REQUIRES = ("timm", "torchvision")
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.compat.cases import Case
 
-REQUIRES = ("torchao",)
+TITLE = "torchao"
+REQUIRES = ("torchao", "transformers")
 
 
 def _quantized(config: str, **options: Any) -> Callable[[str], Any]:
@@ -22,6 +23,16 @@ def _quantized(config: str, **options: Any) -> Callable[[str], Any]:
         return model
 
     return build
+
+
+def _llama(device: str) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes)).to(device, torch.bfloat16).eval()
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
 
 
 def _run(model: Any, device: str) -> Any:
@@ -41,5 +52,6 @@ CASES = {
     "int8 weight-only": Case(_quantized("Int8WeightOnlyConfig"), _run, modes=True, compiled=("aot_eager",), besides=_CLASS),
     "int8 dynamic": Case(_quantized("Int8DynamicActivationInt8WeightConfig"), _run, besides=_CLASS),
     "int4 in int8": Case(_quantized("IntxWeightOnlyConfig", weight_dtype=torch.int4), _run, besides=_CLASS),
+    "a Llama, int8 weight-only": Case(_llama, lambda m, d: m(torch.tensor([[1, 17, 42, 5]], device=d)).logits),
     "float8 weight-only": Case(_quantized("Float8WeightOnlyConfig"), _run, besides=_CLASS),
 }

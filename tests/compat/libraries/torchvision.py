@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tests.compat.cases import Case
 from tests.compat.libraries.timm import picture, running_statistics
 
+TITLE = "torchvision"
 REQUIRES = ("torchvision",)
 
 
@@ -57,11 +60,22 @@ def _run_transforms(modules: Any, device: str) -> Any:
     return modules["model"](prepared.to(next(modules["model"].parameters()).dtype))
 
 
+def _pictures(device: str) -> Any:
+    from torchvision import tv_tensors
+
+    boxes = torch.tensor([[0.0, 0.0, 4.0, 4.0]], device=device)
+    return {
+        "picture": tv_tensors.Image(picture(device)),
+        "boxes": tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(32, 32)),
+    }
+
+
 CASES = {
     "ResNet": Case(_resnet, _run, modes=True, besides={"running statistics": running_statistics}),
     "MobileNetV3": Case(_mobilenet, _run),
     "VisionTransformer": Case(_vit, _run),
     "feature extractor": Case(_features, _run, as_pickled=True),
     "FCN": Case(_segmentation, _run),
+    "tv_tensors": Case(_pictures),
     "transforms and model": Case(_transforms, _run_transforms),
 }

@@ -13,6 +13,7 @@ import torch
 from tests.compat.cases import Case
 from tests.compat.modes import repeatable
 
+TITLE = "transformers"
 REQUIRES = ("transformers", "tokenizers")
 
 _TEXT = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -317,6 +318,77 @@ def _hooks_once(attached: Any, own: Any, device: str) -> None:
     assert len(attached.get_input_embeddings()._forward_hooks) == before
 
 
+def _deepseek(device: str) -> Any:
+    options = {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    }
+    return _causal("DeepseekV3ForCausalLM", "DeepseekV3Config", **options)(device)
+
+
+def _modern_bert(device: str) -> Any:
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = ModernBertConfig(**_TEXT, **special, attn_implementation="sdpa")
+    return ModernBertForMaskedLM(config).to(device).eval()
+
+
+def _wav2vec2(device: str) -> Any:
+    from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+    config = Wav2Vec2Config(
+        **_TEXT,
+        conv_dim=(16, 16),
+        conv_kernel=(10, 3),
+        conv_stride=(5, 2),
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+    )
+    return Wav2Vec2ForCTC(config).to(device).eval()
+
+
+def _run_wav2vec2(model: Any, device: str) -> Any:
+    return model(torch.linspace(-1, 1, 2 * 800, device=device).reshape(2, 800).to(next(model.parameters()).dtype)).logits
+
+
+def _siglip(device: str) -> Any:
+    from transformers import SiglipConfig, SiglipModel
+
+    sizes = {name: value for name, value in _TEXT.items() if name != "vocab_size"}
+    text = {**_TEXT, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    return SiglipModel(SiglipConfig(text_config=text, vision_config=vision)).to(device).eval()
+
+
+def _llava(device: str) -> Any:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {name: value for name, value in _TEXT.items() if name != "vocab_size"}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sizes, image_size=16, patch_size=8),
+        text_config=LlamaConfig(**_CAUSAL),
+        image_token_id=95,
+    )
+    return LlavaForConditionalGeneration(config).to(device).eval()
+
+
+def _run_llava(model: Any, device: str) -> Any:
+    tokens = torch.tensor([[1, 95, 95, 95, 95, 7], [1, 95, 95, 95, 95, 9]], device=device)
+    return model(input_ids=tokens, pixel_values=_picture(model, device)).logits
+
+
 _SAVED = {"save_pretrained": _save_pretrained}
 
 CASES = {
@@ -336,13 +408,32 @@ CASES = {
     "Mixtral": Case(
         _causal("MixtralForCausalLM", "MixtralConfig", num_local_experts=4, num_experts_per_tok=2), _generate_dynamic
     ),
+    "Qwen3-MoE": Case(
+        _causal(
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        ),
+        _generate_dynamic,
+    ),
+    "DeepSeek-V3": Case(_deepseek, _generate_dynamic),
+    "Gemma 3": Case(_causal("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8), _generate_dynamic),
+    "Mistral": Case(_causal("MistralForCausalLM", "MistralConfig"), _generate_dynamic),
+    "Phi-3": Case(_causal("Phi3ForCausalLM", "Phi3Config"), _generate_dynamic),
     "GPT2": Case(_causal("GPT2LMHeadModel", "GPT2Config"), _generate_dynamic, besides=_SAVED),
     "Mamba": Case(_mamba, _generate_dynamic),
     "BERT": Case(_bert, _logits, besides=_SAVED),
+    "ModernBERT": Case(_modern_bert, _logits),
     "T5": Case(_t5, _run_t5, besides=_SAVED),
     "Whisper": Case(_whisper, _run_whisper),
+    "Wav2Vec2": Case(_wav2vec2, _run_wav2vec2),
     "ViT": Case(_vit, lambda model, device: model(_picture(model, device)).logits),
     "CLIP": Case(_clip, _run_clip),
+    "SigLIP": Case(_siglip, _run_clip),
+    "LLaVA": Case(_llava, _run_llava),
     "prepared for training": Case(
         _prepared_for_training,
         _logits,
