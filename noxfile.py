@@ -77,7 +77,7 @@ def tests_on(session: nox.Session) -> None:
 
 @nox.session
 def compat(session: nox.Session) -> None:
-    """Other people's libraries over shared memory; ``nox -s compat -- -k Llama`` for some, ``--device cuda`` on a GPU."""
+    """Other people's libraries over shared memory; ``-- -k Llama`` for some, ``-- --write`` has the page say what is found."""
     # Nothing here needs --no-deps: all of them are content with the torch of the constraints, and pip fetches no other. The
     # wheels of torchvision are built for CUDA, which tests/compat/site/ sees to.
     session.install("torch", "-e", ".[compat]", *CONSTRAINTS)
@@ -97,7 +97,7 @@ def docs(session: nox.Session) -> None:
     for builder in ("html", "doctest"):
         target = ("docs", f"docs/_build/{builder}")
         _run(session, "sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "-d", "docs/_build/doctrees", *target)
-    _test(session, *(f"tests/docs/test_{name}.py" for name in ("pages", "tutorial", "pictures", "deploy")))
+    _test(session, *(f"tests/docs/test_{name}.py" for name in ("pages", "compatibility", "tutorial", "pictures", "deploy")))
 
 
 @nox.session(venv_backend="none")

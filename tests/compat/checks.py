@@ -21,6 +21,7 @@ from tests.compat import app
 from tests.compat.cases import Case, build, cases_of
 from tests.compat.comparing import bits, differences, digest, is_memory, memories, strided_tensors
 from tests.compat.modes import CLIENT_MODES, SERVER_MODES, mode, repeatable
+from tests.compat.places import in_memfd, outside
 from tests.kit.processes import eventually
 
 __all__ = ["Visit", "changes", "checks_of", "describe", "outcome"]
@@ -91,19 +92,11 @@ def same(visit: Visit) -> None:
 
 def in_shared_memory(visit: Visit) -> None:
     """Every tensor lies in memory that is shared, and on the host the kernel says so."""
+    alone = outside(visit.value)
+    assert not alone, f"of its own memory: {alone[:8]}"
     if visit.device == "cpu":
-        outside = [path for address, path in memories(visit.value).items() if not _is_shared(address)]
-        assert not outside, f"of its own memory: {outside[:8]}"
-
-
-def _is_shared(address: int) -> bool:
-    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
-        for line in maps:
-            begin, _, rest = line.partition("-")
-            end = rest.partition(" ")[0]
-            if int(begin, 16) <= address < int(end, 16):
-                return "memfd:" in line
-    return False
+        alone = [path for address, path in memories(visit.value).items() if not in_memfd(address)]
+        assert not alone, f"the kernel says, of its own memory: {alone[:8]}"
 
 
 def counted(visit: Visit) -> None:
@@ -480,10 +473,10 @@ def released(visit: Visit) -> None:
     addresses = memories(visit.value)
     visit.handle.release()
     gc.collect()
-    left = [path for address, path in addresses.items() if _is_shared(address)]
+    left = [path for address, path in addresses.items() if in_memfd(address)]
     with contextlib.suppress(AssertionError):
         # Unmapping is left to another thread.
-        eventually(lambda: not any(map(_is_shared, addresses)), app.PATIENCE)
+        eventually(lambda: not any(map(in_memfd, addresses)), app.PATIENCE)
         left = []
     visit.handle = app.shared(visit.library, visit.name)
     assert not left, f"still mapped: {left[:8]}"

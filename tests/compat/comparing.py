@@ -11,9 +11,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 
-__all__ = ["bits", "differences", "digest", "is_memory", "memories", "strided_tensors"]
+__all__ = ["bits", "differences", "digest", "is_memory", "memories", "reached", "strided_tensors"]
 
 _ATOMS = (
     bool,
@@ -273,22 +274,27 @@ def differences(one: Any, other: Any, ignored: str | None = None) -> list[str]:
     return _Comparison(re.compile(f"{_OF_THE_PROCESS}|{ignored}" if ignored else _OF_THE_PROCESS)).run(one, other)
 
 
-def strided_tensors(value: Any) -> list[tuple[str, torch.Tensor]]:
-    """All tensors that an object reaches and that are plain memory, each once, by where they are and always in that order."""
+def reached(value: Any) -> list[tuple[str, Any]]:
+    """All that an object is made of, each once, by where it is and always in that order; numbers, texts and classes are not."""
     found, kept, seen = [], [], set()
     pending = [("", value)]
     while pending:
         path, item = pending.pop()
-        if id(item) in seen or (_is_atom(item) and not isinstance(item, types.FunctionType)):
+        array = isinstance(item, numpy.ndarray)
+        if id(item) in seen or (_is_atom(item) and not array and not isinstance(item, types.FunctionType)):
             continue
         seen.add(id(item))
-        kept.append(item)
-        if isinstance(item, torch.Tensor) and _parts(item) is None and item.numel():
-            found.append((path, item))
-        parts = parts_of(item)
-        kept.append(parts)
+        found.append((path, item))
+        parts = [] if array else parts_of(item)
+        kept.append(parts)  # ids are told apart only while their objects live
         pending.extend((path + name, part) for name, part in reversed(parts))
     return found
+
+
+def strided_tensors(value: Any) -> list[tuple[str, torch.Tensor]]:
+    """All tensors that an object reaches and that are plain memory, each once, by where they are and always in that order."""
+    every = reached(value)
+    return [(path, part) for path, part in every if isinstance(part, torch.Tensor) and _parts(part) is None and part.numel()]
 
 
 def digest(value: Any) -> str:

@@ -1,23 +1,28 @@
-"""Options of these tests: the device, and whether every library has to be there. And what they say at the end."""
+"""Options of these tests: the device, whether every library has to be there, what is written. And what they say at the end."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.compat import page
 from tests.compat.cases import LIBRARIES, cases_of
+from tests.compat.findings import load, merged, save
 from tests.compat.reports import Reports, tables
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--device``, ``--at-once``, ``--require-all``, ``--report``."""
+    """``--device``, ``--at-once``, ``--require-all``, ``--report``, ``--write``."""
     group = parser.getgroup("compat")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the objects are")
     group.addoption("--at-once", type=int, default=2, help="how many servers are visited at a time, with about a core for each")
     group.addoption("--require-all", action="store_true", help="a library that is missing is a failure, and is not skipped")
     group.addoption("--report", type=Path, help="write what was found to this file, as JSON")
+    group.addoption("--write", action="store_true", help="have docs/reference/compatibility say what was found")
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +67,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     path = config.getoption("--report")
     if path is not None:
         path.write_text(json.dumps({" under ".join(visit): report for visit, report in found.items()}, indent=1))
+    if config.getoption("--write"):
+        for line in _written(reports.device, found):
+            terminalreporter.write_line(line)
+
+
+def _written(device: str, found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[str]:
+    """Keep what was found, and make the page anew; yield what there is to say of it."""
+    findings, left = merged(load(device), device, found)
+    yield f"written: {save(device, findings)}, {page.write()}"
+    yield from (f"not written: {line}" for line in left)

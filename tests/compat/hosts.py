@@ -50,7 +50,7 @@ def environment(folder: Path, device: str) -> dict[str, str]:
 
 
 def report_of(library: str, host: str, device: str, heavy: bool, names: Sequence[str]) -> dict[str, Any]:
-    """Serve a library's cases, and visit those of these names: ``{"cases": …, "seconds": …, "visitor": …, "host": …}``."""
+    """Serve a library's cases, and visit those of these names: ``{"cases": …, "found": …, "ended": …, "log": …, …}``."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="compat-") as name:
         folder = Path(name)
@@ -102,5 +102,6 @@ def _visit(
     cases = [json.loads(line) for line in lines.splitlines() if line.startswith('{"case"')]
     return {
         "cases": {case["case"]: case["checks"] for case in cases},
+        "found": {case["case"]: case["found"] for case in cases},
         "visitor": f"ended with {visitor.returncode}: {words[-3000:]}" if visitor.returncode else "",
     }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.compat.cases import LIBRARIES, cases_of
+from tests.compat.findings import differs, load
 from tests.compat.hosts import HOSTS, LIMIT
 from tests.compat.reports import Reports
 
 VISITS = [(library, host) for library in LIBRARIES for host in HOSTS]
 NAMES = [f"{library}, {host}" for library, host in VISITS]
 CASES = [((library, host), case) for library, host in VISITS for case in cases_of(library)]
+OF_CASES = [f"{library}, {case}, {host}" for (library, host), case in CASES]
 
 # One visit is waited for by the first test that needs it, after those that were asked for before.
 pytestmark = pytest.mark.timeout(LIMIT * 4)
@@ -24,7 +26,7 @@ def _required(reports: Reports, library: str, config: pytest.Config) -> None:
         pytest.skip(f"{', '.join(missing)} cannot be imported here")
 
 
-@pytest.mark.parametrize(("visit", "case"), CASES, ids=[f"{library}, {case}, {host}" for (library, host), case in CASES])
+@pytest.mark.parametrize(("visit", "case"), CASES, ids=OF_CASES)
 def test_what_people_do_with_an_object_works_with_an_attached_one(
     visit: tuple[str, str], case: str, reports: Reports, pytestconfig: pytest.Config
 ) -> None:
@@ -37,6 +39,23 @@ def test_what_people_do_with_an_object_works_with_an_attached_one(
     assert case in report["cases"], report["visitor"] or report["log"]
     fails = {check: words for check, (outcome, words, _) in report["cases"][case].items() if outcome == "fails"}
     assert not fails, "\n".join(f"{check}: {words}" for check, words in fails.items())
+    outcome, words, _ = report["cases"][case].get("outputs", ("works", "", 0))
+    assert outcome == "works", f"the case shows nothing, because one's own object does not compute: {words}"
+
+
+@pytest.mark.parametrize(("visit", "case"), CASES, ids=OF_CASES)
+def test_the_page_says_what_is_found(visit: tuple[str, str], case: str, reports: Reports, pytestconfig: pytest.Config) -> None:
+    """The outcome, the words of a refusal and what is each process's own are those of docs/reference/compatibility."""
+    library, host = visit
+    _required(reports, library, pytestconfig)
+    if pytestconfig.getoption("--write"):
+        pytest.skip("it will, at the end")
+    if case not in reports.cases(library):
+        pytest.skip(f"{library} does not run it on {reports.device}")
+    found = reports.of(library, host)["found"].get(case)
+    assert found, "nothing was found: another test says why"
+    said = differs(load(reports.device), library, case, found)
+    assert not said, f"{said}. If that is right: nox -s compat -- --device {reports.device} --write -k {library}"
 
 
 @pytest.mark.parametrize("visit", VISITS, ids=NAMES)

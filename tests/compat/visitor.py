@@ -1,6 +1,7 @@
 """A client of the app: ``python -m tests.compat.visitor LIBRARY HOST DEVICE HEAVY CASE…`` prints what works, as JSON.
 
-It prints one line for each case as it ends: ``{"case": …, "checks": {name: [outcome, words, seconds]}}``.
+It prints one line for each case as it ends: ``{"case": …, "checks": {name: [outcome, words, seconds]}, "found": {…}}``. What
+is found is what the page about compatibility says of an object; see ``findings.py``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from shared_rpc.errors import CapabilityError
 from tests.compat import app
 from tests.compat.cases import Case, cases_of
 from tests.compat.checks import Visit, changes, checks_of, describe, outcome
+from tests.compat.findings import attached, refused
 
 
-def visit_case(library: str, name: str, case: Case, device: str, host: str, heavy: bool) -> dict[str, Any]:
-    """All checks of a case: ``{name: [outcome, words, seconds]}``."""
+def visit_case(
+    library: str, name: str, case: Case, device: str, host: str, heavy: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All checks of a case, ``{name: [outcome, words, seconds]}``, and what was found of the object."""
     begin = time.monotonic()
     checks: dict[str, Any] = {}
+    found: dict[str, Any] = {}
 
     def tell(check: str, said: tuple[str, str]) -> None:
         nonlocal begin
@@ -36,14 +41,15 @@ def visit_case(library: str, name: str, case: Case, device: str, host: str, heav
     except CapabilityError as error:
         expected = case.refused is not None and case.refused in str(error)
         tell("attach", ("refused" if expected else "fails", describe(error)))
-        return checks
+        return checks, refused(error)
     except Exception as error:
         tell("attach", ("fails", describe(error)))
-        return checks
+        return checks, found
     if case.refused is not None:
         tell("attach", ("fails", f"is shared, and was to be refused: {case.refused}"))
-        return checks
+        return checks, found
     tell("attach", ("works", ""))
+    found = attached(visit.handle)
     for check, function in checks_of(visit, heavy):
         if check in case.excused:
             tell(check, ("excused", case.excused[check]))
@@ -55,14 +61,14 @@ def visit_case(library: str, name: str, case: Case, device: str, host: str, heav
             begin = time.monotonic()
     tell("undisturbed", outcome(visit, Visit.undisturbed))
     visit.handle.release()
-    return checks
+    return checks, found
 
 
 def main(library: str, host: str, device: str, heavy: str, *names: str) -> None:
     """Visit cases of a library."""
     for name in names:
-        checks = visit_case(library, name, cases_of(library)[name], device, host, heavy == "heavy")
-        print(json.dumps({"case": name, "checks": checks}), flush=True)
+        checks, found = visit_case(library, name, cases_of(library)[name], device, host, heavy == "heavy")
+        print(json.dumps({"case": name, "checks": checks, "found": found}), flush=True)
     app.provider.close()
 
 

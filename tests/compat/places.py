@@ -1,0 +1,54 @@
+"""Where the memory of an object lies: in what is shared, or in this process alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+
+from shared_rpc.memory.mapping import MAPPINGS
+from tests.compat.comparing import memories, reached
+
+__all__ = ["OWN", "in_memfd", "outside", "own_parts"]
+
+#: What a process may have of its own of an attached object, beside its Python objects, and why.
+OWN = {
+    "packed weights": "weights in the layout of the processor's library, which makes it in each process anew",
+    "arrays": "numpy arrays of 16 KiB or more, copy-on-write: a page is a process's own once it has written there",
+    "small arrays": "smaller numpy arrays, which are copied, as a page is the least that can be mapped",
+    "tokenizer": "a tokenizer, whose vocabulary is no tensor",
+    "random state": "a `torch.Generator`, which each process draws from by itself",
+    "tensors": "tensors in memory that is not shared",
+}
+
+
+def in_memfd(address: int) -> bool:
+    """Return whether the kernel says that this memory of the host is shared."""
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        for line in maps:
+            begin, _, rest = line.partition("-")
+            end = rest.partition(" ")[0]
+            if int(begin, 16) <= address < int(end, 16):
+                return "memfd:" in line
+    return False
+
+
+def outside(value: Any) -> list[str]:
+    """Return the paths of an object's tensors whose memory is in no segment, on whichever device."""
+    return [path for address, path in memories(value).items() if MAPPINGS.find(address) is None]
+
+
+def own_parts(value: Any) -> list[str]:
+    """Return what of an attached object this process alone has, by the names in :data:`OWN`."""
+    found = {"tensors"} if outside(value) else set()
+    for path, part in reached(value):
+        if isinstance(part, torch.Tensor) and " reduction" in path:
+            found.add("packed weights")
+        elif isinstance(part, numpy.ndarray) and part.nbytes:
+            found.add("arrays" if in_memfd(part.ctypes.data) else "small arrays")
+        elif (type(part).__module__.partition(".")[0], type(part).__name__) == ("tokenizers", "Tokenizer"):
+            found.add("tokenizer")
+        elif isinstance(part, torch.Generator):
+            found.add("random state")
+    return [name for name in OWN if name in found]

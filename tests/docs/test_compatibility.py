@@ -1,0 +1,163 @@
+"""docs/reference/compatibility.md says what was found of each case of tests/compat, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat import findings
+from tests.compat.cases import LIBRARIES, cases_of, title
+from tests.compat.page import PAGE, made
+from tests.compat.places import OWN
+
+WORKS = {"date": "2026-01-02", "of": "torch 2.6.0", "outcome": "works", "class": "a.B", "private_nbytes": 3000, "own": []}
+REFUSED = {"date": "2026-01-02", "of": "torch 2.6.0", "outcome": "refused", "words": "result.x is __odd__ | so: do `y`"}
+FOUND = [
+    pytest.param(case, finding, id=f"{device}, {library}, {name}")
+    for device in findings.DEVICES
+    for library, found in findings.load(device).items()
+    for name, finding in found.items()
+    if (case := cases_of(library).get(name)) is not None
+]
+
+
+def _section(library: str) -> str:
+    return PAGE.read_text().partition(f"\n### {title(library)}\n")[2].partition("\n### ")[0].partition("\n## ")[0]
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line[:2] == "| "][1:]
+
+
+def test_the_tables_are_made_of_what_was_found() -> None:
+    """Making them again changes nothing."""
+    page = PAGE.read_text()
+    assert made(page) == page, "python -m tests.compat.page makes it anew"
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_rows_and_cases_agree(library: str) -> None:
+    """No case is without a row, and no row without a case."""
+    assert [re.sub(r": `\w+`$", "", first) for first, *_ in _rows(_section(library))] == list(cases_of(library))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_case_was_run_on_the_cpu(library: str) -> None:
+    """But for those of a GPU alone. What a GPU was asked is among the cases too."""
+    cases = cases_of(library)
+    assert {name for name, case in cases.items() if "cpu" in case.devices} == set(findings.load("cpu").get(library, {}))
+    assert set(findings.load("cuda").get(library, {})) <= {name for name, case in cases.items() if "cuda" in case.devices}
+
+
+@pytest.mark.parametrize(("case", "finding"), FOUND)
+def test_a_finding_has_its_date_and_releases(case: Any, finding: dict[str, Any]) -> None:
+    """The day, and among the releases those of torch and Python."""
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", finding["date"])
+    assert re.search(r"\btorch \d+\.\d+\.\d+, Python 3\.\d+", finding["of"])
+
+
+@pytest.mark.parametrize(("case", "finding"), [param for param in FOUND if param.values[1]["outcome"] == "works"])
+def test_what_works_was_to_work_and_copies_no_tensor(case: Any, finding: dict[str, Any]) -> None:
+    """What each process has of its own is among what the page explains."""
+    assert case.refused is None
+    assert set(finding["own"]) <= set(OWN) - {"tensors"}
+
+
+@pytest.mark.parametrize(("case", "finding"), [param for param in FOUND if param.values[1]["outcome"] == "refused"])
+def test_a_refusal_says_where_and_what_to_do(case: Any, finding: dict[str, Any]) -> None:
+    """In the words that the case expects: the path of the attribute, what it is, and behind a colon the way out."""
+    assert case.refused is not None
+    assert case.refused in finding["words"]
+    assert re.match(r"result\S* |returned a value of type ", finding["words"])
+    assert re.search(r"(?:: |; |\. )(?:[Cc]hoose|[Cc]onvert|keep|load|make|return|run|share|use) ", finding["words"])
+
+
+@pytest.mark.parametrize(
+    ("library", "case", "own"),
+    [
+        ("torch", "Sequential", []),
+        ("torch", "numpy in attributes", ["small arrays"]),
+        ("torch", "a large numpy array in an attribute", ["arrays"]),
+        ("torch", "generator in an attribute", ["random state"]),
+        ("torch_ao", "dynamic int8", ["packed weights"]),
+        ("transformers", "text-generation pipeline", ["tokenizer"]),
+    ],
+)
+def test_what_is_copied_is_found(library: str, case: str, own: list[str]) -> None:
+    """Each kind has an object of which it is known."""
+    assert findings.load("cpu")[library][case]["own"] == own
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for findings in the place of the page's."""
+    monkeypatch.setattr(findings, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_a_page_without_findings_says_so(kept: Path) -> None:
+    """Every row of both devices was not run."""
+    page = made(PAGE.read_text())
+    assert "On a GPU: not run yet." in page
+    assert "| Llama | not run | not run |" in page
+
+
+def test_a_page_of_several_releases_says_which(kept: Path) -> None:
+    """The rows of a library may be of different days, and those of a GPU of other releases."""
+    later = {**WORKS, "of": "torch 2.13.0", "date": "2026-02-03"}
+    kept.joinpath("cpu.json").write_text(json.dumps({"timm": {"resnet": WORKS, "vit": later}}))
+    kept.joinpath("cuda.json").write_text(json.dumps({"timm": {"resnet": REFUSED}}))
+    page = made(PAGE.read_text())
+    assert "On the CPU: torch 2.6.0 (2026-01-02); torch 2.13.0 (2026-02-03)." in page
+    assert "On a GPU: torch 2.6.0 (2026-01-02)." in page
+    assert r"| works | refused | 3 KiB; on a GPU: `result.x` is `__odd__` \| so: do \`y\` |" in page
+    assert "| vit: `B` | works | not run | 3 KiB |" in page
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"outcome": "refused"}, "outcome: 'works' is now 'refused'"),
+        ({"words": "result is odd"}, "words: None is now 'result is odd'"),
+        ({"own": ["packed weights"]}, "own: [] is now ['packed weights']"),
+        ({"private_nbytes": 1, "class": "x.Y", "date": "2027-01-01"}, ""),
+    ],
+)
+def test_what_a_run_finds_otherwise_is_told(change: dict[str, Any], said: str) -> None:
+    """The outcome, the words and what is each process's own; no sizes, and no releases."""
+    assert findings.differs({"timm": {"resnet": WORKS}}, "timm", "resnet", {**WORKS, **change}) == said
+
+
+def test_a_case_of_which_nothing_is_kept_is_told() -> None:
+    """It is no agreement."""
+    assert findings.differs({}, "timm", "resnet", WORKS) == "nothing is kept of it"
+
+
+def test_what_fails_or_differs_between_hosts_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page keeps what it said of them; the others are taken anew, and what was not run stays."""
+    monkeypatch.setattr(findings, "releases", lambda library, device: "torch 2.13.0")
+    before = {"timm": dict.fromkeys(("resnet", "vit", "convnext", "efficientnet"), WORKS)}
+
+    def report(**outcomes: tuple[str, dict[str, Any]]) -> dict[str, Any]:
+        checks = {name: {"same": (outcome, "", 0)} for name, (outcome, _) in outcomes.items()}
+        return {"cases": checks, "found": {name: found for name, (_, found) in outcomes.items()}}
+
+    one = report(resnet=("works", {"outcome": "works"}), vit=("fails", {"outcome": "works"}), convnext=("works", {"own": []}))
+    two = report(
+        resnet=("works", {"outcome": "works"}), vit=("works", {"outcome": "works"}), convnext=("works", {"own": ["x"]})
+    )
+    after, left = findings.merged(before, "cpu", {("timm", "one"): one, ("timm", "two"): two})
+    assert after["timm"]["resnet"]["of"] == "torch 2.13.0"
+    assert [after["timm"][name] for name in ("vit", "convnext", "efficientnet")] == [WORKS] * 3
+    assert left == ["timm, vit: same failed", "timm, convnext: the hosts differ: own: [] is now ['x']"]
+
+
+def test_a_case_that_is_gone_is_not_kept(kept: Path) -> None:
+    """What is saved has the order of the cases."""
+    findings.save("cpu", {"timm": {"vit": WORKS, "gone": WORKS, "resnet": WORKS}, "torch": {}, "gone": {}})
+    saved = json.loads(kept.joinpath("cpu.json").read_text())
+    assert {library: list(found) for library, found in saved.items()} == {"torch": [], "timm": ["resnet", "vit"]}
