@@ -95,8 +95,10 @@ def _choice(environ: Mapping[str, str], name: str, values: Collection[str], allo
 def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a server that this process starts: its own, in the server role, with its ``sys.path``.
 
-    The interpreter's own folders are left out: a server's functions may start another interpreter. Output is not buffered, so
-    that what workers print is in the server's log at once.
+    The interpreter's own folders are left out: a server's functions may start another interpreter. So are folders within
+    installed packages, which these add by themselves: setuptools adds its old copies of other packages behind all else, and in
+    ``PYTHONPATH`` they would be before what is installed. Output is not buffered, so that what workers print is in the server's
+    log at once.
     """
     import site
     import sysconfig
@@ -104,7 +106,9 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
     environ = os.environ if environ is None else environ
     standard = {*sysconfig.get_paths().values(), *site.getsitepackages(), *sysconfig.get_config_vars("DESTSHARED")}
     standard.add(f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info.major}{sys.version_info.minor}.zip")
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path if entry not in standard)
+    packages = tuple(os.path.join(folder, "") for folder in (*site.getsitepackages(), site.getusersitepackages()))
+    own = (entry for entry in sys.path if entry not in standard and not entry.startswith(packages))
+    path = os.pathsep.join(map(os.path.abspath, own))
     chosen = {"PYTHONUNBUFFERED": "1", **environ, "PYTHONPATH": path, _ROLE: "server"}
     chosen.pop(_ENABLED, None)
     return chosen

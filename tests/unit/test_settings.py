@@ -182,6 +182,15 @@ def test_the_environment_of_a_server_that_is_started(monkeypatch: pytest.MonkeyP
     }
 
 
+def test_a_server_has_no_folder_of_an_installed_package_on_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of packages that setuptools brings are behind what is installed here, and would be before it there."""
+    packages = os.path.dirname(os.path.dirname(pytest.__file__))
+    monkeypatch.setattr(sys, "path", [*sys.path, f"{packages}/setuptools/_vendor", f"{packages}-of-mine"])
+    found = server_environment({})["PYTHONPATH"].split(os.pathsep)
+    assert f"{packages}/setuptools/_vendor" not in found
+    assert f"{packages}-of-mine" in found
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [
