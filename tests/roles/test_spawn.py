@@ -405,6 +405,17 @@ def test_the_argument_beats_the_environment(scripts: Scripts, role: str | None) 
     assert [line.split()[1] for line in scripts.loads] == ["server"]
 
 
+def test_a_server_is_where_the_process_that_starts_it_looks(scripts: Scripts, tmp_path: Path) -> None:
+    """A program that imports a provider may set its base path and its device, of which the file that is served knows nothing."""
+    base_path = scripts.socket.removesuffix("-cpu.sock")
+    scripts.write(name="served.py", app=APP.replace('device="cpu"', ""))
+    scripts.write(ATTACH, app=f"from served import provider\nprovider.base_path, provider.device = {base_path!r}, 'cpu'")
+    child = scripts.run(SHARED_TENSOR_BASE_PATH=str(tmp_path / "elsewhere"))
+    assert child.expect("attached").split()[1] == "spawn"
+    assert child.close() == (0, "")
+    assert server_at(scripts.socket) is not None
+
+
 def test_a_server_started_by_hand_is_found(scripts: Scripts) -> None:
     """Its worker is the server too, whatever the source says; nothing is started beside it."""
     scripts.write(ATTACH, app=APP.replace('device="cpu"', 'device="cpu", execution_mode="spawn"'))

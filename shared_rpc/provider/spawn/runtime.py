@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from shared_rpc.protocol.infos import RuntimeInfo
@@ -24,7 +25,14 @@ class SpawnRuntime(ClientRuntime):
 
     def __init__(self, settings: ClientSettings, target: Callable[[], str], idle_exit: float | None, preload: bool) -> None:
         super().__init__(settings)
-        self.operations._pool.summon = ServerStarter(target, ServeOptions(idle_exit=idle_exit, preload=preload))
+        # Those of this process: what it has set in the provider that it has imported, the file alone does not say.
+        options = ServeOptions(
+            base_path=None if settings.base_path is None else os.fspath(settings.base_path),
+            devices=() if settings.device == "auto" else (settings.device,),
+            idle_exit=idle_exit,
+            preload=preload,
+        )
+        self.operations._pool.summon = ServerStarter(target, options)
 
     def describe(self, info: RuntimeInfo) -> None:
         """Add the server's own description, and the log of a started server."""
