@@ -1,0 +1,19 @@
+"""The load format ``shared_rpc`` of vLLM: engines attach to one copy of the weights, which the first of them has loaded."""
+
+from __future__ import annotations
+
+__all__ = ["LOAD_FORMAT", "__version__", "register"]
+
+__version__ = "0.1.0"
+
+#: The value of ``--load-format``.
+LOAD_FORMAT = "shared_rpc"
+
+
+def register() -> None:
+    """Register the load format; vLLM calls this once in each of its processes."""
+    from vllm.model_executor.model_loader import register_model_loader
+
+    from shared_rpc_vllm.loader import SharedRpcLoader
+
+    register_model_loader(LOAD_FORMAT)(SharedRpcLoader)

@@ -1,0 +1,44 @@
+"""The app of the server, for ``shared-rpc serve shared_rpc_vllm.app`` too: one endpoint, for the weights of any model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from shared_rpc import Provider
+from shared_rpc.memory.devices import torch_device
+from shared_rpc_vllm.options import base_path
+
+__all__ = ["ENDPOINT", "provider", "weights"]
+
+#: The number is that of what is asked and answered: an engine does not find the endpoint of a server that knows another.
+ENDPOINT = "vllm_weights_1"
+
+#: Seconds after which weights that no engine has are dropped; a server ends after as long without any.
+_UNUSED = 3600.0
+
+_is_set = any(os.environ.get(name) for name in ("SHARED_TENSOR_ROLE", "SHARED_TENSOR_ENABLED"))
+provider = Provider(
+    base_path(),
+    execution_mode="auto" if _is_set else "spawn",
+    timeout=None,  # loading may take long, and an engine has nothing else to do
+    server_startup_timeout=120.0,
+)
+
+
+@provider.share(
+    ENDPOINT,
+    managed=True,
+    access="read",
+    tensors="parameters",  # what else a model has, engines write to
+    concurrency="serialized",  # vLLM has one configuration and one set of groups in a process
+    cache_format_key="{label}",
+    idle_ttl=_UNUSED,
+)
+def weights(label: str, request: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Load what a request describes; ``label`` names it, see :func:`shared_rpc_vllm.request.label`."""
+    from shared_rpc_vllm.build import build
+
+    return build(request, torch_device(provider.device_id))

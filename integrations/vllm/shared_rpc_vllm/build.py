@@ -1,0 +1,88 @@
+"""The server's part: weights are loaded by vLLM's own loader, once for all engines that ask for them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from shared_rpc_vllm.binding import tensors_of
+from shared_rpc_vllm.checkpoint import checkpoint_identity
+from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm.layout import seated
+from shared_rpc_vllm.model import process, refuse_methods, warn_of_version
+from shared_rpc_vllm.request import deciding_variables, same_release
+
+__all__ = ["build"]
+
+
+def build(request: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
+    """Load the weights that a request describes, and return them in the order of vLLM's kernels.
+
+    :raises NotShareable: if they cannot be shared, before they are loaded.
+    """
+    same_release(request["versions"])
+    warn_of_version()
+    arguments = request["arguments"]
+    ranks = request["layout"].get("_WORLD", (0, 1))[1]
+    with _variables(request["variables"]), seated(request["layout"], device):
+        config = EngineArgs(
+            **arguments,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            # Nothing is started by it; without it vLLM looks for as many devices as there are ranks.
+            distributed_executor_backend="mp" if ranks > 1 else None,
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            _prepare(device)
+            found = _loaded(config, device)
+    if checkpoint_identity(arguments["model"], arguments["revision"]) != request["checkpoint"]:
+        raise NotShareable(f"the files of {arguments['model']} have changed while they were loaded: start the engine again")
+    gc.collect()
+    return found
+
+
+def _loaded(config: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    """Load a model, and return its tensors alone."""
+    loader, model_config = get_model_loader(config.load_config), config.model_config
+    with set_default_torch_dtype(model_config.dtype), device:
+        model = loader.create_model(config, model_config)
+        refuse_methods(model)
+        loader.load_weights(model, model_config)
+        process(model, model_config, device, again=False)
+    return tensors_of(model)
+
+
+def _prepare(device: torch.device) -> None:
+    """Do what a worker of an engine does before it makes a model."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with suppress(ImportError):
+        from vllm.v1.worker.workspace import init_workspace_manager
+
+        init_workspace_manager(device)
+
+
+@contextmanager
+def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set vLLM's variables as they are in the engine that asks: this process has those of the engine that started it."""
+    before = deciding_variables()
+    _set(before, wanted)
+    try:
+        yield
+    finally:
+        _set(wanted, before)
+
+
+def _set(present: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    for name in present:
+        os.environ.pop(name, None)
+    os.environ.update(wanted)

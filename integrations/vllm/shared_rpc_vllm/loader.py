@@ -1,0 +1,222 @@
+"""The loader of an engine: it attaches to weights that the server has, or has loaded when the first engine asks for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from shared_rpc import Handle
+from shared_rpc.errors import ConfigurationError, EndpointNotFound
+from shared_rpc.memory.devices import device_id
+from shared_rpc.provider.provider import SharedFunction
+from shared_rpc_vllm import LOAD_FORMAT
+from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta
+from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm.layout import layout_of_this_process
+from shared_rpc_vllm.model import process, refuse_engine, warn_of_version
+from shared_rpc_vllm.options import LoaderOptions
+from shared_rpc_vllm.request import label, request_of
+
+__all__ = ["SharedRpcLoader"]
+
+_log = init_logger(f"vllm.{__name__}")
+
+Weights = Handle[dict[str, torch.Tensor]]
+
+#: By label, what this process has attached to, and no model has yet: vLLM makes one loader to ask for the size of the weights,
+#: and another one to load them.
+_waiting: dict[str, Weights] = {}
+
+
+class SharedRpcLoader(BaseModelLoader):
+    """The loader of ``--load-format shared_rpc``; its options are :class:`~shared_rpc_vllm.options.LoaderOptions`."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(load_config)
+        self.options = LoaderOptions.of(load_config.model_loader_extra_config or {})
+
+    def download_model(self, model_config: Any) -> None:
+        """Do nothing: the server downloads what it loads."""
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Refuse to write into weights.
+
+        :raises NotShareable: always.
+        """
+        _refuse_to_load()
+
+    def get_all_weights(self, model_config: Any, model: nn.Module) -> NoReturn:
+        """Refuse to reload weights from disk: ``reload_weights`` of a worker asks for them here.
+
+        :raises NotShareable: always.
+        """
+        _refuse_to_load()
+
+    def get_external_weight_memory(self, vllm_config: Any) -> int:
+        """Return the bytes of the weights, which count as this engine's and are in none of its allocators.
+
+        They are in memory when this returns: vLLM looks at what is free next.
+        """
+        if current_platform.is_cpu() or _loads_itself():
+            return 0
+        try:
+            name, handle = self._attach(vllm_config, vllm_config.model_config)
+        except Exception:
+            if self.options.fallback:
+                return 0  # load_model() says why
+            raise
+        _waiting[name] = handle
+        return handle.get_object_info()["nbytes"]
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        """Return a model around the server's weights, for which no weight is read or copied in this process.
+
+        :raises NotShareable: if the weights cannot be shared, and the option ``fallback`` is not set.
+        """
+        if _loads_itself():
+            return self._load_here(vllm_config, model_config, prefix)
+        layers = vllm_config.compilation_config.static_forward_context
+        before = dict(layers)
+        try:
+            warn_of_version()
+            began = time.perf_counter()
+            name, handle = self._attach(vllm_config, model_config)
+            attached = time.perf_counter()
+            model = _built(handle, vllm_config, model_config, prefix)
+        except Exception as error:
+            if not self.options.fallback:
+                raise
+            _log.warning_once("the weights are loaded for this engine alone (fallback): %s: %s", type(error).__name__, error)
+            # The layers of the model that came to nothing have the names of those to come.
+            layers.clear()
+            layers.update(before)
+            return self._load_here(vllm_config, model_config, prefix)
+        _log.info(
+            "attached to '%s' in %.1f ms, made the model in %.1f ms: %d tensors, %.2f GiB",
+            name,
+            1e3 * (attached - began),
+            1e3 * (time.perf_counter() - attached),
+            len(handle.value),
+            handle.get_object_info()["nbytes"] / 2**30,
+        )
+        return model
+
+    def preload(self, vllm_config: Any) -> str:
+        """Have the server load what an engine of this configuration attaches to, unless it has that; return the label."""
+        name, _ = self._attach(vllm_config, _alone(vllm_config))
+        return name
+
+    def refresh(self, vllm_config: Any) -> str:
+        """Have the server load it again, for engines that start afterwards; return the label, and the copy's number."""
+        name, request = self._request(vllm_config, _alone(vllm_config))
+        with _explained(self.options) as weights:
+            return f"{name}, generation {weights.refresh(name, request).generation}"
+
+    def _request(self, vllm_config: Any, model_config: Any) -> tuple[str, dict[str, Any]]:
+        """Return label and description of the weights that this process needs."""
+        refuse_engine(vllm_config, model_config)
+        request = request_of(vllm_config, layout_of_this_process(), self.options.load_format)
+        return label(request), request
+
+    def _attach(self, vllm_config: Any, model_config: Any) -> tuple[str, Weights]:
+        """Return label and handle of the weights, which the server loads first if no engine has asked for them before."""
+        name, request = self._request(vllm_config, model_config)
+        if name in _waiting:
+            return name, _waiting.pop(name)
+        with _explained(self.options) as weights:
+            return name, weights(name, request)
+
+    def _load_here(self, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
+        config = type(self.load_config)(
+            **{**vars(self.load_config), "load_format": self.options.load_format, "model_loader_extra_config": {}}
+        )
+        loader = DefaultModelLoader(config)
+        return cast(nn.Module, loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix))
+
+
+def _loads_itself() -> bool:
+    """Return whether the role of this process is ``local``, in which nothing is shared.
+
+    :raises ConfigurationError: in the role ``server``, which an engine cannot have.
+    """
+    from shared_rpc_vllm.app import provider
+
+    if provider.execution_mode == "server":
+        raise ConfigurationError(
+            "an engine cannot have SHARED_TENSOR_ROLE=server: leave it unset, and the first engine starts a server; or run "
+            "'shared-rpc serve shared_rpc_vllm.app' and give engines the role 'client'"
+        )
+    return provider.execution_mode == "local"
+
+
+def _alone(vllm_config: Any) -> Any:
+    """Return the model's configuration of an engine that has one rank.
+
+    :raises NotShareable: for one that has several: which part of the weights each needs, only they know.
+    """
+    if vllm_config.parallel_config.world_size > 1:
+        raise NotShareable("weights of several ranks are loaded when they ask for them: start an engine")
+    return vllm_config.model_config
+
+
+@contextmanager
+def _explained(options: LoaderOptions) -> Iterator[SharedFunction[[str, dict[str, Any]], Weights]]:
+    """Yield the endpoint at the server that the options name.
+
+    :raises NotShareable: if there is no such endpoint, with what that means.
+    """
+    from shared_rpc_vllm.app import ENDPOINT, provider, weights
+
+    if options.base_path is not None:
+        provider.base_path = options.base_path
+    provider.device = "cpu" if current_platform.is_cpu() else device_id("cuda")
+    try:
+        yield weights
+    except EndpointNotFound as error:
+        raise NotShareable(
+            f"the server at {provider.get_runtime_info()['socket_path']} has no endpoint {ENDPOINT!r}: it is of another "
+            f"release of shared-rpc-vllm, or has another app. End it with 'shared-rpc stop' (engines that run keep their "
+            f"weights), or set another base_path"
+        ) from error
+
+
+def _built(handle: Weights, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
+    """Make an engine's model around the tensors of a handle."""
+    device = torch.device(vllm_config.device_config.device)
+    with set_default_torch_dtype(model_config.dtype):
+        with device, WithoutWeights():
+            model: nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        bind(model, handle.value)
+        process(model, model_config, device, again=True)
+    refuse_meta(model)
+    model.load_weights = _reload_of(model, handle)  # type: ignore[assignment]
+    return model.eval()
+
+
+def _reload_of(model: nn.Module, handle: Weights) -> Callable[..., NoReturn]:
+    """Return the ``load_weights`` of an attached model."""
+
+    def load_weights(*_: object, **__: object) -> NoReturn:
+        # vLLM has put tensors on the meta device in their place, to be loaded into.
+        bind(model, handle.value)
+        _refuse_to_load()
+
+    return load_weights
+
+
+def _refuse_to_load() -> NoReturn:
+    raise NotShareable(
+        f"the weights of --load-format {LOAD_FORMAT} are those of all engines, and read-only: an engine does not load others. "
+        f"Start a new one: it has the new weights if the checkpoint has changed"
+    )

@@ -1,0 +1,137 @@
+"""Models of vLLM, as its engines and the server make them: which can be shared, and how their weights are processed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import vllm
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.platforms import current_platform
+
+from shared_rpc_vllm.errors import NotShareable
+
+__all__ = ["process", "refuse_engine", "refuse_methods", "warn_of_version"]
+
+_log = init_logger(f"vllm.{__name__}")
+
+#: Releases of vLLM with which the tests are run.
+_TESTED = ("0.32.",)
+
+
+def warn_of_version() -> None:
+    """Warn once of a release of vLLM that is not among the tested ones. What it can do is looked at, whatever its number is."""
+    if not vllm.__version__.startswith(_TESTED):
+        tested = ", ".join(f"{version}*" for version in _TESTED)
+        _log.warning_once("--load-format shared_rpc is tested with vLLM %s; this is %s", tested, vllm.__version__)
+
+
+#: Options with which weights change or move, and where they stand in an engine's configuration.
+_REFUSED = {
+    "--enable-eplb: experts move between the ranks": "parallel_config.enable_eplb",
+    "--enable-elastic-ep: experts move between the ranks": "parallel_config.enable_elastic_ep",
+    "--enable-sleep-mode: an engine would give away the memory of all": "model_config.enable_sleep_mode",
+    "--weight-transfer-config: weights are written while an engine runs": "weight_transfer_config",
+    "--cpu-offload-gb: weights move between devices": "offload_config.uva.cpu_offload_gb",
+    "--offload-group-size: weights move between devices": "offload_config.prefetch.offload_group_size",
+    "a device of their own (load_config.device): they are where the server has them": "load_config.device",
+}
+
+
+def refuse_engine(vllm_config: Any, model_config: Any) -> None:
+    """Look for options of an engine with which it writes to its weights, or wants them at a place of its own.
+
+    :raises NotShareable: if there is one, by its name, before anything is loaded.
+    """
+    for reason, path in _REFUSED.items():
+        found = vllm_config
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found:
+            raise NotShareable(f"the weights cannot be shared with {reason}")
+    if model_config is not vllm_config.model_config:
+        raise NotShareable(
+            "the weights of a draft model cannot be shared: give it a loader of its own in speculative_config, "
+            "'draft_load_config': {'load_format': 'auto'}"
+        )
+
+
+def refuse_methods(model: nn.Module) -> None:
+    """Look for layers whose weights each engine processes for itself.
+
+    :raises NotShareable: for the first such layer, with the name of its method.
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not _is_shareable(method):
+            raise NotShareable(
+                f"{name or 'the model'} is of {type(method).__name__}, whose weights each engine processes for itself on "
+                f"{current_platform.device_name}"
+            )
+
+
+#: Methods for weights that are as the checkpoint has them. vLLM gives those of the first two, on a CPU alone, to oneDNN, which
+#: packs them into memory of its own (dispatch_cpu_unquantized_gemm, 0.11 to 0.32).
+_PACKED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_PLAIN = (*_PACKED, UnquantizedFusedMoEMethod)
+
+
+def _is_shareable(method: QuantizeMethodBase) -> bool:
+    if current_platform.is_cpu():
+        # Kernels for quantised weights pack them there, and nothing says which do.
+        return isinstance(method, _PLAIN)
+    if type(method).process_weights_after_loading is QuantizeMethodBase.process_weights_after_loading:
+        return True  # which does nothing
+    return bool(getattr(method, "supports_pre_processed_weights", False))
+
+
+def process(model: nn.Module, model_config: Any, device: torch.device, *, again: bool) -> None:
+    """Have vLLM bring loaded weights into the order of its kernels, as far as that leaves them in the model's own memory.
+
+    :param again: whether the weights are in that order already, and only the rest of the model's state is to be made.
+    """
+    # Heads that repeat the embeddings are tied by the server; an engine gets them as one tensor. The comparison would read all
+    # weights, which :func:`_unpacked` hides.
+    if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        if not again:
+            from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
+
+            maybe_retie_word_embeddings(model, model_config)
+        model_config.word_embeddings_untied_by_checkpoint = False
+    with _unpacked(model), _processed(again):
+        process_weights_after_loading(model, model_config, device)
+
+
+@contextmanager
+def _processed(again: bool) -> Iterator[None]:
+    if not again:
+        yield
+        return
+    from vllm.model_executor.utils import weights_already_processed
+
+    with weights_already_processed():
+        yield
+
+
+@contextmanager
+def _unpacked(model: nn.Module) -> Iterator[None]:
+    """Hide plain weights from vLLM's packing for the CPU: for layers on the meta device it takes torch's own product."""
+    modules = [module for module in model.modules() if isinstance(getattr(module, "quant_method", None), _PACKED)]
+    held = [(module, dict(module._parameters)) for module in modules if current_platform.is_cpu()]
+    for module, parameters in held:
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, parameters in held:
+            module._parameters.update(parameters)

@@ -1,0 +1,138 @@
+"""What an engine asks the server for: the weights of one rank, described as plain data that any process can load them by."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shared_rpc_vllm import __version__
+from shared_rpc_vllm.checkpoint import checkpoint_identity, commit_of
+from shared_rpc_vllm.errors import NotShareable
+
+__all__ = ["deciding_variables", "label", "plain", "request_of", "same_release"]
+
+#: Fields of ``ModelConfig`` that weights do not depend on. All others count, also those that a later vLLM may have: at worst
+#: two engines have a copy each.
+_NO_WEIGHTS = {
+    "allowed_local_media_path", "allowed_media_domains", "disable_cascade_attn", "dtype", "enable_cumem_allocator",
+    "enable_nccl_comm_suspend", "enable_prompt_embeds", "enable_return_routed_experts", "enable_sleep_mode",
+    "enable_trace_replay", "enforce_eager", "generation_config", "hf_token", "io_processor_plugin", "logits_processors",
+    "logprobs_mode", "max_logprobs", "override_generation_config", "pooler_config", "renderer_num_workers",
+    "return_sampling_mask", "revision", "seed", "served_model_name", "skip_tokenizer_init", "sleep_mode_backend",
+    "sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names", "spec_target_max_model_len", "tokenizer",
+    "tokenizer_mode", "tokenizer_revision", "use_fp64_gumbel",
+}  # fmt: skip
+
+#: Fields of other parts of a ``VllmConfig`` that shape weights, and what ``EngineArgs`` calls them.
+_ELSEWHERE = {
+    "multimodal_config": {"language_model_only": "", "mm_encoder_only": "", "mm_encoder_tp_mode": ""},
+    "parallel_config": {
+        "tensor_parallel_size": "", "pipeline_parallel_size": "", "prefill_context_parallel_size": "",
+        "decode_context_parallel_size": "", "data_parallel_size": "", "enable_expert_parallel": "",
+        "expert_placement_strategy": "",
+    },
+    "cache_config": {"cache_dtype": "kv_cache_dtype", "kv_cache_dtype_skip_layers": ""},
+    "kernel_config": {"moe_backend": "", "linear_backend": ""},
+    "load_config": {"download_dir": "", "ignore_patterns": ""},
+}  # fmt: skip
+
+
+def request_of(vllm_config: Any, layout: Mapping[str, tuple[int, int]], load_format: str) -> dict[str, Any]:
+    """Describe the weights that an engine's rank needs.
+
+    :param layout: rank and size of each group of parallel processes that has more than one.
+    :raises NotShareable: for an option that cannot be described, such as a function.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    model_config = vllm_config.model_config
+    known = {field.name: field for field in dataclasses.fields(EngineArgs)}
+    arguments: dict[str, Any] = {}
+    for part, names in {"model_config": _model_fields(model_config), **_ELSEWHERE}.items():
+        for name, called in names.items():
+            value = getattr(getattr(vllm_config, part, model_config.__dict__.get(part)), name, None)
+            if value is not None and (called or name) in known:
+                arguments[called or name] = plain(value, f"{part}.{name}")
+    arguments["dtype"] = str(model_config.dtype).removeprefix("torch.")
+    arguments["revision"] = commit_of(model_config.model, model_config.revision)
+    arguments["load_format"] = load_format
+    if vllm_config.lora_config is not None and getattr(model_config, "is_moe", True):
+        # Adapters of experts decide about the experts' kernels, and with them about the order of their weights.
+        arguments["enable_lora"] = True
+    return {
+        "arguments": arguments,
+        "checkpoint": checkpoint_identity(model_config.model, arguments["revision"]),
+        "layout": {name: list(seat) for name, seat in sorted(layout.items())},
+        "variables": deciding_variables(),
+        "versions": _versions(),
+    }
+
+
+def _model_fields(model_config: Any) -> dict[str, str]:
+    return {field.name: "" for field in dataclasses.fields(model_config) if field.init and field.name not in _NO_WEIGHTS}
+
+
+def deciding_variables() -> dict[str, str]:
+    """Return the variables of vLLM that are set and, in its own judgement, decide about what is computed."""
+    from vllm import envs
+
+    # vLLM leaves these out, because compiled code does not depend on them. The layout of weights does.
+    deciding = {*envs.compile_factors(), "VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK"}
+    return {name: os.environ[name] for name in sorted(deciding) if name.startswith("VLLM_") and name in os.environ}
+
+
+def plain(value: Any, name: str) -> Any:
+    """Return an option's value as plain data.
+
+    :raises NotShareable: if it is none, by its name.
+    """
+    if isinstance(value, enum.Enum):
+        return plain(value.value, name)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, f"{name}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, name) for inner in value]
+    if isinstance(value, set | frozenset):
+        return sorted(plain(inner, name) for inner in value)
+    raise NotShareable(f"{name} is {value!r}, which cannot be told to the server that loads: plain values can")
+
+
+def label(request: Mapping[str, Any]) -> str:
+    """Return a name for the weights of a request: readable, and of another digest for other weights."""
+    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+    rank, size = request["layout"].get("_WORLD", (0, 1))
+    return f"{os.path.basename(os.path.normpath(request['arguments']['model']))} {rank + 1}/{size} {digest[:16]}"
+
+
+def _versions() -> dict[str, str]:
+    import vllm
+
+    return {"shared-rpc-vllm": __version__, "vllm": vllm.__version__, "torch": str(torch.__version__)}
+
+
+def same_release(versions: Mapping[str, str]) -> None:
+    """Check that a request is of this server's releases.
+
+    :raises NotShareable: if it is not, with what to do.
+    """
+    here = _versions()
+    others = {name: version for name, version in versions.items() if here.get(name) != version}
+    if others:
+        told = "; ".join(f"{name} {here.get(name)}, and this engine {version}" for name, version in others.items())
+        raise NotShareable(
+            f"the server has {told}: end it with 'shared-rpc stop' (engines that run keep their weights), or set "
+            f"another base_path"
+        )

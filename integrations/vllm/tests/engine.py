@@ -1,0 +1,144 @@
+"""An engine of a test: a process with a vLLM in it, which does what the test asks over a pipe."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = [
+    "PRELOAD",
+    "PROMPT",
+    "generate",
+    "override",
+    "reload",
+    "reload_from",
+    "shm_bytes",
+    "tensors",
+    "work",
+    "write_into_a_weight",
+]
+
+#: What engines import, once for all of them.
+PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"]
+
+PROMPT = [1, 17, 42, 99]
+
+
+def work(pipe: Connection, log: Path, environ: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    """Make an engine, and call functions of this module with it, by name, until the pipe ends."""
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(environ)
+    if "TEST_SHM" in environ:
+        _limit_shm(int(environ["TEST_SHM"]))
+    if "TEST_MISFIT" in environ:
+        _misfit()
+    llm: Any = None
+    try:
+        from vllm import LLM
+
+        began = time.perf_counter()
+        llm = LLM(**options)
+        pipe.send(("done", time.perf_counter() - began))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        return
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        function: Callable[..., Any] = getattr(sys.modules[__name__], name)
+        try:
+            pipe.send(("done", function(llm, *arguments)))
+        except BaseException as error:
+            traceback.print_exc()
+            pipe.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+def _limit_shm(nbytes: int) -> None:
+    """Give this process, and those that it starts, a /dev/shm of so many bytes, as a container has one; where it may."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, private, recursive = 0x20000, 1 << 18, 1 << 14  # CLONE_NEWNS, MS_PRIVATE, MS_REC
+    if libc.unshare(new_namespace) == 0 and libc.mount(b"none", b"/", None, private | recursive, None) == 0:
+        libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, f"size={nbytes}".encode())
+
+
+def _misfit() -> None:
+    """Make models have a tensor that no server has, as a model of a later vLLM may."""
+    from shared_rpc_vllm import loader
+
+    def bind(model: Any, tensors: Any) -> None:
+        model.table = torch.empty(2, device="meta")
+        bound(model, tensors)
+
+    bound, loader.bind = loader.bind, bind
+
+
+def override(config: Any) -> Any:
+    """Change a model's configuration, as ``hf_overrides`` may."""
+    return config
+
+
+def shm_bytes(llm: Any) -> int:
+    """Return the size of /dev/shm."""
+    found = os.statvfs("/dev/shm")
+    return found.f_blocks * found.f_frsize
+
+
+def generate(llm: Any, count: int = 12, adapter: Path | None = None) -> list[int]:
+    """Return the tokens that follow the prompt, the most likely one each time; with an adapter, if one is given."""
+    from vllm import SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
+
+    adapted = None if adapter is None else LoRARequest(adapter.name, 1, str(adapter))
+    sampling = SamplingParams(max_tokens=count, temperature=0.0, detokenize=False)
+    answers = llm.generate([TokensPrompt(prompt_token_ids=PROMPT)], sampling, use_tqdm=False, lora_request=adapted)
+    return list(answers[0].outputs[0].token_ids)
+
+
+def tensors(llm: Any) -> dict[str, tuple[bool, str]]:
+    """Return of each tensor of the model whether it is a parameter, and the permissions of the memory in which it lies."""
+    (found,) = llm.apply_model(_tensors)
+    return dict(found)
+
+
+def _tensors(model: Any) -> dict[str, tuple[bool, str]]:
+    places = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [(*(int(end, 16) for end in place[0].split("-")), place[1], " ".join(place[5:])) for place in places]
+
+    def of(address: int) -> str:
+        return next(f"{mode} {name}".strip() for low, high, mode, name in ranges if low <= address < high)
+
+    both = [(True, model.named_parameters()), (False, model.named_buffers())]
+    return {name: (kind, of(tensor.data_ptr())) for kind, named in both for name, tensor in named if tensor.numel()}
+
+
+def reload(llm: Any) -> None:
+    """Ask the worker to load the weights from disk again."""
+    llm.collective_rpc("reload_weights")
+
+
+def reload_from(llm: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Give the worker other weights, as a trainer does."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": [(name, torch.zeros(*shapes[name])) for name in shapes]})
+
+
+def write_into_a_weight(llm: Any) -> None:
+    """Write into a parameter, as a faulty extension of vLLM would."""
+    llm.apply_model(_write)
+
+
+def _write(model: Any) -> None:
+    next(model.parameters()).data.zero_()

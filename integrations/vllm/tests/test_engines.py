@@ -1,0 +1,239 @@
+"""Engines in processes of their own, over one copy of the weights: vLLM's CPU build, from start to end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoints
+import engine
+from conftest import Ended, Engine, Failed, Place, run
+from shared_rpc import Provider, Server
+
+#: Bytes of /dev/shm that there are where the first engines start, and their server.
+SHM = 64 << 10
+
+Ordinary = Callable[[Path], list[int]]
+
+
+@pytest.fixture(scope="module")
+def pair(place: Place, models: dict[str, Path]) -> Iterator[list[Engine]]:
+    """Two engines that have started at the same time, where nothing was."""
+    both = [place.start(models["llama"], {"TEST_SHM": str(SHM)}) for _ in range(2)]
+    yield [made.ready() for made in both]
+
+
+def test_two_engines_that_start_at_once_load_once(place: Place, pair: list[Engine]) -> None:
+    """One of them starts the server, which loads for both."""
+    assert place.loaded() == 1
+    with place.client() as client:
+        (info,) = client.list_objects()
+    assert len(info["holders"]) == len(pair)
+
+
+def test_parameters_are_shared_and_read_only_and_nothing_else_is(pair: list[Engine]) -> None:
+    """What an engine may write to is its own."""
+    for made in pair:
+        found = made.ask(engine.tensors)
+        assert {kind for kind, _ in found.values()} == {True, False}, "it has parameters and buffers"
+        for name, (is_parameter, where) in found.items():
+            assert where.startswith("r--s /memfd:" if is_parameter else "rw-p"), (name, where)
+
+
+def test_the_weights_are_in_memory_once(place: Place, pair: list[Engine]) -> None:
+    """Each process has all of them mapped, and their shares of the memory make one copy."""
+    for made in pair:
+        made.ask(engine.generate)
+    with place.client() as client:
+        (info,) = client.list_objects()
+    shares = [_proportional(pid) for pid in (*place.pids(), *(made.pid for made in pair))]
+    assert all(share > 0 for share in shares[-2:])
+    assert 0 < sum(shares) < 1.1 * info["nbytes"] + (len(shares) << 12)
+
+
+def _proportional(pid: int) -> int:
+    """Return a process's share of the segments that it has mapped, in bytes: Pss of proc(5)."""
+    share, counts = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = "/memfd:" in line and line.split()[1].endswith("s")
+        elif counts and line.startswith("Pss:"):
+            share += int(line.split()[1]) << 10
+    return share
+
+
+def test_hardly_any_shared_memory_of_the_file_system_is_needed(place: Place, pair: list[Engine]) -> None:
+    """The weights lie in anonymous files: where /dev/shm has room for a few semaphores, all goes well."""
+    sizes = [made.ask(engine.shm_bytes) for made in pair]
+    if max(sizes) > SHM:
+        pytest.skip("this user cannot mount a small /dev/shm")
+    for pid in place.pids():
+        assert Path(f"/proc/{pid}/ns/mnt").readlink() in [Path(f"/proc/{made.pid}/ns/mnt").readlink() for made in pair]
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_tokens_are_those_of_vllms_own_loader(
+    place: Place, models: dict[str, Path], ordinary: Ordinary, family: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The weights are the same, and what is made of them is; a second engine does not wait for them."""
+    first, second = place.start(models[family]).ready(), place.start(models[family]).ready()
+    assert first.ask(engine.generate) == second.ask(engine.generate) == ordinary(models[family])
+    for name, made in (("first", first), ("second", second)):
+        _, attach, make = made.attached()
+        record_property(f"{family}, {name} engine", f"attached in {attach:.1f} ms, model made in {make:.1f} ms")
+        made.close()
+
+
+def test_a_checkpoint_that_changes_is_loaded_for_engines_that_start_afterwards(
+    place: Place, ordinary: Ordinary, tmp_path: Path
+) -> None:
+    """An engine that runs keeps the weights that it has."""
+    model = checkpoints.write(tmp_path / "llama", "llama", seed=1)
+    before = place.start(model)
+    tokens = before.ask(engine.generate)
+    checkpoints.write(model, "llama", seed=2)
+    after = place.start(model)
+    changed = after.ask(engine.generate)
+    assert changed == ordinary(model) != tokens
+    assert before.ask(engine.generate) == tokens
+    assert before.attached()[0] != after.attached()[0]
+    before.close()
+    after.close()
+
+
+def test_refresh_loads_a_copy_for_engines_that_start_afterwards(
+    place: Place, pair: list[Engine], models: dict[str, Path]
+) -> None:
+    """The command asks for what an engine with the same options asks for, and so does that to load ahead."""
+    (old,) = _held(place)
+    assert run("preload", models["llama"], place) == pair[0].attached()[0]
+    assert _held(place) == {old}
+    assert run("refresh", models["llama"], place) == f"{pair[0].attached()[0]}, generation 2"
+    with place.start(models["llama"]) as made:
+        assert made.ask(engine.generate) == pair[0].ask(engine.generate)
+        assert len(_held(place)) == 2
+        assert made.attached()[0] == pair[0].attached()[0]
+
+
+def _held(place: Place) -> set[str]:
+    with place.client() as client:
+        return {info["object_id"] for info in client.list_objects() if info["leases"]}
+
+
+def test_an_engine_does_not_load_weights_again(pair: list[Engine]) -> None:
+    """It says so, and goes on with those that it has."""
+    tokens = pair[0].ask(engine.generate)
+    with pytest.raises(Failed, match="NotShareable: the weights of --load-format shared_rpc are those of all engines"):
+        pair[0].ask(engine.reload)
+    with pytest.raises(Failed, match="NotShareable: the weights of --load-format shared_rpc are those of all engines"):
+        pair[0].ask(engine.reload_from, {"lm_head.weight": (512, 128)})
+    assert pair[0].ask(engine.generate) == tokens
+
+
+def test_an_engine_that_writes_into_a_weight_ends_alone(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
+    """It is told what it wrote to; the weights are as they were."""
+    tokens = pair[0].ask(engine.generate)
+    faulty = place.start(models["llama"])
+    with pytest.raises(Ended, match=rf"exit code -{signal.SIGSEGV.value};"):
+        faulty.ask(engine.write_into_a_weight)
+    assert "read-only" in faulty.written()
+    assert pair[0].ask(engine.generate) == tokens
+
+
+def test_a_killed_engine_leaves_nothing(place: Place, models: dict[str, Path]) -> None:
+    """Its lease goes with it, and the weights stay for the next one."""
+    made = place.start(models["qwen"]).ready()
+    with place.client() as client:
+        (held,) = [info for info in client.list_objects() if any(holder["pid"] == made.pid for holder in info["holders"])]
+        made.kill()
+        (left,) = [info for info in client.list_objects() if info["object_id"] == held["object_id"]]
+        assert left["leases"] == held["leases"] - 1
+        assert made.pid not in [session["pid"] for session in client.list_sessions()]
+
+
+def test_an_adapter_lies_over_weights_that_are_shared(
+    place: Place, pair: list[Engine], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """It is the engine's own, and the weights below it those of all."""
+    adapter = checkpoints.write_adapter(tmp_path / "adapter")
+    with place.start(models["llama"], enable_lora=True, max_lora_rank=8) as made:
+        adapted = made.ask(engine.generate, 12, adapter)
+        assert made.ask(engine.generate) == pair[0].ask(engine.generate)
+        assert made.attached()[0] == pair[0].attached()[0]
+    with place.start(models["llama"], load_format="auto", enable_lora=True, max_lora_rank=8) as alone:
+        assert alone.ask(engine.generate, 12, adapter) == adapted != pair[0].ask(engine.generate)
+
+
+REFUSED = [
+    ({"hf_overrides": engine.override}, "NotShareable: model_config.hf_overrides is <function override"),
+    ({"quantization": "fp8"}, "NotShareable: model.layers.0.self_attn.qkv_proj is of Fp8"),
+    ({"cpu_offload_gb": 0.001}, "NotShareable: the weights cannot be shared with --cpu-offload-gb"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
+def test_what_cannot_be_shared_is_refused_by_name(
+    place: Place, models: dict[str, Path], options: dict[str, Any], words: str
+) -> None:
+    """Before anything is loaded."""
+    loaded = place.loaded()
+    with pytest.raises(Failed, match=re.escape(words)):
+        place.start(models["llama"], **options).ready()
+    assert place.loaded() == loaded
+
+
+@pytest.mark.parametrize("misfit", [False, True], ids=["before it is asked for", "when the model is made"])
+def test_with_fallback_it_is_loaded_for_the_engine_alone(
+    place: Place, pair: list[Engine], models: dict[str, Path], misfit: bool
+) -> None:
+    """With one warning, that says why."""
+    options = {} if misfit else {"hf_overrides": engine.override}
+    environ = {"TEST_MISFIT": "1"} if misfit else {}
+    with place.start(models["llama"], environ, {"fallback": True}, **options) as made:
+        assert made.ask(engine.generate) == pair[0].ask(engine.generate)
+        assert not any("memfd" in where for _, where in made.ask(engine.tensors).values())
+        assert made.written().count("the weights are loaded for this engine alone (fallback): NotShareable: ") == 1
+
+
+def test_a_server_of_another_app_is_named(own_place: Place, models: dict[str, Path]) -> None:
+    """It may be one of an older release of this plugin, which has no such endpoint."""
+    provider = Provider(own_place.base_path, device="cpu", execution_mode="server")
+    path = f"{own_place.base_path}-cpu.sock"
+    with Server(provider, socket_path=path), pytest.raises(Failed, match=f"the server at {path} has no endpoint 'vllm_weig"):
+        own_place.start(models["llama"]).ready()
+
+
+def test_ranks_have_their_own_parts_without_each_other(place: Place, models: dict[str, Path], ordinary: Ordinary) -> None:
+    """The server loads one after the other: vLLM's processes are as it starts them."""
+    environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with place.start(models["mixtral"], environ, tensor_parallel_size=2) as made:
+        assert made.ask(engine.generate) == ordinary(models["mixtral"])
+        assert sorted(re.findall(r"attached to '(mixtral ./2)", made.written())) == ["mixtral 1/2", "mixtral 2/2"]
+
+
+def test_engines_go_on_when_the_process_that_loads_is_killed(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
+    """The broker has the memory: the next engine attaches, and nothing is loaded again."""
+    tokens, loaded = pair[0].ask(engine.generate), place.loaded()
+    _, worker, *_ = place.pids()
+    os.kill(worker, signal.SIGKILL)
+    assert pair[0].ask(engine.generate) == tokens
+    with place.start(models["llama"]) as made:
+        assert made.ask(engine.generate) == tokens
+    assert place.loaded() == loaded
+
+
+def test_engines_go_on_when_the_server_is_killed(place: Place, pair: list[Engine], models: dict[str, Path]) -> None:
+    """Their mappings keep the memory. The next engine starts a server, which loads."""
+    tokens, loaded = pair[0].ask(engine.generate), place.loaded()
+    broker, *_ = place.pids()
+    os.kill(broker, signal.SIGKILL)
+    assert pair[0].ask(engine.generate) == tokens
+    with place.start(models["llama"]) as made:
+        assert made.ask(engine.generate) == tokens
+    assert place.loaded() == loaded + 1

@@ -1,0 +1,190 @@
+"""What of vLLM can be shared, found out by what it can do: without an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+import vllm
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from shared_rpc import Provider
+from shared_rpc.errors import ConfigurationError
+from shared_rpc_vllm import app, layout, loader, model
+from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm.request import plain, same_release
+
+
+class Lines(logging.Handler):
+    """The lines of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What vLLM's logger is given."""
+    handler, logger = Lines(), logging.getLogger("vllm")
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
+
+
+def test_an_unknown_release_of_vllm_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """What it can do is looked at, and not its number."""
+    monkeypatch.setattr(vllm, "__version__", "99.1")
+    for _ in range(2):
+        model.warn_of_version()
+    assert lines == ["--load-format shared_rpc is tested with vLLM 0.32.*; this is 99.1"]
+
+
+def test_a_tested_release_of_vllm_is_not_warned_of(lines: list[str]) -> None:
+    """The one that the tests are run with is."""
+    model.warn_of_version()
+    assert lines == []
+
+
+class Untouched(QuantizeMethodBase):
+    """A method that processes nothing after loading."""
+
+    def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def apply(self, layer: nn.Module, *_: Any, **__: Any) -> torch.Tensor:
+        """Do nothing."""
+        raise NotImplementedError
+
+
+class Repacked(Untouched):
+    """A method that packs weights anew, in every engine."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Pack."""
+
+
+class Processed(Repacked):
+    """A method that leaves weights alone which are packed already."""
+
+    supports_pre_processed_weights = True
+
+
+def layer_of(method: QuantizeMethodBase) -> nn.Module:
+    """A model with one layer of a method."""
+    made = nn.Module()
+    made.layer = nn.Module()
+    made.layer.quant_method = method
+    return made
+
+
+@pytest.mark.parametrize("method", [Untouched(), Processed()], ids=lambda method: type(method).__name__)
+def test_weights_that_can_be_left_alone_are_shared(monkeypatch: pytest.MonkeyPatch, method: QuantizeMethodBase) -> None:
+    """Whatever the method is called."""
+    monkeypatch.setattr(model.current_platform, "is_cpu", lambda: False)
+    model.refuse_methods(layer_of(method))
+
+
+def test_weights_that_are_packed_anew_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer, and the method."""
+    monkeypatch.setattr(model.current_platform, "is_cpu", lambda: False)
+    with pytest.raises(NotShareable, match="layer is of Repacked, whose weights each engine processes for itself"):
+        model.refuse_methods(layer_of(Repacked()))
+
+
+@pytest.mark.parametrize("method", [Untouched(), Processed()], ids=lambda method: type(method).__name__)
+def test_on_a_cpu_plain_weights_alone_are_shared(method: QuantizeMethodBase) -> None:
+    """Its kernels pack others, and do not say so."""
+    with pytest.raises(NotShareable, match="weights each engine processes for itself on cpu"):
+        model.refuse_methods(layer_of(method))
+
+
+def config_with(path: str) -> tuple[Any, Any]:
+    """A configuration in which one option is set, and its model's."""
+    config = SimpleNamespace(model_config=SimpleNamespace())
+    place = config
+    *parts, last = path.split(".")
+    for part in parts:
+        place.__dict__.setdefault(part, SimpleNamespace())
+        place = getattr(place, part)
+    setattr(place, last, 1)
+    return config, config.model_config
+
+
+@pytest.mark.parametrize(("reason", "path"), model._REFUSED.items(), ids=lambda text: text.split(":")[0])
+def test_an_option_that_moves_weights_is_refused_by_name(reason: str, path: str) -> None:
+    """Before a server is asked for anything."""
+    with pytest.raises(NotShareable) as refused:
+        model.refuse_engine(*config_with(path))
+    assert str(refused.value) == f"the weights cannot be shared with {reason}"
+
+
+def test_options_that_are_refused_are_there_in_this_vllm() -> None:
+    """A name that is misspelt would refuse nothing."""
+    config = vllm.config.VllmConfig()
+    for path in model._REFUSED.values():
+        place: Any = SimpleNamespace(model_config=vllm.config.ModelConfig) if path.startswith("model_config") else config
+        for name in path.split("."):
+            assert hasattr(place, name), path
+            place = getattr(place, name)
+
+
+def test_a_draft_model_is_refused_with_what_to_do() -> None:
+    """It is made with parts of another model."""
+    config = SimpleNamespace(model_config=SimpleNamespace())
+    with pytest.raises(NotShareable, match=r"'draft_load_config': \{'load_format': 'auto'\}"):
+        model.refuse_engine(config, SimpleNamespace())
+
+
+def test_a_server_of_another_release_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on with the code that it has imported when this package is installed anew."""
+    versions = {"shared-rpc-vllm": "0.0.9", "vllm": vllm.__version__}
+    with pytest.raises(NotShareable, match=r"the server has shared-rpc-vllm 0\.1\.0, and this engine 0\.0\.9: end it with"):
+        same_release(versions)
+
+
+def test_a_value_that_is_not_plain_is_refused_by_name() -> None:
+    """The server could not be told."""
+    with pytest.raises(NotShareable, match=r"model_config\.hf_overrides\.rope is <object"):
+        plain({"rope": object()}, "model_config.hf_overrides")
+
+
+def test_an_engine_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would load into its own memory goes with it."""
+    monkeypatch.setattr(app, "provider", Provider(execution_mode="server"))
+    with pytest.raises(ConfigurationError, match="an engine cannot have SHARED_TENSOR_ROLE=server"):
+        loader._loads_itself()
+    app.provider.close()
+
+
+@pytest.mark.parametrize(("role", "expected"), [("local", True), ("client", False), ("spawn", False)])
+def test_nothing_is_shared_in_the_local_role(monkeypatch: pytest.MonkeyPatch, role: Any, expected: bool) -> None:
+    """As with any provider."""
+    monkeypatch.setattr(app, "provider", Provider(execution_mode=role))
+    assert loader._loads_itself() is expected
+
+
+def test_a_process_is_one_rank_of_several_for_a_while() -> None:
+    """Models ask for rank and size; groups that are not told of have one process."""
+    before = parallel_state._TP
+    with layout.seated({"_WORLD": (1, 2), "_TP": (1, 2)}, torch.device("cpu")):
+        assert parallel_state.get_tensor_model_parallel_rank() == 1
+        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+        assert parallel_state.get_pp_group().is_first_rank
+        assert parallel_state.get_pp_group().is_last_rank
+        assert parallel_state.get_ep_group().device_group.size() == 1
+        assert layout.layout_of_this_process() == {"_WORLD": (1, 2), "_TP": (1, 2)}
+    assert parallel_state._TP is before
