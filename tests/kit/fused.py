@@ -14,11 +14,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+# The plugin of vLLM: this part of it does without vLLM.
+sys.path.append(str(Path(__file__).parent.parent.parent / "integrations" / "vllm"))
+from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta
 
 __all__ = ["Decoder", "build", "generate", "stepper", "weights_of"]
 
@@ -105,15 +110,11 @@ def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 def over(tensors: dict[str, torch.Tensor]) -> Decoder:
-    """Return a decoder that is made without memory, and then has these tensors."""
-    with torch.device("meta"):
+    """Return a decoder that is made without memory, and then has these tensors, as an engine of vLLM has them."""
+    with WithoutWeights():
         model = Decoder()
-    modules = dict(model.named_modules())
-    for name, tensor in tensors.items():
-        owner, _, leaf = name.rpartition(".")
-        module = modules[owner]
-        (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[leaf] = tensor  # type: ignore[index]
-    assert not [name for name, tensor in weights_of(model).items() if tensor.is_meta]
+    bind(model, tensors)
+    refuse_meta(model)
     return model.eval()
 
 

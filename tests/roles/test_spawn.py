@@ -406,7 +406,7 @@ def test_the_argument_beats_the_environment(scripts: Scripts, role: str | None) 
 
 
 def test_a_server_is_where_the_process_that_starts_it_looks(scripts: Scripts, tmp_path: Path) -> None:
-    """A program that imports a provider may set its base path and its device, of which the file that is served knows nothing."""
+    """A program that imports a provider may set its base path and its device: the file that is served does not say these."""
     base_path = scripts.socket.removesuffix("-cpu.sock")
     scripts.write(name="served.py", app=APP.replace('device="cpu"', ""))
     scripts.write(ATTACH, app=f"from served import provider\nprovider.base_path, provider.device = {base_path!r}, 'cpu'")
