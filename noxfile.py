@@ -25,7 +25,7 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 SHARED = Path(__file__).parent / ".nox" / "shared"
 
 #: What tests take part in `nox -s tests`; those of tests/docs run with what they are about.
-ROOMS = [f"tests/{room}" for room in ("unit", "roles", "broker", "faults", "cli", "gpu")]
+ROOMS = [f"tests/{room}" for room in ("unit", "roles", "broker", "faults", "cli", "integrations", "gpu")]
 #: As many tests at once as there are cores, up to a number for which there is memory anywhere.
 PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 

@@ -24,7 +24,7 @@ LAYERS = [
     ["client", "extras", "server"],
     ["broker", "operations", "scripts"],
     ["provider"],
-    ["cli", "worker"],
+    ["cli", "integrations", "worker"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -158,14 +158,14 @@ def test_protocol_and_state_are_pure() -> None:
     assert impure == []
 
 
-def test_torch_is_imported_by_the_codec_and_extras_alone() -> None:
+def test_torch_is_imported_by_the_codec_extras_and_integrations_alone() -> None:
     """Elsewhere it is imported by the function that needs it; both are loaded when they are used."""
     users = {
         found.module.partition(".")[0]
         for found in all_imports()
         if found.target.partition(".")[0] == "torch" and not found.late and not found.typing
     }
-    assert users == {"codec", "extras"}
+    assert users == {"codec", "extras", "integrations"}
 
 
 def test_server_and_client_load_the_codec_late() -> None:

@@ -1,0 +1,77 @@
+"""Blocks in which libraries attach in place of loading: the same rules for all of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.integrations.keys import CheckpointChanged, Unshareable
+from shared_rpc.integrations.loading import LoadRequest, attach
+from shared_rpc.integrations.patching import Loader, ordinarily, replaced
+from shared_rpc.provider.provider import Provider
+
+__all__ = ["Library", "Plan", "block"]
+
+#: How often files may change between a question and its answer.
+_ATTEMPTS = 3
+
+
+class Plan(NamedTuple):
+    """A request in place of a call, and the function that makes the call's result of the answer."""
+
+    request: LoadRequest
+    finish: Callable[[dict[str, Any]], Any]
+
+
+class Library(NamedTuple):
+    """A library: the class whose ``from_pretrained`` loads, and the plan for a call of it.
+
+    ``plan(cls, args, kwargs, device)`` may change ``kwargs``, and raises :class:`Unshareable` where it has none.
+    """
+
+    owner: Callable[[], type]
+    plan: Callable[[Any, tuple[Any, ...], dict[str, Any], str], Plan]
+
+
+def block(provider: Provider | None, fallback: bool, libraries: Sequence[Library]) -> AbstractContextManager[None]:
+    """Return a block in which calls of the libraries attach; in the local role one that changes nothing.
+
+    :param fallback: whether what cannot be shared is loaded ordinarily, with a warning.
+    """
+    if provider is None:
+        from shared_rpc.integrations.app import provider as shipped
+
+        provider = shipped
+    owners = {library.owner(): library for library in libraries}
+    if provider.execution_mode == "local":
+        return ordinarily()
+    return replaced({owner: _loader(provider, fallback, library) for owner, library in owners.items()})
+
+
+def _loader(provider: Provider, fallback: bool, library: Library) -> Loader:
+    def load(cls: type, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with ordinarily():
+            try:
+                return _attached(provider, library, cls, args, kwargs)
+            except (Unshareable, CapabilityError) as error:
+                told = f"{cls.__name__}.from_pretrained({args[0] if args else ''!r}) is not shared: {error}"
+                if not fallback:
+                    raise CapabilityError(told) from error
+            warnings.warn(f"{told}. It is loaded for this process alone", stacklevel=3)
+            return original(*args, **kwargs)
+
+    return load
+
+
+def _attached(provider: Provider, library: Library, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for attempt in range(_ATTEMPTS):
+        plan = library.plan(cls, args, dict(kwargs), provider.device_id)
+        try:
+            return plan.finish(attach(provider, plan.request))
+        except CheckpointChanged:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")

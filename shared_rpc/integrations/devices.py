@@ -1,0 +1,66 @@
+"""Devices: a model lies as a whole on that of its server, or is not shared."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared_rpc.integrations.keys import Unshareable
+from shared_rpc.memory.devices import torch_device
+
+__all__ = ["LoadDevice", "check_device_map"]
+
+#: Maps that a library makes by itself, of which there is one alone where there is one device.
+_MADE = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def check_device_map(device_map: Any, device: str) -> None:
+    """Check that a model is wanted on the server's device as a whole.
+
+    Without a map and without a default device it is: who moves it there afterwards finds it there.
+
+    :param device: the id of the server's device.
+    :raises Unshareable: if not.
+    """
+    here = torch_device(device)
+    if device_map is None:
+        default = torch.get_default_device()
+        wanted: set[torch.device | str] = {default} if default.type != "cpu" else set()
+    elif isinstance(device_map, dict):
+        wanted = {_device(value) for value in device_map.values()}
+    elif device_map in _MADE:
+        count = torch.cuda.device_count()
+        wanted = {torch.device("cuda", index) for index in range(count)} if count else {torch.device("cpu")}
+    else:
+        wanted = {_device(device_map)}
+    if wanted and wanted != {here}:
+        raise Unshareable(
+            f"device_map={device_map!r:.200}: that is {', '.join(sorted(map(str, wanted)))}, and what is shared lies on {here}"
+        )
+
+
+def _device(value: Any) -> torch.device | str:
+    try:
+        device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    except RuntimeError:
+        return str(value)  # "disk"
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return torch.device(device.type, index) if index is not None and device.type != "cpu" else torch.device(device.type)
+
+
+class LoadDevice:
+    """The device that a server loads to, by its id."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch_device(device)
+        direct = self._device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
+        #: With these a ``from_pretrained`` puts weights there at once.
+        self.options: dict[str, Any] = {"device_map": {"": self._device}} if direct else {}
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move what is not there yet."""
+        tensors = [*model.parameters(), *model.buffers()]
+        return model if all(tensor.device == self._device for tensor in tensors) else model.to(self._device)

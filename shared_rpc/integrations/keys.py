@@ -1,0 +1,132 @@
+"""Keys of what is loaded: which files, and with which options.
+
+Two calls get one object if their keys are equal, so a key has everything that changes the result. Options that cannot be
+compared have no key.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from shared_rpc.integrations.loading import library
+
+__all__ = ["Checkpoint", "CheckpointChanged", "Unshareable", "digest_of", "source_of"]
+
+#: Files of a folder that a model is made from. Others, as those of an optimizer or a log, may change.
+_WEIGHTS = (".safetensors", ".bin", ".json", ".py", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".model", ".txt")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class Unshareable(Exception):
+    """A call that a server cannot carry out for others; the text says which argument it is, and why."""
+
+
+class CheckpointChanged(RuntimeError):
+    """The files of a checkpoint are not those that a process asked for: they have changed meanwhile."""
+
+
+class Checkpoint(NamedTuple):
+    """A folder or a repository, and what it contains.
+
+    :param name: an absolute path, or the name of a repository.
+    :param content: a digest of a folder's files as the file system tells them apart, or a commit.
+    """
+
+    name: str
+    content: str
+    subfolder: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether it is a folder or a file here."""
+        return os.path.isabs(self.name)
+
+    def check(self) -> None:
+        """Raise :class:`CheckpointChanged` if a folder's files are others by now."""
+        if self.is_local and _content_of(os.path.join(self.name, self.subfolder)) != self.content:
+            raise CheckpointChanged(f"the files in {os.path.join(self.name, self.subfolder)} have changed meanwhile")
+
+
+def source_of(name: Any, options: Mapping[str, Any], config_name: str) -> Checkpoint:
+    """Resolve a name as ``from_pretrained`` takes it.
+
+    :param options: of ``from_pretrained``.
+    :param config_name: of the file that every checkpoint has.
+    :raises Unshareable: if it cannot be told what is meant.
+    """
+    subfolder = options.get("subfolder") or ""
+    if not isinstance(name, (str, os.PathLike)):
+        raise Unshareable(f"its name is {name!r}")
+    if os.path.exists(name):
+        path = os.path.realpath(name)
+        return Checkpoint(path, _content_of(os.path.join(path, subfolder)), subfolder)
+    return Checkpoint(str(name), _commit_of(str(name), options, config_name), subfolder)
+
+
+def _content_of(path: str) -> str:
+    """Return a digest of the names, sizes, times and inodes of the files that a model is made from."""
+    try:
+        entries = [entry for entry in os.scandir(path) if entry.name.endswith(_WEIGHTS)]
+        found = sorted((entry.name, entry.stat()) for entry in entries)
+    except NotADirectoryError:
+        found = [(os.path.basename(path), os.stat(path))]
+    except OSError as error:
+        raise Unshareable(f"its files cannot be told: {error}") from error
+    return digest_of(files=[(name, told.st_size, told.st_mtime_ns, told.st_ino) for name, told in found])
+
+
+def _commit_of(name: str, options: Mapping[str, Any], config_name: str) -> str:
+    revision = options.get("revision")
+    # What transformers has resolved by itself, in releases that do.
+    resolved = getattr(revision, "resolved", revision)
+    if resolved is None or not _COMMIT.fullmatch(str(resolved)):
+        hub = library("huggingface_hub")
+        wanted = {key: options[key] for key in ("cache_dir", "token", "local_files_only") if options.get(key) is not None}
+        try:
+            path = hub.hf_hub_download(
+                name, config_name, subfolder=options.get("subfolder") or None, revision=revision and str(revision), **wanted
+            )
+        except Exception as error:
+            raise Unshareable(f"its revision cannot be resolved: {error}") from error
+        # Where the Hub's cache has the files of a commit: models--org--name/snapshots/<commit>/config.json.
+        resolved = next((part for part in reversed(path.split(os.sep)) if _COMMIT.fullmatch(part)), None)
+    if resolved is None:
+        raise Unshareable("its revision cannot be resolved")
+    return str(resolved)
+
+
+def digest_of(**parts: Any) -> str:
+    """Return a short text that is equal for equal parts.
+
+    :raises Unshareable: if a part of it cannot be compared, naming it.
+    """
+    return hashlib.sha256(
+        json.dumps({name: _canonical(part, name) for name, part in parts.items()}, sort_keys=True).encode()
+    ).hexdigest()[:16]
+
+
+def _canonical(value: Any, where: str) -> Any:
+    """Return JSON for a value: its type counts, the order of a dict does not."""
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, (torch.dtype, torch.device, os.PathLike, enum.Enum)):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {f"{type(key).__name__} {key}": _canonical(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_canonical(item, where), sort_keys=True) for item in value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if callable(to_dict := getattr(value, "to_dict", None)):  # configurations, of models, generation and quantisation
+        return [_canonical(type(value), where), _canonical(to_dict(), where)]
+    raise Unshareable(f"it cannot be told whether two {where} are equal: {value!r:.200}")

@@ -1,0 +1,247 @@
+"""Models of transformers that are attached where ordinary code loads them.
+
+``with shared(): model = AutoModel.from_pretrained(name)`` is the model that ``from_pretrained`` returned in a server, around
+the server's memory: whatever a checkpoint goes through on its way (renamed, fused, converted, quantised weights) it has gone
+through there, once. No constructor runs here, so nothing is copied and nothing can differ.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared_rpc.extras.materialize import Rename, materialize
+from shared_rpc.handle import Lease
+from shared_rpc.integrations.blocks import Library, Plan, block
+from shared_rpc.integrations.devices import LoadDevice, check_device_map
+from shared_rpc.integrations.keys import Checkpoint, Unshareable, digest_of, source_of
+from shared_rpc.integrations.loading import LoadRequest, library, release
+from shared_rpc.provider.provider import Provider
+
+__all__ = ["from_shared", "release", "shared"]
+
+#: Options that say where a configuration is, too.
+_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder")
+#: Options that say how files are got, and not what is in them.
+_UNCOUNTED = {
+    *(*_HUB, "use_auth_token", "tqdm_class", "disable_mmap", "low_cpu_mem_usage", "max_memory", "offload_state_dict"),
+    *("_from_auto", "_from_pipeline", "_commit_hash", "trust_remote_code", "code_revision", "use_safetensors"),
+}
+#: Options of ``from_pretrained`` itself. All others are the configuration's, as far as it knows them.
+_OF_LOADING = {
+    *("ignore_mismatched_sizes", "weights_only", "quantization_config", "variant", "adapter_kwargs", "adapter_name"),
+    *("generation_config", "gguf_file", "key_mapping", "output_loading_info", "dtype", "torch_dtype", "attn_implementation"),
+}
+#: Options that make a model of one process, and why.
+_REFUSED = {
+    "state_dict": "the weights are this process's",
+    "tp_plan": "each process has a part of its own",
+    "tp_size": "each process has a part of its own",
+    "device_mesh": "each process has a part of its own",
+    "distributed_config": "each process has a part of its own",
+    "offload_folder": "weights that come and go are not shared",
+    "offload_buffers": "weights that come and go are not shared",
+    "use_kernels": "kernels change the process's classes",
+    "kernel_config": "kernels change the process's classes",
+    "fusion_config": "fusions change the process's classes",
+}
+#: What a configuration says of its process or its file, and not of the model.
+_OF_NO_MODEL = {"_name_or_path", "transformers_version", "_commit_hash", "dtype", "torch_dtype", "architectures"}
+
+
+def shared(provider: Provider | None = None, *, fallback: bool = True) -> AbstractContextManager[None]:
+    """Attach in place of loading: ``with shared(): model = AutoModel.from_pretrained(name, …)``.
+
+    In the block, ``from_pretrained`` of every model class of transformers asks a server, which loads each checkpoint once, by
+    the same call. The role is that of the environment, as everywhere: in the local role everything is as without the block.
+    It counts for the code of the block, not for other threads.
+
+    A model is the caller's own: its configuration, hooks, mode, and the tensors that are no parameters. Its parameters are
+    shared and read-only, and require no gradients. Those that the checkpoint does not have, as a new head, are its own too.
+
+    :param provider: whose server is asked, which must have :func:`~shared_rpc.integrations.loading.serve_with`; by default
+        that of :mod:`shared_rpc.integrations.app`.
+    :param fallback: whether what cannot be shared is loaded as without the block, with one warning that says why.
+    :raises CapabilityError: by ``from_pretrained`` in the block, for what cannot be shared, where ``fallback`` is False.
+    :raises ConfigurationError: if transformers is not installed; by ``from_pretrained``, if the server has another version.
+    """
+    return block(provider, fallback, [LIBRARY])
+
+
+def from_shared(
+    source: Lease[Any] | nn.Module | dict[str, torch.Tensor] | Callable[[], Any],
+    cls: Any,
+    config: Any = None,
+    *,
+    rename: Rename | None = None,
+    own: Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """Return a model of a class of transformers over shared weights, in evaluation mode.
+
+    The class may be another one than that of the model which was shared, and the configuration too, as long as the names and
+    shapes of their tensors agree. This is :func:`shared_rpc.materialize` around the class's constructor: nothing is converted
+    or copied, and what does not fit is an error. (``from_pretrained(None, state_dict=…)`` copies in silence where a dtype
+    differs, and some tied tensors always.)
+
+    :param source: a handle of a model or of a dict of tensors by name, one of these itself, or a function that returns one.
+    :param cls: a model class, or one of the ``Auto`` classes.
+    :param config: the configuration; that of the shared model by default.
+    :param rename, own: see :func:`shared_rpc.materialize`.
+    :param options: of the class's ``_from_config``, as ``attn_implementation``.
+    :raises StateMismatchError: if names, shapes or dtypes do not fit, with all of them.
+    """
+    library("transformers")
+    held: Any = source() if not isinstance(source, (Lease, nn.Module)) and callable(source) else source
+    value = held.value if isinstance(held, Lease) else held
+    config = copy.deepcopy(value.config if config is None else config)
+    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    tensors = value.state_dict(keep_vars=True) if isinstance(value, nn.Module) else value
+    with materialize(held, rename=rename, own=own):
+        model = make(config, **options)
+        _convert(model, tensors)
+    model.eval()
+    if (generation := getattr(value, "generation_config", None)) is not None:
+        model.generation_config = copy.deepcopy(generation)
+    return model
+
+
+def _convert(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Give parameters, which have no memory yet, the dtypes of the tensors that take their places."""
+    floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+    usual = max(set(floating), key=floating.count, default=torch.get_default_dtype())
+    for name, parameter in model.named_parameters():
+        dtype = tensors[name].dtype if name in tensors else usual
+        if parameter.dtype != dtype and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+# What a call asks a server for.
+
+
+def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Plan:
+    """Return what to ask a server for in place of ``cls.from_pretrained(*args, **kwargs)``.
+
+    :raises Unshareable: if that cannot be shared.
+    """
+    name, *arguments = args if args else (kwargs.pop("pretrained_model_name_or_path", None),)
+    _check(cls, kwargs)
+    check_device_map(kwargs.pop("device_map", None), device)
+    options = {key: value for key, value in kwargs.items() if value is not None}
+    source = source_of(name, options, "config.json")
+    if not source.is_local:
+        options["revision"] = source.content
+    options = _with_config(cls, name, options)
+    adapter = options.pop("adapter_kwargs", None) or {}
+    adapter_name = options.pop("adapter_name", "default")
+    wants_info = options.pop("output_loading_info", False)
+    attention = _take_attention(cls, options)
+    dtype = _take_dtype(options)
+    told = {name: value for name, value in options["config"].to_dict().items() if name not in _OF_NO_MODEL}
+    counted = {key: value for key, value in options.items() if key not in _UNCOUNTED and key != "config"}
+    digest = digest_of(cls=cls, source=source, dtype=dtype, arguments=arguments, config=told, options=counted)
+    versions = ("transformers", "torch", *_quantisers(options))
+    key = f"{cls.__name__} {source.name} {str(dtype).removeprefix('torch.')} {digest}"
+    build = functools.partial(_build, cls, source, arguments, {**options, "dtype": dtype}, device)
+
+    def finish(parts: dict[str, Any]) -> Any:
+        model, info = parts["model"], parts["info"]
+        _own(model, {*info["missing_keys"], *(found[0] for found in info["mismatched_keys"])})
+        model.name_or_path = model.config._name_or_path = str(name)
+        if attention is not None:
+            model.set_attn_implementation(attention)
+        if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
+            model.load_adapter(adapter_path, adapter_name=adapter_name, adapter_kwargs=adapter)
+        return (model, info) if wants_info else model
+
+    return Plan(LoadRequest(key, versions, build), finish)
+
+
+def _check(cls: Any, options: dict[str, Any]) -> None:
+    for option, reason in _REFUSED.items():
+        if options.get(option) not in (None, False):
+            raise Unshareable(f"{option}={options[option]!r:.200}: {reason}")
+    if cls.__module__ == "__main__":
+        raise Unshareable(f"its class is of the script, and the server has no such module: put {cls.__name__} into a file")
+    if cls.__module__.partition(".")[0] == "transformers_modules":
+        raise Unshareable("trust_remote_code=True: its class is code of the checkpoint")
+    if library("transformers.integrations").is_deepspeed_zero3_enabled():
+        raise Unshareable("DeepSpeed's ZeRO 3 is on: each process has a part of its own")
+
+
+def _with_config(cls: Any, name: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with a configuration, got as ``from_pretrained`` gets it, so that all ways to a model are one."""
+    config = options.pop("config", None)
+    if isinstance(config, library("transformers").PretrainedConfig):
+        return {**options, "config": copy.deepcopy(config)}
+    of_loading = {key: options.pop(key) for key in (*_OF_LOADING, *(_UNCOUNTED - {*_HUB})) if key in options}
+    hub = {key: options.pop(key) for key in _HUB if key in options}
+    config, rest = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **hub, **options)
+    return {**of_loading, **hub, **rest, "config": config}
+
+
+def _take_attention(cls: Any, options: dict[str, Any]) -> Any:
+    """Take the implementation of attention out of the options, where it can be set on a model that is there already."""
+    config = options["config"]
+    if "attn_implementation" in options:
+        config._attn_implementation = options.pop("attn_implementation")
+    if not cls._can_set_attn_implementation():
+        return None
+    chosen = _attention_of(config)
+    config._attn_implementation = None
+    return chosen
+
+
+def _attention_of(config: Any) -> Any:
+    parts = {name: _attention_of(part) for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    chosen = {name: value for name, value in {"": config._attn_implementation, **parts}.items() if value is not None}
+    return chosen if len(chosen) > 1 or ("" not in chosen and chosen) else chosen.get("")
+
+
+def _take_dtype(options: dict[str, Any]) -> torch.dtype | str:
+    given = options.pop("torch_dtype", None)
+    dtype = options.pop("dtype", given)
+    if dtype is None or dtype == "auto":
+        dtype = getattr(options["config"], "dtype", None) or "auto"
+    found = getattr(torch, dtype, "auto") if isinstance(dtype, str) else dtype
+    return found if isinstance(found, torch.dtype) else "auto"
+
+
+def _quantisers(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the libraries beside transformers that decide what is in the weights."""
+    quantised = options.get("quantization_config") or getattr(options["config"], "quantization_config", None)
+    return ("torchao", "bitsandbytes", "accelerate") if quantised is not None else ()
+
+
+def _build(cls: Any, source: Checkpoint, arguments: list[Any], options: dict[str, Any], device: str) -> dict[str, Any]:
+    """Load, in the server."""
+    place = LoadDevice(device)
+    source.check()
+    model, info = cls.from_pretrained(source.name, *arguments, **options, **place.options, output_loading_info=True)
+    source.check()
+    # What is shared cannot be trained: without this an optimizer's step would end its process.
+    return {"model": place.move(model).requires_grad_(False), "info": info}
+
+
+def _own(model: nn.Module, names: set[str]) -> None:
+    """Make the parameters that the checkpoint does not have this process's own, and trainable."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in names & parameters.keys():
+        shared_one = parameters[name]
+        mine = nn.Parameter(shared_one.detach().clone(), requires_grad=shared_one.is_floating_point())
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is shared_one:
+                    module._parameters[key] = mine
+
+
+LIBRARY = Library(lambda: library("transformers").PreTrainedModel, plan)
+
+if __name__ == "__main__":
+    from shared_rpc.integrations.app import provider  # noqa: F401  it serves when this ends

@@ -1,0 +1,462 @@
+"""Models of transformers that are attached where ordinary code loads them: one memory, and all else the process's own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from shared_rpc import Provider, Server, errors
+from shared_rpc.integrations import loading
+from shared_rpc.integrations.transformers import release, shared
+from tests.integrations.checkpoints import FAMILIES, decoder, inputs, save
+from tests.integrations.comparing import same_bits, shared_parameters
+from tests.kit.processes import eventually
+
+
+def attached(provider: Provider, name: str, loader: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    """Load in a block, where it is an error not to attach."""
+    with shared(provider, fallback=False):
+        return loader.from_pretrained(name, **options)
+
+
+def own(provider: Provider, name: str, loader: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    """Load outside of all blocks."""
+    return loader.from_pretrained(name, **options).to(torch.device("cpu" if provider.device == "cpu" else "cuda"))
+
+
+def outputs(model: Any) -> list[torch.Tensor]:
+    """Compute something."""
+    with torch.no_grad():
+        found = model(**inputs(model)).to_tuple()
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def objects(provider: Provider) -> list[Any]:
+    """What the server has, and how many processes hold it."""
+    return [provider.get_object_info(each["object_id"]) for each in provider.list_objects()]
+
+
+# What is attached.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_attached_without_a_copy(family: str, dtype: torch.dtype, provider: Provider, tmp_path: Path) -> None:
+    """Every parameter lies in memory that is mapped for reading, at one place for all, and has the bits of an own model."""
+    name = save(FAMILIES[family](), tmp_path / "checkpoint")
+    loader = getattr(transformers, AutoConfig.from_pretrained(name).architectures[0])
+    one, other = (attached(provider, name, loader, dtype=dtype) for _ in range(2))
+    assert one is not other
+    assert shared_parameters(one) == shared_parameters(other) == {key: each.data_ptr() for key, each in one.named_parameters()}
+    mine = own(provider, name, loader, dtype=dtype)
+    assert same_bits(mine, one)
+    assert type(one) is type(mine)
+    assert one.config.to_dict() == mine.config.to_dict()
+    assert all(torch.equal(left, right) for left, right in zip(outputs(mine), outputs(one), strict=True))
+
+
+def test_a_class_and_its_auto_class_are_one(provider: Provider, checkpoint: str) -> None:
+    """However a model is asked for, it is loaded once: by either class, a dtype's name, a relative path, what the file says."""
+    one = attached(provider, checkpoint, dtype=torch.bfloat16)
+    own(provider, checkpoint).to(torch.bfloat16).save_pretrained(checkpoint + "-bf16")
+    ways = [
+        attached(provider, checkpoint, transformers.LlamaForCausalLM, dtype="bfloat16"),
+        attached(provider, os.path.relpath(checkpoint), torch_dtype=torch.bfloat16),
+        attached(provider, checkpoint, config=AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16),
+        attached(provider, checkpoint, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True)[0],
+    ]
+    assert [shared_parameters(each) == shared_parameters(one) for each in ways] == [True] * 4
+    by_file = [
+        attached(provider, checkpoint + "-bf16", **options) for options in ({}, {"dtype": "auto"}, {"dtype": torch.bfloat16})
+    ]
+    assert len({each.lm_head.weight.data_ptr() for each in by_file}) == 1
+
+
+def test_what_changes_the_weights_is_another_model(provider: Provider, checkpoint: str) -> None:
+    """A dtype, a class, and anything that changes the configuration have memory of their own."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"dtype": torch.bfloat16},
+        {"loader": AutoModel},
+        {"rms_norm_eps": 1e-3},
+        {"num_hidden_layers": 1},
+    ]
+    addresses = {next(attached(provider, checkpoint, **way).parameters()).data_ptr() for way in ways}
+    assert len(addresses) == len(ways)
+
+
+def test_attention_is_each_process_its_own(provider: Provider, checkpoint: str) -> None:
+    """Implementations of attention are set on one and the same memory, as the loader was asked for."""
+    ways = [attached(provider, checkpoint, attn_implementation=way) for way in ("eager", "sdpa", "eager")]
+    assert [model.config._attn_implementation for model in ways] == ["eager", "sdpa", "eager"]
+    assert len({model.lm_head.weight.data_ptr() for model in ways}) == 1
+    mine = own(provider, checkpoint, attn_implementation="eager")
+    assert torch.equal(outputs(mine)[0], outputs(ways[0])[0])
+
+
+def test_a_model_is_its_processes_own(provider: Provider, checkpoint: str) -> None:
+    """Configuration, mode, hooks, and modules that are replaced do not reach another model over the same memory."""
+    one, other = attached(provider, checkpoint), attached(provider, checkpoint)
+    one.config.use_cache = False
+    one.generation_config.max_new_tokens = 7
+    one.train()
+    one.register_forward_hook(lambda *_: None)
+    one.lm_head = torch.nn.Identity()
+    assert other.config.use_cache
+    assert other.generation_config.max_new_tokens is None
+    assert not other.training
+    assert not other._forward_hooks
+    assert isinstance(other.lm_head, torch.nn.Linear)
+    assert one.config.name_or_path == checkpoint
+
+
+def test_what_the_checkpoint_lacks_is_its_processes_own(provider: Provider, tmp_path: Path) -> None:
+    """A new head is made once, copied by each process, and can be trained over the base, which is frozen."""
+    name = save(FAMILIES["bert"](), tmp_path / "bert")
+    one, other = (attached(provider, name, AutoModelForSequenceClassification, num_labels=3) for _ in range(2))
+    lacking = {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"}
+    assert {key for key, parameter in one.named_parameters() if parameter.requires_grad} == lacking
+    assert {key for key, _ in one.named_parameters()} - shared_parameters(one).keys() == lacking
+    assert same_bits(one, other)
+    one.train()
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    one(**inputs(one), labels=torch.tensor([0, 2], device=one.device)).loss.backward()
+    optimizer.step()
+    assert not torch.equal(one.classifier.weight, other.classifier.weight)
+    assert shared_parameters(one) == shared_parameters(other)
+
+
+def test_what_was_found_is_told(provider: Provider, tmp_path: Path) -> None:
+    """``output_loading_info`` is that of the server, which has loaded."""
+    name = save(FAMILIES["bert"](), tmp_path / "bert")
+    options = {"loader": AutoModelForSequenceClassification, "output_loading_info": True}
+    assert (
+        attached(provider, name, **options)[1]
+        == AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)[1]
+    )
+
+
+# What people do with it.
+
+
+def test_it_generates(provider: Provider, checkpoint: str) -> None:
+    """``generate`` with either cache, which is the process's own, gives the tokens of a model that is not shared."""
+    one, mine = attached(provider, checkpoint), own(provider, checkpoint)
+    tokens = inputs(one)["input_ids"]
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    for cache in ("dynamic", "static"):
+        made = one.generate(tokens, cache_implementation=cache, **options)
+        assert made.shape[1] > tokens.shape[1]
+        assert torch.equal(made, mine.generate(tokens, cache_implementation=cache, **options))
+
+
+def test_a_pipeline_attaches(provider: Provider, tmp_path: Path) -> None:
+    """``pipeline(task, model=name)`` loads its model by the same method."""
+    name = save(FAMILIES["vit"](), tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(
+        json.dumps({"image_processor_type": "ViTImageProcessorFast", "size": {"height": 16, "width": 16}})
+    )
+    picture = pytest.importorskip("PIL.Image").new("RGB", (16, 16), "teal")
+    with shared(provider, fallback=False):
+        one = transformers.pipeline("image-classification", model=name, device=provider_device(provider), use_fast=True)
+    mine = transformers.pipeline("image-classification", model=name, device=provider_device(provider), use_fast=True)
+    assert len(shared_parameters(one.model)) == len(list(one.model.parameters()))
+    assert one(picture) == mine(picture)
+
+
+def provider_device(provider: Provider) -> torch.device:
+    """The device that a provider's results live on."""
+    return torch.device("cpu" if provider.device == "cpu" else "cuda:0")
+
+
+def test_it_is_compiled(provider: Provider, checkpoint: str) -> None:
+    """``torch.compile`` takes the shared parameters for what they are."""
+    one = attached(provider, checkpoint)
+    expected = outputs(one)[0]
+    compiled = torch.compile(one, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs(one)).logits, expected)
+
+
+def test_it_is_saved(provider: Provider, checkpoint: str, tmp_path: Path) -> None:
+    """``save_pretrained`` writes a checkpoint of the same bits."""
+    one = attached(provider, checkpoint)
+    one.save_pretrained(tmp_path / "again")
+    assert same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), one)
+
+
+def test_what_changes_it_copies_it(provider: Provider, checkpoint: str) -> None:
+    """Other embeddings and another dtype are the process's own, and the shared memory stays as it was."""
+    one, other = attached(provider, checkpoint), attached(provider, checkpoint)
+    embeddings = {"model.embed_tokens.weight", "lm_head.weight"}
+    one.resize_token_embeddings(100)
+    assert shared_parameters(other).keys() - shared_parameters(one).keys() == embeddings
+    assert one.to(other.device) is one
+    assert shared_parameters(one)
+    one.to(torch.float64)
+    assert shared_parameters(one) == {}
+    assert same_bits(own(provider, checkpoint), other)
+
+
+def test_gradients_are_its_processes_own(provider: Provider, checkpoint: str) -> None:
+    """Inputs have gradients through the frozen weights; training the weights is an error of torch."""
+    one = attached(provider, checkpoint).train()
+    embedded = one.get_input_embeddings()(inputs(one)["input_ids"]).requires_grad_()
+    one(inputs_embeds=embedded).logits.sum().backward()
+    assert embedded.grad is not None
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        one(**inputs(one)).logits.sum().backward()
+
+
+# Leases.
+
+
+def test_the_lease_is_that_of_the_tensors(provider: Provider, checkpoint: str) -> None:
+    """It lasts as long as the model, a part of it, or a view of a weight, and ends with the last of them."""
+    one = attached(provider, checkpoint)
+    part: Any = one.model.layers[1].mlp
+    del one
+    gc.collect()
+    assert [each["leases"] for each in objects(provider)] == [1]
+    part = part.up_proj.weight[:1]
+    gc.collect()
+    assert [each["leases"] for each in objects(provider)] == [1]
+    del part
+    gc.collect()
+    eventually(lambda: [each["leases"] for each in objects(provider)] == [0])
+
+
+def test_a_lease_is_released(provider: Provider, checkpoint: str) -> None:
+    """``release`` gives it back at once; the tensors stay."""
+    one = attached(provider, checkpoint)
+    release(one)
+    assert [each["leases"] for each in objects(provider)] == [0]
+    provider.invalidate_endpoint_cache(loading.ENDPOINT)
+    assert same_bits(own(provider, checkpoint), one)
+    with pytest.raises(errors.CapabilityError, match="LlamaForCausalLM has no lease"):
+        release(one)
+
+
+def test_nothing_is_left(no_leaks: None, provider: Provider, checkpoint: str) -> None:
+    """Descriptors and mappings go with the model."""
+    attached(provider, checkpoint)
+
+
+# Which files.
+
+
+def test_a_checkpoint_that_changes_is_another_one(provider: Provider, checkpoint: str) -> None:
+    """Who loads after a change gets the new weights; models that are attached keep theirs."""
+    before = attached(provider, checkpoint)
+    bits = {name: tensor.clone() for name, tensor in before.state_dict().items()}
+    save(decoder(), Path(checkpoint), seed=1)
+    after = attached(provider, checkpoint)
+    assert same_bits(own(provider, checkpoint), after)
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    assert all(torch.equal(bits[name], tensor) for name, tensor in before.state_dict().items())
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded(
+    provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for again, so that no key has another checkpoint's weights."""
+    load = transformers.PreTrainedModel._load_pretrained_model
+    loads = []
+
+    def change(*args: Any) -> Any:
+        loads.append(load(*args))
+        if len(loads) == 1:
+            save(decoder(), Path(checkpoint), seed=1)
+        return loads[-1]
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", staticmethod(change))
+    one = attached(provider, checkpoint)
+    assert len(loads) == 2
+    monkeypatch.undo()
+    assert same_bits(own(provider, checkpoint), one)
+
+
+def test_a_revision_is_resolved(provider: Provider, tmp_path: Path) -> None:
+    """A branch of a repository is the commit that it names: when it moves on, who loads then gets that commit."""
+    commits = ["a" * 40, "b" * 40]
+    place = tmp_path / "cache" / "models--org--tiny"
+    for seed, commit in enumerate(commits):
+        save(decoder(), place / "snapshots" / commit, seed)
+    (place / "refs").mkdir()
+    options = {"cache_dir": tmp_path / "cache", "local_files_only": True}
+    models = []
+    for commit in commits:
+        (place / "refs" / "main").write_text(commit)
+        models.append(attached(provider, "org/tiny", **options))
+        assert same_bits(own(provider, str(place / "snapshots" / commit)), models[-1])
+    again = [attached(provider, "org/tiny", revision=revision, **options) for revision in (commits[0], "main")]
+    assert [shared_parameters(each) for each in again] == [shared_parameters(each) for each in models]
+
+
+def test_a_checkpoint_that_is_not_there(provider: Provider, tmp_path: Path) -> None:
+    """The error is that of the loader."""
+    with (
+        shared(provider),
+        pytest.warns(UserWarning, match="revision cannot be resolved"),
+        pytest.raises(OSError, match="org/no"),
+    ):
+        AutoModelForCausalLM.from_pretrained("org/no", cache_dir=tmp_path, local_files_only=True, config=decoder().config)
+
+
+# What is not shared.
+
+REFUSED = {
+    "state_dict": ({"state_dict": {}}, "state_dict"),
+    "several devices": ({"device_map": {"model": "cpu", "lm_head": "disk"}}, "device_map=.*disk"),
+    "another device": ({"device_map": "cuda:7"}, "device_map='cuda:7'"),
+    "tensor parallel": ({"tp_plan": "auto"}, "tp_plan='auto'"),
+    "offload": ({"offload_folder": "there"}, "offload_folder='there'"),
+    "kernels": ({"use_kernels": True}, "use_kernels=True"),
+    "an option without a key": ({"key_mapping": {"a": object()}}, "it cannot be told whether two options.*key_mapping.*object"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_cannot_be_shared_is_refused_by_name(refused: str, provider: Provider, checkpoint: str) -> None:
+    """Before anything is loaded."""
+    options, text = REFUSED[refused]
+    with pytest.raises(errors.CapabilityError, match=rf"LlamaForCausalLM.from_pretrained\(.*\) is not shared: {text}"):
+        attached(provider, checkpoint, **options)
+    assert objects(provider) == []
+
+
+def test_what_cannot_be_shared_is_loaded_for_this_process(provider: Provider, checkpoint: str) -> None:
+    """One warning says why, and the code goes on."""
+    with shared(provider), pytest.warns(UserWarning, match="offload_folder.*loaded for this process alone") as warned:
+        one = AutoModelForCausalLM.from_pretrained(checkpoint, offload_folder="there")
+    assert len(warned) == 1
+    assert shared_parameters(one) == {}
+
+
+class Mine(transformers.LlamaForCausalLM):
+    """A class of a script."""
+
+
+def test_a_class_of_the_script_is_refused(provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has no such module, and the error says where the class has to be."""
+    monkeypatch.setattr(Mine, "__module__", "__main__")
+    with pytest.raises(errors.CapabilityError, match="put Mine into a file"):
+        attached(provider, checkpoint, Mine)
+
+
+def test_remote_code_is_refused(provider: Provider, checkpoint: str) -> None:
+    """Its class is the checkpoint's."""
+    code = "from transformers import LlamaForCausalLM\n\n\nclass Remote(LlamaForCausalLM):\n    pass\n"
+    (Path(checkpoint) / "modeling.py").write_text(code)
+    config = Path(checkpoint, "config.json")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": {"AutoModel": "modeling.Remote"}}))
+    with pytest.raises(errors.CapabilityError, match=r"Remote.*trust_remote_code=True: its class is code of the checkpoint"):
+        attached(provider, checkpoint, AutoModel, trust_remote_code=True)
+
+
+def test_other_versions_are_an_error(provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of another release is not taken for one's own: the error has both versions."""
+    versions_of = loading.versions_of
+    there = {**versions_of(["transformers", "torch"]), "transformers": "4.0"}
+    # This process is both: the one that asks names them in a tuple.
+    monkeypatch.setattr(loading, "versions_of", lambda names: there if isinstance(names, tuple) else versions_of(names))
+    with pytest.raises(errors.ConfigurationError, match=f"transformers {transformers.__version__} here, 4.0 there"):
+        attached(provider, checkpoint)
+
+
+def test_a_server_of_another_app(base_path: str, checkpoint: str) -> None:
+    """The error says what is there, and what to do."""
+    with Server(Provider(base_path, execution_mode="server", device="cpu")) as server:
+        client = Provider(base_path, execution_mode="client", device="cpu")
+        with pytest.raises(errors.ConfigurationError, match=rf"{server.socket_path} is that of another app.*serve_with"):
+            attached(client, checkpoint)
+        client.close()
+
+
+# Roles and blocks.
+
+
+@pytest.mark.parametrize("enabled", [None, False])
+def test_the_local_role_loads_as_ever(enabled: bool | None, base_path: str, checkpoint: str) -> None:
+    """Nothing is replaced, whether no role is named or sharing is switched off."""
+    before = vars(transformers.PreTrainedModel)["from_pretrained"]
+    provider = Provider(base_path, enabled=enabled, execution_mode="auto")
+    with shared(provider):
+        assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
+        one = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert shared_parameters(one) == {}
+    assert all(parameter.requires_grad for parameter in one.parameters())
+
+
+def test_the_server_attaches_to_itself(owner: Provider, provider: Provider, checkpoint: str) -> None:
+    """A script in the server role gets models of its own, over the memory that its clients have."""
+    one, other, client = attached(owner, checkpoint), attached(owner, checkpoint), attached(provider, checkpoint)
+    assert one is not other
+    assert shared_parameters(one) == shared_parameters(other) == shared_parameters(client)
+
+
+def test_blocks_end(provider: Provider, checkpoint: str) -> None:
+    """The class is as it was after the last block, also where one ends with an error."""
+    before = vars(transformers.PreTrainedModel)["from_pretrained"]
+    with pytest.raises(KeyError), shared(provider), shared(provider):
+        raise KeyError
+    assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
+
+
+def test_of_blocks_in_each_other_the_inner_one_counts(provider: Provider, checkpoint: str) -> None:
+    """After it, the outer one does."""
+    local = Provider(execution_mode="local")
+    with shared(provider, fallback=True):
+        with shared(provider, fallback=False), pytest.raises(errors.CapabilityError):
+            AutoModelForCausalLM.from_pretrained(checkpoint, offload_folder="there")
+        with shared(local):
+            assert shared_parameters(AutoModelForCausalLM.from_pretrained(checkpoint)) == {}
+        with pytest.warns(UserWarning, match="offload_folder"):
+            AutoModelForCausalLM.from_pretrained(checkpoint, offload_folder="there")
+        assert shared_parameters(AutoModelForCausalLM.from_pretrained(checkpoint)) != {}
+
+
+def test_other_threads_load_as_ever(provider: Provider, checkpoint: str) -> None:
+    """A block counts for the thread that entered it."""
+    with shared(provider), ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(AutoModelForCausalLM.from_pretrained, checkpoint).result()
+        mine = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert shared_parameters(theirs) == {}
+    assert shared_parameters(mine) != {}
+
+
+def test_threads_have_blocks_of_their_own(provider: Provider, checkpoint: str) -> None:
+    """Whichever ends first, the others attach."""
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(lambda _: attached(provider, checkpoint), range(8)))
+    assert len({id(model) for model in models}) == 8
+    assert len({model.lm_head.weight.data_ptr() for model in models}) == 1
+    assert len(objects(provider)) == 1
+
+
+def test_a_method_that_others_have_replaced_meanwhile_stays(
+    provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another library put around it in the block is not taken away by its end."""
+    called = []
+    with shared(provider):
+        inner = vars(transformers.PreTrainedModel)["from_pretrained"].__func__
+
+        def theirs(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            called.append(cls)
+            return inner(cls, *args, **kwargs)
+
+        monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(theirs))
+    assert shared_parameters(AutoModelForCausalLM.from_pretrained(checkpoint)) == {}
+    with shared(provider):
+        assert shared_parameters(AutoModelForCausalLM.from_pretrained(checkpoint)) != {}
+    assert len(called) == 2
