@@ -19,9 +19,10 @@ from torch import nn
 from shared_rpc.extras.materialize import Rename, materialize
 from shared_rpc.handle import Lease
 from shared_rpc.integrations.blocks import Library, Plan, block
-from shared_rpc.integrations.devices import LoadDevice, check_device_map
-from shared_rpc.integrations.keys import Checkpoint, Unshareable, digest_of, source_of
+from shared_rpc.integrations.devices import check_device_map
+from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
 from shared_rpc.integrations.loading import LoadRequest, library, release
+from shared_rpc.integrations.models import CLASS_OPTIONS, load_model, own_missing
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["from_shared", "release", "shared"]
@@ -145,14 +146,15 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     dtype = _take_dtype(options)
     told = {name: value for name, value in options["config"].to_dict().items() if name not in _OF_NO_MODEL}
     counted = {key: value for key, value in options.items() if key not in _UNCOUNTED and key != "config"}
-    digest = digest_of(cls=cls, source=source, dtype=dtype, arguments=arguments, config=told, options=counted)
+    given = {name: getattr(cls, name, None) for name in CLASS_OPTIONS}
+    digest = digest_of(cls=cls, source=source, dtype=dtype, arguments=arguments, config=told, options=[counted, given])
     versions = ("transformers", "torch", *_quantisers(options))
     key = f"{cls.__name__} {source.name} {str(dtype).removeprefix('torch.')} {digest}"
-    build = functools.partial(_build, cls, source, arguments, {**options, "dtype": dtype}, device)
+    build = functools.partial(load_model, cls, source, arguments, {**options, "dtype": dtype}, device, given)
 
     def finish(parts: dict[str, Any]) -> Any:
         model, info = parts["model"], parts["info"]
-        _own(model, {*info["missing_keys"], *(found[0] for found in info["mismatched_keys"])})
+        own_missing(model, info)
         model.name_or_path = model.config._name_or_path = str(name)
         if attention is not None:
             model.set_attn_implementation(attention)
@@ -217,28 +219,6 @@ def _quantisers(options: dict[str, Any]) -> tuple[str, ...]:
     """Return the libraries beside transformers that decide what is in the weights."""
     quantised = options.get("quantization_config") or getattr(options["config"], "quantization_config", None)
     return ("torchao", "bitsandbytes", "accelerate") if quantised is not None else ()
-
-
-def _build(cls: Any, source: Checkpoint, arguments: list[Any], options: dict[str, Any], device: str) -> dict[str, Any]:
-    """Load, in the server."""
-    place = LoadDevice(device)
-    source.check()
-    model, info = cls.from_pretrained(source.name, *arguments, **options, **place.options, output_loading_info=True)
-    source.check()
-    # What is shared cannot be trained: without this an optimizer's step would end its process.
-    return {"model": place.move(model).requires_grad_(False), "info": info}
-
-
-def _own(model: nn.Module, names: set[str]) -> None:
-    """Make the parameters that the checkpoint does not have this process's own, and trainable."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in names & parameters.keys():
-        shared_one = parameters[name]
-        mine = nn.Parameter(shared_one.detach().clone(), requires_grad=shared_one.is_floating_point())
-        for module in model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is shared_one:
-                    module._parameters[key] = mine
 
 
 LIBRARY = Library(lambda: library("transformers").PreTrainedModel, plan)

@@ -1,0 +1,86 @@
+"""Pipelines of diffusers, whose models are attached one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Provider, errors
+from shared_rpc.integrations import diffusers as integration
+from tests.integrations.comparing import same_bits, shared_parameters
+
+diffusers = pytest.importorskip("diffusers")
+#: What libraries say of their own and of each other's next releases.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def stable_diffusion(folder: Path) -> str:
+    """Save a whole pipeline with random weights."""
+    from tests.compat.libraries.diffusers import _stable_diffusion
+
+    torch.manual_seed(0)
+    _stable_diffusion("cpu").save_pretrained(folder)
+    return str(folder)
+
+
+def painted(pipeline: Any) -> torch.Tensor:
+    """What it makes of a text."""
+    pipeline.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(1)
+    options = {"num_inference_steps": 2, "height": 16, "width": 16, "generator": generator, "output_type": "np"}
+    return torch.from_numpy(pipeline("a lighthouse", **options).images)
+
+
+def models(pipeline: Any) -> dict[str, torch.nn.Module]:
+    """Its parts that have weights."""
+    return {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def test_a_pipeline_is_attached(provider: Provider, device: str, tmp_path: Path) -> None:
+    """UNet, VAE and text encoder lie in the server's memory; scheduler and settings are the process's own."""
+    path = stable_diffusion(tmp_path / "pipeline")
+    with integration.shared(provider, fallback=False):
+        one, other = (diffusers.DiffusionPipeline.from_pretrained(path).to(device) for _ in range(2))
+    mine = diffusers.DiffusionPipeline.from_pretrained(path).to(device)
+    assert sorted(models(one)) == ["text_encoder", "unet", "vae"]
+    for name, model in models(one).items():
+        assert len(shared_parameters(model)) == len(list(model.parameters()))
+        assert shared_parameters(model) == shared_parameters(models(other)[name])
+        assert same_bits(models(mine)[name], model)
+    assert one.scheduler is not other.scheduler
+    assert torch.equal(painted(mine), painted(one))
+
+
+def test_a_part_may_be_ones_own(provider: Provider, device: str, tmp_path: Path) -> None:
+    """What is given to ``from_pretrained`` is used, and the other parts attach."""
+    path = stable_diffusion(tmp_path / "pipeline")
+    vae = diffusers.AutoencoderKL.from_pretrained(path, subfolder="vae").to(device)
+    with integration.shared(provider, fallback=False):
+        one = diffusers.StableDiffusionPipeline.from_pretrained(path, vae=vae)
+        unet = diffusers.UNet2DConditionModel.from_pretrained(path, subfolder="unet")
+    assert one.vae is vae
+    assert shared_parameters(one.vae) == {}
+    assert len(shared_parameters(one.unet)) == len(list(one.unet.parameters()))
+    assert same_bits(one.unet, unet)
+
+
+def test_an_adapter_is_its_processes_own(provider: Provider, device: str, tmp_path: Path) -> None:
+    """LoRA on a shared UNet adds layers of one process, and leaves the shared weights."""
+    peft = pytest.importorskip("peft")
+    path = stable_diffusion(tmp_path / "pipeline")
+    with integration.shared(provider, fallback=False):
+        one, other = (diffusers.UNet2DConditionModel.from_pretrained(path, subfolder="unet") for _ in range(2))
+    one.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    shared = set(shared_parameters(one).values())
+    assert shared == set(shared_parameters(other).values())
+    assert {name.rpartition(".lora_")[2][0] for name, each in one.named_parameters() if each.requires_grad} == {"A", "B"}
+
+
+def test_what_cannot_be_shared_is_refused_by_name(provider: Provider, tmp_path: Path) -> None:
+    """Before anything is loaded."""
+    path = stable_diffusion(tmp_path / "pipeline")
+    with integration.shared(provider, fallback=False), pytest.raises(errors.CapabilityError, match="offload_folder='there'"):
+        diffusers.UNet2DConditionModel.from_pretrained(path, subfolder="unet", offload_folder="there")
