@@ -82,6 +82,9 @@ def compat(session: nox.Session) -> None:
     # wheels of torchvision are built for CUDA, which tests/compat/site/ sees to.
     session.install("torch", "-e", ".[compat]", *CONSTRAINTS)
     session.run("pytest", "tests/compat", "--require-all", *session.posargs)
+    if not session.posargs:
+        others = [f"tests/integrations/test_{name}.py" for name in ("diffusers", "peft", "sentence_transformers")]
+        session.run("pytest", "-m", "not gpu", *others, env={"PYTHONPATH": "tests/compat/site"})
 
 
 @nox.session

@@ -50,14 +50,15 @@ def objects(provider: Provider) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_is_attached_without_a_copy(family: str, dtype: torch.dtype, provider: Provider, tmp_path: Path) -> None:
+def test_a_model_is_attached_without_a_copy(family: str, provider: Provider, tmp_path: Path) -> None:
     """Every parameter lies in memory that is mapped for reading, at one place for all, and has the bits of an own model."""
     name = save(FAMILIES[family](), tmp_path / "checkpoint")
     loader = getattr(transformers, AutoConfig.from_pretrained(name).architectures[0])
-    one, other = (attached(provider, name, loader, dtype=dtype) for _ in range(2))
+    # The file has other dtypes, and of Mixtral each expert by itself: what is converted is converted in the server.
+    one, other = (attached(provider, name, loader, dtype=torch.bfloat16) for _ in range(2))
     assert one is not other
     assert shared_parameters(one) == shared_parameters(other) == {key: each.data_ptr() for key, each in one.named_parameters()}
-    mine = own(provider, name, loader, dtype=dtype)
+    mine = own(provider, name, loader, dtype=torch.bfloat16)
     assert same_bits(mine, one)
     assert type(one) is type(mine)
     assert one.config.to_dict() == mine.config.to_dict()

@@ -1,0 +1,112 @@
+"""Models of a class and a configuration of one's own, around weights that are shared already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from shared_rpc import Handle, Provider
+from shared_rpc.errors import StateMismatchError
+from shared_rpc.integrations.transformers import from_shared
+from tests.integrations.checkpoints import FAMILIES, decoder, inputs
+from tests.integrations.comparing import same_bits, shared_parameters
+from tests.kit.apps import Connect, Serve
+
+Weights = Callable[[Any], Handle[Any]]
+
+
+@pytest.fixture
+def provider(base_path: str, device: str) -> Provider:
+    """The server's."""
+    return Provider(base_path, device=device)
+
+
+@pytest.fixture
+def weights(get: Serve, connect: Connect, device: str) -> Weights:
+    """``weights(value)`` is a client's handle of it."""
+
+    def share(value: Any) -> Handle[Any]:
+        get(value, managed=True, access="read")
+        handle: Handle[Any] = connect(device=device).call("get")
+        return handle
+
+    return share
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_built_around_another_ones_weights(family: str, weights: Weights, device: str) -> None:
+    """Of the same class, by its own constructor: not one parameter is copied, and it computes the same."""
+    whole = FAMILIES[family]()
+    handle = weights(type(whole)._from_config(whole.config, dtype=torch.bfloat16).to(device).eval())
+    with handle:
+        source = handle.value
+        model = from_shared(handle, type(source))
+        assert model is not source
+        assert shared_parameters(model) == {name: each.data_ptr() for name, each in source.named_parameters()}
+        assert same_bits(source, model)
+        assert [tensor.dtype for tensor in model.parameters()] == [tensor.dtype for tensor in source.parameters()]
+        with torch.no_grad():
+            assert torch.equal(model(**inputs(model))[0], source(**inputs(source))[0])
+    if source.can_generate():
+        assert model.generation_config is not source.generation_config
+
+
+def test_a_call_of_a_state_dict(weights: Weights, device: str) -> None:
+    """The tensors may come without a model, then with a configuration; a function that gives them is called."""
+    source = decoder().to(device)
+    handle = weights(dict(source.state_dict()))
+    config = transformers.LlamaConfig(**{**source.config.to_dict(), "attn_implementation": "eager"})
+    model = from_shared(lambda: handle, transformers.AutoModelForCausalLM, config)
+    assert shared_parameters(model).keys() == dict(model.named_parameters()).keys()
+    assert model.config._attn_implementation == "eager"
+    assert not model.training
+
+
+def test_tensors_of_two_dtypes(weights: Weights, device: str) -> None:
+    """Each parameter takes the dtype of its tensor, where ``from_pretrained`` would copy in silence."""
+    source = decoder().to(device, torch.bfloat16)
+    source.model.norm.float()
+    handle = weights(source)
+    model = from_shared(handle, type(source))
+    assert model.model.norm.weight.dtype == torch.float32
+    assert len(shared_parameters(model)) == len(list(model.parameters()))
+
+
+class Head(transformers.LlamaForCausalLM):
+    """A class of one's own, with a part that the weights do not have."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.score = nn.Linear(config.hidden_size, 1)
+
+
+def test_a_class_of_ones_own(weights: Weights, device: str) -> None:
+    """Its new part is the process's own, of the weights' dtype, and can be trained; the rest is shared."""
+    handle = weights(decoder().to(device, torch.bfloat16).requires_grad_(False))
+    model = from_shared(handle, Head, own=["score.**"])
+    own = {name for name, _ in model.named_parameters()} - shared_parameters(model).keys()
+    assert own == {"score.weight", "score.bias"} == {name for name, each in model.named_parameters() if each.requires_grad}
+    assert model.score.weight.dtype == torch.bfloat16
+
+
+def test_weights_that_do_not_fit(weights: Weights, device: str) -> None:
+    """The error lists what is missing, and what has another shape."""
+    handle = weights(decoder().to(device))
+    with pytest.raises(StateMismatchError) as raised:
+        from_shared(handle, Head, transformers.LlamaConfig(**{**handle.value.config.to_dict(), "vocab_size": 90}))
+    assert set(raised.value.missing) == {"score.weight", "score.bias"}
+    assert {text.split()[0] for text in raised.value.mismatched} == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_the_model_keeps_the_lease(weights: Weights, connect: Connect, device: str) -> None:
+    """Without a handle of one's own the object stays in use."""
+    handle = weights(decoder().to(device))
+    object_id, kept = handle.object_id, from_shared(handle, transformers.LlamaForCausalLM)
+    del handle
+    assert connect(device=device).get_object_info(object_id)["leases"] == 1
+    assert kept.lm_head.weight.numel()

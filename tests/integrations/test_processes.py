@@ -1,0 +1,113 @@
+"""Scripts that attach: several processes, a server that ends, and one that comes up by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shared_rpc import Client, Provider
+from shared_rpc.errors import ConnectError
+from shared_rpc.integrations.transformers import shared
+from tests.integrations.checkpoints import inputs
+from tests.kit.brokers import is_running
+from tests.kit.processes import Child, eventually
+
+#: What a user writes, and a word to the test whenever it asks for one.
+SCRIPT = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from shared_rpc.integrations.transformers import shared
+
+def load():
+    with shared(fallback=False):
+        return AutoModelForCausalLM.from_pretrained(sys.argv[1])
+
+model = load()
+tokens = torch.tensor([[1, 17, 42, 5], [1, 3, 3, 90]])
+for line in sys.stdin:
+    {extra}
+    with torch.no_grad():
+        print("computes", model(tokens).logits.double().sum().item(), flush=True)
+"""
+Run = Callable[..., Child]
+
+
+@pytest.fixture
+def run(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[Run]:
+    """``run(extra)`` starts the script in the role ``spawn``; the server that is started ends with the test."""
+
+    def start(checkpoint: str, extra: str = "pass", role: str = "spawn") -> Child:
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT.format(extra=textwrap.indent(extra, "    ").strip()))
+        environ = {
+            **{"SHARED_TENSOR_ROLE": role, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            **{"CUDA_VISIBLE_DEVICES": "", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        }
+        children.append(Child(str(script), checkpoint, environ=environ, has_workers=True))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.process.kill()
+    with suppress(ConnectError):  # one of the test itself has ended
+        pid = server_of(base_path)
+        os.kill(pid, signal.SIGTERM)
+        eventually(lambda: not is_running(pid), seconds=20)
+
+
+def server_of(base_path: str) -> int:
+    """The process that serves."""
+    with Client(base_path, device="cpu", connect_timeout=0) as client:
+        return int(client.get_server_info()["pid"])
+
+
+def computed(child: Child) -> float:
+    """Have a script compute, and return what it says."""
+    child.tell("compute")
+    return float(child.expect("computes").split()[1])
+
+
+def expected(checkpoint: str) -> float:
+    """The same of a model that is not shared."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        return model(**inputs(model)).logits.double().sum().item()
+
+
+@pytest.mark.timeout(180)
+def test_scripts_that_start_at_once_with_nothing_there(run: Run, checkpoint: str, base_path: str) -> None:
+    """One server comes up and loads once, all attach; after its SIGKILL they compute on, and the next load starts another."""
+    scripts = [run(checkpoint, "if line == 'load\\n': model = load()") for _ in range(2)]
+    assert [computed(script) for script in scripts] == [expected(checkpoint)] * 2
+    first = server_of(base_path)
+    with Client(base_path, device="cpu", connect_timeout=0) as client:
+        found = [client.get_object_info(each["object_id"]) for each in client.list_objects()]
+    assert [(each["generation"], each["leases"]) for each in found] == [(1, 2)]
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: not is_running(first))
+    assert computed(scripts[0]) == expected(checkpoint)
+    scripts[1].tell("load")
+    assert float(scripts[1].expect("computes").split()[1]) == expected(checkpoint)
+    assert server_of(base_path) != first
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_write_to_a_parameter_ends_its_process_alone(run: Run, provider: Provider, checkpoint: str) -> None:
+    """By the kernel, with words that name the model; what others have is as it was."""
+    with shared(provider, fallback=False):
+        mine = AutoModelForCausalLM.from_pretrained(checkpoint)
+    writer = run(checkpoint, "model.requires_grad_(True).lm_head.weight.data.mul_(2)", role="client")
+    writer.tell("write")
+    code, text = writer.close()
+    assert code == -signal.SIGSEGV
+    assert "from_pretrained" in text
+    with torch.no_grad():
+        assert mine(**inputs(mine)).logits.double().sum().item() == expected(checkpoint)
