@@ -83,7 +83,7 @@ def compat(session: nox.Session) -> None:
     session.install("torch", "-e", ".[compat]", *CONSTRAINTS)
     session.run("pytest", "tests/compat", "--require-all", *session.posargs)
     if not session.posargs:
-        others = [f"tests/integrations/test_{name}.py" for name in ("diffusers", "peft", "sentence_transformers")]
+        others = [f"tests/integrations/test_{name}.py" for name in ("diffusers", "peft", "quantised", "sentence_transformers")]
         session.run("pytest", "-m", "not gpu", *others, env={"PYTHONPATH": "tests/compat/site"})
 
 

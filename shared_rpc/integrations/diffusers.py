@@ -16,7 +16,7 @@ from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
 from shared_rpc.integrations.loading import LoadRequest, library, release
-from shared_rpc.integrations.models import load_model, own_missing
+from shared_rpc.integrations.models import load_model, own_model
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["release", "shared"]
@@ -24,7 +24,7 @@ __all__ = ["release", "shared"]
 #: Options that say how files are got, and not what is in them.
 _UNCOUNTED = {
     *("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder", "disable_mmap"),
-    *("low_cpu_mem_usage", "max_memory", "use_safetensors", "use_flashpack", "flashpack_kwargs", "offload_state_dict"),
+    *("low_cpu_mem_usage", "max_memory", "use_flashpack", "flashpack_kwargs", "offload_state_dict"),
 }
 #: Options that make a model of one process, and why.
 _REFUSED = {
@@ -53,7 +53,8 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
             raise Unshareable(f"{option}={kwargs[option]!r:.200}: {reason}")
     if cls.__module__ == "__main__":
         raise Unshareable(f"its class is of the script, and the server has no such module: put {cls.__name__} into a file")
-    check_device_map(kwargs.pop("device_map", None), device)
+    device_map = kwargs.pop("device_map", None)
+    check_device_map(device_map, device)
     options = {option: value for option, value in kwargs.items() if value is not None}
     wants_info = options.pop("output_loading_info", False)
     checkpoint = source_of(name, options, "config.json")
@@ -66,8 +67,7 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     build = functools.partial(load_model, cls, checkpoint, arguments, options, device, {})
 
     def finish(parts: dict[str, Any]) -> Any:
-        model, info = parts["model"], parts["info"]
-        own_missing(model, info)
+        model, info = own_model(parts, device_map, device)
         return (model, info) if wants_info else model
 
     return Plan(LoadRequest(key, ("diffusers", "torch"), build), finish)

@@ -21,7 +21,7 @@ from shared_rpc.integrations.loading import library
 __all__ = ["Checkpoint", "CheckpointChanged", "Unshareable", "digest_of", "source_of"]
 
 #: Files of a folder that a model is made from. Others, as those of an optimizer or a log, may change.
-_WEIGHTS = (".safetensors", ".bin", ".json", ".py", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".model", ".txt")
+_WEIGHTS = (".safetensors", ".bin", ".json", ".py", ".gguf", ".pt", ".pth", ".ckpt", ".h5")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

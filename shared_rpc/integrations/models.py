@@ -9,8 +9,9 @@ from torch import nn
 from shared_rpc.errors import CapabilityError
 from shared_rpc.integrations.devices import LoadDevice
 from shared_rpc.integrations.keys import Checkpoint
+from shared_rpc.memory.devices import torch_device
 
-__all__ = ["CLASS_OPTIONS", "load_model", "own_missing"]
+__all__ = ["CLASS_OPTIONS", "load_model", "own_model"]
 
 #: Attributes of classes by which checkpoints are read, and which some libraries change while they load.
 CLASS_OPTIONS = ("base_model_prefix",)
@@ -35,8 +36,17 @@ def load_model(
     return {"model": place.move(model).requires_grad_(False), "info": info}
 
 
-def own_missing(model: nn.Module, info: dict[str, Any]) -> None:
-    """Make the parameters that a checkpoint does not have, or has in another shape, this process's own, and trainable."""
+def own_model(parts: dict[str, Any], device_map: Any, device: str) -> tuple[Any, dict[str, Any]]:
+    """Return the model of :func:`load_model` as this process's own, and what was found in the checkpoint.
+
+    Parameters that the checkpoint does not have, or has in another shape, are of this process alone, and can be trained.
+
+    :param device_map: what this process asked for. The server may have used one for itself, which says nothing here.
+    """
+    model, info = parts["model"], parts["info"]
+    vars(model).pop("hf_device_map", None)
+    if device_map is not None:
+        model.hf_device_map = {"": torch_device(device)}
     missing = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     own = {
@@ -47,3 +57,4 @@ def own_missing(model: nn.Module, info: dict[str, Any]) -> None:
         for name, parameter in module._parameters.items():
             if id(parameter) in own:
                 module._parameters[name] = own[id(parameter)]
+    return model, info

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,7 @@ from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
 from shared_rpc.integrations.loading import LoadRequest, library, release
-from shared_rpc.integrations.models import CLASS_OPTIONS, load_model, own_missing
+from shared_rpc.integrations.models import CLASS_OPTIONS, load_model, own_model
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["from_shared", "release", "shared"]
@@ -32,12 +33,12 @@ _HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "
 #: Options that say how files are got, and not what is in them.
 _UNCOUNTED = {
     *(*_HUB, "use_auth_token", "tqdm_class", "disable_mmap", "low_cpu_mem_usage", "max_memory", "offload_state_dict"),
-    *("_from_auto", "_from_pipeline", "_commit_hash", "trust_remote_code", "code_revision", "use_safetensors"),
+    *("_from_auto", "_from_pipeline", "_commit_hash", "trust_remote_code", "code_revision"),
 }
 #: Options of ``from_pretrained`` itself. All others are the configuration's, as far as it knows them.
 _OF_LOADING = {
     *("ignore_mismatched_sizes", "weights_only", "quantization_config", "variant", "adapter_kwargs", "adapter_name"),
-    *("generation_config", "gguf_file", "key_mapping", "output_loading_info", "dtype", "torch_dtype", "attn_implementation"),
+    *("generation_config", "key_mapping", "output_loading_info", "dtype", "torch_dtype", "attn_implementation"),
 }
 #: Options that make a model of one process, and why.
 _REFUSED = {
@@ -51,6 +52,7 @@ _REFUSED = {
     "use_kernels": "kernels change the process's classes",
     "kernel_config": "kernels change the process's classes",
     "fusion_config": "fusions change the process's classes",
+    "gguf_file": "files of GGUF are left to each process",
 }
 #: What a configuration says of its process or its file, and not of the model.
 _OF_NO_MODEL = {"_name_or_path", "transformers_version", "_commit_hash", "dtype", "torch_dtype", "architectures"}
@@ -133,13 +135,16 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     """
     name, *arguments = args if args else (kwargs.pop("pretrained_model_name_or_path", None),)
     _check(cls, kwargs)
-    check_device_map(kwargs.pop("device_map", None), device)
+    device_map = kwargs.pop("device_map", None)
+    check_device_map(device_map, device)
     options = {key: value for key, value in kwargs.items() if value is not None}
     source = source_of(name, options, "config.json")
     if not source.is_local:
         options["revision"] = source.content
+    elif os.path.exists(os.path.join(source.name, source.subfolder, "adapter_config.json")):
+        raise Unshareable("its folder has an adapter: load its base, and the adapter by peft")
     options = _with_config(cls, name, options)
-    adapter = options.pop("adapter_kwargs", None) or {}
+    adapter = dict(options.pop("adapter_kwargs", {}))
     adapter_name = options.pop("adapter_name", "default")
     wants_info = options.pop("output_loading_info", False)
     attention = _take_attention(cls, options)
@@ -153,8 +158,7 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     build = functools.partial(load_model, cls, source, arguments, {**options, "dtype": dtype}, device, given)
 
     def finish(parts: dict[str, Any]) -> Any:
-        model, info = parts["model"], parts["info"]
-        own_missing(model, info)
+        model, info = own_model(parts, device_map, device)
         model.name_or_path = model.config._name_or_path = str(name)
         if attention is not None:
             model.set_attn_implementation(attention)
@@ -206,13 +210,13 @@ def _attention_of(config: Any) -> Any:
     return chosen if len(chosen) > 1 or ("" not in chosen and chosen) else chosen.get("")
 
 
-def _take_dtype(options: dict[str, Any]) -> torch.dtype | str:
+def _take_dtype(options: dict[str, Any]) -> Any:
+    """Take the dtype out of the options, by whichever name: that of the configuration where it is left to the checkpoint."""
     given = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", given)
     if dtype is None or dtype == "auto":
         dtype = getattr(options["config"], "dtype", None) or "auto"
-    found = getattr(torch, dtype, "auto") if isinstance(dtype, str) else dtype
-    return found if isinstance(found, torch.dtype) else "auto"
+    return getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
 
 
 def _quantisers(options: dict[str, Any]) -> tuple[str, ...]:

@@ -48,7 +48,6 @@ def objects(provider: Provider) -> list[Any]:
 # What is attached.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_attached_without_a_copy(family: str, provider: Provider, tmp_path: Path) -> None:
     """Every parameter lies in memory that is mapped for reading, at one place for all, and has the bits of an own model."""
@@ -252,6 +251,14 @@ def test_nothing_is_left(no_leaks: None, provider: Provider, checkpoint: str) ->
     attached(provider, checkpoint)
 
 
+def test_where_it_lies_is_told_as_it_was_asked(provider: Provider, checkpoint: str) -> None:
+    """A device that was asked for is in ``hf_device_map``, which others look at; without one there is none."""
+    device = provider_device(provider)
+    assert attached(provider, checkpoint, device_map=str(device)).hf_device_map == {"": device}
+    assert not hasattr(attached(provider, checkpoint), "hf_device_map")
+    assert attached(provider, checkpoint, device_map={"": device}).device == device
+
+
 # Which files.
 
 
@@ -321,6 +328,7 @@ REFUSED = {
     "another device": ({"device_map": "cuda:7"}, "device_map='cuda:7'"),
     "tensor parallel": ({"tp_plan": "auto"}, "tp_plan='auto'"),
     "offload": ({"offload_folder": "there"}, "offload_folder='there'"),
+    "a file of GGUF": ({"gguf_file": "model.gguf"}, "gguf_file='model.gguf'"),
     "kernels": ({"use_kernels": True}, "use_kernels=True"),
     "an option without a key": ({"key_mapping": {"a": object()}}, "it cannot be told whether two options.*key_mapping.*object"),
 }
