@@ -328,7 +328,7 @@ REFUSED = {
     "another device": ({"device_map": "cuda:7"}, "device_map='cuda:7'"),
     "tensor parallel": ({"tp_plan": "auto"}, "tp_plan='auto'"),
     "offload": ({"offload_folder": "there"}, "offload_folder='there'"),
-    "a file of GGUF": ({"gguf_file": "model.gguf"}, "gguf_file='model.gguf'"),
+    "a file of GGUF": ({"gguf_file": "model.gguf", "config": transformers.LlamaConfig()}, "gguf_file='model.gguf'"),
     "kernels": ({"use_kernels": True}, "use_kernels=True"),
     "an option without a key": ({"key_mapping": {"a": object()}}, "it cannot be told whether two options.*key_mapping.*object"),
 }
