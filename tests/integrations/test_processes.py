@@ -17,6 +17,7 @@ from shared_rpc import Client, Provider
 from shared_rpc.errors import ConnectError
 from shared_rpc.integrations.transformers import shared
 from tests.integrations.checkpoints import inputs
+from tests.integrations.comparing import shared_parameters
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually
 
@@ -97,6 +98,20 @@ def test_scripts_that_start_at_once_with_nothing_there(run: Run, checkpoint: str
     scripts[1].tell("load")
     assert float(scripts[1].expect("computes").split()[1]) == expected(checkpoint)
     assert server_of(base_path) != first
+
+
+def test_the_app_is_a_command(base_path: str, checkpoint: str, children: list[Child]) -> None:
+    """``python -m shared_rpc.integrations.transformers`` serves until it is asked to end."""
+    environ = {"SHARED_TENSOR_ROLE": "server", "CUDA_VISIBLE_DEVICES": ""}
+    children.append(Child("-m", "shared_rpc.integrations.transformers", environ=environ))
+    children[-1].expect_error(f"serving at {base_path}-cpu.sock")
+    provider = Provider(base_path, execution_mode="client", device="cpu")
+    with shared(provider, fallback=False):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert shared_parameters(model).keys() == dict(model.named_parameters()).keys()
+    provider.close()
+    children[-1].process.send_signal(signal.SIGTERM)
+    assert children[-1].close()[0] == 0
 
 
 @pytest.mark.parametrize("device", ["cpu"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,13 @@ def test_other_versions_are_an_error(provider: Provider, checkpoint: str, monkey
     monkeypatch.setattr(loading, "versions_of", lambda names: there if isinstance(names, tuple) else versions_of(names))
     with pytest.raises(errors.ConfigurationError, match=f"transformers {transformers.__version__} here, 4.0 there"):
         attached(provider, checkpoint)
+
+
+def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command that installs it."""
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(errors.ConfigurationError, match="pip install sentence-transformers"):
+        loading.library("sentence_transformers")
 
 
 def test_a_server_of_another_app(base_path: str, checkpoint: str) -> None:
