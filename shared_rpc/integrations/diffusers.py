@@ -15,7 +15,7 @@ from shared_rpc.integrations import transformers
 from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
-from shared_rpc.integrations.loading import LoadRequest, library, release
+from shared_rpc.integrations.loading import LoadRequest, library, release, versions_of
 from shared_rpc.integrations.models import load_model, own_model
 from shared_rpc.provider.provider import Provider
 
@@ -61,7 +61,8 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     if not checkpoint.is_local:
         options["revision"] = checkpoint.content
     counted = {option: value for option, value in options.items() if option not in _UNCOUNTED}
-    digest = digest_of(cls=cls, checkpoint=checkpoint, arguments=arguments, options=counted)
+    versions = versions_of(("diffusers", "torch"))
+    digest = digest_of(cls=cls, checkpoint=checkpoint, arguments=arguments, options=counted, versions=versions)
     dtype = str(options.get("torch_dtype", "")).removeprefix("torch.")
     key = f"{cls.__name__} {checkpoint.name} {dtype} {digest}"
     build = functools.partial(load_model, cls, checkpoint, arguments, options, device, {})
@@ -70,7 +71,7 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
         model, info = own_model(parts, device_map, device)
         return (model, info) if wants_info else model
 
-    return Plan(LoadRequest(key, ("diffusers", "torch"), build), finish)
+    return Plan(LoadRequest(key, versions, build), finish)
 
 
 LIBRARY = Library(lambda: library("diffusers").ModelMixin, plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from shared_rpc.integrations.patching import ordinarily
 from shared_rpc.operations.client import Client
 from shared_rpc.provider.provider import ManagedDecorator, Provider
 
-__all__ = ["ENDPOINT", "LoadRequest", "attach", "endpoint_of", "library", "load", "release", "serve_with"]
+__all__ = ["ENDPOINT", "LoadRequest", "attach", "endpoint_of", "library", "load", "release", "serve_with", "versions_of"]
 
 #: The name of the endpoint.
 ENDPOINT = "from_pretrained"
@@ -33,10 +33,10 @@ _HELD = "_shared_rpc_lease"
 
 
 class LoadRequest(NamedTuple):
-    """A request to a server: a key, the libraries whose versions count, and a function that loads, which is pickled."""
+    """A request to a server: a key, the versions of libraries that are in it, and a function that loads, which is pickled."""
 
     key: str
-    libraries: Sequence[str]
+    versions: dict[str, str]
     build: Callable[[], dict[str, Any]]
 
 
@@ -81,7 +81,7 @@ def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
 
     :raises ConfigurationError: if a library has another version here than there.
     """
-    here = versions_of(list(versions))
+    here = versions_of(versions)
     if differing := [
         f"{name} {here[name]} here, {version} there" for name, version in versions.items() if here[name] != version
     ]:
@@ -94,7 +94,7 @@ def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
         return build()
 
 
-def versions_of(libraries: Sequence[str]) -> dict[str, str]:
+def versions_of(libraries: Iterable[str]) -> dict[str, str]:
     """Return the versions of installed libraries by name, an empty text for one that is not there."""
     found = {}
     for name in libraries:
@@ -122,9 +122,7 @@ def attach(provider: Provider, request: LoadRequest) -> dict[str, Any]:
             socket_path=provider.get_runtime_info()["socket_path"], device=provider.device, timeout=provider.timeout
         )
     try:
-        handle: Handle[dict[str, Any]] = operations.call(
-            ENDPOINT, request.key, versions_of(request.libraries), pickle.dumps(request.build)
-        )
+        handle: Handle[dict[str, Any]] = operations.call(ENDPOINT, request.key, request.versions, pickle.dumps(request.build))
     except EndpointNotFound as error:
         where = provider.get_runtime_info().get("socket_path")
         raise ConfigurationError(

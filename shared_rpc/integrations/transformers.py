@@ -22,7 +22,7 @@ from shared_rpc.handle import Lease
 from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
-from shared_rpc.integrations.loading import LoadRequest, library, release
+from shared_rpc.integrations.loading import LoadRequest, library, release, versions_of
 from shared_rpc.integrations.models import CLASS_OPTIONS, load_model, own_model
 from shared_rpc.provider.provider import Provider
 
@@ -96,7 +96,8 @@ def from_shared(
     :param source: a handle of a model or of a dict of tensors by name, one of these itself, or a function that returns one.
     :param cls: a model class, or one of the ``Auto`` classes.
     :param config: the configuration; that of the shared model by default.
-    :param rename, own: see :func:`shared_rpc.materialize`.
+    :param rename: see :func:`shared_rpc.materialize`.
+    :param own: the same.
     :param options: of the class's ``_from_config``, as ``attn_implementation``.
     :raises StateMismatchError: if names, shapes or dtypes do not fit, with all of them.
     """
@@ -152,8 +153,9 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     told = {name: value for name, value in options["config"].to_dict().items() if name not in _OF_NO_MODEL}
     counted = {key: value for key, value in options.items() if key not in _UNCOUNTED and key != "config"}
     given = {name: getattr(cls, name, None) for name in CLASS_OPTIONS}
-    digest = digest_of(cls=cls, source=source, dtype=dtype, arguments=arguments, config=told, options=[counted, given])
-    versions = ("transformers", "torch", *_quantisers(options))
+    versions = versions_of(("transformers", "torch", *_quantisers(options)))
+    same = {"cls": cls, "source": source, "dtype": dtype, "arguments": arguments, "config": told, "options": counted}
+    digest = digest_of(**same, given=given, versions=versions)
     key = f"{cls.__name__} {source.name} {str(dtype).removeprefix('torch.')} {digest}"
     build = functools.partial(load_model, cls, source, arguments, {**options, "dtype": dtype}, device, given)
 

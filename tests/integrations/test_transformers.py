@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from shared_rpc import Provider, Server, errors
 from shared_rpc.integrations import loading
+from shared_rpc.integrations import transformers as integration
 from shared_rpc.integrations.transformers import release, shared
 from tests.integrations.checkpoints import FAMILIES, decoder, inputs, save
 from tests.integrations.comparing import same_bits, shared_parameters
@@ -374,11 +375,10 @@ def test_remote_code_is_refused(provider: Provider, checkpoint: str) -> None:
 
 
 def test_other_versions_are_an_error(provider: Provider, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of another release is not taken for one's own: the error has both versions."""
-    versions_of = loading.versions_of
-    there = {**versions_of(["transformers", "torch"]), "transformers": "4.0"}
-    # This process is both: the one that asks names them in a tuple.
-    monkeypatch.setattr(loading, "versions_of", lambda names: there if isinstance(names, tuple) else versions_of(names))
+    """A model of another release is not taken for one's own, though it is there: the error has both versions."""
+    attached(provider, checkpoint)
+    there = {**loading.versions_of(["transformers", "torch"]), "transformers": "4.0"}
+    monkeypatch.setattr(integration, "versions_of", lambda names: there)
     with pytest.raises(errors.ConfigurationError, match=f"transformers {transformers.__version__} here, 4.0 there"):
         attached(provider, checkpoint)
 
@@ -402,12 +402,15 @@ def test_a_server_of_another_app(base_path: str, checkpoint: str) -> None:
 # Roles and blocks.
 
 
-@pytest.mark.parametrize("enabled", [None, False])
-def test_the_local_role_loads_as_ever(enabled: bool | None, base_path: str, checkpoint: str) -> None:
+@pytest.mark.parametrize("environ", [{}, {"SHARED_TENSOR_ROLE": "client", "SHARED_TENSOR_ENABLED": "0"}], ids=["unset", "off"])
+def test_the_local_role_loads_as_ever(
+    environ: dict[str, str], base_path: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is replaced, whether no role is named or sharing is switched off."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     before = vars(transformers.PreTrainedModel)["from_pretrained"]
-    provider = Provider(base_path, enabled=enabled, execution_mode="auto")
-    with shared(provider):
+    with shared(Provider(base_path)):
         assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
         one = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert shared_parameters(one) == {}
