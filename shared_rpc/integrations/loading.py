@@ -62,9 +62,17 @@ def library(name: str) -> ModuleType:
 def endpoint_of(provider: Provider) -> ManagedDecorator:
     """Return the decorator that makes a function the endpoint of a provider.
 
-    A key has all that the result depends on. Parameters are shared, and mapped for reading.
+    A key has all that the result depends on. Parameters are shared and mapped for reading, and no other tensor is shared.
     """
-    return provider.share(ENDPOINT, managed=True, access="read", execution="task", cache_format_key="{key}", idle_ttl=_IDLE)
+    return provider.share(
+        ENDPOINT,
+        managed=True,
+        access="read",
+        tensors="parameters",
+        execution="task",
+        cache_format_key="{key}",
+        idle_ttl=_IDLE,
+    )
 
 
 def serve_with(provider: Provider) -> None:

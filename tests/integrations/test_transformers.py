@@ -121,6 +121,18 @@ def test_a_model_is_its_processes_own(provider: Provider, checkpoint: str) -> No
     assert one.config.name_or_path == checkpoint
 
 
+def test_tensors_that_are_no_parameters_are_its_processes_own(provider: Provider, tmp_path: Path) -> None:
+    """The statistics of a normalisation in train mode are written to, and no other model over the same weights has that."""
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic")
+    name = save(transformers.ResNetForImageClassification(config), tmp_path / "resnet")
+    one, other = (attached(provider, name, transformers.ResNetForImageClassification) for _ in range(2))
+    before = {key: buffer.clone() for key, buffer in other.named_buffers()}
+    one.train()(torch.linspace(0, 1, 3 * 32 * 32, device=one.device).reshape(1, 3, 32, 32))
+    assert all(torch.equal(before[key], buffer) for key, buffer in other.named_buffers())
+    assert not any(torch.equal(before[key], buffer) for key, buffer in one.named_buffers())
+    assert shared_parameters(one) == shared_parameters(other) == {key: each.data_ptr() for key, each in one.named_parameters()}
+
+
 def test_what_the_checkpoint_lacks_is_its_processes_own(provider: Provider, tmp_path: Path) -> None:
     """A new head is made once, copied by each process, and can be trained over the base, which is frozen."""
     name = save(FAMILIES["bert"](), tmp_path / "bert")
