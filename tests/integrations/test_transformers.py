@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from shared_rpc import Provider, Server, errors
 from shared_rpc.integrations import loading
 from shared_rpc.integrations import transformers as integration
+from shared_rpc.integrations.keys import source_of
+from shared_rpc.integrations.models import load_model
 from shared_rpc.integrations.transformers import release, shared
 from tests.integrations.checkpoints import FAMILIES, decoder, inputs, save
 from tests.integrations.comparing import same_bits, shared_parameters
@@ -374,6 +377,36 @@ def test_a_class_of_the_script_is_refused(provider: Provider, checkpoint: str, m
     monkeypatch.setattr(Mine, "__module__", "__main__")
     with pytest.raises(errors.CapabilityError, match="put Mine into a file"):
         attached(provider, checkpoint, Mine)
+
+
+class Locked(transformers.LlamaForCausalLM):
+    """A class whose models cannot be pickled."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.guard = threading.Lock()
+
+
+def test_what_the_server_cannot_share_is_loaded_for_this_process(provider: Provider, checkpoint: str) -> None:
+    """The warning has the server's words, which name the attribute."""
+    with shared(provider), pytest.warns(UserWarning, match=r"guard.*loaded for this process alone"):
+        one = Locked.from_pretrained(checkpoint)
+    assert shared_parameters(one) == {}
+    with pytest.raises(errors.CapabilityError, match="guard"):
+        attached(provider, checkpoint, Locked)
+
+
+def test_a_class_that_is_changed_for_the_moment_is_refused(provider: Provider, checkpoint: str) -> None:
+    """Some libraries change how a class reads a checkpoint while they load; the server's class reads it otherwise."""
+    with pytest.raises(errors.CapabilityError, match="base_model_prefix of LlamaForCausalLM was changed"):
+        load_model(
+            transformers.LlamaForCausalLM,
+            source_of(checkpoint, {}, "config.json"),
+            [],
+            {},
+            "cpu",
+            {"base_model_prefix": "encoder"},
+        )
 
 
 def test_remote_code_is_refused(provider: Provider, checkpoint: str) -> None:
