@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_a_real_model_is_attached(provider: Provider, device: str) -> None:
 
 def test_modules_that_it_reads_itself_are_its_processes_own(provider: Provider, device: str, tmp_path: Path) -> None:
     """A dense layer behind the transformer is no part of what is attached."""
-    modules: Any = sentence_transformers.models
+    modules: Any = importlib.import_module("sentence_transformers.sentence_transformer.modules")
     bert = save(FAMILIES["bert"](), tmp_path / "bert")
     tokens = tmp_path / "bert" / "vocab.txt"
     tokens.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]))
