@@ -1,7 +1,8 @@
 """The registry of functions that a forked child calls before its own code: the only registration with CPython.
 
 First every lock of :func:`fork_safe_lock` is freed, then the callbacks of :func:`after_fork` run, in the order of their
-registration. Each of them runs, whatever another one raises; that is reported as unraisable.
+registration, and at last what :func:`around_fork` has begun is ended. Each of them runs, whatever another one raises; that is
+reported as unraisable.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeVar
 
-__all__ = ["after_fork", "fork_safe_lock"]
+__all__ = ["after_fork", "around_fork", "fork_safe_lock"]
 
 F = TypeVar("F", bound=Callable[[], object])
+#: What begins something, and returns what ends it.
+Beginning = Callable[[], Callable[[], object]]
 
 _numbers = itertools.count()
 #: By registration number. Each returns a callback, or None if its object is just being freed.
 _callbacks: dict[int, Callable[[], Callable[[], object] | None]] = {}
+_beginnings: list[Beginning] = []
 #: RLocks; the annotations leave out the private methods used here.
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -41,11 +45,42 @@ def after_fork(callback: F) -> F:
     return callback
 
 
+def around_fork(begin: Beginning) -> Beginning:
+    """Call a function in the thread that forks, before it does, and what it returns afterwards: in the parent, and in the child
+    when all its callbacks have run. A decorator too.
+    """
+    _beginnings.append(begin)
+    return begin
+
+
 def fork_safe_lock() -> threading.RLock:
     """Return a reentrant lock that a forked child finds free, unless the thread that forked holds it."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
+
+
+class _Forks(threading.local):
+    """Forks that this thread has begun, each with what ends it: a callback may fork too."""
+
+    def __init__(self) -> None:
+        self.begun: list[list[Callable[[], object]]] = []
+
+
+_forks = _Forks()
+
+
+def _begin_fork() -> None:
+    ends: list[Callable[[], object]] = []
+    _forks.begun.append(ends)
+    for begin in _beginnings:
+        ends.append(begin())
+
+
+def _end_fork() -> None:
+    # There is none if the handler of a signal has raised as it began.
+    for end in reversed(_forks.begun.pop() if _forks.begun else ()):
+        _call(end)
 
 
 def _begin_child() -> None:
@@ -57,6 +92,7 @@ def _begin_child() -> None:
     callbacks = [callback for found in list(_callbacks.values()) if (callback := found()) is not None]
     for callback in callbacks:
         _call(callback)
+    _end_fork()
 
 
 def _call(callback: Callable[[], object]) -> None:
@@ -67,4 +103,4 @@ def _call(callback: Callable[[], object]) -> None:
     assert reference() is None, "the only reference was the callback's"
 
 
-os.register_at_fork(after_in_child=_begin_child)
+os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_begin_child)

@@ -9,6 +9,10 @@ is done by that thread's wait, never by a handler.*
   the signal.
 - A handler runs between any two instructions of the main thread, which may hold a lock that the handler would wait for.
   Starting a thread takes one.
+
+And for the processes that such a process forks: *a signal that one is sent before it has handlers of its own waits for them.*
+In a child that has its parent's, it would come to nothing. A pool of multiprocessing sends SIGTERM to workers that may just
+have been forked, and waits for them to end.
 """
 
 from __future__ import annotations
@@ -25,11 +29,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.forks import after_fork, fork_safe_lock
+from shared_rpc.forks import after_fork, around_fork, fork_safe_lock
 from shared_rpc.lifecycle.ending import end_within
 
 __all__ = ["End", "wait_for_signal"]
 
+#: Signals that may have a handler here.
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds for threads and exit callbacks when a process that has served ends.
 _GRACE = 5.0
 
@@ -126,7 +132,7 @@ def wait_for_signal(
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("start(blocking=True) waits for signals: call it in the main thread")
     asked = asked or End()
-    numbers = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if on_hangup is not None else [])
+    numbers = [number for number in _NUMBERS if number != signal.SIGHUP or on_hangup is not None]
     code = 1
     with asked._receiving(on_hangup):
         try:
@@ -207,3 +213,24 @@ def _give_signals_back() -> None:
         signal.set_wakeup_fd(-1)
         _receiver.close()
     _uninstall()
+
+
+@around_fork
+def _hold_signals_back() -> Callable[[], object]:
+    # In any thread but the main one no handler of Python runs, and the main one may set its handlers just now. In that, only
+    # signals whose handlers are those above: what an app's own one raises would be lost in here.
+    main = threading.get_ident() == threading.main_thread().ident
+    earlier = signal.pthread_sigmask(signal.SIG_BLOCK, tuple(_earlier) if main else _NUMBERS)
+    pid = os.getpid()
+
+    def let_them_come() -> None:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+        except KeyboardInterrupt:
+            if os.getpid() == pid:
+                raise
+            # Nobody could catch it here. The child's own code, which could, has not begun.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+
+    return let_them_come

@@ -9,10 +9,11 @@ from tests.kit.processes import ROOT
 
 PRELUDE = """
 import gc, os, sys, threading
-from shared_rpc.forks import after_fork, fork_safe_lock
+from shared_rpc.forks import after_fork, around_fork, fork_safe_lock
 
 def say(*words):
-    print(*words, flush=True)
+    # In one piece: two processes may speak at once.
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 
 def fork(in_child=lambda: None):
     if os.fork() == 0:
@@ -126,6 +127,66 @@ if pid == 0:
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 """)
     assert ran.stdout.split() == ["True", "False"]
+
+
+def test_what_is_around_a_fork() -> None:
+    """It begins in the thread that forks, before it does, and ends in both processes: in the child when all callbacks have run.
+
+    What the second one begins it ends first.
+    """
+    ran = run("""
+def around(name):
+    @around_fork
+    def begin():
+        say("begins", name, threading.current_thread().name)
+        forking = os.getpid()
+        return lambda: say("ends", name, "in parent" if os.getpid() == forking else "in child")
+around("outer")
+around("inner")
+@after_fork
+def callback(): say("callback")
+thread = threading.Thread(target=fork, name="T")
+thread.start()
+thread.join()
+""")
+    said = ran.stdout.splitlines()
+    assert said[:2] == ["begins outer T", "begins inner T"]
+    assert [line for line in said if "parent" in line] == ["ends inner in parent", "ends outer in parent"]
+    assert [line for line in said[2:] if "parent" not in line] == ["callback", "ends inner in child", "ends outer in child"]
+
+
+def test_a_callback_that_forks() -> None:
+    """What is around its fork is not what is around the first one."""
+    ran = run("""
+numbers = iter("12")
+@around_fork
+def begin():
+    number = next(numbers)
+    return lambda: say(number, os.getpid() == first)
+first = os.getpid()
+@after_fork
+def callback():
+    if not forked:
+        forked.append(True)
+        fork()
+forked = []
+fork()
+""")
+    assert sorted(ran.stdout.splitlines()) == ["1 False", "1 True", "2 False", "2 False"]
+
+
+def test_a_failure_around_a_fork_is_reported() -> None:
+    """What else is around it begins and ends, and both processes go on."""
+    ran = run("""
+@around_fork
+def one(): return lambda: 1 / 0
+@around_fork
+def two(): return lambda: say("two")
+fork(lambda: say("child"))
+say("parent")
+""")
+    assert sorted(ran.stdout.split()) == ["child", "parent", "two", "two"]
+    assert ran.stderr.count("ZeroDivisionError") == 2
 
 
 def test_the_end_of_a_process_reports_nothing() -> None:

@@ -119,6 +119,65 @@ def test_a_signal_that_another_thread_of_a_broker_takes(app: BrokerApp, tmp_path
     assert broker.close()[0] == 0
 
 
+# Signals of the processes that it forks.
+
+#: A function that sends a child a signal while it still has its parent's handlers: before it sets the first of its own.
+NEWBORN = """
+    import atexit, signal
+
+    parent, born, go_on, set_handler = os.getpid(), os.pipe(), os.pipe(), signal.signal
+
+    def set_when_told(number, handler):
+        if os.getpid() != parent and signal.signal is not set_handler:
+            signal.signal = set_handler
+            os.write(born[1], b".")
+            os.read(go_on[0], 1)
+        return set_handler(number, handler)
+
+    signal.signal = set_when_told
+
+    def newborn(number):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.read(born[0], 1)
+        os.kill(pid, number)
+        os.write(go_on[1], b".")
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    @provider.share(cache=False)
+    def fork(number):
+        return torch.tensor(newborn(number))
+
+    @provider.share(cache=False)
+    def fork_at_exit(number):
+        atexit.register(lambda: print("at exit", newborn(number), flush=True))
+        return torch.zeros(1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("kind", ["server role", "in-process"])
+def test_a_signal_for_a_child_that_an_endpoint_has_just_forked(
+    kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]
+) -> None:
+    """It ends the child, which is what a pool of multiprocessing waits for."""
+    app.write(NEWBORN)
+    begin(kind, app, children)
+    assert app.connect().call("fork", int(number)).item() == -number
+
+
+@pytest.mark.parametrize("kind", ["server role", "in-process"])
+def test_a_signal_for_a_child_that_an_exit_callback_has_just_forked(kind: str, app: BrokerApp, children: list[Child]) -> None:
+    """While the process ends it does nothing at a signal; its children do not inherit that."""
+    app.write(NEWBORN)
+    server = begin(kind, app, children)
+    app.connect().call("fork_at_exit", int(signal.SIGTERM))
+    server.process.terminate()
+    assert server.expect("at exit") == f"at exit {-signal.SIGTERM}"
+    assert server.close() == (0, "")
+
+
 # The end itself.
 
 #: What leaves a thread that is no daemon behind, or an exit callback, and what each of them does.
