@@ -57,7 +57,8 @@ def _loader(provider: Provider, fallback: bool, library: Library) -> Loader:
             try:
                 return _attached(provider, library, cls, args, kwargs)
             except (Unshareable, CapabilityError) as error:
-                told = f"{cls.__name__}.from_pretrained({args[0] if args else ''!r}) is not shared: {error}"
+                name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+                told = f"{cls.__name__}.from_pretrained({name!r}) is not shared: {error}"
                 if not fallback:
                     raise CapabilityError(told) from error
             warnings.warn(f"{told}. It is loaded for this process alone", stacklevel=3)

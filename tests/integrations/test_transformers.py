@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import json
 import os
+import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -209,6 +212,32 @@ def test_it_is_saved(provider: Provider, checkpoint: str, tmp_path: Path) -> Non
     one = attached(provider, checkpoint)
     one.save_pretrained(tmp_path / "again")
     assert same_bits(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), one)
+
+
+def test_copies_are_its_processes_own(provider: Provider, checkpoint: str) -> None:
+    """``copy.deepcopy``, ``pickle`` and ``torch.save`` make models of the same bits that share nothing, and hold no lease."""
+    one = attached(provider, checkpoint)
+    saved = io.BytesIO()
+    torch.save(one, saved)
+    saved.seek(0)
+    copies = [copy.deepcopy(one), pickle.loads(pickle.dumps(one)), torch.load(saved, weights_only=False)]
+    assert [(same_bits(one, each), shared_parameters(each)) for each in copies] == [(True, {})] * 3
+    release(one)
+    for each in copies:
+        with pytest.raises(errors.CapabilityError, match="has no lease"):
+            release(each)
+
+
+def test_what_it_passes_on_the_way_is_told(provider: Provider, tmp_path: Path) -> None:
+    """Hidden states, attentions and the choices of routers are what an own model gives, by whichever hooks they are got."""
+    name = save(FAMILIES["mixtral"](), tmp_path / "mixtral")
+    one, mine = (way(provider, name, attn_implementation="eager") for way in (attached, own))
+    options = {"output_hidden_states": True, "output_attentions": True, "output_router_logits": True}
+    with torch.no_grad():
+        found, expected = (model(**inputs(model), **options) for model in (one, mine))
+    for each in ("hidden_states", "attentions", "router_logits"):
+        assert len(found[each]) == len(expected[each]) >= 2
+        assert all(torch.equal(left, right) for left, right in zip(found[each], expected[each], strict=True))
 
 
 def test_what_changes_it_copies_it(provider: Provider, checkpoint: str) -> None:
