@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 __all__ = ["LOAD_FORMAT", "__version__", "register"]
 
 __version__ = "0.1.0"
@@ -11,9 +13,12 @@ LOAD_FORMAT = "shared_rpc"
 
 
 def register() -> None:
-    """Register the load format; vLLM calls this once in each of its processes."""
-    from vllm.model_executor.model_loader import register_model_loader
+    """Register the load format; vLLM calls this once in each of its processes, whatever load format they use."""
+    try:
+        from vllm.model_executor.model_loader import register_model_loader
 
-    from shared_rpc_vllm.loader import SharedRpcLoader
-
-    register_model_loader(LOAD_FORMAT)(SharedRpcLoader)
+        from shared_rpc_vllm.loader import SharedRpcLoader
+    except ImportError as error:  # of a later vLLM, whose engines do without
+        logging.getLogger("vllm").warning("there is no --load-format %s with this release of vLLM: %s", LOAD_FORMAT, error)
+    else:
+        register_model_loader(LOAD_FORMAT)(SharedRpcLoader)

@@ -41,6 +41,7 @@ def build(request: Mapping[str, Any], device: torch.device) -> dict[str, torch.T
             # Nothing is started by it; without it vLLM looks for as many devices as there are ranks.
             distributed_executor_backend="mp" if ranks > 1 else None,
         ).create_engine_config()
+        config.parallel_config.data_parallel_rank = request["layout"].get("_DP", (0, 1))[0]
         with set_current_vllm_config(config):
             _prepare(device)
             found = _loaded(config, device)

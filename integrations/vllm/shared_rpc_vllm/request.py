@@ -53,13 +53,18 @@ def request_of(vllm_config: Any, layout: Mapping[str, tuple[int, int]], load_for
     from vllm.engine.arg_utils import EngineArgs
 
     model_config = vllm_config.model_config
-    known = {field.name: field for field in dataclasses.fields(EngineArgs)}
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments: dict[str, Any] = {}
     for part, names in {"model_config": _model_fields(model_config), **_ELSEWHERE}.items():
+        holder = model_config.multimodal_config if part == "multimodal_config" else getattr(vllm_config, part, None)
         for name, called in names.items():
-            value = getattr(getattr(vllm_config, part, model_config.__dict__.get(part)), name, None)
+            value = getattr(holder, name, None)
             if value is not None and (called or name) in known:
                 arguments[called or name] = plain(value, f"{part}.{name}")
+    for name in ("model", "hf_config_path", "download_dir"):
+        # The server's working directory is that of the process that started it.
+        if os.path.exists(arguments.get(name, "")):
+            arguments[name] = os.path.abspath(arguments[name])
     arguments["dtype"] = str(model_config.dtype).removeprefix("torch.")
     arguments["revision"] = commit_of(model_config.model, model_config.revision)
     arguments["load_format"] = load_format
@@ -68,7 +73,7 @@ def request_of(vllm_config: Any, layout: Mapping[str, tuple[int, int]], load_for
         arguments["enable_lora"] = True
     return {
         "arguments": arguments,
-        "checkpoint": checkpoint_identity(model_config.model, arguments["revision"]),
+        "checkpoint": checkpoint_identity(arguments["model"], arguments["revision"]),
         "layout": {name: list(seat) for name, seat in sorted(layout.items())},
         "variables": deciding_variables(),
         "versions": _versions(),
@@ -107,7 +112,7 @@ def plain(value: Any, name: str) -> Any:
         return [plain(inner, name) for inner in value]
     if isinstance(value, set | frozenset):
         return sorted(plain(inner, name) for inner in value)
-    raise NotShareable(f"{name} is {value!r}, which cannot be told to the server that loads: plain values can")
+    raise NotShareable(f"{name} is {value!r}, which cannot be passed to the server that loads: plain values can")
 
 
 def label(request: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,13 @@ from torch import nn
 pytest.importorskip("vllm")
 
 import vllm
+from vllm.config.load import LoadConfig
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.plugins import load_general_plugins
 
+import shared_rpc_vllm
 from shared_rpc import Provider
 from shared_rpc.errors import ConfigurationError
 from shared_rpc_vllm import app, layout, loader, model
@@ -51,6 +56,26 @@ def test_an_unknown_release_of_vllm_is_warned_of_once(monkeypatch: pytest.Monkey
     for _ in range(2):
         model.warn_of_version()
     assert lines == ["--load-format shared_rpc is tested with vLLM 0.32.*; this is 99.1"]
+
+
+def test_a_release_of_vllm_that_lacks_what_is_needed_is_left_alone(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    """Its engines do without the load format, and say so."""
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.linear", None)
+    monkeypatch.delitem(sys.modules, "shared_rpc_vllm.model")
+    monkeypatch.delitem(sys.modules, "shared_rpc_vllm.loader")
+    shared_rpc_vllm.register()
+    (line,) = lines
+    assert line.startswith("there is no --load-format shared_rpc with this release of vLLM: ")
+
+
+def test_the_load_format_is_registered() -> None:
+    """vLLM finds it by itself, as a plugin; its options are read at once."""
+    load_general_plugins()
+    found = get_model_loader(LoadConfig(load_format="shared_rpc", model_loader_extra_config={"fallback": True}))
+    assert isinstance(found, loader.SharedRpcLoader)
+    assert found.options.fallback
+    with pytest.raises(ConfigurationError, match="has 'fall_back'"):
+        get_model_loader(LoadConfig(load_format="shared_rpc", model_loader_extra_config={"fall_back": True}))
 
 
 def test_a_tested_release_of_vllm_is_not_warned_of(lines: list[str]) -> None:
@@ -175,6 +200,38 @@ def test_nothing_is_shared_in_the_local_role(monkeypatch: pytest.MonkeyPatch, ro
     """As with any provider."""
     monkeypatch.setattr(app, "provider", Provider(execution_mode=role))
     assert loader._loads_itself() is expected
+
+
+def test_the_weights_count_as_memory_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU vLLM asks for their size first, by a loader of its own: what was attached for that is not let go meanwhile."""
+    handle = SimpleNamespace(get_object_info=lambda: {"nbytes": 16 << 30})
+    monkeypatch.setattr(loader.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(loader, "_loads_itself", lambda: False)
+    monkeypatch.setattr(loader, "_waiting", {})
+    monkeypatch.setattr(loader.SharedRpcLoader, "_attach", lambda *_: ("the weights", handle))
+    asked = loader.SharedRpcLoader(LoadConfig(load_format="shared_rpc"))
+    assert asked.get_external_weight_memory(SimpleNamespace(model_config=None)) == 16 << 30
+    assert loader._waiting == {"the weights": handle}
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_weights_that_cannot_be_shared_are_no_memory_of_another_process(
+    monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    """Without a fallback the engine ends there already."""
+
+    def refused(*_: object) -> None:
+        raise NotShareable("the reason")
+
+    monkeypatch.setattr(loader.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(loader, "_loads_itself", lambda: False)
+    monkeypatch.setattr(loader.SharedRpcLoader, "_attach", refused)
+    asked = loader.SharedRpcLoader(LoadConfig(load_format="shared_rpc", model_loader_extra_config={"fallback": fallback}))
+    if fallback:
+        assert asked.get_external_weight_memory(SimpleNamespace(model_config=None)) == 0
+    else:
+        with pytest.raises(NotShareable, match="the reason"):
+            asked.get_external_weight_memory(SimpleNamespace(model_config=None))
 
 
 def test_a_process_is_one_rank_of_several_for_a_while() -> None:
