@@ -17,6 +17,9 @@ from tests.kit.processes import ROOT
 
 PACKAGE = ROOT / "shared_rpc"
 
+#: What is written by the same rules, beside the package.
+OTHER_ROOMS = {"benchmarks": "benchmarks/*.py", "vllm": "integrations/vllm/shared_rpc_vllm/*.py"}
+
 #: Rooms whose docstrings are to be written anew; ``root`` has the modules that are in no room.
 UNFINISHED: set[str] = set()
 
@@ -73,12 +76,13 @@ def complaints(path: Path) -> Iterator[str]:
 
 
 def rooms() -> dict[str, list[Path]]:
-    """Return the files of each room, and of the benchmarks."""
+    """Return the files of each room, of the benchmarks, and of the plugins."""
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         place = path.relative_to(PACKAGE).parts
         found.setdefault(place[0] if len(place) > 1 else "root", []).append(path)
-    return found | {"benchmarks": sorted((ROOT / "benchmarks").glob("*.py"))}
+    others = {name: sorted(ROOT.glob(pattern)) for name, pattern in OTHER_ROOMS.items()}
+    return found | others
 
 
 @pytest.mark.parametrize("room", sorted(rooms().keys() - UNFINISHED))

@@ -1,4 +1,4 @@
-"""What an engine asks the server for: the weights of one rank, described as plain data that any process can load them by."""
+"""Requests of engines: the weights of one rank, described as plain data that any process can load them by."""
 
 from __future__ import annotations
 
