@@ -152,7 +152,7 @@ def test_memory_that_cannot_be_opened_is_told_with_the_mechanism_and_the_cure(
     maker, consumer = BoundHost(), BoundHost()
     with (
         closing(maker.create(1)) as segment,
-        pytest.raises(CapabilityError, match=r"by the mechanism 'pool': CUDA_ERROR_INVALID_VALUE; there is none in a test"),
+        pytest.raises(CapabilityError, match=r"with the mechanism 'pool': CUDA_ERROR_INVALID_VALUE; there is none in a test"),
     ):
         consumer.map(segment.fileno(), 1, "read_write")
 
