@@ -162,13 +162,13 @@ class Place:
         subprocess.run(command, capture_output=True, check=False)
 
 
-def run(action: str, model: Path, place: Place) -> str:
+def run(action: str, model: Path, place: Place, cwd: Path | None = None) -> str:
     """Run ``shared-rpc-vllm`` with the options that engines have here; return the last line that it prints."""
     options = ["--load-format", "shared_rpc", "--model-loader-extra-config", json.dumps({"base_path": place.base_path})]
     options += ["--max-model-len", str(SMALL["max_model_len"])]
     command = [sys.executable, "-m", "shared_rpc_vllm", action, str(model), *options]
     environ = {**os.environ, **ENVIRON}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 

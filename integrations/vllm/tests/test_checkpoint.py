@@ -20,6 +20,9 @@ def folder(tmp_path: Path) -> Path:
     (made / "model.safetensors").symlink_to(tmp_path / "blob")
     (made / "config.json").write_text("{}")
     (made / "1_Dense" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "config.json").write_text("{}")
+    (made / "2_Normalize").symlink_to(tmp_path / "elsewhere")
     return made
 
 
@@ -48,8 +51,9 @@ def _touch(path: Path) -> None:
         lambda folder: (folder / "config.json").unlink(),
         lambda folder: (folder / "modeling.py").write_text(""),
         lambda folder: _replace(folder / "1_Dense" / "model.safetensors"),
+        lambda folder: _replace(folder / "2_Normalize" / "config.json"),
     ],
-    ids=["size", "inode", "inode of a link's file", "time", "one more", "one less", "code", "in a folder"],
+    ids=["size", "inode", "inode of a link's file", "time", "one more", "one less", "code", "in a folder", "in a linked one"],
 )
 def test_another_file_is_another_identity(folder: Path, change: Callable[[Path], object]) -> None:
     """By its name, size, time or inode."""

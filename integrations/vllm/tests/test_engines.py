@@ -112,7 +112,7 @@ def test_refresh_loads_a_copy_for_engines_that_start_afterwards(
 ) -> None:
     """The command asks for what an engine with the same options asks for, and so does that to load ahead."""
     (old,) = _held(place)
-    assert run("preload", models["llama"], place) == pair[0].attached()[0]
+    assert run("preload", Path("llama"), place, cwd=models["llama"].parent) == pair[0].attached()[0]
     assert _held(place) == {old}
     assert run("refresh", models["llama"], place) == f"{pair[0].attached()[0]}, generation 2"
     with place.start(models["llama"]) as made:
