@@ -19,6 +19,7 @@ import pytest
 import checkpoints
 import engine
 from shared_rpc import Client
+from shared_rpc_vllm.checkpoint import checkpoint_identity
 
 #: What vLLM's CPU build wants to know where there are few cores, and what keeps its engine in the process that asks for it.
 ENVIRON = {
@@ -29,6 +30,8 @@ ENVIRON = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "HF_HUB_OFFLINE": "1",
 }
+REPORT = pytest.StashKey[list[str]]()
+
 #: An engine that is small, and reads no tokenizer.
 SMALL = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 2, "disable_log_stats": True}
 
@@ -203,12 +206,25 @@ def own_place(tmp_path: Path) -> Iterator[Place]:
 def ordinary(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], list[int]]:
     """A function that returns the tokens of an engine with vLLM's own loader."""
     folder = Place(tmp_path_factory.mktemp("ordinary"))
+    known: dict[str, list[int]] = {}
 
     def tokens(model: Path) -> list[int]:
-        made = folder.start(model, load_format="auto")
-        try:
-            return list(made.ask(engine.generate))
-        finally:
-            made.close()
+        key = json.dumps([str(model), checkpoint_identity(str(model), None)])
+        if key not in known:
+            with folder.start(model, load_format="auto") as made:
+                known[key] = made.ask(engine.generate)
+        return known[key]
 
     return tokens
+
+
+@pytest.fixture
+def report(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """A function that takes a line for the end of the tests' output."""
+    return pytestconfig.stash.setdefault(REPORT, []).append
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Write what tests have reported: figures, which none of them asserts."""
+    for line in config.stash.get(REPORT, []):
+        terminalreporter.write_line(line)

@@ -79,14 +79,14 @@ def test_hardly_any_shared_memory_of_the_file_system_is_needed(place: Place, pai
 
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_tokens_are_those_of_vllms_own_loader(
-    place: Place, models: dict[str, Path], ordinary: Ordinary, family: str, record_property: Callable[[str, object], None]
+    place: Place, models: dict[str, Path], ordinary: Ordinary, family: str, report: Callable[[str], None]
 ) -> None:
     """The weights are the same, and what is made of them is; a second engine does not wait for them."""
     first, second = place.start(models[family]).ready(), place.start(models[family]).ready()
     assert first.ask(engine.generate) == second.ask(engine.generate) == ordinary(models[family])
     for name, made in (("first", first), ("second", second)):
         _, attach, make = made.attached()
-        record_property(f"{family}, {name} engine", f"attached in {attach:.1f} ms, model made in {make:.1f} ms")
+        report(f"{family}, {name} engine: attached in {attach:.1f} ms, model made in {make:.1f} ms")
         made.close()
 
 
