@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
+    from shared_rpc.client.handle import AsyncHandle, Handle
     from shared_rpc.client.subscriptions import Subscription
     from shared_rpc.context import cancelled, progress, raise_if_cancelled
     from shared_rpc.extras.materialize import materialize
-    from shared_rpc.handle import AsyncHandle, Handle
     from shared_rpc.memory.pool import PoolOptions
     from shared_rpc.operations.async_client import AsyncClient
     from shared_rpc.operations.client import Client
@@ -79,7 +79,7 @@ _NAMES = {
     "client.subscriptions": "Subscription",
     "context": "cancelled progress raise_if_cancelled",
     "extras.materialize": "materialize",
-    "handle": "AsyncHandle Handle",
+    "client.handle": "AsyncHandle Handle",
     "memory.pool": "PoolOptions",
     "operations.async_client": "AsyncClient",
     "operations.client": "Client",

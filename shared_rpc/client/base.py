@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from shared_rpc.client.connection import Connection
 from shared_rpc.client.exchange import PROMPT
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import ClientSession, LeaseBook
 from shared_rpc.client.steps import Driver, Lend, Operation, Reply
@@ -20,7 +21,6 @@ from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.forks import after_fork
-from shared_rpc.handle import Lease
 from shared_rpc.lifecycle.finalizer import FINALIZER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
 from shared_rpc.memory.pool import PoolOptions

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_rpc.client.connection import Connection, Stranger, nobody_listens
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Reply, Request, message_of
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.errors.interrupts import is_of_handler
-from shared_rpc.handle import Lease
 from shared_rpc.protocol import messages as m
 
 __all__ = ["RETRY", "ClientSession", "LeaseBook", "Search", "Takeover", "held_of", "to_hold"]

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgspec
 
+from shared_rpc.client.handle import AsyncHandle, Handle, Lease
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ProtocolError, SharedRPCError
-from shared_rpc.handle import AsyncHandle, Handle, Lease
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame

@@ -25,9 +25,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shared_rpc.client.handle import Lease
 from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
 from shared_rpc.forks import fork_safe_lock
-from shared_rpc.handle import Lease
 
 __all__ = ["Rename", "materialize"]
 

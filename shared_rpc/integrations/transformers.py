@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shared_rpc.client.handle import Lease
 from shared_rpc.extras.materialize import Rename, materialize
-from shared_rpc.handle import Lease
 from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of

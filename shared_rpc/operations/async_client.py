@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from shared_rpc.client.asynchronous import CoroutineDriver
-from shared_rpc.handle import AsyncHandle, updating_async
+from shared_rpc.client.handle import AsyncHandle, updating_async
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
 from shared_rpc.operations.generations import AsyncRefreshIterator

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
+from shared_rpc.client.handle import AsyncHandle, Handle, Lease
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
     BlockingMethods,
@@ -27,7 +28,6 @@ from shared_rpc.client.steps import (
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors.interrupts import is_interrupt
-from shared_rpc.handle import AsyncHandle, Handle, Lease
 from shared_rpc.protocol import messages as m
 
 __all__ = ["Context", "Leased", "Steps", "bound", "id_of", "lending", "operation", "taken"]

@@ -6,10 +6,10 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Operation, Request, Tell, Work, ask
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.errors.interrupts import is_interrupt
-from shared_rpc.handle import Lease
 from shared_rpc.memory.devices import device_id
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import messages as m

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
+from shared_rpc.client.handle import Handle, updating
 from shared_rpc.client.steps import BlockingMethods
-from shared_rpc.handle import Handle, updating
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
 from shared_rpc.operations.generations import RefreshIterator

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, message_of, reached
 from shared_rpc.client.subscriptions import Subscription
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
-from shared_rpc.handle import Lease
 from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from shared_rpc.client.handle import Lease, forgone, unreachable
 from shared_rpc.client.steps import Request, Work, ask
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
-from shared_rpc.handle import Lease, forgone, unreachable
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g

@@ -23,12 +23,12 @@ import anyio.to_thread
 import msgspec
 
 from shared_rpc.client.exchange import release_for
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Step, Tell, Within, Work, drive
 from shared_rpc.client.subscriptions import Source, Subscriptions
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
-from shared_rpc.handle import Lease
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment

@@ -10,10 +10,10 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVa
 import msgspec
 
 from shared_rpc.client.base import preload_codec
+from shared_rpc.client.handle import Handle
 from shared_rpc.client.steps import Operation
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.forks import after_fork, fork_safe_lock
-from shared_rpc.handle import Handle
 from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.hosting import host
 from shared_rpc.lifecycle.main_end import register, unregister

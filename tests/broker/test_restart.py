@@ -21,11 +21,11 @@ import torch
 
 from shared_rpc import AsyncClient, Client, errors
 from shared_rpc.client.connection import ExchangeSocket
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.results import result_of
 from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.handle import Lease
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m

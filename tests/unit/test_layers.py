@@ -20,9 +20,9 @@ LAYERS = [
     ["errors", "forks"],
     ["lifecycle", "protocol", "settings"],
     ["context", "memory", "zygote"],
-    ["codec", "handle", "observability"],
-    ["client", "extras", "server"],
-    ["broker", "operations", "scripts"],
+    ["codec", "observability"],
+    ["client", "server"],
+    ["broker", "extras", "operations", "scripts"],
     ["provider"],
     ["cli", "integrations", "worker"],
 ]
