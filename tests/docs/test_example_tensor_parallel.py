@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import NamedTuple
 
@@ -87,19 +88,18 @@ def test_the_example(base_path: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_example_leaves_nothing(base_path: str, children: list[Child], number: signal.Signals) -> None:
     """Ctrl-C, and SIGTERM, end all its processes; none of them stays, nor does a file."""
-    scratch = Path(base_path).parent / "scratch"
-    scratch.mkdir()
-    child = Child(str(EXAMPLE / "run.py"), environ={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch)})
-    children.append(child)
-    child.expect("serving load_shard")
-    started = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
-    assert len(started) == 2
+    with TemporaryDirectory() as scratch:  # the path of a socket must be short
+        child = Child(str(EXAMPLE / "run.py"), environ={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": scratch})
+        children.append(child)
+        child.expect("serving load_shard")
+        started = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+        assert len(started) == 2
 
-    child.process.send_signal(number)
+        child.process.send_signal(number)
 
-    code, errors = child.close()
-    assert (code, "Traceback" in errors) == (130, False)
-    assert list(scratch.iterdir()) == []
+        code, errors = child.close()
+        assert (code, "Traceback" in errors) == (130, False)
+        assert os.listdir(scratch) == []
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
 
 
