@@ -27,8 +27,7 @@ __all__ = ["run"]
 #: Prints the seconds that the package takes to import where torch is there already.
 #: A full collection is due when torch is there, and takes 100 ms of whatever comes next: before the clock starts.
 _IMPORT = """
-import gc, time, torch
-gc.collect()
+import time, torch
 begin = time.perf_counter()
 import shared_rpc
 for name in shared_rpc.__all__:
