@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -166,6 +167,80 @@ class TestPool(_Bound):
     def backend(self) -> Backend:
         """The first GPU that is visible."""
         return _gpu_backend("pool")
+
+
+@pytest.fixture
+def vmm() -> Backend:
+    """A backend of the first visible GPU that has made nothing yet."""
+    from shared_rpc.memory.backends.vmm import VmmBackend
+
+    return VmmBackend(_gpu_backend("vmm").uuid)
+
+
+def _rdma_capable(segment: Segment) -> bool:
+    """Whether the driver made the memory of a segment so that network cards can use it."""
+    from cuda.bindings import driver
+
+    from shared_rpc.memory.backends.cuda import POSIX_FD, check
+
+    handle = check(driver.cuMemImportFromShareableHandle(segment.fileno(), POSIX_FD))
+    try:
+        return bool(check(driver.cuMemGetAllocationPropertiesFromHandle(handle)).allocFlags.gpuDirectRDMACapable)
+    finally:
+        check(driver.cuMemRelease(handle))
+
+
+def _supports_rdma(backend: Backend) -> bool:
+    from shared_rpc.memory.backends.cuda import attribute
+
+    return attribute(backend.ordinal, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED") == 1
+
+
+def _refusing_rdma(monkeypatch: pytest.MonkeyPatch, code: str) -> list[bool]:
+    """Have the driver refuse memory for network cards; the list tells for each request whether it was one."""
+    from cuda.bindings import driver
+
+    create, asked = driver.cuMemCreate, []
+
+    def refuse(size: int, allocation: Any, flags: int) -> tuple[Any, ...]:
+        asked.append(bool(allocation.allocFlags.gpuDirectRDMACapable))
+        if asked[-1]:
+            return getattr(driver.CUresult, f"CUDA_ERROR_{code}"), None
+        return create(size, allocation, flags)
+
+    monkeypatch.setattr(driver, "cuMemCreate", refuse)
+    return asked
+
+
+@pytest.mark.gpu
+def test_network_cards_can_use_gpu_memory(vmm: Backend) -> None:
+    """Memory is made for GPUDirect RDMA where the GPU supports that, and not where it does not."""
+    with closing(vmm.create(1)) as segment:
+        assert _rdma_capable(segment) == _supports_rdma(vmm)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_made_without_rdma_where_the_driver_refuses_it(vmm: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The segment is there all the same, and the next one is made without asking."""
+    if not _supports_rdma(vmm):
+        pytest.skip("the GPU has no GPUDirect RDMA for virtual memory management")
+    asked = _refusing_rdma(monkeypatch, "NOT_SUPPORTED")
+    for _ in range(2):
+        with closing(vmm.create(1)) as segment:
+            assert not _rdma_capable(segment)
+    assert asked == [True, False, False]
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_was_full_is_asked_for_rdma_again(vmm: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That there was no room says nothing about what the driver supports."""
+    if not _supports_rdma(vmm):
+        pytest.skip("the GPU has no GPUDirect RDMA for virtual memory management")
+    with monkeypatch.context() as full:
+        _refusing_rdma(full, "OUT_OF_MEMORY")
+        vmm.create(1).close()
+    with closing(vmm.create(1)) as segment:
+        assert _rdma_capable(segment)
 
 
 def test_host_size_is_fixed() -> None:

@@ -7,12 +7,22 @@ mapping does. See the CUDA Driver API, "Virtual Memory Management".
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.memory.backends.cuda import POSIX_FD, CudaBackend, DriverError, access_for, check, location_of, visible_gpus
+from shared_rpc.memory.backends.cuda import (
+    POSIX_FD,
+    CudaBackend,
+    DriverError,
+    access_for,
+    attribute,
+    check,
+    location_of,
+    visible_gpus,
+)
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Access, SegmentInfo
 
@@ -24,28 +34,44 @@ class VmmBackend(CudaBackend):
 
     def __init__(self, uuid: str) -> None:
         super().__init__(uuid)
+        #: Whether memory is made so that network cards can read and write it (GPUDirect RDMA). Allocations of virtual memory
+        #: management need a flag for that, those of cudaMalloc do not; without it, registering a segment with a card (NIXL,
+        #: UCX, NCCL) fails with "Bad address".
+        self._rdma = bool(attribute(self.ordinal, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"))
+        smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = int(
-            check(
-                driver.cuMemGetAllocationGranularity(
-                    self._allocation(),
-                    driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
-                )
-            )
+            self._with_allocation(lambda allocation: driver.cuMemGetAllocationGranularity(allocation, smallest))
         )
 
-    def _allocation(self) -> Any:
+    def _allocation(self, rdma: bool) -> Any:
         allocation = driver.CUmemAllocationProp()
         allocation.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         allocation.requestedHandleTypes = POSIX_FD
         allocation.location = location_of(self.ordinal)
+        if rdma:
+            allocation.allocFlags.gpuDirectRDMACapable = 1
         return allocation
+
+    def _with_allocation(self, call: Callable[[Any], tuple[Any, ...]]) -> Any:
+        """Return the value of a driver call that takes the properties of memory to be made.
+
+        Where the driver refuses GPUDirect RDMA although the GPU has it, as without the kernel's module for it, memory is made
+        without. Only a GPU that is full is asked for it again the next time.
+        """
+        if self._rdma:
+            try:
+                return check(call(self._allocation(rdma=True)))
+            except DriverError as error:
+                if error.code != driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                    self._rdma = False
+        return check(call(self._allocation(rdma=False)))
 
     def create(self, nbytes: int) -> Segment:
         """Make GPU memory. The driver zeroes it."""
         self.require_visible()
         size = -(-nbytes // self.granularity) * self.granularity
         try:
-            handle = check(driver.cuMemCreate(size, self._allocation(), 0))
+            handle = self._with_allocation(lambda allocation: driver.cuMemCreate(size, allocation, 0))
         except DriverError as error:
             raise CapabilityError(f"cannot allocate {size} bytes on GPU {self.uuid}: {error}") from error
         try:
