@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
+    from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord
     from shared_rpc.client.handle import AsyncHandle, Handle
     from shared_rpc.client.subscriptions import Subscription
     from shared_rpc.context import cancelled, progress, raise_if_cancelled
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from shared_rpc.memory.pool import PoolOptions
     from shared_rpc.operations.async_client import AsyncClient
     from shared_rpc.operations.client import Client
+    from shared_rpc.protocol.exported import RecordHeader
     from shared_rpc.protocol.generations import Generation
     from shared_rpc.protocol.infos import (
         DeviceInfo,
@@ -39,11 +41,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncClient",
+    "AsyncExportedRecord",
     "AsyncHandle",
     "Client",
     "DeviceInfo",
     "EndpointInfo",
     "EndpointStatistics",
+    "ExportedRecord",
     "Generation",
     "Handle",
     "HolderInfo",
@@ -52,6 +56,7 @@ __all__ = [
     "PoolOptions",
     "Progress",
     "Provider",
+    "RecordHeader",
     "ReloadInfo",
     "RunInfo",
     "RuntimeInfo",
@@ -79,10 +84,12 @@ _NAMES = {
     "client.subscriptions": "Subscription",
     "context": "cancelled progress raise_if_cancelled",
     "extras.materialize": "materialize",
+    "client.exported": "AsyncExportedRecord ExportedRecord",
     "client.handle": "AsyncHandle Handle",
     "memory.pool": "PoolOptions",
     "operations.async_client": "AsyncClient",
     "operations.client": "Client",
+    "protocol.exported": "RecordHeader",
     "protocol.generations": "Generation",
     "protocol.infos": "DeviceInfo EndpointInfo EndpointStatistics HolderInfo ListedObjectInfo ObjectInfo ReloadInfo RunInfo"
     " RuntimeInfo ServerInfo SessionInfo StopInfo",

@@ -28,6 +28,7 @@ from shared_rpc.client.replies import raise_error, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, from_wire, to_wire
 from shared_rpc.errors.interrupts import is_of_handler, passed_over
+from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import Frame
@@ -290,6 +291,10 @@ def release_for(message: m.Message, request: Request | None) -> m.Release | m.Fr
         return m.FreeBuffer(message.object_id, release=True)  # no other process knows the buffer
     if isinstance(message, m.Result) and message.managed:
         return m.Release([message.object_id])
+    if isinstance(message, x.Exported):
+        return m.Release([message.object_id])
+    if isinstance(message, x.Candidate):
+        return m.Release([message.generation.object_id])
     claimed = request is not None and isinstance(request.message, m.WaitTask) and request.message.claim
     if claimed and isinstance(message, m.TaskIs) and message.info.object_id is not None:
         return m.Release([message.info.object_id])

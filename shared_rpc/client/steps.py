@@ -12,17 +12,19 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import msgspec
 
+from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.client.handle import AsyncHandle, Handle, Lease
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ProtocolError, SharedRPCError
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
@@ -238,8 +240,9 @@ def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
 class Driver(ABC):
     """The base of all that drives operations, and knows none of them."""
 
-    #: The class of the handles.
+    #: The classes of handles and of records.
     _HANDLE: ClassVar[type[Lease[Any]]]
+    _RECORD: ClassVar[type[RecordBytes]]
 
     @classmethod
     @abstractmethod
@@ -256,11 +259,17 @@ class Driver(ABC):
             session=session,
         )
 
+    def _record(
+        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, room: bool
+    ) -> RecordBytes:
+        return self._RECORD(header, segments, leases, room=room)
+
 
 class BlockingMethods(Driver):
     """A driver whose operations return when they have ended."""
 
     _HANDLE = Handle
+    _RECORD = ExportedRecord
 
     @classmethod
     def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:
@@ -278,6 +287,7 @@ class CoroutineMethods(Driver):
     """A driver whose operations are coroutines."""
 
     _HANDLE = AsyncHandle
+    _RECORD = AsyncExportedRecord
 
     @classmethod
     def _bound(cls, name: str, body: Callable[..., Operation[Any]]) -> Callable[..., Any]:

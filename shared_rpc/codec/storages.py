@@ -31,7 +31,7 @@ from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["bytes_at", "copy_bytes", "current_stream", "make_storage", "view_storage"]
+__all__ = ["bytes_at", "copy_bytes", "current_stream", "make_storage", "view_storage", "whole_tensor"]
 
 #: The most descriptors that a new child inherits: a fork server takes fewer than 256, with torch's own. The child fetches the
 #: others from its parent.
@@ -54,6 +54,14 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """Return a storage over mapped bytes, which is to keep the mapping: see :meth:`MappingTable.keep_for`."""
     return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes))
+
+
+def whole_tensor(mapping: Mapping, nbytes: int) -> torch.Tensor:
+    """Return the first bytes of a mapping as a flat uint8 tensor, which keeps the mapping."""
+    storage = make_storage(mapping, 0, nbytes, torch_device(mapping.info.device))
+    MAPPINGS.keep_for([(mapping, storage)])
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))
 
 
 def copy_bytes(backend: Backend, target: int, source: int, nbytes: int, device: torch.device) -> None:

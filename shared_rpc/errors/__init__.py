@@ -18,6 +18,7 @@
     ├── UpdateInterrupted       memory was left half-written by an update
     ├── StateMismatchError      a model does not fit the tensors it is to be built around
     ├── TicketError             a ticket that cannot be used here
+    ├── RecordError             an exported record that cannot be adopted here
     ├── RemoteError             an endpoint's exception that cannot be rebuilt here
     ├── TaskError               a task, or its result, is not to be had
     │   └── TaskCancelled       it was cancelled
@@ -45,6 +46,7 @@ __all__ = [
     "DeadlineExceeded",
     "EndpointNotFound",
     "ProtocolError",
+    "RecordError",
     "RefreshError",
     "RemoteError",
     "RemoteTraceback",
@@ -245,6 +247,22 @@ class TicketError(SharedRPCError):
     """
 
     code = "ticket"
+    _FIELDS: ClassVar = {"reason": _or("malformed")}
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RecordError(SharedRPCError):
+    """An exported record, or a file of one, that cannot be adopted here; the message says why, and names both sides.
+
+    ``reason`` is ``"unreadable"`` (no such file, or none that may be read or written), ``"untrusted"`` (others may have written
+    it), ``"malformed"``, ``"damaged"`` (other bytes than were written), ``"version"``, ``"device"``, ``"endpoint"``, ``"code"``
+    (the endpoint's code is another), or ``"room"``: the buffers are not those for its segments.
+    """
+
+    code = "record"
     _FIELDS: ClassVar = {"reason": _or("malformed")}
 
     def __init__(self, message: str, *, reason: str) -> None:

@@ -7,11 +7,20 @@ from shared_rpc.operations.buffers import BufferOperations
 from shared_rpc.operations.calls import CallOperations
 from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.operations.objects import ObjectOperations
+from shared_rpc.operations.records import RecordOperations
 from shared_rpc.operations.server import ServerOperations
 from shared_rpc.operations.tasks import TaskOperations
 
 __all__ = ["Operations"]
 
 
-class Operations(CallOperations, TaskOperations, ObjectOperations, BufferOperations, GenerationOperations, ServerOperations):
+class Operations(
+    CallOperations,
+    TaskOperations,
+    ObjectOperations,
+    BufferOperations,
+    GenerationOperations,
+    RecordOperations,
+    ServerOperations,
+):
     """All operations."""

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
+from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, SegmentBytes
 from shared_rpc.client.handle import AsyncHandle, Handle, Lease
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
@@ -29,8 +30,9 @@ from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors.interrupts import is_interrupt
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.exported import RecordHeader
 
-__all__ = ["Context", "Leased", "Steps", "bound", "id_of", "lending", "operation", "taken"]
+__all__ = ["Context", "Exporting", "Leased", "Steps", "bound", "carrying", "id_of", "lending", "operation", "taken"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,6 +45,12 @@ Steps = Generator[Any, Any, R]
 
 class Leased(Generic[T]):
     """The handle that an operation returns, for type checkers: a :class:`Handle`, or for coroutines an :class:`AsyncHandle`."""
+
+
+class Exporting:
+    """The record that an operation returns, for type checkers: an :class:`ExportedRecord`, or for coroutines an
+    :class:`AsyncExportedRecord`.
+    """
 
 
 class Context(ABC):
@@ -68,6 +76,12 @@ class Context(ABC):
 
         :param pooled: whether its arguments and result may lie in pools.
         """
+
+    @abstractmethod
+    def _record(
+        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, room: bool
+    ) -> Any:
+        """Return a record for the callers of this driver."""
 
     @abstractmethod
     def _watch_in(self, server: Any) -> Subscriptions:
@@ -107,6 +121,19 @@ class lending(_Unbound[P, Leased[T]], Generic[P, T]):
         return self
 
 
+class carrying(_Unbound[P, Exporting]):
+    """A public operation that returns a record."""
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: BlockingMethods, kind: type) -> Callable[P, ExportedRecord]: ...
+    @overload
+    def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncExportedRecord]]: ...
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self
+
+
 def bound(kind: type[D]) -> type[D]:
     """Make methods of the operations that a class has: plain functions, which cost no more than methods written out."""
     members = {name: found for base in reversed(kind.__mro__) for name, found in vars(base).items()}
@@ -137,7 +164,8 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
 def _shown(annotation: str, kind: type[Driver]) -> str:
     """Return an annotation as the callers of a class see it."""
     inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
-    return re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
+    text = re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
+    return re.sub(r"\bExporting\b", kind._RECORD.__name__, text)
 
 
 def taken(

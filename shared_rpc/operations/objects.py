@@ -16,7 +16,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 
-__all__ = ["ObjectOperations"]
+__all__ = ["ObjectOperations", "released"]
 
 
 def _info(object_id: str) -> Steps[ObjectInfo]:
@@ -28,7 +28,8 @@ def _server() -> Steps[ServerInfo]:
     return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
 
 
-def _released(handles: Iterable[Lease[Any] | str]) -> Steps[int]:
+def released(handles: Iterable[Lease[Any] | str]) -> Steps[int]:
+    """Give leases back in one round trip; return how many of them this process held."""
     object_ids = forgone(handles)
     count = 0
     if object_ids:
@@ -84,12 +85,12 @@ class ObjectOperations:
     @operation
     def release(ctx: Context, handle: Lease[Any] | str) -> Steps[bool]:
         """Give one lease back, of a handle or an object id; return whether this process held it."""
-        return (yield from _released([handle])) == 1
+        return (yield from released([handle])) == 1
 
     @operation
     def release_many(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
         """Give several leases back in one round trip; return how many of them this process held."""
-        return (yield from _released(handles))
+        return (yield from released(handles))
 
     @lending
     def open_ticket(ctx: Context, ticket: Ticket | str | os.PathLike[str]) -> Steps[Leased[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared_rpc.errors import ProtocolError
+from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
@@ -100,6 +101,14 @@ _KINDS: dict[int, type[m.Message]] = {
     104: mo.SessionsReply,
     105: mo.RunsReply,
     106: mo.StatisticsReply,
+    120: x.ExportObject,
+    121: x.Exported,
+    122: x.CheckRecord,
+    123: x.RecordFits,
+    124: x.Adopt,
+    125: x.Prepare,
+    126: x.Candidate,
+    127: x.Promote,
 }
 #: The kind byte by the message's class.
 NUMBERS = {kind: number for number, kind in _KINDS.items()}

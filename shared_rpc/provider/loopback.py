@@ -31,13 +31,15 @@ from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Descriptor, Segment
 from shared_rpc.operations.binding import Context, bound
 from shared_rpc.operations.client import BlockingOperations
+from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core, Lowered
 from shared_rpc.server.engine import Engine
@@ -53,7 +55,7 @@ T = TypeVar("T")
 #: The session of this process's own requests.
 _SESSION = "local"
 #: Requests answered at an endpoint's end: a waiting endpoint's thread is lent meanwhile.
-_OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh}
+_OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.Prepare}
 #: Requests that are not answered at once: the loop, which answers them, cannot wait for the answer.
 _WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes}
 _NO_TABLE = msgspec.Raw(b"")
@@ -68,6 +70,23 @@ class _LiveRequest(Request):
 
     lowered: Lowered = ((), {})
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))
+
+
+@dataclass(slots=True)
+class _Foreign:
+    """A value that no endpoint of this process has made: its receiver maps the memory, whose descriptors are kept here."""
+
+    object_id: str
+    skeleton: bytes
+    table: bytes
+    memory: list[tuple[SegmentInfo, Descriptor | None]]
+
+    @classmethod
+    def of(cls, stored: StoredObject) -> _Foreign:
+        """Take what a receiver needs, on the loop: the object may be dropped before it is attached."""
+        record = stored.record
+        memory = [(segment.info, segment.descriptor) for segment in record.segments]
+        return cls(stored.object_id, record.skeleton, record.table, memory)
 
 
 class _Turn:
@@ -124,6 +143,11 @@ class _LocalCaller:
             if unwanted is not None:
                 _LocalCaller(self.core, Request(unwanted, "the release of an unwanted lease")).ask()
 
+    @property
+    def payload(self) -> bytes:
+        """The payload of the request."""
+        return self.request.payload
+
     def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
         assert isinstance(self.request, _LiveRequest), "a call has its arguments"
         return self.request.lowered, self.request.arguments
@@ -147,8 +171,8 @@ class _LocalCaller:
         message, value, stored = _VALUE, outcome.live, outcome.stored
         if outcome.managed and stored is not None:
             message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
-            if stored.kind == "buffer":
-                value = stored  # without a live value: the receiver maps its memory
+        if stored is not None and (stored.kind == "buffer" or stored.adopted):
+            value = _Foreign.of(stored)
         return self._end(Reply(message, _NO_FRAME, live=True, value=value))
 
     def notify(self, message: m.Message) -> None:
@@ -231,7 +255,10 @@ class LoopbackDriver(BlockingMethods):
         match step:
             case Request():
                 turn.caller = _LocalCaller(self._engine.core, step)
-                return self._answer(turn.caller, turn.until)
+                reply = self._answer(turn.caller, turn.until)
+                if type(reply.value) is _Foreign:
+                    reply = Reply(reply.message, reply.frame, live=True, value=self._attached(reply.value))
+                return reply
             case Work():
                 return step.function()
             case Lend():
@@ -258,7 +285,10 @@ class LoopbackDriver(BlockingMethods):
             waiting = asyncio.wrap_future(caller.answered) if self._engine.here() else _waited_for(caller.answered)
             reply = await waiting
             assert isinstance(reply.message, m.Result), "a call is answered with a Result"
-            return self._lend(reply.message, reply.value) if reply.message.managed else reply.value
+            value = reply.value
+            if type(value) is _Foreign:
+                value = await anyio.to_thread.run_sync(self._attached, value)
+            return self._lend(reply.message, value) if reply.message.managed else value
         except BaseException:
             self._withdraw(caller)
             raise
@@ -296,25 +326,24 @@ class LoopbackDriver(BlockingMethods):
         return caller.answered.result()
 
     def _lend(self, message: m.Result, value: Any) -> Lease[Any]:
-        live = self._attached(value) if isinstance(value, StoredObject) else value
-        return self._handle(message, live, self.server_id, self)
+        return self._handle(message, value, self.server_id, self)
 
-    def _attached(self, stored: StoredObject) -> Any:
-        """Return a buffer's tensor, over memory that is mapped here as in any other process that has it."""
+    def _attached(self, foreign: _Foreign) -> Any:
+        """Return a value over memory that is mapped here as in any other process that has it."""
         from shared_rpc.codec.results import decode_result
 
-        value = self._values.get(stored.object_id)
+        value = self._values.get(foreign.object_id)
         if value is None:
-            # On the loop, which closes them: descriptors of a stopped server may have been reused.
-            segments = self._engine.ask(lambda core: _duplicates(core, stored.object_id))
+            segments = [Segment(info, descriptor) for info, descriptor in foreign.memory]
             try:
-                # Kept, so that an endpoint of this process can return the buffer itself.
+                # Kept, so that an endpoint of this process can return the memory itself.
                 with MAPPINGS.attach(segments, keep=True, owner=self.server_id):
-                    value = decode_result(stored.record.skeleton, stored.record.table, segments, self.server_id)
+                    value = decode_result(foreign.skeleton, foreign.table, segments, self.server_id)
             finally:
                 for segment in segments:
                     segment.close()
-            value = self._values.setdefault(stored.object_id, value)
+            with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
+                value = self._values.setdefault(foreign.object_id, value)
         return value
 
     # Requests of handles.
@@ -386,13 +415,6 @@ def _on_the_loop(request: Request) -> str:
             f"async def and await it, or call it with anyio.to_thread.run_sync"
         )
     return f"{what} was called on the server's event loop: use anyio.to_thread.run_sync"
-
-
-def _duplicates(core: Core, object_id: str) -> list[Segment]:
-    stored = core.objects.get(object_id)
-    if stored is None:  # a leased object is dropped only at the end of the server
-        raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
-    return [segment.duplicate() for segment in stored.record.segments]
 
 
 def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo | None:

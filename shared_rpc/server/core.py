@@ -30,6 +30,7 @@ from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.observing import Listeners, Observed
 from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.records import Records
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 from shared_rpc.server.sessions import Sessions
@@ -111,6 +112,16 @@ class Core:
             self.quotas.admit,
             self.generations.announce,
             self.server_id,
+        )
+        self.records = Records(
+            device,
+            registry,
+            self.objects,
+            self.leases,
+            buffers,
+            self.generations,
+            self.runs.calls.number,
+            self._settle,
         )
         # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
         first = int(clock.now() * 1e6) if server_id is not None else 1
@@ -207,13 +218,52 @@ class Core:
                 fail(Failure.of(error))
 
         waiter.refreshes, waiter.deliver = True, deliver
+        self._enter_anew(waiter, endpoint, lowered, arguments, chain)
+
+    def prepare(
+        self,
+        waiter: Waiter,
+        made: Callable[[Generation], bool],
+        endpoint: str,
+        lowered: Lowered | None,
+        arguments: CallArguments,
+        chain: frozenset[str] = frozenset(),
+    ) -> None:
+        """Build the next generation of a call's object as a candidate, on which the waiter's session has a lease then.
+
+        For the parameters see :meth:`refresh`.
+
+        :param made: returns whether the answer could be sent.
+        """
+        fail, session = waiter.deliver, waiter.session
+
+        def deliver(outcome: Delivery | Failure) -> None:
+            sent = False
+            try:
+                if isinstance(outcome, Failure):
+                    fail(outcome)
+                else:
+                    sent = made(self.generations.prepared(endpoint, outcome))
+            except SharedRPCError as error:
+                fail(Failure.of(error))
+            finally:
+                if not sent and isinstance(outcome, Delivery) and outcome.stored is not None:
+                    self.release(session, [outcome.stored.object_id])
+
+        waiter.prepares, waiter.deliver = True, deliver
+        self._enter_anew(waiter, endpoint, lowered, arguments, chain)
+
+    def _enter_anew(
+        self, waiter: Waiter, endpoint: str, lowered: Lowered | None, arguments: CallArguments, chain: frozenset[str]
+    ) -> None:
+        """Start or join a run for a waiter that takes no cached result."""
         try:
             spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
             refreshable(spec, key)
             waiter.arguments = identity_of(spec, *_read(lowered, arguments))
         except BaseException as error:
             close_arguments(arguments)
-            deliver(Failure.of(error))
+            tell(waiter, Failure.of(error))
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
 

@@ -144,6 +144,19 @@ class Generations:
             )
         return self.of(stored)
 
+    def prepared(self, endpoint: str, delivery: Delivery) -> Generation:
+        """Describe the candidate that a run has built.
+
+        :raises RefreshError: if its call was invalidated meanwhile.
+        """
+        stored = delivery.stored
+        if stored is None or stored.invalidated:
+            raise RefreshError(
+                f"{endpoint}() was invalidated while its next generation was being built, which therefore is no candidate: "
+                f"prepare another one"
+            )
+        return self.of(stored)
+
     def deliver_latest(self, waiter: Waiter, object_id: str) -> None:
         """Deliver the current object of an object's key, at once, with a lease.
 
@@ -197,7 +210,8 @@ class Generations:
         superseded = [
             stored
             for stored in self._objects
-            if not stored.current and (stored.endpoint == endpoint if endpoint is not None else stored.object_id == object_id)
+            if not (stored.current or stored.candidate)
+            and (stored.endpoint == endpoint if endpoint is not None else stored.object_id == object_id)
         ]
         for stored in superseded:
             for session in self._leases.holders(stored.object_id):

@@ -166,6 +166,12 @@ class RemoteCaller(msgspec.Struct, eq=False):
         """The request's name, by which a client's error is found in the server's log."""
         return f"{self._client.name}-{self._number}"
 
+    @property
+    def payload(self) -> bytes:
+        """The payload of the request's frame."""
+        assert self._frame is not None, "a waiting request has no frame any more"
+        return self._frame.payload
+
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
         """Take the arguments as they came. They are read only where that is needed."""
         assert self._frame is not None, "a waiting request has no frame any more"

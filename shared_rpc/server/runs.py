@@ -53,6 +53,7 @@ class Waiter:
     :param keeps: whether its session is to hold the result, managed or not: it is a task.
     :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it, nor what
         another call's run will bring; ``arguments`` then identifies its arguments, None if nothing does.
+    :param prepares: whether it wants a new result as a candidate, and its session is to hold that.
     :param looks: whether it only wants to know how a task ends, and takes no result; its outcome is its last event.
     :param claims: of a waiter that looks: whether its session holds the result, so that it can be fetched then.
     :param on_begin: called when the work starts.
@@ -71,6 +72,7 @@ class Waiter:
     keeps: bool = False
     refreshes: bool = False
     arguments: str | None = None
+    prepares: bool = False
     looks: bool = False
     claims: bool = False
     on_begin: Callable[[], None] | None = None
@@ -132,30 +134,35 @@ class Runs:
 
         :param arguments: descriptors in them belong to this object now.
         """
-        if key is not None and not waiter.refreshes and self.answer_from_cache(waiter, spec, key):
+        fresh = waiter.refreshes or waiter.prepares
+        if key is not None and not fresh and self.answer_from_cache(waiter, spec, key):
             close_arguments(arguments)
             return
-        if spec.singleflight and (key is not None or waiter.refreshes):
+        if spec.singleflight and (key is not None or waiter.refreshes) and not waiter.prepares:
             run = self.calls.join_refresh(waiter.arguments, waiter) if waiter.refreshes else self.calls.join(key, waiter)
             if run is not None:
                 close_arguments(arguments)
                 self._joined(waiter, run)
                 return
-        if key is not None and not waiter.refreshes:
+        if key is not None and not fresh:
             self.statistics.of(spec.name)["misses"] += 1
+        former_key = key if waiter.prepares else None
+        key = None if waiter.prepares else key
         run = waiter.run = Run(
             spec,
             key,
             arguments,
             [waiter],
             waiter.arguments,
-            publish=not waiter.local or key is not None or spec.managed or waiter.keeps,
-            chain=chain | {spec.name, key or spec.name},
-            background=waiter.keeps or waiter.refreshes,
+            publish=not waiter.local or key is not None or spec.managed or waiter.keeps or waiter.prepares,
+            chain=chain | {spec.name, key or former_key or spec.name},
+            background=waiter.keeps or fresh,
             session=waiter.session,
             pooled=waiter.pooled and key is None and not spec.managed and not waiter.keeps,
             request_id=waiter.request_id,
             cached=key is not None,
+            former_key=former_key,
+            prepares=waiter.prepares,
             created_at=time.time(),
         )
         self.calls.open(run)
@@ -303,7 +310,7 @@ class Runs:
             return
         spec, key, record = run.spec, run.key, outcome.record
         waiters = self.calls.close(run)
-        kept = key is not None or (spec.managed and waiters) or any(waiter.keeps for waiter in waiters)
+        kept = key is not None or (spec.managed and waiters) or any(waiter.keeps or waiter.prepares for waiter in waiters)
         if record is None or not kept:
             self._deliver(waiters, spec, record, outcome.live, None)
             if record is not None:
@@ -324,7 +331,9 @@ class Runs:
             run=run.number,
             listed=key is not None,
             managed=spec.managed,
+            candidate=run.prepares,
         )
+        stored.invalidated = run.invalidated
         self._deliver(waiters, spec, record, outcome.live, stored)
         if stored.listed:
             self._listed(stored)
@@ -353,7 +362,7 @@ class Runs:
         if stored is not None:
             # All leases before any delivery: a waiter that releases its lease at once must not drop the others' object.
             for waiter in waiters:
-                if (managed and not waiter.refreshes) or waiter.keeps:
+                if (managed and not waiter.refreshes) or waiter.keeps or waiter.prepares:
                     self._leases.grant(waiter.session, stored.object_id)
         if len(waiters) > 1:
             # Tasks last: a task's lease may be all that keeps the record, and its delivery may end that lease.

@@ -13,6 +13,7 @@ import torch
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc.errors import (
     BufferNotFound,
+    RecordError,
     RemoteError,
     SharedRPCError,
     StaleHandleError,
@@ -44,6 +45,7 @@ SPECIMENS = {
     WorkerCrashed: WorkerCrashed("the worker (pid 7) was killed", signal="SIGSEGV", stderr="Fatal Python error"),
     StateMismatchError: StateMismatchError("they do not fit", missing=["a.b", "c"], mismatched=["d is (1,) in one"]),
     TicketError: TicketError("kv.json is no ticket", reason="malformed"),
+    RecordError: RecordError("load.record is no record", reason="malformed"),
     TaskError: TaskError("task 1 has expired", reason="expired"),
 }
 

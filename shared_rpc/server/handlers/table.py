@@ -40,6 +40,10 @@ class Caller(Protocol):
     def name(self) -> str:
         """The name that identifies the request."""
 
+    @property
+    def payload(self) -> bytes:
+        """The payload of the request, until it waits."""
+
     def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
         """Answer. False if the answer could not be sent, or the asker no longer waits. The descriptors are duplicated."""
 

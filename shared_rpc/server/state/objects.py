@@ -65,6 +65,11 @@ class StoredObject:
     page: Segment | None = None
     #: The number of the run that made the object, in the order of their starts; 0 if no run of this server made it.
     run: int = 0
+    #: Whether it was made of a record that came from outside: no endpoint of this server has its value.
+    adopted: bool = False
+    #: Whether it may be made the current one of its key, and whether that was invalidated meanwhile.
+    candidate: bool = False
+    invalidated: bool = False
 
     @property
     def current(self) -> bool:
@@ -189,6 +194,8 @@ class ObjectStore:
         listed: bool = True,
         managed: bool = False,
         kind: Literal["result", "buffer"] = "result",
+        adopted: bool = False,
+        candidate: bool = False,
     ) -> StoredObject:
         """Keep a record; with a key the cache lists it, in place of an object of that key whose run began earlier.
 
@@ -210,6 +217,8 @@ class ObjectStore:
             managed=managed,
             kind=kind,
             run=run,
+            adopted=adopted,
+            candidate=candidate,
         )
         current = self.current(key)
         listed = listed and not (current is not None and current.run > run)
@@ -231,14 +240,25 @@ class ObjectStore:
         stored.record.segments = tuple(map(self._share, stored.record.segments))
         self.descriptors.used += stored.page is not None
         if stored.cache_key is not None and listed:
-            earlier = self._by_key.get(stored.cache_key)
-            if earlier is not None:
-                stored.previous_id = earlier.object_id
-                self.unlist(earlier)
-            stored.listed = True
-            self._by_key[stored.cache_key] = stored
+            self._list(stored, stored.cache_key)
         if self._on_add is not None:
             self._on_add(stored)
+
+    def _list(self, stored: StoredObject, key: str) -> None:
+        earlier = self._by_key.get(key)
+        if earlier is not None:
+            stored.previous_id = earlier.object_id
+            self.unlist(earlier)
+        stored.listed = True
+        self._by_key[key] = stored
+
+    def promote(self, stored: StoredObject) -> None:
+        """List a candidate, in place of the object of its key."""
+        assert stored.cache_key is not None, "a candidate has a key"
+        stored.candidate = False
+        self._list(stored, stored.cache_key)
+        if self.watcher is not None:
+            self.watcher.listed(stored)
 
     def _share(self, segment: Segment) -> Segment:
         """Return the segment, by the descriptor that is there if another object lies in it."""
@@ -278,7 +298,7 @@ class ObjectStore:
     def adopt(self, other: ObjectStore) -> None:
         """List the objects of another store as objects of this one."""
         for stored in other._by_key.values():
-            self.add(stored.endpoint, stored.cache_key, stored.record, stored.idle_ttl, stored.live)
+            self.add(stored.endpoint, stored.cache_key, stored.record, stored.idle_ttl, stored.live, adopted=stored.adopted)
 
     def lookup(self, key: str) -> StoredObject | None:
         """Return the cached object of a key; this counts as an access."""
@@ -312,7 +332,13 @@ class ObjectStore:
         self._keep_to_budget()
 
     def invalidate(self, *, key: str | None = None, endpoint: str | None = None) -> int:
-        """Unlist the object of a key, or all of an endpoint; how many that were. Leased ones stay with their holders."""
+        """Unlist the object of a key, or all of an endpoint; how many that were. Leased ones stay with their holders.
+
+        A candidate of theirs will not be listed any more.
+        """
+        for stored in self._objects.values():
+            if stored.candidate and (stored.cache_key == key or stored.endpoint == endpoint):
+                stored.invalidated = True
         matching = [s for s in self._by_key.values() if s.cache_key == key or s.endpoint == endpoint]
         for stored in matching:
             self.unlist(stored)

@@ -60,6 +60,9 @@ class Run(Generic[W]):
     cached: bool = False
     number: int = 0
     former_key: str | None = None
+    #: Whether it builds a candidate, whose key is ``former_key``, and whether that was invalidated meanwhile.
+    prepares: bool = False
+    invalidated: bool = False
     #: When the run was opened, in Unix seconds.
     created_at: float = 0.0
     running: bool = False
@@ -103,6 +106,10 @@ class RunTable(Generic[W]):
         if run.key is not None:
             self._by_key.setdefault(run.key, run)
 
+    def number(self) -> int:
+        """Return the next number, for a run or for a record that comes from outside."""
+        return next(self._numbers)
+
     def leave(self, run: Run[W], waiter: W) -> bool:
         """Forget a waiter that gives up. True if the run has no waiter left and has not begun: drop it."""
         if waiter in run.waiters:
@@ -123,7 +130,10 @@ class RunTable(Generic[W]):
         run.former_key, run.key = run.key or run.former_key, None
 
     def detach(self, *, key: str | None = None, endpoint: str | None = None) -> int:
-        """Keep the results of matching runs out of the cache; how many runs that were."""
+        """Keep the results of matching runs out of the cache, also if they are promoted; how many runs that were."""
+        for run in self.runs:
+            if run.prepares and (run.former_key == key or run.spec.name == endpoint):
+                run.invalidated = True
         matching = [run for run in self.runs if run.key is not None and (run.key == key or run.spec.name == endpoint)]
         for run in matching:
             self.part(run)

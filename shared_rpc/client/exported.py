@@ -1,0 +1,189 @@
+"""Exported records: the header of an object's record, and the bytes of its segments, mapped in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from shared_rpc.client.handle import AsyncHandle, Handle, Lease
+from shared_rpc.errors import CapabilityError, RecordError, StaleHandleError
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.mapping import MAPPINGS, MappingHold
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.exported import RecordHeader
+from shared_rpc.protocol.records import SegmentInfo
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AsyncExportedRecord", "ExportedRecord", "RecordBytes", "SegmentBytes", "mapped"]
+
+
+class SegmentBytes:
+    """The bytes of one segment of a record, mapped in this process until the record is closed.
+
+    :param info: the segment; ``nbytes`` are those of the record.
+    :param hold: its mapping.
+    :param writable: whether the bytes are still to be written.
+    """
+
+    def __init__(self, info: SegmentInfo, hold: MappingHold, *, writable: bool) -> None:
+        self.info = info
+        self.writable = writable
+        self._hold: MappingHold | None = hold
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.info.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        """Return the bytes as a flat tensor of dtype uint8 on the segment's device, without a copy. It keeps the memory.
+
+        Of an export it is to be read only: a write would be seen by all who have the object, and ends this process where the
+        memory is read-only. On a GPU all work of the object's maker is complete.
+
+        :raises StaleHandleError: if the record was closed.
+        """
+        from shared_rpc.codec.storages import whole_tensor
+
+        return whole_tensor(self._mapped().mapping, self.nbytes)
+
+    def buffer(self) -> memoryview:
+        """Return the bytes of host memory as a buffer, without a copy and without torch; read-only for an export.
+
+        :raises CapabilityError: for a GPU's memory: use :meth:`tensor`.
+        :raises StaleHandleError: if the record was closed.
+        """
+        mapping = self._mapped().mapping
+        if mapping.info.device != "cpu":
+            raise CapabilityError(f"segment {self.info.id} is on {mapping.info.device}, where it is no buffer: use tensor()")
+        view = HOST.view(mapping.address, self.nbytes)
+        MAPPINGS.keep_for([(mapping, view.obj)])
+        return view if self.writable else view.toreadonly()
+
+    def synchronize(self) -> None:
+        """Wait for all work of this process on the segment's device.
+
+        :raises CapabilityError: if a CUDA graph is being captured there.
+        """
+        if not self._mapped().mapping.backend.synchronize():
+            raise CapabilityError(f"a CUDA graph is being captured on {self.info.device}: adopt the record before or after")
+
+    def copy_from(self, source: SegmentBytes) -> None:
+        """Copy the bytes of another segment, which may be on another device."""
+        if self._mapped().mapping.info.device == source._mapped().mapping.info.device == "cpu":
+            target, view = self.buffer(), source.buffer()
+            for start in range(0, self.nbytes, _STEP):  # a signal's handler need not wait for all of it
+                target[start : start + _STEP] = view[start : min(start + _STEP, self.nbytes)]
+        else:
+            self.tensor().copy_(source.tensor())
+
+    def _mapped(self) -> MappingHold:
+        if self._hold is None:
+            raise StaleHandleError(f"the record with segment {self.info.id} was closed", reason="released")
+        return self._hold
+
+    def _unmap(self) -> None:
+        self._hold = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.nbytes} bytes on {self.info.device}{', writable' if self.writable else ''}>"
+
+
+#: Bytes that are copied at once.
+_STEP = 16 << 20
+
+
+def mapped(segment: Segment, owner: str, *, info: SegmentInfo | None = None) -> SegmentBytes:
+    """Map a segment of a server. The segment is borrowed.
+
+    :param owner: the id of the server that keeps it.
+    :param info: of a segment to be written, what it is to become; None for one to be read.
+    """
+    # What others copy on their first write is only read here.
+    borrowed = segment.duplicate("read" if segment.info.access == "copy" else segment.info.access)
+    try:
+        with MAPPINGS.attach([borrowed], owner=owner) as [mapping]:
+            hold = MAPPINGS.hold(mapping)
+    finally:
+        borrowed.close()
+    if info is None:
+        return SegmentBytes(segment.info, hold, writable=False)
+    told = msgspec.structs.replace(segment.info, nbytes=info.nbytes, access=info.access)
+    return SegmentBytes(told, hold, writable=True)
+
+
+class RecordBytes:
+    """A record outside its server: its :class:`~shared_rpc.protocol.exported.RecordHeader`, and its segments' bytes.
+
+    One from :meth:`Client.export` is to be read, and holds the object until it is closed; one from :meth:`Client.allocate` is
+    a *room*, whose bytes are to be written before :meth:`Client.adopt` takes it over.
+    """
+
+    def __init__(
+        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, room: bool
+    ) -> None:
+        self.header = header
+        #: Whether it is a room, whose bytes are to be written.
+        self.room = room
+        self.segments = tuple(segments)
+        self._leases = tuple(leases)
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or adopted."""
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise RecordError("the record was closed, or adopted already: export or allocate it again", reason="room")
+
+    def _unmap(self) -> tuple[Lease[Any], ...]:
+        self._closed = True
+        for segment in self.segments:
+            segment._unmap()
+        return self._leases
+
+    def __repr__(self) -> str:
+        kind = "room for " if self.room else ""
+        return f"<{type(self).__name__} {kind}{self.header.endpoint}, {self.header.nbytes} bytes on {self.header.device}>"
+
+
+class ExportedRecord(RecordBytes):
+    """A record outside its server; to be closed, as by a ``with`` block. Tensors and buffers over it stay valid after that."""
+
+    def close(self) -> None:
+        """Give the lease and the mappings back; of a room the memory goes. Closing twice is harmless."""
+        for lease in self._unmap():
+            cast("Handle[Any]", lease).release()
+
+    def __enter__(self) -> ExportedRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncExportedRecord(RecordBytes):
+    """:class:`ExportedRecord` for coroutines: ``async with await client.export(handle) as record``."""
+
+    async def close(self) -> None:
+        """Behave as :meth:`ExportedRecord.close`."""
+        for lease in self._unmap():
+            await cast("AsyncHandle[Any]", lease).release()
+
+    async def __aenter__(self) -> AsyncExportedRecord:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        from anyio import CancelScope
+
+        with CancelScope(shield=True):  # a cancelled block releases its lease too
+            await self.close()

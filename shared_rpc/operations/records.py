@@ -1,0 +1,252 @@
+"""Records that leave a server and enter one, and candidates: generations that are there and not current."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from shared_rpc.client.exported import RecordBytes, SegmentBytes, mapped
+from shared_rpc.client.handle import Lease
+from shared_rpc.client.sending import lower
+from shared_rpc.client.steps import Lend, Operation, Reply, Request, Tell, Work, ask, message_of, reached
+from shared_rpc.errors import ProtocolError
+from shared_rpc.memory.segments import Segment
+from shared_rpc.operations.binding import Context, Exporting, Leased, Steps, carrying, id_of, lending, operation
+from shared_rpc.operations.objects import released
+from shared_rpc.protocol import exported as x
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.exported import RecordHeader
+from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
+
+__all__ = ["RecordOperations"]
+
+
+class RecordOperations:
+    """Records and candidates."""
+
+    @carrying
+    def export(ctx: Context, handle: Lease[Any] | str) -> Steps[Exporting]:
+        """Return the record of an object: its header, and its memory as buffers to be read, without a copy.
+
+        The record holds the object until it is closed. What is written to the object meanwhile, by :meth:`update`, is seen in
+        the record, half-written too.
+
+        :param handle: a handle, or an object's id.
+        :raises StaleHandleError: if the server does not own the object.
+        :raises CapabilityError: in the local role, where results lie in no shared memory, or if this process cannot map it.
+        """
+        what = f"export({id_of(handle)!r})"
+        server = yield from reached(ctx._known())
+        reply: Reply = yield Request(x.ExportObject(id_of(handle)), what)
+        message, frame = reply.message, reply.frame
+        lease: Lease[Any] | None = None
+        try:
+            if not isinstance(message, x.Exported):
+                raise ProtocolError(f"the server answered {what} with {type(message).__name__}, not with Exported")
+            header = RecordHeader.from_bytes(frame.payload)
+            if len(frame.fds) != len(header.segments):
+                raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
+            lease = yield Lend(_lent(message.object_id, message.generation), None)
+            segments = [Segment(info) for info in header.segments]
+            for segment in segments:
+                segment.adopt(frame.fds)
+            parts = yield Work(functools.partial(_mapped, segments, server.server_id))
+            return cast(Exporting, ctx._record(header, parts, [lease], room=False))
+        except GeneratorExit:
+            raise
+        except BaseException:
+            frame.close()
+            if lease is not None:
+                lease._forgo()
+            if isinstance(message, x.Exported):
+                yield Tell(m.Release([message.object_id]))
+            raise
+
+    @carrying
+    def allocate(ctx: Context, header: RecordHeader, ttl: float | None = None) -> Steps[Exporting]:
+        """Make room for a record: a buffer of this server for each of its segments, to be written before :meth:`adopt`.
+
+        The server checks first whether the record could be adopted, as far as that does not depend on a call. The buffers count
+        and end as those of :meth:`create_buffer` do: with this process, however that ends.
+
+        :param header: that of an exported record, of this server or of another one.
+        :param ttl: seconds for which the buffers are kept without this process too.
+        :raises RecordError: if the record cannot be adopted here: it was made with other versions, or for another device.
+        :raises ServerBusy: if the device, or its quota, has less memory left now.
+        :raises CapabilityError: if the device has less memory in all.
+        """
+        return cast(Exporting, (yield from _allocated(ctx, header, ttl, x.CheckRecord())))
+
+    @operation
+    def adopt(
+        ctx: Context, record: RecordBytes, endpoint: str | None = None, /, *args: Any, **kwargs: Any
+    ) -> Steps[Generation]:
+        """Make a record the cached result of a call, as if the server had built it; return its description.
+
+        If something is cached under the call's key, the record becomes its next generation, with the news of a refresh; runs of
+        the call that have begun before do not take its place. A room is taken over without a copy, and closed. A record that
+        was exported, by this server or another one, is copied into a room first, and stays open.
+
+        Nothing is unpickled, here or in the server. Those who call the endpoint do unpickle: adopt records only of those whom
+        you trust.
+
+        :param record: a room of this client whose bytes were written, or an exported record.
+        :param endpoint: the endpoint of whose call with ``args`` and ``kwargs`` it is the result; None for the endpoint and the
+            key that were exported.
+        :raises RecordError: if it cannot be adopted here; ``reason`` says why. Then nothing has changed.
+        :raises BufferNotFound: if the room is another process's, or the server's memory of it is gone.
+        :raises EndpointNotFound: if the server has no endpoint of that name.
+        :raises ConfigurationError: if the call is not cached.
+        :raises ServerBusy: as :meth:`allocate`.
+        """
+        message = yield from _adopted(ctx, record, endpoint, args, kwargs, g.Refreshed)
+        return cast(g.Refreshed, message).generation
+
+    @lending
+    def adopt_candidate(
+        ctx: Context, record: RecordBytes, endpoint: str | None = None, /, *args: Any, **kwargs: Any
+    ) -> Steps[Leased[Generation]]:
+        """Make a record a candidate: an object that is not current until :meth:`promote`; return its handle.
+
+        The handle is all that keeps it. For the parameters and errors see :meth:`adopt`.
+        """
+        message = yield from _adopted(ctx, record, endpoint, args, kwargs, x.Candidate)
+        return cast(Leased[Generation], (yield from _held(cast(x.Candidate, message).generation)))
+
+    @lending
+    def prepare(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Leased[Generation]]:
+        """Build the next generation of a cached call's object as a candidate, which is not current until :meth:`promote`.
+
+        The handle that is returned is all that keeps it; its value is the candidate's description, not the object, which
+        :meth:`open_ticket` attaches to. An exception of the endpoint is raised here.
+
+        :raises ConfigurationError: if the call is not cached.
+        :raises RefreshError: if the call was invalidated meanwhile.
+        :raises DeadlineExceeded: after the client's timeout.
+        """
+        what = f"prepare({endpoint!r})"
+        reply, _, _ = yield from ctx._sent(x.Prepare, endpoint, args, kwargs, what)
+        return cast(Leased[Generation], (yield from _held(message_of(reply, what, x.Candidate).generation)))
+
+    @operation
+    def promote(ctx: Context, candidate: Lease[Any] | str) -> Steps[Generation]:
+        """Make a candidate the current generation of its call, with the news of a refresh; return its description.
+
+        :param candidate: the handle of :meth:`prepare` or :meth:`adopt_candidate`, which stays as it is, or an object's id.
+        :raises RefreshError: if it is no candidate (any more), if its call was invalidated since it was prepared, or if a later
+            generation is current.
+        """
+        name = id_of(candidate)
+        return (yield from ask(Request(x.Promote(name), f"promote({name!r})"), g.Refreshed)).generation
+
+
+def _lent(object_id: str, generation: int) -> m.Result:
+    """Return the message that a handle without a result is made of."""
+    return m.Result(object_id, generation, True, _NO_TABLE, [])
+
+
+_NO_TABLE = msgspec.Raw(EMPTY_TABLE)
+
+
+def _held(generation: Generation) -> Operation[Any]:
+    try:
+        return (yield Lend(_lent(generation.object_id, generation.generation), generation))
+    except GeneratorExit:
+        raise
+    except BaseException:
+        yield Tell(m.Release([generation.object_id]))
+        raise
+
+
+def _mapped(segments: Sequence[Segment], owner: str, infos: Sequence[SegmentInfo | None] | None = None) -> list[SegmentBytes]:
+    """Map segments, which are closed then. ``infos``: see :func:`mapped`."""
+    try:
+        told = infos if infos is not None else [None] * len(segments)
+        return [mapped(segment, owner, info=info) for segment, info in zip(segments, told, strict=True)]
+    finally:
+        for segment in segments:
+            segment.close()
+
+
+def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: x.CheckRecord) -> Operation[Any]:
+    server = yield from reached(ctx._known())
+    what = "allocate"
+    fits = yield from ask(Request(question, what, header.to_bytes(), again=True), x.RecordFits)
+    leases: list[Lease[Any]] = []
+    parts: list[SegmentBytes] = []
+    try:
+        for info, device in zip(header.segments, fits.devices, strict=True):
+            reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl), what)
+            try:
+                made, frame = reply.message, reply.frame
+                if not isinstance(made, m.Result):
+                    raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with Result")
+                leases.append((yield Lend(made, None)))
+                segments = [Segment(told) for told in made.segments]
+                for segment in segments:
+                    segment.adopt(frame.fds)
+            except GeneratorExit:
+                raise
+            except BaseException:
+                reply.frame.close()
+                if isinstance(reply.message, m.Result):
+                    yield Tell(m.FreeBuffer(reply.message.object_id, release=True))
+                raise
+            parts += yield Work(functools.partial(_mapped, segments, server.server_id, [info]))
+        return ctx._record(header, parts, leases, room=True)
+    except GeneratorExit:
+        raise
+    except BaseException:
+        for lease in leases:
+            lease._forgo()
+            yield Tell(m.FreeBuffer(lease.object_id, release=True))
+        raise
+
+
+def _adopted(
+    ctx: Context, record: RecordBytes, endpoint: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[Any]
+) -> Operation[m.Message]:
+    what = f"adopt({endpoint!r})" if endpoint is not None else "adopt()"
+    server = yield from reached(ctx._known())
+    encoded, named = (NO_ARGS, NO_KWARGS), endpoint or ""
+    if endpoint is not None:
+        arguments = yield from lower(args, kwargs, server.device)
+        arguments.close()  # only the parts that make the key are needed
+        encoded = arguments.args, arguments.kwargs
+    record._check_open()
+    room = record
+    try:
+        if not record.room or any(lease.server_id != server.server_id for lease in record._leases):
+            room = yield from _allocated(ctx, record.header, None, x.CheckRecord(True, named, *encoded))
+            yield Work(functools.partial(_copy, record, room))
+        elif room.segments:
+            yield Work(functools.partial(_synchronize, room))
+        message = x.Adopt([lease.object_id for lease in room._leases], named, *encoded, current=kind is g.Refreshed)
+        answer: m.Message = yield from ask(Request(message, what, record.header.to_bytes()), kind)
+    except GeneratorExit:
+        raise
+    except BaseException:
+        if room is not record:
+            for lease in room._unmap():
+                if lease._forgo():
+                    yield Tell(m.Release([lease.object_id]))
+        raise
+    yield from released(room._unmap())
+    return answer
+
+
+def _copy(record: RecordBytes, room: RecordBytes) -> None:
+    for target, source in zip(room.segments, record.segments, strict=True):
+        target.copy_from(source)
+    _synchronize(room)
+
+
+def _synchronize(room: RecordBytes) -> None:
+    """Wait until what this process has written is there: another one reads it without a stream in common."""
+    for segment in {segment.info.device: segment for segment in room.segments}.values():
+        segment.synchronize()

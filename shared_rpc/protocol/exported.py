@@ -1,0 +1,141 @@
+"""Exported records: what describes a record outside its server, and the messages about them.
+
+Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared_rpc.errors import RecordError
+from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.messages import Call, Message
+from shared_rpc.protocol.records import NO_ARGS, NO_KWARGS, Access, SegmentInfo, Tensors
+
+__all__ = ["FORMAT", "RecordHeader"]
+
+#: The number of the format of headers, raised with every change of them.
+FORMAT = 1
+
+
+class _Format(msgspec.Struct):
+    """The one field of a header that every format has."""
+
+    format: int
+
+
+class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Description of a record outside its server: all of it but the bytes of its segments. Plain data.
+
+    ``endpoint``, ``cache_key`` and ``generation`` are those of the object, ``fingerprint`` that of the endpoint's code, ``""``
+    where that has changed since. ``python`` (as ``"3.13"``), ``torch`` and ``shared_rpc`` are the versions that the skeleton,
+    a pickle, was made with. ``device`` is ``"cpu"`` or a GPU's UUID. ``access`` and ``tensors`` are as in
+    :meth:`Provider.share`; ``nbytes`` and ``private_nbytes`` as in :class:`ObjectInfo`. ``table`` is a
+    :class:`~shared_rpc.protocol.records.TensorTable` over ``segments``.
+    """
+
+    format: int
+    endpoint: str
+    cache_key: str | None
+    generation: int
+    fingerprint: str
+    python: str
+    torch: str
+    shared_rpc: str
+    device: str
+    access: Access
+    tensors: Tensors
+    nbytes: int
+    private_nbytes: int
+    skeleton: bytes
+    table: bytes
+    segments: tuple[SegmentInfo, ...]
+
+    def to_bytes(self) -> bytes:
+        """Return the header as bytes, which :meth:`from_bytes` reads."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> RecordHeader:
+        """Read a header. Nothing is unpickled.
+
+        :raises RecordError: if it is none, or of another format.
+        """
+        try:
+            found = _formats.decode(data).format
+            if found != FORMAT:
+                raise RecordError(
+                    f"the record has format {found}, and this release of shared-rpc reads format {FORMAT}: use one release on "
+                    f"both sides",
+                    reason="version",
+                )
+            return _headers.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RecordError(f"cannot read the header of a record: {error}", reason="malformed") from error
+
+
+_formats = msgspec.msgpack.Decoder(_Format)
+_headers = msgspec.msgpack.Decoder(RecordHeader)
+
+
+class ExportObject(Message):
+    """Request for :class:`Exported`: the record of an object, with a lease."""
+
+    object_id: str
+
+
+class Exported(Message):
+    """A record: its header as payload, the descriptors of its segments with the frame. The session has a lease on it."""
+
+    object_id: str
+    generation: int
+
+
+class CheckRecord(Message):
+    """Question whether the record whose header is the payload could be adopted; the answer is :class:`RecordFits`.
+
+    ``called``: as the result of this call, or of the one that it was exported as where ``endpoint`` is ``""``. Without it only
+    what does not depend on a call is looked at.
+    """
+
+    called: bool = False
+    endpoint: str = ""
+    args: msgspec.Raw = NO_ARGS
+    kwargs: msgspec.Raw = NO_KWARGS
+
+
+class RecordFits(Message):
+    """The record can be adopted. ``devices`` are those that buffers for its segments are to be on."""
+
+    devices: list[str]
+
+
+class Adopt(Message):
+    """A record that is to be an object, whose header is the payload; its segments' bytes are in ``buffers``, in order.
+
+    The session holds the buffers; their memory becomes the object's, and they cannot be got any more. ``endpoint`` and the
+    arguments are as in :class:`CheckRecord`. The answer is :class:`~shared_rpc.protocol.generations.Refreshed`, or
+    :class:`Candidate` if the object is not to be ``current``.
+    """
+
+    buffers: list[str]
+    endpoint: str = ""
+    args: msgspec.Raw = NO_ARGS
+    kwargs: msgspec.Raw = NO_KWARGS
+    current: bool = True
+
+
+class Prepare(Call):
+    """A call that builds the next generation of its object and leaves the present one current; :class:`Candidate` answers."""
+
+
+class Candidate(Message):
+    """A generation that is not current, on which the session has a lease."""
+
+    generation: Generation
+
+
+class Promote(Message):
+    """Request to make a candidate the current generation; :class:`~shared_rpc.protocol.generations.Refreshed` answers."""
+
+    object_id: str

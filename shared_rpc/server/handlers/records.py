@@ -1,0 +1,56 @@
+"""Records that leave the server and enter it, and candidates."""
+
+from __future__ import annotations
+
+from shared_rpc.protocol import exported as x
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.values import decode_call
+from shared_rpc.server.handlers.table import Caller, entered, handles
+
+
+@handles(x.ExportObject)
+def export(caller: Caller, message: x.ExportObject) -> None:
+    core = caller.core
+    stored = core.stored(message.object_id)
+    header = core.records.export(caller.session, stored)
+    fds = tuple(segment.fileno() for segment in stored.record.segments)
+    if not caller.reply(x.Exported(stored.object_id, stored.generation), header.to_bytes(), fds):
+        core.release(caller.session, [stored.object_id])
+
+
+@handles(x.CheckRecord)
+def check_record(caller: Caller, message: x.CheckRecord) -> x.RecordFits:
+    header, records = x.RecordHeader.from_bytes(caller.payload), caller.core.records
+    devices = records.check(header)
+    if message.called:
+        records.check_call(header, message.endpoint, decode_call(message.args, message.kwargs))
+    return x.RecordFits(devices)
+
+
+@handles(x.Adopt)
+def adopt(caller: Caller, message: x.Adopt) -> m.Message:
+    generation = caller.core.records.adopt(
+        caller.session,
+        x.RecordHeader.from_bytes(caller.payload),
+        message.buffers,
+        message.endpoint,
+        decode_call(message.args, message.kwargs),
+        current=message.current,
+    )
+    return g.Refreshed(generation) if message.current else x.Candidate(generation)
+
+
+@handles(x.Prepare)
+def prepare(caller: Caller, message: x.Prepare) -> None:
+    waiter, lowered, arguments = entered(caller, message)
+
+    def made(generation: g.Generation) -> bool:
+        return caller.reply(x.Candidate(generation))
+
+    caller.core.prepare(waiter, made, message.endpoint, lowered, arguments, frozenset(message.chain))
+
+
+@handles(x.Promote)
+def promote(caller: Caller, message: x.Promote) -> g.Refreshed:
+    return g.Refreshed(caller.core.records.promote(message.object_id))
