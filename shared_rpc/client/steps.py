@@ -79,6 +79,8 @@ class Request:
     again: bool = False
     arenas: dict[int, Segment] = field(default_factory=dict)
     transfer: ClientTransfer | None = None
+    #: Whether the result is wanted as memory, by a process too that has the value itself.
+    bare: bool = False
     #: Whether the request was queued on a connection that may have sent all of it, and whether the server has reported that
     #: the result waits for memory.
     sent: bool = False

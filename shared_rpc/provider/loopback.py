@@ -171,6 +171,9 @@ class _LocalCaller:
         message, value, stored = _VALUE, outcome.live, outcome.stored
         if outcome.managed and stored is not None:
             message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
+        if stored is not None and self.request.bare:
+            infos, fds = [each.info for each in stored.record.segments], [each.fileno() for each in stored.record.segments]
+            return self.reply(msgspec.structs.replace(message, segments=infos), stored.record.skeleton, tuple(fds))
         if stored is not None and (stored.kind == "buffer" or stored.adopted):
             value = _Foreign.of(stored)
         return self._end(Reply(message, _NO_FRAME, live=True, value=value))

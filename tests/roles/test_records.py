@@ -1,0 +1,584 @@
+"""Records: an object of one server becomes an object of another one, as if that had built it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc import AsyncClient, Client, ExportedRecord, Generation, Provider, RecordHeader, Server
+from shared_rpc.errors import (
+    BufferNotFound,
+    CapabilityError,
+    ConfigurationError,
+    EndpointNotFound,
+    RecordError,
+    RefreshError,
+    ServerBusy,
+    StaleHandleError,
+)
+from tests.kit.apps import App, at_once
+from tests.kit.models import Everything, Tied
+from tests.kit.payloads import PAYLOADS, aliases, described
+from tests.kit.processes import eventually
+
+Edit = Callable[..., RecordHeader]
+
+
+class Site:
+    """A server with the endpoints that every site has, a client of it, and what it has built."""
+
+    def __init__(self, base_path: str, device: str, **options: Any) -> None:
+        self.base_path = base_path
+        self.built: list[str] = []
+        #: What :meth:`boxed` returns, and what a build waits for.
+        self.box: Any = None
+        self.go: threading.Event | None = None
+        self.provider = Provider(base_path, device=device)
+        for name in ("all", "parameters"):
+            self.provider.share(name, tensors=name)(self.named)
+        self.provider.share("read", access="read")(self.named)
+        self.provider.share("load", managed=True)(self.load)
+        self.provider.share("other", managed=True)(self.other)
+        self.provider.share("template", managed=True, cache_format_key="{size}")(self.load)
+        self.provider.share("uncached", managed=True, cache=False)(self.load)
+        self.provider.share(self.boxed)
+        self.server = Server(self.provider, **options)
+        self.device = device
+        self.server.start()
+        self.client = Client(base_path, device=device, timeout=30, connect_timeout=0)
+
+    def named(self, name: str) -> Any:
+        """A payload of the kit."""
+        self.built.append(name)
+        return PAYLOADS[name](self.device)
+
+    def load(self, size: int = 4) -> nn.Module:
+        """A layer that says which build it is of."""
+        self.built.append(f"load {size}")
+        if self.go is not None:
+            assert self.go.wait(30)
+        layer = nn.Linear(size, size, device=self.device).requires_grad_(False)
+        return layer.apply(lambda one: one.weight.fill_(len(self.built)))
+
+    def other(self, size: int = 4) -> nn.Module:
+        """Another endpoint, with code of its own."""
+        raise AssertionError("this is never built")
+
+    def boxed(self) -> Any:
+        """What a test put there."""
+        self.built.append("boxed")
+        return self.box
+
+    def close(self) -> None:
+        """End both."""
+        if self.go is not None:
+            self.go.set()
+        self.box = None
+        self.client.close()
+        self.server.stop()
+
+
+@pytest.fixture
+def sites(base_path: str, device: str, no_leaks: None) -> Iterator[Callable[..., Site]]:
+    """Makes servers with the same endpoints, as two hosts have them."""
+    made: list[Site] = []
+
+    def make(**options: Any) -> Site:
+        made.append(Site(f"{base_path}-{len(made)}", device, **options))
+        return made[-1]
+
+    yield make
+    for site in made:
+        site.close()
+
+
+@pytest.fixture
+def here(sites: Callable[..., Site]) -> Site:
+    """Where objects are built."""
+    return sites()
+
+
+@pytest.fixture
+def there(sites: Callable[..., Site], here: Site) -> Site:
+    """Where they are adopted."""
+    return sites()
+
+
+def carried(client: Client, record: ExportedRecord) -> ExportedRecord:
+    """A room of a client with the bytes of a record, which went through a transport: its header as bytes, and memory."""
+    room = client.allocate(RecordHeader.from_bytes(record.header.to_bytes()))
+    for target, source in zip(room.segments, record.segments, strict=True):
+        if record.header.device == "cpu":
+            target.buffer()[:] = bytes(source.buffer())
+        else:
+            target.tensor().copy_(source.tensor().cpu() if target.info.device == "cpu" else source.tensor())
+    return room
+
+
+def adopted(here: Site, there: Site, endpoint: str, *args: Any) -> Generation:
+    """Take the result of a call from one site to another, through a room."""
+    here.client.call(endpoint, *args)
+    (listed,) = [info for info in here.client.list_objects() if info["endpoint"] == endpoint]
+    with here.client.export(listed["object_id"]) as record, carried(there.client, record) as room:
+        return there.client.adopt(room)
+
+
+# What arrives.
+
+
+@pytest.mark.parametrize("endpoint", ["all", "parameters", "read"])
+@pytest.mark.parametrize("name", sorted(PAYLOADS))
+def test_a_payload_arrives_as_it_was(here: Site, there: Site, name: str, endpoint: str) -> None:
+    """Every bit, flag, stride and tie, whatever is shared of it; and nothing was built."""
+    made = adopted(here, there, endpoint, name)
+    original, arrived = here.client.call(endpoint, name), there.client.call(endpoint, name)
+    assert described(arrived) == described(original)
+    assert aliases(arrived) == aliases(original)
+    assert (there.built, made.endpoint, made.generation) == ([], endpoint, 1)
+    facts = [site.client.get_object_info(site.client.list_objects()[0]["object_id"]) for site in (here, there)]
+    assert [(one["nbytes"], one["private_nbytes"], one["cache_key"]) for one in facts[:1]] == [
+        (one["nbytes"], one["private_nbytes"], one["cache_key"]) for one in facts[1:]
+    ]
+
+
+@pytest.mark.parametrize("make", [Everything, Tied], ids=["everything", "tied"])
+def test_a_module_arrives_as_it_was(here: Site, there: Site, device: str, make: Callable[[str], nn.Module]) -> None:
+    """A class of the user's, and one weight in two places is one weight."""
+    here.box = make(device)
+    adopted(here, there, "boxed")
+    original, arrived = here.client.call("boxed"), there.client.call("boxed")
+    assert described(arrived) == described(original)
+    assert aliases(arrived) == aliases(original)
+
+
+def test_arrays_arrive(here: Site, there: Site, device: str) -> None:
+    """Memory that no tensor is over: each process may write to it, and sees its own writes."""
+    import numpy as np
+
+    here.box = {"array": np.arange(100_000), "tensor": torch.arange(5, device=device)}
+    adopted(here, there, "boxed")
+    one, other = there.client.call("boxed"), there.client.call("boxed")
+    assert (one["array"] == np.arange(100_000)).all() and one["tensor"].tolist() == [0, 1, 2, 3, 4]
+    one["array"][0] = 7
+    assert other["array"][0] == 0
+
+
+def test_an_object_without_tensors_in_it_arrives(here: Site, there: Site) -> None:
+    """A module with no parameters has no segments, and needs no room."""
+    here.box = nn.ReLU()
+    here.client.call("boxed")
+    with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
+        assert record.segments == ()
+        with there.client.allocate(record.header) as room:
+            there.client.adopt(room)
+        assert there.client.adopt(record).generation == 2
+    assert type(there.client.call("boxed")) is nn.ReLU
+    assert there.built == []
+
+
+def test_what_is_shared_for_reading_stays_so(here: Site, there: Site) -> None:
+    """Its host memory is sealed: no process of the other server's can map it for writing."""
+    adopted(here, there, "read", "views")
+    with there.client.export(there.client.list_objects()[0]["object_id"]) as record:
+        assert {segment.info.access for segment in record.segments} == {"read"}
+        if record.header.device == "cpu":
+            with pytest.raises(TypeError, match="read-only"):
+                record.segments[0].buffer()[0] = 1
+    attached = there.client.call("read", "views")
+    assert attached[0].data_ptr() != here.client.call("read", "views")[0].data_ptr()
+
+
+def test_an_endpoint_for_reading_makes_an_adopted_object_so(here: Site, there: Site, sites: Callable[..., Site]) -> None:
+    """Though the record was shared for writing: what the endpoint promises to its callers holds."""
+    here.client.call("all", "views")
+    with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
+        there.client.adopt(record, "read", "views")
+    with there.client.export(there.client.list_objects()[0]["object_id"]) as record:
+        assert (record.header.access, {segment.info.access for segment in record.segments}) == ("read", {"read"})
+
+
+# The record.
+
+
+def test_a_record_is_the_object_s_own_memory(here: Site) -> None:
+    """What the holder writes is read in it, without a copy; and it holds the object."""
+    handle = here.client.call("load", 3)
+    with here.client.export(handle) as record:
+        flat = record.segments[0].tensor()
+        assert (flat.dtype, flat.ndim, flat.numel(), flat.device.type) == (
+            torch.uint8,
+            1,
+            record.segments[0].nbytes,
+            handle.value.weight.device.type,
+        )
+        handle.value.weight.data.fill_(-1)
+        assert flat.view(torch.float32)[0] == -1 or -1 in flat.view(torch.float32)[:64]
+        handle.release()
+        here.client.invalidate_endpoint_cache("load")
+        assert len(here.client.list_objects()) == 1
+    eventually(lambda: here.client.list_objects() == [])
+    assert -1 in flat.view(torch.float32)[:64]  # a tensor keeps the memory
+    with pytest.raises(StaleHandleError, match="was closed"):
+        record.segments[0].tensor()
+    record.close()
+
+
+def test_a_header_is_plain_data(here: Site) -> None:
+    """It names all that matters, and goes through bytes."""
+    handle = here.client.call("load", 3)
+    with here.client.export(handle.object_id) as record:
+        header = record.header
+    assert RecordHeader.from_bytes(header.to_bytes()) == header
+    assert (header.endpoint, header.cache_key, header.generation) == ("load", "load(size=3)", 1)
+    assert (header.access, header.tensors, header.nbytes, header.device) == (
+        "read_write",
+        "all",
+        handle.get_object_info()["nbytes"],
+        here.server.engine.core.device,
+    )
+    assert header.fingerprint == here.client.list_endpoints()["load"]["fingerprint"]
+    assert header.python.startswith("3.") and torch.__version__.startswith(header.torch)
+
+
+def test_a_record_that_is_dropped_gives_its_lease_back(here: Site) -> None:
+    """As a handle does that nobody has released."""
+    here.client.call("load", 3).release()
+    here.client.export(here.client.list_objects()[0]["object_id"])
+    gc.collect()
+    eventually(lambda: here.client.get_server_info()["leases"] == 0)
+
+
+def test_no_object_no_record(here: Site) -> None:
+    """An unknown id is an error, and leaves nothing behind."""
+    with pytest.raises(StaleHandleError):
+        here.client.export("0" * 24)
+
+
+# The room.
+
+
+def test_a_room_is_made_of_buffers(here: Site, there: Site) -> None:
+    """They are listed, counted and held until the room is adopted or closed, and then they are gone."""
+    handle = here.client.call("load", 300)
+    with here.client.export(handle) as record:
+        room = there.client.allocate(record.header)
+        assert (room.room, record.room) == (True, False)
+        assert there.client.get_server_info()["buffers"] == len(record.segments) == 1
+        room.close()
+        eventually(lambda: there.client.list_objects() == [])
+        room = carried(there.client, record)
+        there.client.adopt(room)
+        assert room.closed
+        with pytest.raises(RecordError, match="adopted already"):
+            there.client.adopt(room)
+        with pytest.raises(StaleHandleError):
+            room.segments[0].tensor()
+    (listed,) = there.client.list_objects()
+    assert (listed["kind"], listed["holders"]) == ("result", [])
+
+
+def test_a_room_is_taken_over_without_a_copy(here: Site, there: Site) -> None:
+    """What its writer still has of it is the object's memory."""
+    handle = here.client.call("load", 300)
+    with here.client.export(handle) as record:
+        room = carried(there.client, record)
+        kept = room.segments[0].tensor()
+        there.client.adopt(room)
+    attached = there.client.call("load", 300)
+    attached.value.weight.data.fill_(5)
+    assert int((kept.view(torch.float32) == 5).sum()) == 300 * 300
+
+
+def test_a_room_counts_against_the_quota(here: Site, sites: Callable[..., Site], device: str) -> None:
+    """More than is left is ServerBusy, more than there may be ever is CapabilityError; nothing of it stays."""
+    full = sites(quotas={device: 10 << 20})
+    handle = here.client.call("load", 1200)  # 5.8 MB
+    with here.client.export(handle) as record:
+        with full.client.allocate(record.header):
+            with pytest.raises(ServerBusy, match="quota"):
+                full.client.allocate(record.header)
+            with pytest.raises(ServerBusy, match="quota"):
+                full.client.adopt(record)
+        handle = here.client.call("load", 2000)
+        with here.client.export(handle) as large, pytest.raises(CapabilityError, match="quota"):
+            full.client.allocate(large.header)
+        eventually(lambda: full.client.list_objects() == [])
+        full.client.adopt(record)
+        full.client.adopt(record)  # the earlier generation makes room
+    assert len(full.client.list_objects()) == 1
+
+
+def test_a_part_of_a_room_is_given_back(here: Site, sites: Callable[..., Site], device: str) -> None:
+    """If the second segment does not fit, the first one's buffer goes."""
+    import numpy as np
+
+    full = sites(quotas={device: 7 << 20})
+    here.box = {"array": np.zeros(5 << 20, "uint8"), "tensor": torch.zeros(5 << 20, dtype=torch.uint8, device=device)}
+    here.client.call("boxed")
+    if device == "cuda":
+        pytest.skip("arrays lie on the host, whose quota is another")
+    with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
+        assert len(record.segments) == 2
+        with pytest.raises(ServerBusy):
+            full.client.allocate(record.header)
+    eventually(lambda: full.client.list_objects() == [])
+
+
+def test_a_room_of_another_client_is_not_adopted(here: Site, there: Site) -> None:
+    """Its memory is written by that one: who does not hold it cannot hand it over."""
+    handle = here.client.call("load", 3)
+    with (
+        here.client.export(handle) as record,
+        Client(there.base_path, device=there.device, timeout=30) as other,
+        carried(other, record) as room,
+    ):
+        with pytest.raises(BufferNotFound, match="none that this session holds"):
+            there.client.adopt(room)
+        assert other.adopt(room).generation == 1
+
+
+def test_a_room_for_another_record_does_not_fit(here: Site, there: Site) -> None:
+    """Too small, too few, or twice the same: refused, and the room is as it was."""
+    small, large = here.client.call("load", 3), here.client.call("load", 900)
+    with here.client.export(small) as one, here.client.export(large) as other, carried(there.client, one) as room:
+        room.header = other.header
+        with pytest.raises(RecordError, match="is not for segment 0") as caught:
+            there.client.adopt(room)
+        assert caught.value.reason == "room"
+        room.header = msgspec.structs.replace(one.header, segments=(*one.header.segments, *one.header.segments))
+        with pytest.raises(RecordError, match="2 segments, and 1 buffers"):
+            there.client.adopt(room)
+        room.header = one.header
+        assert there.client.adopt(room).generation == 1
+
+
+# Generations.
+
+
+def test_an_adopted_object_is_the_next_generation(here: Site, there: Site) -> None:
+    """Of what is cached under the key, with the news of a refresh; who holds the earlier one keeps it."""
+    earlier = there.client.call("load", 3)
+    handle = here.client.call("load", 3)
+    handle.value.weight.data.fill_(9)
+    with there.client.refreshes() as news, here.client.export(handle) as record:
+        made = there.client.adopt(record)
+        assert next(news) == made
+    assert (made.generation, made.previous_id, made.cache_key) == (2, earlier.object_id, "load(size=3)")
+    assert not earlier.is_current()
+    assert (earlier.value.weight == 1).all()
+    assert (earlier.latest().value.weight == 9).all()
+    assert there.client.refresh("load", 3).generation == 3
+
+
+def test_a_record_stands_under_the_call_that_is_named(here: Site, there: Site) -> None:
+    """Of its own endpoint or of another one; the key is made of the arguments as for a call."""
+    handle = here.client.call("load", 3)
+    with here.client.export(handle) as record:
+        assert there.client.adopt(record, "load", size=7).cache_key == "load(size=7)"
+        assert there.client.adopt(record, "other", 3).cache_key == "other(size=3)"
+        assert there.client.adopt(record, "template", 3).cache_key == "template:3"
+        assert there.client.adopt(record).cache_key == "load(size=3)"
+    assert (there.client.call("other", 3).value.weight == 1).all()
+    assert there.built == []
+
+
+def test_an_uncached_object_needs_a_call(here: Site, there: Site) -> None:
+    """It has no key to stand under; and an endpoint that caches nothing takes nothing in."""
+    handle = here.client.call("uncached", 3)
+    with here.client.export(handle) as record:
+        with pytest.raises(ConfigurationError, match="'uncached' are not cached"):
+            there.client.adopt(record)
+        with pytest.raises(ConfigurationError, match="not cached"):
+            there.client.adopt(record, "uncached", 3)
+        with pytest.raises(ConfigurationError, match="tensor or a module among its arguments"):
+            there.client.adopt(record, "load", torch.ones(1, device=there.device))
+        with pytest.raises(EndpointNotFound):
+            there.client.adopt(record, "lod", 3)
+        with pytest.raises(TypeError, match="load"):
+            there.client.adopt(record, "load", 3, 4)
+        assert there.client.adopt(record, "load", 3).generation == 1
+    eventually(lambda: there.client.get_server_info()["buffers"] == 0)
+
+
+def test_a_run_in_flight_does_not_take_its_place(here: Site, there: Site) -> None:
+    """It began before the record came: its waiters get what it builds, and later callers what was adopted."""
+    there.go = threading.Event()
+
+    def adopt() -> Generation:
+        eventually(lambda: there.built == ["load 3"])
+        handle = here.client.call("load", 3)
+        handle.value.weight.data.fill_(9)
+        with here.client.export(handle) as record:
+            made = there.client.adopt(record)
+        assert (there.client.call("load", 3).value.weight == 9).all()  # the cache answers, whatever is under way
+        there.go.set()
+        return made
+
+    waited, made = at_once(lambda: there.client.call("load", 3), adopt)
+    assert (waited.value.weight == 1).all() and not waited.is_current()
+    assert there.client.call("load", 3).object_id == made.object_id
+    assert made.generation == 1
+
+
+def test_a_refresh_in_flight_is_told(here: Site, there: Site) -> None:
+    """What it builds is older than what was adopted meanwhile."""
+    there.client.call("load", 3)
+    there.go = threading.Event()
+
+    def adopt() -> None:
+        eventually(lambda: len(there.built) == 2)
+        with here.client.export(here.client.call("load", 3)) as record:
+            there.client.adopt(record)
+        there.go.set()
+
+    refreshed, _ = at_once(lambda: there.client.refresh("load", 3), adopt)
+    assert isinstance(refreshed, RefreshError)
+
+
+# What is refused.
+
+
+@pytest.fixture
+def edited(here: Site) -> Iterator[Edit]:
+    """``edited(**fields)`` is the header of a record with other fields."""
+    with here.client.export(here.client.call("load", 3)) as record:
+        yield lambda **fields: msgspec.structs.replace(record.header, **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("python", "3.7", r"made with Python 3\.7, and this server runs Python 3\.1"),
+        ("torch", "1.0.0", r"made with torch 1\.0\.0, and this server runs torch 2"),
+        ("torch", "", r"made with torch \(none\)"),
+        ("shared_rpc", "9.9", r"made with shared-rpc 9\.9, and this server runs shared-rpc 0"),
+    ],
+)
+def test_other_versions_are_refused(there: Site, edited: Edit, field: str, value: str, told: str) -> None:
+    """Before any memory is made, and both are named."""
+    with pytest.raises(RecordError, match=told) as caught:
+        there.client.allocate(edited(**{field: value}))
+    assert caught.value.reason == "version"
+    assert there.client.list_objects() == []
+
+
+def test_other_formats_are_refused(edited: Edit) -> None:
+    """Whatever else is in them, and what is no header at all."""
+    data = msgspec.msgpack.encode({**msgspec.to_builtins(edited()), "format": 99, "new": 1})
+    with pytest.raises(RecordError, match="has format 99, and this release of shared-rpc reads format 1"):
+        RecordHeader.from_bytes(data)
+    for wrong in (b"", b"\xc1", b"\x80", edited().to_bytes()[:-3], b"\x81\xa6format\x01"):
+        with pytest.raises(RecordError, match="cannot read the header") as caught:
+            RecordHeader.from_bytes(wrong)
+        assert caught.value.reason == "malformed"
+
+
+def test_another_device_is_refused(there: Site, edited: Edit, device: str) -> None:
+    """Of another kind: each kind has to build its own."""
+    wrong = "cpu" if device == "cuda" else "GPU-" + "0" * 36
+    with pytest.raises(RecordError, match=f"the record is on {wrong}, and this server has its results on") as caught:
+        there.client.allocate(edited(device=wrong))
+    assert caught.value.reason == "device"
+
+
+def test_other_code_is_refused(here: Site, there: Site, edited: Edit) -> None:
+    """Of the endpoint that built it; another endpoint may take it in."""
+    with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
+        record.header = edited(fingerprint="other")
+        for call in ((), ("load", 3)):
+            with pytest.raises(RecordError, match="code of endpoint 'load' has changed") as caught:
+                there.client.adopt(record, *call)
+            assert caught.value.reason == "code"
+        assert there.client.adopt(record, "other", 3).generation == 1
+
+
+@pytest.mark.parametrize("key", [None, "load", "other(size=3)", "loader(1)", ""])
+def test_a_key_of_another_endpoint_is_refused(here: Site, there: Site, edited: Edit, key: str | None) -> None:
+    """A record cannot stand where calls of another endpoint would find it."""
+    with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
+        record.header = edited(cache_key=key)
+        with pytest.raises(RecordError, match="is none of endpoint 'load'") as caught:
+            there.client.adopt(record)
+        assert caught.value.reason == "endpoint"
+        assert there.client.list_objects() == []
+
+
+# Every class.
+
+
+def test_a_coroutine_takes_a_record_along(here: Site, there: Site) -> None:
+    """The same operations, to be awaited."""
+    here.client.call("load", 3).release()
+
+    async def main() -> None:
+        async with (
+            AsyncClient(here.base_path, device=here.device, timeout=30) as one,
+            AsyncClient(there.base_path, device=there.device, timeout=30) as other,
+        ):
+            async with await one.call("load", 3) as handle, await one.export(handle) as record:
+                room = await other.allocate(record.header)
+                for target, source in zip(room.segments, record.segments, strict=True):
+                    target.copy_from(source)
+                assert (await other.adopt(room)).generation == 1
+                assert (await other.adopt(record, "load", 3)).generation == 2
+                async with await other.adopt_candidate(record) as candidate:
+                    assert (await other.promote(candidate)).generation == 3
+            async with await other.prepare("load", 3) as candidate:
+                assert candidate.value.generation == 4
+            async with await other.call("load", 3) as attached:
+                assert (attached.generation, attached.value.weight[0, 0]) == (3, 1)
+
+    asyncio.run(main())
+    eventually(lambda: there.client.get_server_info()["leases"] == 0)
+
+
+def test_every_role_adopts(here: Site, app: App, device: str) -> None:
+    """A provider has the operations too; the process that runs the endpoints attaches to what was adopted like any other."""
+    if device == "cuda":
+        pytest.skip("the apps of the kit are on the host")
+    built: list[int] = []
+
+    def load(size: int = 4) -> nn.Module:
+        built.append(size)
+        return nn.Linear(size, size)
+
+    plain = app.share("load", managed=True)(load)
+    unmanaged = app.share("unmanaged")(load)
+    with here.client.export(here.client.call("load", 3)) as record:
+        assert app.provider.adopt(record, "unmanaged", 3).generation == 1
+        with app.provider.allocate(record.header) as room:
+            room.segments[0].copy_from(record.segments[0])
+            assert app.provider.adopt(room, "unmanaged", 3).generation == 2
+    value = unmanaged(3)
+    assert (type(value), built) == (nn.Linear, [])
+    assert (value.weight == 1).all()
+    assert unmanaged(3) is value
+    with app.provider.prepare("load", 3) as candidate:
+        assert app.provider.promote(candidate).object_id == candidate.object_id
+    assert plain(3).object_id == candidate.object_id
+    assert built == [3]
+
+
+def test_the_local_role_has_nothing_to_export(base_path: str) -> None:
+    """What it has built lies in no shared memory: the error says what to do."""
+    provider = Provider(base_path, execution_mode="local", device="cpu")
+    provider.share("load", managed=True)(lambda: torch.ones(3))
+    with provider.call("load") as handle, pytest.raises(CapabilityError, match=r"local role.*SHARED_TENSOR_ROLE=server"):
+        provider.export(handle)
+    provider.close()
+
+
+def test_a_closed_socket(tmp_path: Path, here: Site) -> None:
+    """A record outlives its server: it is adopted by another one afterwards."""
+    with here.client.export(here.client.call("load", 3)) as record:
+        here.server.stop()
+        assert record.segments[0].tensor().numel() > 0
