@@ -13,6 +13,7 @@ from shared_rpc import __version__
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.processes import command_of
+from shared_rpc.cli.records import export_object, import_file
 from shared_rpc.cli.rendering import ago, as_json, complain, contents, one_line, origin, several, size, table
 from shared_rpc.cli.scripts import run, zygote_table
 from shared_rpc.cli.serving import reload, serve
@@ -225,6 +226,8 @@ def invalidate(
 app.command(context_settings={"allow_interspersed_args": False})(run)
 for command in (serve, reload, stop, top, call, tasks, wait, cancel, verify):
     app.command()(command)
+app.command("export")(export_object)
+app.command("import")(import_file)
 
 
 @app.command()

@@ -73,14 +73,14 @@ class SegmentBytes:
         if not self._mapped().mapping.backend.synchronize():
             raise CapabilityError(f"a CUDA graph is being captured on {self.info.device}: adopt the record before or after")
 
-    def copy_from(self, source: SegmentBytes) -> None:
-        """Copy the bytes of another segment, which may be on another device."""
-        if self._mapped().mapping.info.device == source._mapped().mapping.info.device == "cpu":
-            target, view = self.buffer(), source.buffer()
+    def copy_to(self, target: SegmentBytes) -> None:
+        """Copy the bytes to another segment, which may be on another device."""
+        if self._mapped().mapping.info.device == target._mapped().mapping.info.device == "cpu":
+            view, into = self.buffer(), target.buffer()
             for start in range(0, self.nbytes, _STEP):  # a signal's handler need not wait for all of it
-                target[start : start + _STEP] = view[start : min(start + _STEP, self.nbytes)]
+                into[start : min(start + _STEP, self.nbytes)] = view[start : start + _STEP]
         else:
-            self.tensor().copy_(source.tensor())
+            target.tensor().copy_(self.tensor())
 
     def _mapped(self) -> MappingHold:
         if self._hold is None:

@@ -242,7 +242,7 @@ def _adopted(
 
 def _copy(record: RecordBytes, room: RecordBytes) -> None:
     for target, source in zip(room.segments, record.segments, strict=True):
-        target.copy_from(source)
+        source.copy_to(target)
     _synchronize(room)
 
 

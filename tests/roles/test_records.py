@@ -527,7 +527,7 @@ def test_a_coroutine_takes_a_record_along(here: Site, there: Site) -> None:
             async with await one.call("load", 3) as handle, await one.export(handle) as record:
                 room = await other.allocate(record.header)
                 for target, source in zip(room.segments, record.segments, strict=True):
-                    target.copy_from(source)
+                    source.copy_to(target)
                 assert (await other.adopt(room)).generation == 1
                 assert (await other.adopt(record, "load", 3)).generation == 2
                 async with await other.adopt_candidate(record) as candidate:
@@ -556,7 +556,7 @@ def test_every_role_adopts(here: Site, app: App, device: str) -> None:
     with here.client.export(here.client.call("load", 3)) as record:
         assert app.provider.adopt(record, "unmanaged", 3).generation == 1
         with app.provider.allocate(record.header) as room:
-            room.segments[0].copy_from(record.segments[0])
+            record.segments[0].copy_to(room.segments[0])
             assert app.provider.adopt(room, "unmanaged", 3).generation == 2
     value = unmanaged(3)
     assert (type(value), built) == (nn.Linear, [])

@@ -1,0 +1,367 @@
+"""A file of a record: an object on disk, from which a server can have it again without building it.
+
+::
+
+    offset  size
+    0       20    magic, with the number of the format: b"shared-rpc record 1\\n"
+    20      8     bytes of the header; integers are big-endian
+    28      8     number of parts
+    36      16    xxh3_128 of bytes 0 to 36, the header and the parts' digests
+    52            the header, a RecordHeader
+                  the xxh3_128 of each part, 16 bytes; a part is 64 MiB of a segment, the last one of a segment may be less
+                  zeros to a whole page
+                  the segments, each from the beginning of a page
+
+The digests are there against damage, not against malice: the header holds a pickle. So a file is read only if nobody but its
+reader, or root, may have written it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
+
+from shared_rpc.client.exported import RecordBytes, SegmentBytes
+from shared_rpc.errors import RecordError
+from shared_rpc.protocol.exported import RecordHeader
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from shared_rpc.operations.client import BlockingOperations
+    from shared_rpc.protocol.records import SegmentInfo
+
+__all__ = ["PART", "FileRecord", "save", "write"]
+
+#: The first bytes, without the number of the format; and that number, which is raised with every change of it.
+_NAME, _FORMAT = b"shared-rpc record ", 1
+_MAGIC = _NAME + b"%d\n" % _FORMAT
+#: Bytes of the header, and number of parts.
+_COUNTS = struct.Struct(">QQ")
+_DIGEST = 16
+_FIXED = len(_MAGIC) + _COUNTS.size + _DIGEST
+#: Bytes of a part, which has a digest of its own.
+PART = 64 << 20
+_PAGE = 4096
+#: Bytes of a header, as of a payload between client and server; and bytes before the segments, which are read at once.
+_LARGEST = 512 << 20
+#: How often an object is written to a file that is written to in place meanwhile.
+_ATTEMPTS = 3
+
+
+class _Part(NamedTuple):
+    """A piece of a segment, at ``start`` of that, and ``offset`` in the file; ``number`` counts parts."""
+
+    number: int
+    segment: int
+    start: int
+    nbytes: int
+    offset: int
+
+
+class _Layout:
+    """Places in a file, as its header has them."""
+
+    def __init__(self, nbytes: int, segments: tuple[SegmentInfo, ...]) -> None:
+        count = sum(-(-info.nbytes // PART) for info in segments)
+        self.head = _FIXED + nbytes + count * _DIGEST
+        self.parts: list[_Part] = []
+        end = self.head
+        for segment, info in enumerate(segments):
+            begin = -(-end // _PAGE) * _PAGE
+            for start in range(0, info.nbytes, PART):
+                size = min(PART, info.nbytes - start)
+                self.parts.append(_Part(len(self.parts), segment, start, size, begin + start))
+            end = begin + info.nbytes
+        #: Bytes of the whole file.
+        self.nbytes = end
+
+    def of(self, segment: int) -> list[_Part]:
+        """Return the parts of one segment."""
+        return [part for part in self.parts if part.segment == segment]
+
+
+def _digest(*pieces: bytes | memoryview) -> bytes:
+    found = xxhash.xxh3_128()
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()
+
+
+def save(client: BlockingOperations, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
+    """Write an object of a server to a file, whole and of one revision, or not at all; return what describes it.
+
+    A file of that name is replaced. The new one is this user's alone (0600).
+
+    :param client: a client of the server.
+    :raises RecordError: if it cannot be written, or the object is written to in place all the time.
+    :raises StaleHandleError: if the server has no such object.
+    """
+    with client.export(object_id) as record:
+        # What is shared for reading has no writers but its maker.
+        page = client.revision_page(object_id) if record.header.access == "read_write" and record.segments else None
+        for _ in range(_ATTEMPTS):
+            revision = page.wait(0, float("inf")) if page is not None else 0
+            write(record, path, still=lambda: page is None or page.revision == revision)  # noqa: B023
+            if page is None or page.revision == revision:
+                return record.header
+    raise RecordError(
+        f"object {object_id} was written to in place while it was exported, {_ATTEMPTS} times: export it when nobody does",
+        reason="unreadable",
+    )
+
+
+def write(record: RecordBytes, path: str | os.PathLike[str], *, still: Callable[[], bool] = lambda: True) -> None:
+    """Write a record to a file. A reader meanwhile gets an earlier file of that name or the whole of this one.
+
+    :param still: whether the file is to be there after all; asked once it is written.
+    :raises RecordError: if it cannot be written; an earlier file is as it was.
+    """
+    name = os.fspath(path)
+    header = record.header.to_bytes()
+    if len(header) > _LARGEST:
+        raise RecordError(f"the header of {record!r} has {len(header)} bytes, and may have {_LARGEST}", reason="malformed")
+    layout = _Layout(len(header), record.header.segments)
+    try:
+        with _drafted(name, layout.nbytes) as fd:
+            digests = b"".join([_write_part(fd, part, record.segments[part.segment]) for part in layout.parts])
+            begin = _MAGIC + _COUNTS.pack(len(header), len(layout.parts))
+            _write(fd, memoryview(b"".join([begin, _digest(begin, header, digests), header, digests])), 0)
+            os.fsync(fd)
+            if not still():
+                raise _Unwanted
+    except _Unwanted:
+        return
+    except OSError as error:
+        more = f": it needs {layout.nbytes} bytes" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+        raise RecordError(f"cannot write the record {name}: {error.strerror}{more}", reason="unreadable") from error
+
+
+class _Unwanted(Exception):
+    """The file is not to be there after all."""
+
+
+@contextmanager
+def _drafted(name: str, nbytes: int) -> Iterator[int]:
+    """Yield the descriptor of a new file, which gets its name when the block has ended well.
+
+    It has no name before, where the file system has such files: then not even a killed process leaves one.
+    """
+    folder = os.path.dirname(name) or "."
+    draft = f"{name}.{secrets.token_hex(4)}.part"
+    flags = os.O_RDWR | os.O_CLOEXEC
+    nameless = True
+    try:
+        fd = os.open(folder, flags | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        fd, nameless = os.open(draft, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), False
+    try:
+        os.fchmod(fd, 0o600)
+        os.posix_fallocate(fd, 0, nbytes)  # before anything is written: a full disk is noticed at once
+        yield fd
+        if nameless:
+            # With a directory CPython follows the link (linkat(2)), and without one it does not, to 3.14 at least.
+            os.link(f"/proc/self/fd/{fd}", draft, src_dir_fd=fd, follow_symlinks=True)
+        os.replace(draft, name)
+        there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(there)
+        finally:
+            os.close(there)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
+    finally:
+        os.close(fd)
+
+
+def _write_part(fd: int, part: _Part, segment: SegmentBytes) -> bytes:
+    """Write a part, and return its digest. It is copied first: others may write to the memory."""
+    end = part.start + part.nbytes
+    if segment.info.device == "cpu":
+        data = memoryview(bytearray(segment.buffer()[part.start : end]))
+    else:
+        data = segment.tensor()[part.start : end].cpu().numpy().data
+    _write(fd, data, part.offset)
+    return _digest(data)
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < data.nbytes:
+        done += os.pwrite(fd, data[done:], offset + done)
+
+
+class _FileSegment:
+    """The bytes of one segment in a file, which are checked when they are read."""
+
+    def __init__(self, record: FileRecord, number: int, info: SegmentInfo) -> None:
+        self.info = info
+        self.nbytes = info.nbytes
+        self._record = record
+        self._number = number
+
+    def copy_to(self, target: SegmentBytes) -> None:
+        """Read the bytes into memory, straight where they are to be.
+
+        :raises RecordError: if they are not those that were written.
+        """
+        self._record._read(self._number, target)
+
+    def _unmap(self) -> None:
+        pass
+
+
+class FileRecord(RecordBytes):
+    """A record in a file, for :meth:`Client.adopt`; to be closed, as by a ``with`` block.
+
+    Opening it reads the header alone, and :meth:`Client.adopt` the rest, once it is known that the record can be adopted.
+
+    :raises RecordError: if the file cannot be read, may have been written by others, or is none, damaged or of another format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        try:
+            # Opening a pipe without a writer would block.
+            fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
+        self._fd = fd
+        try:
+            status = os.fstat(fd)
+            _check_file(self.path, status)
+            header, self._layout, self._digests = _read_head(fd, self.path, status.st_size)
+        except OSError as error:
+            self.close()
+            raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
+        except BaseException:
+            self.close()
+            raise
+        parts: Any = [_FileSegment(self, number, info) for number, info in enumerate(header.segments)]
+        super().__init__(header, parts, (), room=False)
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        fd, self._fd = self._fd, -1
+        self._closed = True
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> FileRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _read(self, segment: int, target: SegmentBytes) -> None:
+        parts = self._layout.of(segment)
+        host = target.info.device == "cpu"
+        into: Any = target.buffer() if host else target.tensor()
+        staging = _staging(max(part.nbytes for part in parts)) if not host else None
+        for part in parts:
+            if staging is None:
+                self._read_part(part, into[part.start : part.start + part.nbytes])
+            else:
+                self._read_part(part, memoryview(staging.numpy())[: part.nbytes])
+                into[part.start : part.start + part.nbytes].copy_(staging[: part.nbytes])
+
+    def _read_part(self, part: _Part, view: memoryview) -> None:
+        done = 0
+        try:
+            while done < part.nbytes and (count := os.preadv(self._fd, [view[done:]], part.offset + done)):
+                done += count
+        except OSError as error:
+            raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
+        expected = self._digests[part.number * _DIGEST : (part.number + 1) * _DIGEST]
+        # Of what is in memory now, whatever happens to the file meanwhile.
+        if done < part.nbytes or _digest(view) != expected:
+            raise RecordError(
+                f"the record {self.path} is damaged: bytes {part.offset} to {part.offset + part.nbytes} are not those that "
+                f"were written. Export it again",
+                reason="damaged",
+            )
+
+
+def _staging(nbytes: int) -> Any:
+    """Return host memory that a GPU copies from."""
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _check_file(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise RecordError(f"the record {path} is no regular file", reason="unreadable")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise RecordError(
+            f"the record {path} belongs to uid {status.st_uid}, but this process has uid {os.geteuid()}: a record holds a "
+            f"pickle, which is loaded by those who call the endpoint. Check it, and copy it",
+            reason="untrusted",
+        )
+    if status.st_mode & 0o022:
+        raise RecordError(
+            f"the record {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users may have written it, and it holds "
+            f"a pickle: check it and chmod 600",
+            reason="untrusted",
+        )
+
+
+def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, bytes]:
+    fixed = os.pread(fd, _FIXED, 0)
+    magic = fixed[: len(_MAGIC)]
+    if not fixed.startswith(_NAME):
+        raise RecordError(f"{path} is no record: it begins with {fixed[:20]!r}", reason="malformed")
+    if len(fixed) == _FIXED and magic != _MAGIC:
+        raise RecordError(
+            f"the record {path} has format {magic[len(_NAME) :].decode('ascii', 'replace').strip()}, and this release of "
+            f"shared-rpc reads format {_FORMAT}: use one release on both sides",
+            reason="version",
+        )
+    damaged = RecordError(f"the record {path} is damaged: it has {size} bytes, and fewer than it had", reason="damaged")
+    if len(fixed) < _FIXED:
+        raise damaged
+    nbytes, count = _COUNTS.unpack_from(fixed, len(_MAGIC))
+    if nbytes > _LARGEST or count * _DIGEST > _LARGEST:
+        raise RecordError(f"the record {path} is damaged: its header would have {nbytes} bytes", reason="damaged")
+    rest = b"".join(iter(_reader(fd, _FIXED, nbytes + count * _DIGEST), b""))
+    if len(rest) < nbytes + count * _DIGEST:
+        raise damaged
+    if _digest(fixed[:-_DIGEST], rest) != fixed[-_DIGEST:]:
+        raise RecordError(f"the record {path} is damaged: its header is not the one that was written", reason="damaged")
+    header = RecordHeader.from_bytes(rest[:nbytes])
+    if any(info.nbytes <= 0 for info in header.segments):
+        raise RecordError(f"the record {path} has a segment without bytes", reason="malformed")
+    layout = _Layout(nbytes, header.segments)
+    if len(layout.parts) != count:
+        raise RecordError(f"the record {path} has {count} digests for {len(layout.parts)} parts", reason="malformed")
+    if size != layout.nbytes:
+        raise RecordError(
+            f"the record {path} is damaged: it has {size} bytes, and {layout.nbytes} were written. Export it again",
+            reason="damaged",
+        )
+    return header, layout, rest[nbytes:]
+
+
+def _reader(fd: int, offset: int, nbytes: int) -> Callable[[], bytes]:
+    """Return a function that returns the next of so many bytes, and nothing at their end."""
+    done = 0
+
+    def read() -> bytes:
+        nonlocal done
+        data = os.pread(fd, nbytes - done, offset + done)
+        done += len(data)
+        return data
+
+    return read
