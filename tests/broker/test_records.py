@@ -1,0 +1,289 @@
+"""Records in a broker, which needs no torch for them: they outlive crashes, and a killed client leaves nothing of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc.errors import RefreshError
+from tests.kit.brokers import BrokerApp, begun, fds_of
+from tests.kit.processes import Child, eventually, python
+from tests.kit.service_manager import ServiceManager
+
+#: An endpoint that counts its builds in a file, and whose result has several segments: tensors, private ones and an array.
+MODEL = """
+import numpy
+
+class Net(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.layer = torch.nn.Linear(size, size)
+        self.norm = torch.nn.BatchNorm1d(size)
+        self.array = numpy.arange(50_000)
+        self.requires_grad_(False)
+
+def net(size):
+    with open("built", "a") as file:
+        file.write("x")
+    torch.manual_seed(size)
+    return Net(size)
+
+provider.share("net", managed=True, tensors="parameters")(net)
+provider.share("sealed", managed=True, tensors="parameters", access="read")(net)
+"""
+
+#: A process that does something with records and waits to be killed: ``client``, and ``record`` of the other broker.
+HOLDER = """
+from shared_rpc import Client
+client = Client({here!r}, device="cpu", timeout=30)
+other = Client({there!r}, device="cpu", timeout=30)
+{code}
+print("there", flush=True)
+input()
+"""
+
+
+class Place:
+    """A folder with an app and the broker that serves it."""
+
+    def __init__(self, folder: Path, children: list[Child], *, fresh: bool = False) -> None:
+        folder.mkdir()
+        folder.chmod(0o700)
+        self.folder = folder
+        self.app = BrokerApp(folder, str(folder / "s"), children)
+        self.app.write(MODEL)
+        self.broker = self.app.start("--base-path", self.app.base_path, fresh=fresh)
+        self.client = self.app.connect()
+
+    @property
+    def built(self) -> int:
+        """How often the endpoint ran here."""
+        file = self.folder / "built"
+        return len(file.read_text()) if file.exists() else 0
+
+    def close(self) -> None:
+        """Hang up."""
+        self.app.close()
+
+
+@pytest.fixture
+def places(tmp_path: Path, children: list[Child]) -> Iterator[list[Place]]:
+    """Two, as two hosts would be."""
+    made = [Place(tmp_path / name, children) for name in ("a", "b")]
+    yield made
+    for place in made:
+        place.close()
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two modules have the same bits."""
+    mine, theirs = one.state_dict(), other.state_dict()
+    arrays = (one.array == other.array).all()  # type: ignore[operator]
+    return bool(mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine) and arrays)
+
+
+@pytest.mark.parametrize("endpoint", ["net", "sealed"])
+def test_an_object_goes_from_broker_to_broker(places: list[Place], endpoint: str) -> None:
+    """Built once, of the app's own class; and reading stays reading."""
+    here, there = places
+    handle = here.client.call(endpoint, 100)
+    with here.client.export(handle) as record:
+        assert [segment.info.access for segment in record.segments] == [
+            "read" if endpoint == "sealed" else "read_write",
+            "private",
+            "copy",
+        ]
+        there.client.adopt(record)
+    arrived = there.client.call(endpoint, 100)
+    assert same(arrived.value, handle.value)
+    assert (here.built, there.built, arrived.generation) == (1, 0, 1)
+    arrived.value.norm.running_mean.fill_(3)
+    assert not there.client.call(endpoint, 100).value.norm.running_mean.isnan().any()
+
+
+def test_a_broker_loads_no_torch(tmp_path: Path, children: list[Child]) -> None:
+    """Though an object leaves it and comes back, by the hands of a process that has none either."""
+    place = Place(tmp_path / "a", children, fresh=True)
+    place.client.call("net", 10).release()
+    code = """
+        import sys
+        from shared_rpc import Client
+        with Client({path!r}, device="cpu", timeout=30) as client:
+            (info,) = client.list_objects()
+            with client.export(info["object_id"]) as record, client.allocate(record.header) as room:
+                for source, target in zip(record.segments, room.segments):
+                    target.buffer()[:] = source.buffer()
+                print(client.adopt(room).generation, client.adopt(record).generation)
+        print("torch" in sys.modules, "shared_rpc.codec" in sys.modules)
+    """
+    child = python(code.format(path=place.app.base_path), fresh=True)
+    children.append(child)
+    assert (child.expect("3"), child.expect("False")) == ("2 3", "False False")
+    assert "libtorch" not in Path(f"/proc/{place.broker.pid}/maps").read_text()
+    place.close()
+
+
+def test_an_endpoint_calls_what_was_adopted(places: list[Place]) -> None:
+    """In a worker as everywhere: its call finds the object in the cache of its broker."""
+    here, there = places
+    there.app.write(
+        MODEL, '\n@provider.share(cache=False)\ndef total():\n    return provider.call("net", 8).value.layer.weight.sum()\n'
+    )
+    there.client.reload()
+    handle = here.client.call("net", 8)
+    with here.client.export(handle) as record:
+        there.client.adopt(record)
+    assert torch.equal(there.client.call("total"), handle.value.layer.weight.sum())
+    assert there.built == 0
+
+
+def test_a_write_to_what_was_adopted_for_reading_is_refused(places: list[Place]) -> None:
+    """As for any other object: the process that writes is told where, and ends."""
+    here, there = places
+    with here.client.export(here.client.call("sealed", 100)) as record:
+        there.client.adopt(record)
+    child = python(
+        f"""
+        import sys
+        sys.path.insert(0, {str(there.folder)!r})
+        from shared_rpc import Client
+        with Client({there.app.base_path!r}, device="cpu", timeout=30) as client:
+            client.call("sealed", 100).value.layer.weight.data.fill_(1)
+        """
+    )
+    code, errors = child.close()
+    assert code == -11, errors
+    assert "sealed" in errors and "read-only" in errors
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'handle = other.call("held"); record = other.export(handle.object_id)',
+        'handle = other.call("held"); record = other.export(handle.object_id); room = client.allocate(record.header)',
+        'handle = other.call("held"); record = other.export(handle.object_id); room = client.allocate(record.header, ttl=0.05)',
+        'handle = other.call("held"); record = other.export(handle.object_id); kept = client.adopt_candidate(record)',
+        'kept = client.prepare("held")',
+    ],
+    ids=["export", "allocate", "with-ttl", "candidate", "prepare"],
+)
+def test_a_killed_client_leaves_nothing(places: list[Place], children: list[Child], code: str) -> None:
+    """Neither objects nor memory nor descriptors, of either broker."""
+    here, there = places
+    for place in places:
+        place.client.call("held").release()
+        place.client.invalidate_endpoint_cache("held")
+    there.client.call("held").release()
+    before = [fds_of(place.broker.pid) for place in places]
+    counts = [len(place.client.list_objects()) for place in places]
+    holder = python(HOLDER.format(here=here.app.base_path, there=there.app.base_path, code=code))
+    children.append(holder)
+    holder.expect("there")
+    assert [len(place.client.list_objects()) for place in places] != counts or "export" in code
+    holder.kill()
+    eventually(lambda: [len(place.client.list_objects()) for place in places] == counts)
+    eventually(lambda: [fds_of(place.broker.pid) for place in places] == before, what=f"{before}")
+    for place in places:
+        assert place.client.get_server_info()["leases"] == 0
+
+
+def test_a_client_that_is_killed_while_its_candidate_is_built(
+    places: list[Place], children: list[Child], tmp_path: Path
+) -> None:
+    """The build ends, and nobody keeps what it brings."""
+    here, there = places
+    path = tmp_path / "go"
+    holder = python(
+        HOLDER.format(here=here.app.base_path, there=there.app.base_path, code=f'client.prepare("slow", {str(path)!r})')
+    )
+    children.append(holder)
+    eventually(begun(path))
+    holder.kill()
+    path.touch()
+    eventually(lambda: here.client.get_server_info()["running"] == 0)
+    eventually(lambda: here.client.list_objects() == [])
+
+
+def test_many_records_leave_no_descriptors(places: list[Place]) -> None:
+    """Neither the broker's nor this process's: adopted, refused, dropped."""
+    here, there = places
+    handle = here.client.call("net", 10)
+    pids = (os.getpid(), here.broker.pid, there.broker.pid)
+
+    def rounds(count: int) -> list[int]:
+        for _ in range(count):
+            with here.client.export(handle) as record:
+                with there.client.allocate(record.header):
+                    pass
+                there.client.adopt(record)
+                with there.client.adopt_candidate(record):
+                    pass
+        there.client.invalidate_endpoint_cache("net")
+        eventually(lambda: there.client.list_objects() == [])
+        return [fds_of(pid) for pid in pids]
+
+    first = rounds(2)
+    assert [now <= before + 2 for now, before in zip(rounds(10), first, strict=True)] == [True] * 3
+
+
+# Under a service manager.
+
+
+@pytest.fixture
+def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[ServiceManager]:
+    """One that keeps a broker's descriptors."""
+    manager = ServiceManager(broker_app, tmp_path, children)
+    yield manager
+    for child in children:
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.wait()
+    manager.close()
+
+
+def test_an_adopted_object_outlives_its_broker(places: list[Place], broker_app: BrokerApp, manager: ServiceManager) -> None:
+    """Like a built one: the next broker has it, with its generation, sealed as it was."""
+    here, _ = places
+    broker_app.write(MODEL)
+    broker = manager.start()
+    client = broker_app.connect()
+    handle = here.client.call("sealed", 100)
+    with here.client.export(handle) as record:
+        client.adopt(record)
+        made = client.adopt(record)
+        with client.adopt_candidate(record) as candidate:
+            manager.expect(lambda: len(manager.names("object-")) == 1)
+            broker.kill()
+            manager.start()
+            other = broker_app.connect()
+            (listed,) = other.list_objects()
+            with pytest.raises(RefreshError, match="is no candidate"):
+                other.promote(candidate.object_id)
+    assert (listed["object_id"], listed["generation"], listed["cached"]) == (made.object_id, 2, True)
+    attached = other.call("sealed", 100)
+    assert same(attached.value, handle.value)
+    with other.export(attached) as again:
+        assert [segment.info.access for segment in again.segments] == ["read", "private", "copy"]
+        assert again.header.table == record.header.table
+    assert not (broker_app.file.parent / "built").exists()
+
+
+def test_a_promoted_candidate_is_stored(places: list[Place], broker_app: BrokerApp, manager: ServiceManager) -> None:
+    """From its promotion on, and the one before it no more."""
+    broker = manager.start()
+    client: Any = broker_app.connect()
+    client.call("held").release()
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    (first,) = manager.names("object-")
+    with client.prepare("held") as candidate:
+        made = client.promote(candidate)
+    manager.expect(lambda: [name for name in manager.names("object-") if made.object_id in name] != [])
+    manager.expect(lambda: first not in manager.names("object-"))
+    broker.kill()
+    manager.start()
+    assert [info["object_id"] for info in broker_app.connect().list_objects()] == [made.object_id]
