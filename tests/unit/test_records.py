@@ -1,0 +1,305 @@
+"""Records from outside: what the rules admit is what a process can rebuild, and nothing else is admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import msgspec
+import pytest
+from hypothesis import strategies as st
+
+from shared_rpc.codec.tensors import tensors_of
+from shared_rpc.errors import ConfigurationError, RecordError
+from shared_rpc.memory.mapping import MAPPINGS, Mapping
+from shared_rpc.protocol.exported import FORMAT, RecordHeader
+from shared_rpc.protocol.records import BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.specs import EndpointSpec, Parameter
+from shared_rpc.server.state.records import (
+    Versions,
+    accesses,
+    called,
+    check_table,
+    check_versions,
+    homes,
+    moved,
+)
+
+GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+OTHER_GPU = "GPU-fedcba98-7654-3210-fedc-ba9876543210"
+PAGE = 4096
+
+GOOD = TensorTable(
+    ("cpu",),
+    (StorageEntry(0, 0, 64), StorageEntry(0, 64, PAGE - 64), StorageEntry(-1, 0, 0)),
+    (
+        TensorEntry(0, "float32", 0, (4, 4), (4, 1)),
+        TensorEntry(0, "float32", 1, (3, 4), (1, 4)),
+        TensorEntry(1, "int8", 0, (PAGE - 64,), (1,)),
+        TensorEntry(1, "uint8", 0, (1 << 40,), (0,)),
+        TensorEntry(2, "bfloat16", 0, (0, 5), (5, 1)),
+        TensorEntry(0, "float64", 7, (), ()),
+    ),
+    (BufferEntry(1, 16, 100),),
+)
+
+
+def header(table: TensorTable = GOOD, **fields: Any) -> RecordHeader:
+    """A record with a segment for tensors and one for a buffer."""
+    whole: dict[str, Any] = {
+        "format": FORMAT,
+        "endpoint": "load",
+        "cache_key": "load(size=3)",
+        "generation": 1,
+        "fingerprint": "code",
+        "python": "3.13",
+        "torch": "2.9.0",
+        "shared_rpc": "0.1.0",
+        "device": "cpu",
+        "access": "read_write",
+        "tensors": "all",
+        "nbytes": 4096,
+        "private_nbytes": 10,
+        "skeleton": b"a pickle",
+        "segments": (SegmentInfo("1", PAGE, "cpu"), SegmentInfo("2", PAGE, "cpu", "copy")),
+        **fields,
+    }
+    return RecordHeader(table=msgspec.msgpack.encode(table), **whole)
+
+
+def test_a_good_record_is_admitted() -> None:
+    """With views, overlapping ones, expanded ones, empty ones and scalars."""
+    check_table(header())
+
+
+def _with(place: str, number: int, **fields: Any) -> TensorTable:
+    entries = list(getattr(GOOD, place))
+    entries[number] = msgspec.structs.replace(entries[number], **fields)
+    return msgspec.structs.replace(GOOD, **{place: tuple(entries)})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"nbytes": 65},
+        {"nbytes": -1},
+        {"offset": -4},
+        {"offset": PAGE},
+        {"offset": 1 << 63},
+        {"segment": 1},
+        {"segment": 2},
+        {"segment": -2},
+        {"segment": -1},
+        {"device": 1},
+        {"device": -1},
+        {"chunk": 3},
+    ],
+    ids=str,
+)
+def test_a_storage_outside_its_segment(fields: dict[str, int]) -> None:
+    """Beyond its end, before its beginning, in a segment for buffers, in none, on no device, in a chunk of a pool."""
+    table = _with("storages", 1, offset=PAGE - 64, nbytes=64)
+    entries = [table.storages[0], msgspec.structs.replace(table.storages[1], **fields)]
+    table = msgspec.structs.replace(table, storages=tuple(entries), tensors=())
+    with pytest.raises(RecordError, match=r"storage 1 .* leaves its segment") as caught:
+        check_table(header(table))
+    assert caught.value.reason == "malformed"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"shape": (4, 5)},
+        {"shape": (5, 4)},
+        {"strides": (5, 1)},
+        {"strides": (1 << 63, 1)},
+        {"strides": (-4, 1)},
+        {"strides": (1,)},
+        {"shape": (-1, 4)},
+        {"shape": (1 << 62, 1 << 62), "strides": (0, 0)},
+        {"offset": 1},
+        {"offset": -1},
+        {"dtype": "float64"},
+        {"dtype": "object"},
+        {"dtype": "quint8"},
+        {"dtype": "load"},
+        {"storage": 3},
+        {"storage": -1},
+        {"storage": 2},
+    ],
+    ids=str,
+)
+def test_a_tensor_outside_its_storage(fields: dict[str, Any]) -> None:
+    """By its sizes, strides, offset or dtype; where the codec trusts the table, it would read others' memory."""
+    with pytest.raises(RecordError, match=r"tensor 0 .* leaves its storage"):
+        check_table(header(_with("tensors", 0, **fields)))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"nbytes": PAGE}, {"offset": -1}, {"nbytes": -1}, {"segment": 0}, {"segment": 2}, {"segment": -1}], ids=str
+)
+def test_a_buffer_outside_its_segment(fields: dict[str, int]) -> None:
+    """Or in one that tensors lie in, whose memory is not each process's own."""
+    with pytest.raises(RecordError, match=r"buffer 0 .*(leaves its segment|with tensors)"):
+        check_table(header(_with("buffers", 0, **fields)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"segments": (SegmentInfo("1", 0, "cpu"), SegmentInfo("2", PAGE, "cpu", "copy"))}, "segment 0 has 0 bytes"),
+        ({"segments": (SegmentInfo("1", 1 << 63, "cpu"), SegmentInfo("2", PAGE, "cpu", "copy"))}, "segment 0 has"),
+        ({"segments": (SegmentInfo("1", PAGE, "cpu", mechanism="vmm"),)}, "on cpu is of 'vmm' memory"),
+        ({"segments": (SegmentInfo("1", PAGE, GPU),)}, "is of 'memfd' memory"),
+        ({"segments": (SegmentInfo("1", PAGE, GPU, "copy", "vmm"),)}, "is to be mapped copy-on-write"),
+        ({"segments": (SegmentInfo("1", PAGE, "cpu"),) * 1001}, "1001 segments"),
+        ({"nbytes": 3 * PAGE}, "announces"),
+        ({"nbytes": -1}, "announces"),
+        ({"private_nbytes": 3 * PAGE}, "announces"),
+        ({"access": "read"}, "shared as 'read'"),
+        ({"tensors": "parameters"}, "tensors='parameters'"),
+    ],
+)
+def test_a_header_that_contradicts_itself(fields: dict[str, Any], told: str) -> None:
+    """Its segments, its sizes, and what it says of them."""
+    with pytest.raises(RecordError, match=told):
+        check_table(header(**fields))
+
+
+@pytest.mark.parametrize("table", [b"", b"\xc1", b"\x94\x90\x90", b"\x94\x90\x91\x91\xa1a\x90\x90"])
+def test_a_table_that_is_none(table: bytes) -> None:
+    """Bytes of something else."""
+    with pytest.raises(RecordError, match="cannot decode the record's tensor table"):
+        check_table(msgspec.structs.replace(header(), table=table))
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[list[Mapping]]:
+    """Two segments of a page."""
+    with MAPPINGS.create(PAGE, "cpu") as one, MAPPINGS.create(PAGE, "cpu") as other:
+        yield [one, other]
+
+
+NUMBERS = st.one_of(
+    st.integers(-2, 70), st.sampled_from([PAGE - 1, PAGE, PAGE + 1, (1 << 31) - 1, (1 << 62), (1 << 63) - 1, -(1 << 63)])
+)
+STORAGES = st.builds(StorageEntry, st.integers(-2, 2), NUMBERS, NUMBERS, st.integers(-1, 1), st.sampled_from([0, 0, 0, 1]))
+TENSORS = st.integers(0, 3).flatmap(
+    lambda dims: st.builds(
+        TensorEntry,
+        st.integers(-1, 2),
+        st.sampled_from(["float32", "uint8", "complex128", "int4", "bits16", "bool", "quint8", "Tensor"]),
+        NUMBERS,
+        st.tuples(*[NUMBERS] * dims),
+        st.tuples(*[NUMBERS] * dims),
+    )
+)
+
+
+@hypothesis.given(st.lists(STORAGES, max_size=2), st.lists(TENSORS, max_size=2))
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_what_is_admitted_can_be_rebuilt(
+    memory: list[Mapping], storages: list[StorageEntry], tensors: list[TensorEntry]
+) -> None:
+    """By torch itself, which checks what it is given; so that where it is not asked to check, nothing is outside either."""
+    table = TensorTable(("cpu",), tuple(storages), tuple(tensors))
+    try:
+        check_table(header(table, segments=(SegmentInfo("1", PAGE, "cpu"), SegmentInfo("2", PAGE, "cpu")), nbytes=0))
+    except RecordError:
+        return
+    rebuilt, _ = tensors_of(table, memory, {}, trusted=False)
+    for entry, tensor in zip(tensors, rebuilt, strict=True):
+        assert tuple(tensor.shape) == entry.shape
+        if tensor.numel():
+            start = tensor.data_ptr()
+            base = memory[storages[entry.storage].segment].address
+            assert base <= start < base + PAGE
+
+
+# Versions, calls and places.
+
+
+@pytest.mark.parametrize("field", ["python", "torch", "shared_rpc"])
+def test_each_version_counts(field: str) -> None:
+    """What a skeleton was pickled with is what it is loaded with."""
+    here = Versions("3.13", "2.9.0", "0.1.0")
+    check_versions(header(), here)
+    with pytest.raises(RecordError, match=r"was made with .* 1\.1, and this server runs") as caught:
+        check_versions(header(**{field: "1.1"}), here)
+    assert caught.value.reason == "version"
+
+
+SPEC = EndpointSpec("load", (Parameter("size", 1, required=True),), fingerprint="code")
+
+
+def test_a_record_has_the_key_of_its_call() -> None:
+    """Of the one that is named, or of the one that was exported."""
+    assert called(header(), SPEC, None) == "load(size=3)"
+    assert called(header(), SPEC, ((7,), {})) == "load(size=7)"
+    assert called(header(cache_key="load:model"), SPEC, None) == "load:model"
+    other = msgspec.structs.replace(SPEC, name="other", fingerprint="another")
+    assert called(header(), other, ((), {"size": 7})) == "other(size=7)"
+
+
+def test_code_that_has_changed() -> None:
+    """Of the endpoint that built the record, whether or not its call is named; a stale object's code is not known."""
+    for fingerprint in ("earlier", ""):
+        for call in (None, ((3,), {})):
+            with pytest.raises(RecordError, match="'load' has changed") as caught:
+                called(header(fingerprint=fingerprint), SPEC, call)
+            assert caught.value.reason == "code"
+
+
+@pytest.mark.parametrize("key", [None, "", "load", "loader(size=3)", "other(size=3)"])
+def test_a_key_of_another_endpoint(key: str | None) -> None:
+    """A header may say anything; callers of another endpoint must not find it."""
+    with pytest.raises(RecordError, match="is none of endpoint 'load'"):
+        called(header(cache_key=key), SPEC, None)
+
+
+def test_an_endpoint_without_a_cache() -> None:
+    """It has no place for a record."""
+    with pytest.raises(ConfigurationError, match="share it with cache=True"):
+        called(header(), msgspec.structs.replace(SPEC, cache=False), None)
+
+
+def on_gpu(*gpus: str) -> RecordHeader:
+    """A record on GPUs, with an empty tensor on the first, and a buffer on the host."""
+    table = TensorTable((gpus[0], "cpu"), (StorageEntry(0, 0, 8), StorageEntry(-1, 0, 0)), (), (BufferEntry(len(gpus), 0, 8),))
+    segments = (*(SegmentInfo(gpu, PAGE, gpu, mechanism="vmm") for gpu in gpus), SegmentInfo("3", PAGE, "cpu", "copy"))
+    return header(table, device=gpus[0], segments=segments, skeleton=b"on " + gpus[0].encode() + b", on cpu")
+
+
+def test_a_gpu_s_record_is_at_home_on_another_gpu() -> None:
+    """One GPU has the place of one; the skeleton and the table name it. What is on the host stays there."""
+    record = on_gpu(GPU)
+    check_table(record)
+    places = homes(record, OTHER_GPU)
+    assert places == {"cpu": "cpu", GPU: OTHER_GPU}
+    skeleton, table = moved(record, places)
+    assert skeleton == b"on " + OTHER_GPU.encode() + b", on cpu"
+    assert msgspec.msgpack.decode(table, type=TensorTable).devices == (OTHER_GPU, "cpu")
+    assert homes(record, GPU) == {"cpu": "cpu", GPU: GPU}
+    assert moved(record, homes(record, GPU)) == (record.skeleton, record.table)
+
+
+def test_several_gpus_keep_their_places() -> None:
+    """Nobody knows which is to be which elsewhere: a server without them refuses to make the room."""
+    assert homes(on_gpu(GPU, OTHER_GPU), GPU) == {"cpu": "cpu", GPU: GPU, OTHER_GPU: OTHER_GPU}
+
+
+@pytest.mark.parametrize(("record", "device"), [(header(), GPU), (on_gpu(GPU), "cpu")])
+def test_another_kind_of_device(record: RecordHeader, device: str) -> None:
+    """Both are named."""
+    with pytest.raises(RecordError, match=f"is on {record.device}, and this server has its results on {device}") as caught:
+        homes(record, device)
+    assert caught.value.reason == "device"
+
+
+def test_the_stricter_access_counts() -> None:
+    """An endpoint that shares for reading shares an adopted record so too; what a record shares for reading stays so."""
+    segments = tuple(SegmentInfo(access, PAGE, "cpu", access) for access in ("read_write", "read", "private", "copy"))
+    record = header(segments=segments)
+    assert accesses(record, "read_write") == ["read_write", "read", "private", "copy"]
+    assert accesses(record, "read") == ["read", "read", "private", "copy"]
