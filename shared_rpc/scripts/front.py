@@ -3,6 +3,9 @@
 A process cannot join the session of another one, so the script is in no group that the shell or the terminal knows. The command
 is: it gets the signals that are meant for the script and passes them on, stops when the script has stopped, and ends as the
 script has ended.
+
+Two processes stop and go on, one after the other, where whoever sends the signals knows one. The rule is the kernel's for one
+process: *a SIGCONT takes back every stop before it*, also one that the command has not learned of, or not carried out, yet.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import socket
 from contextlib import suppress
 from typing import NoReturn
 
-__all__ = ["GO", "Signals", "ended", "is_in_background", "stand_for", "stopped"]
+__all__ = ["CONTINUED", "GO", "Signals", "ended", "is_in_background", "stand_for", "stopped"]
 
 #: Messages of the command to the watcher: the number of a signal, and whether it is for the script's whole process group. 0 is
 #: no signal: the script begins.
 GO = bytes([0, 0])
-#: Messages of the watcher: the script ended with a code, was ended by a signal, was stopped by a signal.
-_CODE, _SIGNAL, _STOP = b"EST"
+#: Messages of the watcher: the script ended with a code, was ended by a signal, was stopped by a signal, has the command's
+#: SIGCONT.
+_CODE, _SIGNAL, _STOP, _CONTINUE = b"ESTC"
+CONTINUED = bytes([_CONTINUE, signal.SIGCONT])
 
 #: si_code of signals that the kernel itself sends, such as those of a terminal; kill(2) sends 0. See sigaction(2).
 _SI_KERNEL = 0x80
@@ -68,9 +73,12 @@ class Signals:
 
     def suffer(self, number: int) -> None:
         """Give a signal its default effect. Returns if there is none, or when a stop is over."""
-        if number in self.blocked:
-            return
-        os.kill(os.getpid(), number)
+        if number not in self.blocked:
+            os.kill(os.getpid(), number)
+            self.let(number)
+
+    def let(self, number: int) -> None:
+        """Let one that waits have its effect, if there is one."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
@@ -98,6 +106,7 @@ def stand_for(connection: socket.socket, signals: Signals, fds: list[int]) -> No
     connection.setblocking(False)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | fcntl.FASYNC)
+    script = _Script(connection, signals)
     received = bytearray()
     while True:
         _receive(connection, received)
@@ -105,7 +114,9 @@ def stand_for(connection: socket.socket, signals: Signals, fds: list[int]) -> No
             kind, number = received[:2]
             del received[:2]
             if kind == _STOP:
-                _stop(connection, signals, number)
+                script.stopped(number)
+            elif kind == _CONTINUE:
+                script.continued()
             elif kind == _SIGNAL:
                 _die(number)
             else:
@@ -114,8 +125,7 @@ def stand_for(connection: socket.socket, signals: Signals, fds: list[int]) -> No
         if info.si_signo == signal.SIGIO and info.si_code != 0:
             continue
         # A terminal signals a whole process group, and a group that was stopped together is resumed together.
-        group = info.si_code == _SI_KERNEL or info.si_signo == signal.SIGCONT
-        _send(connection, info.si_signo, group)
+        script.send(info.si_signo, info.si_code == _SI_KERNEL or info.si_signo == signal.SIGCONT)
 
 
 def _receive(connection: socket.socket, received: bytearray) -> None:
@@ -134,17 +144,49 @@ def _receive(connection: socket.socket, received: bytearray) -> None:
         received += data
 
 
-def _send(connection: socket.socket, number: int, group: bool) -> None:
-    with suppress(OSError):  # the process has just ended
-        connection.send(bytes([number, group]))
+class _Script:
+    """The script as its stand-in knows it: what was passed on to it, and whether it is stopped."""
 
+    def __init__(self, connection: socket.socket, signals: Signals) -> None:
+        self._connection = connection
+        self._signals = signals
+        #: How many SIGCONTs have been passed on that the watcher has not confirmed: what it tells before is out of date.
+        self._unconfirmed = 0
+        self._noted = False
+        # Stays for good: to give this signal its default effect drops one that waits.
+        signal.signal(signal.SIGCONT, self._note)
 
-def _stop(connection: socket.socket, signals: Signals, number: int) -> None:
-    """Stop as the script has, and have it go on when this process does."""
-    signals.suffer(number)
-    # A process that cannot be stopped, as one without a shell, is not resumed either.
-    if signal.SIGCONT not in signal.sigpending():
-        _send(connection, signal.SIGCONT, True)
+    def _note(self, *_: object) -> None:
+        self._noted = True
+
+    def send(self, number: int, group: bool) -> None:
+        """Pass a signal on, or to the script's whole process group."""
+        with suppress(OSError):  # the process has just ended
+            self._connection.send(bytes([number, group]))
+            self._unconfirmed += number == signal.SIGCONT
+
+    def continued(self) -> None:
+        """Note that a SIGCONT has been passed on."""
+        self._unconfirmed -= 1
+
+    def stopped(self, number: int) -> None:
+        """Stop as the script has, and have it go on when this process does."""
+        if self._unconfirmed:
+            return
+        self._noted = False
+        # A signal that stops drops each SIGCONT that waits: from here on they are noted instead.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCONT])
+        if not self._noted:
+            # SIGSTOP has its effect here. The others wait, and a SIGCONT from here on drops them.
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCONT])
+        if self._noted:
+            signal.sigtimedwait([number], 0)
+        else:
+            self._signals.let(number)
+        # A process that cannot be stopped, as one without a shell, is not resumed either.
+        if self._noted or signal.SIGCONT not in signal.sigpending():
+            self.send(signal.SIGCONT, True)
 
 
 def _die(number: int) -> NoReturn:

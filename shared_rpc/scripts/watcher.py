@@ -16,7 +16,8 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from shared_rpc.scripts.front import ended, stopped
+from shared_rpc.protocol.peers import peer_of
+from shared_rpc.scripts.front import CONTINUED, ended, stopped
 from shared_rpc.scripts.main_module import Refusal, ScriptFork
 from shared_rpc.scripts.wire import packed
 from shared_rpc.zygote.descriptors import close_all_but
@@ -49,7 +50,7 @@ def begin_script(script: ScriptFork, connection: socket.socket, fds: list[int]) 
     if pid:
         theirs.close()
         try:
-            _watch(pid, ours, connection)
+            _Watcher(pid, ours, connection).watch()
         finally:
             os._exit(1)
     ours.close()
@@ -76,91 +77,117 @@ def _refuse(watcher: socket.socket, why: str) -> NoReturn:
     os._exit(1)
 
 
-def _watch(pid: int, script: socket.socket, connection: socket.socket) -> NoReturn:
-    """Watch a script, to its end and this process's."""
-    gc.disable()  # a collection would touch every object, and so copy its page
-    close_all_but([0, 1, 2, script.fileno(), connection.fileno()])
-    set_title([sys.executable, "-m", "shared_rpc.scripts.watcher", str(pid)])
-    # The zygote's limits are not the command's; and a core dump of this process is useless.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    os.set_blocking(reading, False)
-    connection.setblocking(False)
-    script.setblocking(False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    poll = select.poll()
-    for watched in (script.fileno(), connection.fileno(), reading):
-        poll.register(watched, select.POLLIN)
-    begun = False
-    while True:
-        for fd, _ in poll.poll():
-            if fd == reading:
-                with suppress(BlockingIOError):
-                    os.read(reading, 4096)
-            elif fd == script.fileno():
-                if not _relay(script, connection, pid):
-                    poll.unregister(fd)
-            elif not _obey(connection, pid, script, begun):
-                os.kill(pid, signal.SIGKILL)
-                os._exit(0)
+class _Watcher:
+    """The watching of a script, to its end and this process's.
+
+    :param script: the script's end of a socket pair.
+    :param connection: to the command.
+    """
+
+    def __init__(self, pid: int, script: socket.socket, connection: socket.socket) -> None:
+        self._pid = pid
+        self._script = script
+        self._connection = connection
+        #: 0 where it cannot be known.
+        self._command = peer_of(connection).pid
+        self._begun = False
+        #: Whether the command has been told that the script is stopped, and has not continued it.
+        self._stopped = False
+
+    def watch(self) -> NoReturn:
+        """Watch."""
+        gc.disable()  # a collection would touch every object, and so copy its page
+        script, command = self._script.fileno(), self._connection.fileno()
+        close_all_but([0, 1, 2, script, command])
+        set_title([sys.executable, "-m", "shared_rpc.scripts.watcher", str(self._pid)])
+        # The zygote's limits are not the command's; and a core dump of this process is useless.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        os.set_blocking(reading, False)
+        self._connection.setblocking(False)
+        self._script.setblocking(False)
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        poll = select.poll()
+        for fd in (script, command, reading):
+            poll.register(fd, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == reading:
+                    with suppress(BlockingIOError):
+                        os.read(reading, 4096)
+                elif fd == script:
+                    if not self._relay():
+                        poll.unregister(fd)
+                elif not self._obey():
+                    os.kill(self._pid, signal.SIGKILL)
+                    os._exit(0)
+            self._look()
+
+    def _relay(self) -> bool:
+        """Report to the command whether the script can begin; return False if it cannot."""
+        try:
+            word = self._script.recv(4096)
+        except BlockingIOError:
+            return True
+        if word == _READY:
+            self._tell(packed({"pid": self._pid}))
+        elif word:
+            self._tell(packed({"refused": word.decode(errors="replace")}))
+        return bool(word)
+
+    def _obey(self) -> bool:
+        """Process messages of the command; return False if it has ended."""
+        try:
+            data = self._connection.recv(4096)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not data:
+            return False
+        if not self._begun:
+            self._begun = True
+            data = data[2:]
+            with suppress(OSError):
+                self._script.sendall(_BEGIN)
+        # Two bytes are sent together, and so arrive together; see unix(7).
+        for number, group in zip(data[::2], data[1::2], strict=False):
+            with suppress(ProcessLookupError):
+                (os.killpg if group else os.kill)(self._pid, number)
+            if number == signal.SIGCONT:
+                self._stopped = False
+                self._tell(CONTINUED)
+        return True
+
+    def _look(self) -> None:
+        """Report the script's state."""
+        while True:
+            found, status = os.waitpid(self._pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if not found:
+                return
+            if os.WIFSTOPPED(status):
+                self._stopped = True
+                self._tell(stopped(os.WSTOPSIG(status)))
+            elif os.WIFCONTINUED(status):
+                self._continue_command()
             else:
-                begun = True
-        _look(connection, pid, script, begun)
+                if self._begun:
+                    self._tell(ended(status))
+                    self._continue_command()
+                else:  # otherwise the command becomes the script itself
+                    self._relay()
+                os._exit(0)
 
+    def _continue_command(self) -> None:
+        """Have the command go on if it has stopped with the script, and somebody else has continued or ended that."""
+        if self._stopped and self._command:
+            with suppress(OSError):  # the command has ended: the next check notices
+                os.kill(self._command, signal.SIGCONT)
+        self._stopped = False
 
-def _relay(script: socket.socket, connection: socket.socket, pid: int) -> bool:
-    """Report to the command whether the script can begin; return False if it cannot."""
-    try:
-        word = script.recv(4096)
-    except BlockingIOError:
-        return True
-    if word == _READY:
-        _tell(connection, packed({"pid": pid}))
-    elif word:
-        _tell(connection, packed({"refused": word.decode(errors="replace")}))
-    return bool(word)
-
-
-def _obey(connection: socket.socket, pid: int, script: socket.socket, begun: bool) -> bool:
-    """Process messages of the command; return False if it has ended."""
-    try:
-        data = connection.recv(4096)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    if not data:
-        return False
-    if not begun:
-        data = data[2:]
-        with suppress(OSError):
-            script.sendall(_BEGIN)
-    # Two bytes are sent together, and so arrive together; see unix(7).
-    for number, group in zip(data[::2], data[1::2], strict=False):
-        with suppress(ProcessLookupError):
-            (os.killpg if group else os.kill)(pid, number)
-    return True
-
-
-def _look(connection: socket.socket, pid: int, script: socket.socket, begun: bool) -> None:
-    """Report the script's state."""
-    while True:
-        found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-        if not found:
-            return
-        if os.WIFSTOPPED(status):
-            _tell(connection, stopped(os.WSTOPSIG(status)))
-            continue
-        if begun:
-            _tell(connection, ended(status))
-        else:  # otherwise the command becomes the script itself
-            _relay(script, connection, pid)
-        os._exit(0)
-
-
-def _tell(connection: socket.socket, data: bytes) -> None:
-    with suppress(OSError):  # the command has ended: the next check notices
-        connection.send(data)
+    def _tell(self, data: bytes) -> None:
+        with suppress(OSError):  # the command has ended: the next check notices
+            self._connection.send(data)

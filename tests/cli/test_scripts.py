@@ -25,7 +25,7 @@ from shared_rpc.scripts import command
 from shared_rpc.scripts.key import key_of
 from shared_rpc.scripts.options import Script, parse
 from tests.kit.processes import ROOT, Child, eventually, python
-from tests.kit.scripts import RUN, Outcome, Place
+from tests.kit.scripts import RUN, WAITS, Outcome, Place
 
 #: The first test waits for torch to be imported.
 pytestmark = pytest.mark.timeout(180)
@@ -426,13 +426,15 @@ PASSED_ON = [
 @pytest.mark.parametrize("number", PASSED_ON, ids=lambda number: number.name)
 def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], number: signal.Signals) -> None:
     """Each of those that people and programs send."""
-    script = place.write(f"""
-        import os, signal, sys
+    script = place.write(
+        WAITS
+        + f"""
         signal.signal({int(number)}, lambda n, frame: os.write(1, b"got %d\\n" % n))
         os.write(1, b"ready\\n")
-        for line in sys.stdin:
-            os.write(1, b"read " + line.encode())
-    """)
+        while text := line():
+            os.write(1, b"read " + text.encode())
+    """
+    )
     child = place.start(script)
     children.append(child)
     child.expect("ready")
@@ -443,12 +445,34 @@ def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], n
     assert child.close() == (0, "")
 
 
+def test_a_handler_runs_though_the_signal_came_just_before_the_wait(place: Place) -> None:
+    """Behind the interpreter's last look for one, in front of the system call: where scripts of these tests wait, too."""
+    script = place.write(
+        WAITS
+        + """
+        import ctypes, operator
+        from functools import partial
+        signal.signal(signal.SIGUSR1, lambda *_: (os.write(1, b"got it\\n"), os._exit(0)))
+        libc, wait = ctypes.CDLL(None), select.select
+        # The interpreter looks for signals between its own instructions, and there is none of those between these two calls.
+        select.select = lambda *words: tuple(map(operator.call, (
+            partial(getattr(libc, "raise"), signal.SIGUSR1), partial(wait, *words))))
+        line()
+    """
+    )
+    child = place.start(script)
+    try:
+        assert child.expect("") == "got it"
+    finally:
+        child.kill()
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGABRT, signal.SIGPIPE]
 )
 def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, children: list[Child], number: signal.Signals) -> None:
     """What waits for the command sees the same."""
-    script = place.write("import os, sys; os.write(1, b'ready\\n'); sys.stdin.readline(); print('on')")
+    script = place.write(WAITS + "\n        os.write(1, b'ready\\n'); line(); print('on')")
     codes = []
     for run in (False, True):
         child = place.start(script, run=run)
@@ -513,17 +537,77 @@ def test_a_watcher_that_is_killed_ends_both(place: Place, children: list[Child])
     eventually(lambda: is_gone(pid))
 
 
-def test_a_script_that_is_stopped_stops_the_command(place: Place, children: list[Child]) -> None:
-    """What waits for the command sees it stop, and continues both."""
+@pytest.fixture
+def stopped(place: Place, children: list[Child]) -> tuple[Child, int]:
+    """A script that was stopped, and its command with it."""
     child = place.start(place.write(TELLS_PID))
     children.append(child)
     pid = script_of(child)
     os.kill(pid, signal.SIGSTOP)
     _, status = os.waitpid(child.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
-    child.process.send_signal(signal.SIGCONT)
+    return child, pid
+
+
+def goes_on(child: Child) -> bool:
+    """Whether both the script and its command do, to their end."""
     child.tell("")
-    assert child.expect("on") == "on"
+    return child.expect("on") == "on" and child.close() == (0, "")
+
+
+def test_a_script_that_is_stopped_stops_the_command(stopped: tuple[Child, int]) -> None:
+    """What waits for the command sees it stop, and continues both."""
+    child, _ = stopped
+    child.process.send_signal(signal.SIGCONT)
+    assert goes_on(child)
+
+
+def test_a_script_that_another_process_continues_continues_the_command(stopped: tuple[Child, int]) -> None:
+    """Else what waits for the command would wait for ever."""
+    child, pid = stopped
+    os.kill(pid, signal.SIGCONT)
+    assert goes_on(child)
+
+
+def test_a_stopped_script_that_is_killed_ends_the_command_so(stopped: tuple[Child, int]) -> None:
+    """A process that is stopped can be killed."""
+    child, pid = stopped
+    os.kill(pid, signal.SIGKILL)
+    assert child.process.wait(20) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("before", [(), (signal.SIGCHLD,)], ids=["alone", "behind another one"])
+def test_a_signal_to_continue_wins_over_an_earlier_stop(
+    place: Place, children: list[Child], before: tuple[signal.Signals, ...]
+) -> None:
+    """It comes before the command has learned that the script is stopped; passed on at once, or behind another signal."""
+    child = place.start(
+        place.write(
+            WAITS
+            + """
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"passed on\\n"))
+        print("pid", os.getpid(), flush=True)
+        line()
+        print("on", flush=True)
+    """
+        )
+    )
+    children.append(child)
+    pid = script_of(child)
+    child.process.send_signal(signal.SIGUSR1)
+    child.expect("passed on")  # the command stands for the script
+    child.process.send_signal(signal.SIGSTOP)
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: signal.SIGIO in pending(child.pid))  # what the watcher tells has come, and is not read yet
+    for number in (*before, signal.SIGCONT):
+        child.process.send_signal(number)
+    assert goes_on(child)
+
+
+def pending(pid: int) -> set[int]:
+    """The signals that wait for a process."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd:"))
+    return {number for number in range(1, 65) if int(line.split()[1], 16) >> (number - 1) & 1}
 
 
 # The zygote.

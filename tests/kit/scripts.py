@@ -15,10 +15,25 @@ from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
 from tests.kit import forks
 from tests.kit.processes import PYTHONPATH, Child
 
-__all__ = ["RUN", "Outcome", "Place"]
+__all__ = ["RUN", "WAITS", "Outcome", "Place"]
 
 #: The words for ``shared-rpc run``, behind the interpreter.
 RUN = ("-m", "shared_rpc.cli", "run")
+#: How a script begins that waits for a line, or a signal: by ``line()`` in place of ``sys.stdin.readline()``. A signal between
+#: the interpreter's last look for one and the system call that waits does not interrupt that, in any program in Python: its
+#: handler runs when something else ends the wait. Here its number does, in a pipe.
+WAITS = """
+        import os, select, signal, sys
+        noted, noting = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(noting)
+        def line():
+            while True:
+                ready = select.select([0, noted], [], [])[0]
+                if noted in ready:
+                    os.read(noted, 4096)
+                if 0 in ready:
+                    return sys.stdin.readline()
+"""
 #: The first script of a place waits for a zygote; on a busy machine that takes long.
 _PATIENCE = 120.0
 
