@@ -597,6 +597,7 @@ def test_a_signal_to_continue_wins_over_an_earlier_stop(
     child.process.send_signal(signal.SIGUSR1)
     child.expect("passed on")  # the command stands for the script
     child.process.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
     os.kill(pid, signal.SIGSTOP)
     eventually(lambda: signal.SIGIO in pending(child.pid))  # what the watcher tells has come, and is not read yet
     for number in (*before, signal.SIGCONT):
