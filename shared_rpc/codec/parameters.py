@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from shared_rpc.codec.skeleton import Scan, parts_of, wraps
 
-__all__ = ["storages_of_parameters"]
+__all__ = ["storages_of_parameters", "strided"]
 
 
 def storages_of_parameters(scan: Scan) -> set[int]:
@@ -19,16 +19,16 @@ def storages_of_parameters(scan: Scan) -> set[int]:
     for tensor in scan.odd:
         # Torch's own question: it also knows tensors of other classes that were made parameters.
         if isinstance(tensor, torch.nn.Parameter):
-            numbers = (scan.number_of(part.untyped_storage()) for part in _strided(tensor))
+            numbers = (scan.number_of(part.untyped_storage()) for part in strided(tensor))
             found.update(number for number in numbers if number is not None)
     return found
 
 
-def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the strided tensors that hold the memory of a tensor, itself if it is one."""
     if wraps(tensor):
         for inner in _inner(tensor):
-            yield from _strided(inner)
+            yield from strided(inner)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     else:

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shared_rpc.integrations.files import files_of
 from shared_rpc.integrations.loading import library
 
 __all__ = ["Checkpoint", "CheckpointChanged", "Unshareable", "digest_of", "source_of"]
 
-#: Files of a folder that a model is made from. Others, as those of an optimizer or a log, may change.
-_WEIGHTS = (".safetensors", ".bin", ".json", ".py", ".gguf", ".pt", ".pth", ".ckpt", ".h5")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -72,15 +71,10 @@ def source_of(name: Any, options: Mapping[str, Any], config_name: str) -> Checkp
 
 
 def _content_of(path: str) -> str:
-    """Return a digest of the names, sizes, times and inodes of the files that a model is made from."""
     try:
-        entries = [entry for entry in os.scandir(path) if entry.name.endswith(_WEIGHTS)]
-        found = sorted((entry.name, entry.stat()) for entry in entries)
-    except NotADirectoryError:
-        found = [(os.path.basename(path), os.stat(path))]
+        return digest_of(files=files_of(path))
     except OSError as error:
         raise Unshareable(f"its files cannot be told: {error}") from error
-    return digest_of(files=[(name, told.st_size, told.st_mtime_ns, told.st_ino) for name, told in found])
 
 
 def _commit_of(name: str, options: Mapping[str, Any], config_name: str) -> str:

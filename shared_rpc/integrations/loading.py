@@ -156,16 +156,8 @@ def release(module: nn.Module) -> None:
 
 
 def _storages(module: nn.Module) -> Iterator[torch.UntypedStorage]:
+    from shared_rpc.codec.parameters import strided
+
     for parameter in module.parameters():
-        for tensor in _plain(parameter):
+        for tensor in strided(parameter):
             yield tensor.untyped_storage()
-
-
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have a tensor's memory: of a wrapper, as torchao's are, those that it wraps."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _plain(getattr(tensor, name))
-    else:
-        yield tensor
