@@ -84,6 +84,14 @@ def ids(client: Any) -> dict[str, str]:
     return {str(info["cache_key"]): info["object_id"] for info in client.list_objects()}
 
 
+def replace_killed(broker: Child, manager: ServiceManager, gate: Path) -> None:
+    """Kill a broker that has one object in the store, and start the next one, whose workers wait at the gate."""
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    gate.touch()
+    broker.kill()
+    manager.start()
+
+
 def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
     """The next one hands the same memory out before any worker has loaded the app, under the same ids, and builds nothing."""
     broker = manager.start()
@@ -92,10 +100,7 @@ def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: 
     with torch.no_grad():
         model.weight[0, 0] = 42
     facts = client.list_objects()[0]
-    manager.expect(lambda: len(manager.names("object-")) == 1)
-    gate.touch()
-    broker.kill()
-    manager.start()
+    replace_killed(broker, manager, gate)
     other = app.connect()
     attached, after = other.call("model"), other.get_server_info()
     assert attached.weight[0, 0] == 42
@@ -139,10 +144,7 @@ def test_arrays_survive_a_broker_that_is_killed(app: BrokerApp, manager: Service
     client = app.connect()
     client.call("table")
     facts = client.list_objects()[0]
-    manager.expect(lambda: len(manager.names("object-")) == 1)
-    gate.touch()
-    broker.kill()
-    manager.start()
+    replace_killed(broker, manager, gate)
     other = app.connect()
     assert other.call("table").table.sum() == sum(range(1 << 16))
     again = other.list_objects()[0]
@@ -165,10 +167,7 @@ def test_private_tensors_survive_a_broker_that_is_killed(app: BrokerApp, manager
     first = client.call("normed")
     first.value.running_mean.fill_(1)
     facts = client.list_objects()[0]
-    manager.expect(lambda: len(manager.names("object-")) == 1)
-    gate.touch()
-    broker.kill()
-    manager.start()
+    replace_killed(broker, manager, gate)
     other = app.connect()
     with other.call("normed") as again:
         assert again.value.weight.data_ptr() == first.value.weight.data_ptr()
@@ -648,10 +647,7 @@ def test_without_a_socket_unit(app: BrokerApp, make_manager: Callable[..., Servi
     broker = manager.start()
     client = app.connect(connect_timeout=20)
     client.call("model")
-    manager.expect(lambda: len(manager.names("object-")) == 1)
-    gate.touch()
-    broker.kill()
-    manager.start()
+    replace_killed(broker, manager, gate)
     assert client.call("model").weight[0, 0] == 4
     assert client.get_server_info()["builds"] == 0
 
