@@ -176,7 +176,7 @@ def test_server_and_client_load_the_codec_late() -> None:
         if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
     }
     assert {layer for layer, late in users if not late} == set()
-    assert {layer for layer, _ in users} == {"client", "server", "provider", "extras"}
+    assert {layer for layer, _ in users} == {"client", "server", "provider", "extras", "integrations"}
 
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}
