@@ -5,6 +5,8 @@ Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from shared_rpc.errors import RecordError
@@ -16,6 +18,8 @@ __all__ = ["FORMAT", "RecordHeader"]
 
 #: The number of the format of headers, raised with every change of them.
 FORMAT = 1
+#: Segments of a record: as many as one frame has descriptors for, with room to spare.
+_MOST_SEGMENTS = 1000
 
 
 class _Format(msgspec.Struct):
@@ -30,8 +34,8 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``endpoint``, ``cache_key`` and ``generation`` are those of the object, ``fingerprint`` that of the endpoint's code, ``""``
     where that has changed since. ``python`` (as ``"3.13"``), ``torch`` and ``shared_rpc`` are the versions that the skeleton,
     a pickle, was made with. ``device`` is ``"cpu"`` or a GPU's UUID. ``access`` and ``tensors`` are as in
-    :meth:`Provider.share`; ``nbytes`` and ``private_nbytes`` as in :class:`ObjectInfo`. ``table`` is a
-    :class:`~shared_rpc.protocol.records.TensorTable` over ``segments``.
+    :meth:`Provider.share`; ``nbytes`` and ``private_nbytes`` as in ``ObjectInfo``. ``table`` is a tensor table over
+    ``segments``.
     """
 
     format: int
@@ -49,7 +53,7 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     private_nbytes: int
     skeleton: bytes
     table: bytes
-    segments: tuple[SegmentInfo, ...]
+    segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=_MOST_SEGMENTS)]
 
     def to_bytes(self) -> bytes:
         """Return the header as bytes, which :meth:`from_bytes` reads."""

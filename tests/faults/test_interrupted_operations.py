@@ -150,6 +150,25 @@ def update(client: Client) -> None:
         value.fill_(3)
 
 
+def record(client: Client) -> None:
+    """Have one leave, and enter as the next generation."""
+    with client.call("kept") as handle, client.export(handle) as exported, client.allocate(exported.header) as room:
+        exported.segments[0].copy_to(room.segments[0])
+        client.adopt(room)
+
+
+def adopt_copy(client: Client) -> None:
+    """Adopt what lies elsewhere: the room is the operation's own."""
+    with client.call("normed") as handle, client.export(handle) as exported:
+        client.adopt(exported)
+
+
+def candidate(client: Client) -> None:
+    """Prepare one, and make it current."""
+    with client.prepare("kept", 8) as prepared:
+        client.promote(prepared)
+
+
 OPERATIONS: dict[str, Callable[[Client], object]] = {
     "a call": lambda client: client.call("nothing", 2),
     "a tensor there and back": lambda client: client.call("doubled", ARGUMENT),
@@ -163,6 +182,9 @@ OPERATIONS: dict[str, Callable[[Client], object]] = {
     "a task": task,
     "a buffer": buffer,
     "an update": update,
+    "a record": record,
+    "a record that is copied": adopt_copy,
+    "a candidate": candidate,
     "a question": lambda client: client.get_server_info(),
 }
 

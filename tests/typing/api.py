@@ -13,17 +13,20 @@ import torch
 
 from shared_rpc import (
     AsyncClient,
+    AsyncExportedRecord,
     AsyncHandle,
     Client,
     DeviceInfo,
     EndpointInfo,
     EndpointStatistics,
+    ExportedRecord,
     Generation,
     Handle,
     HolderInfo,
     ListedObjectInfo,
     ObjectInfo,
     Provider,
+    RecordHeader,
     ReloadInfo,
     RunInfo,
     RuntimeInfo,
@@ -243,6 +246,16 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
     assert_type(client.on_refresh(lambda made: print(made.previous_id)), Subscription)
     for made in client.refreshes():
         assert_type(made, Generation)
+    with client.export(handle) as record, client.allocate(record.header, ttl=60) as room:
+        assert_type((record, room), tuple[ExportedRecord, ExportedRecord])
+        assert_type(record.header, RecordHeader)
+        assert_type((room.segments[0].tensor(), room.segments[0].buffer()), tuple[torch.Tensor, memoryview])
+        assert_type(client.adopt(room), Generation)
+        assert_type(client.adopt(record, "load", 4), Generation)
+        assert_type(client.adopt_candidate(record, "load", 4), Handle[Generation])
+    assert_type(client.promote(client.prepare("load", 4)), Generation)
+    client.export(4)  # type: ignore[arg-type]
+    client.adopt(handle)  # type: ignore[arg-type]
     with client.update(handle) as weights:
         assert_type(weights, Net)
     client.ensure_handle_live(handle)
@@ -270,6 +283,11 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     assert_type((await held.is_current(), await held.revision, await held.wait_revision(2)), tuple[bool, int, int])
     assert_type(await held.latest(), AsyncHandle[Net])
     assert_type(await held.read_consistent(lambda net: net.hidden), int)
+    async with await asynchronous.export(held) as record, await asynchronous.allocate(record.header) as room:
+        assert_type(room, AsyncExportedRecord)
+        assert_type(await asynchronous.adopt(room), Generation)
+        assert_type(await asynchronous.adopt_candidate(record), AsyncHandle[Generation])
+    assert_type(await asynchronous.prepare("load", 4), AsyncHandle[Generation])
     async with asynchronous.update(held) as net:
         assert_type(net, Net)
     async for made in asynchronous.refreshes():

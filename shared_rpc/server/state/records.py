@@ -29,8 +29,8 @@ _SIZES = {
 }
 #: In torch sizes, strides and bytes are signed 64-bit integers.
 _LARGEST = (1 << 63) - 1
-#: Segments of one record, as many as one frame has descriptors for with room to spare.
-_MOST_SEGMENTS = 1000
+#: Bytes of a table, which is in the body of a frame when the object is delivered; it takes a second to check.
+_LARGEST_TABLE = 15 << 20
 #: Characters of foreign text in errors.
 _SHOWN = 200
 
@@ -114,6 +114,10 @@ def homes(header: RecordHeader, device: str) -> dict[str, str]:
 
 
 def _decoded(header: RecordHeader) -> TensorTable:
+    if len(header.table) > _LARGEST_TABLE:
+        raise RecordError(
+            f"the record's tensor table has {len(header.table)} bytes, and may have {_LARGEST_TABLE}", reason="malformed"
+        )
     try:
         return _tables.decode(header.table)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -127,8 +131,6 @@ def check_table(header: RecordHeader) -> None:
     """
     table = _decoded(header)
     segments, sizes = header.segments, [info.nbytes for info in header.segments]
-    if len(segments) > _MOST_SEGMENTS:
-        raise RecordError(f"the record has {len(segments)} segments, and may have {_MOST_SEGMENTS}", reason="malformed")
     for number, info in enumerate(segments):
         _require(0 < info.nbytes <= _LARGEST, f"segment {number} has {info.nbytes} bytes")
         host = info.device == "cpu"
@@ -142,10 +144,13 @@ def check_table(header: RecordHeader) -> None:
         header.access == access_of(segments) and header.tensors == tensors_of(segments),
         f"it is shared as {header.access!r} with tensors={header.tensors!r}, and its segments are not",
     )
+    # There may be a hundred thousand: texts are made of what is wrong alone.
     for number, storage in enumerate(table.storages):
-        _require(_fits_storage(storage, segments, len(table.devices)), f"storage {number} ({storage}) leaves its segment")
+        if not _fits_storage(storage, segments, len(table.devices)):
+            _require(False, f"storage {number} ({storage}) leaves its segment")
     for number, tensor in enumerate(table.tensors):
-        _require(_fits_tensor(tensor, table.storages), f"tensor {number} ({str(tensor)[:_SHOWN]}) leaves its storage")
+        if not _fits_tensor(tensor, table.storages):
+            _require(False, f"tensor {number} ({str(tensor)[:_SHOWN]}) leaves its storage")
     used = {storage.segment for storage in table.storages}
     for number, buffer in enumerate(table.buffers):
         _require(_fits_buffer(buffer, segments), f"buffer {number} ({buffer}) leaves its segment")
@@ -183,13 +188,14 @@ def _fits_tensor(entry: TensorEntry, storages: Sequence[StorageEntry]) -> bool:
     size = _SIZES.get(entry.dtype)
     if size is None or not 0 <= entry.storage < len(storages) or len(entry.shape) != len(entry.strides):
         return False
-    if entry.offset < 0 or any(count < 0 for count in entry.shape) or any(stride < 0 for stride in entry.strides):
+    shape, strides = entry.shape, entry.strides
+    if min(entry.offset, *shape, *strides, 0) < 0 or max(entry.offset, *strides, 0) > _LARGEST:
         return False
-    if math.prod(max(count, 1) for count in entry.shape) * size > _LARGEST or max((entry.offset, *entry.strides)) > _LARGEST:
+    if 0 in shape:
+        return math.prod([max(count, 1) for count in shape]) * size <= _LARGEST
+    if math.prod(shape) * size > _LARGEST:
         return False
-    if 0 in entry.shape:
-        return True
-    last = entry.offset + sum((count - 1) * stride for count, stride in zip(entry.shape, entry.strides, strict=True))
+    last = entry.offset + sum([(count - 1) * stride for count, stride in zip(shape, strides, strict=True)])
     return (last + 1) * size <= storages[entry.storage].nbytes
 
 
