@@ -31,6 +31,7 @@ import xxhash
 
 from shared_rpc.client.exported import RecordBytes, SegmentBytes
 from shared_rpc.errors import RecordError
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.protocol.exported import RecordHeader
 
 if TYPE_CHECKING:
@@ -191,8 +192,12 @@ def _write_part(fd: int, part: _Part, segment: SegmentBytes) -> bytes:
     end = part.start + part.nbytes
     if segment.info.device == "cpu":
         data = memoryview(bytearray(segment.buffer()[part.start : end]))
-    else:
-        data = segment.tensor()[part.start : end].cpu().numpy().data
+        return _write_data(fd, part, data)
+    copied = segment.tensor()[part.start : end].cpu()
+    return _write_data(fd, part, HOST.view(copied.data_ptr(), part.nbytes))
+
+
+def _write_data(fd: int, part: _Part, data: memoryview) -> bytes:
     _write(fd, data, part.offset)
     return _digest(data)
 
@@ -274,7 +279,7 @@ class FileRecord(RecordBytes):
             if staging is None:
                 self._read_part(part, into[part.start : part.start + part.nbytes])
             else:
-                self._read_part(part, memoryview(staging.numpy())[: part.nbytes])
+                self._read_part(part, HOST.view(staging.data_ptr(), part.nbytes))
                 into[part.start : part.start + part.nbytes].copy_(staging[: part.nbytes])
 
     def _read_part(self, part: _Part, view: memoryview) -> None:

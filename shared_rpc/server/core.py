@@ -402,7 +402,7 @@ class Core:
         """
         stored = self.objects.get(object_id)
         if stored is None:
-            raise StaleHandleError(f"the server {self.server_id} has no object {object_id}", reason="object_gone")
+            raise StaleHandleError(f"the server {self.server_id} has no object {object_id[:100]}", reason="object_gone")
         return stored
 
     def info_of(self, stored: StoredObject) -> ObjectInfo:

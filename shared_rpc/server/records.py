@@ -84,6 +84,7 @@ class Records:
     def export(self, session: str, stored: StoredObject) -> RecordHeader:
         """Describe an object's record, and grant the session a lease on it.
 
+        :raises BufferNotFound: if it is a buffer that cannot be got any more.
         :raises CapabilityError: if its value lies in no shared memory.
         """
         record = stored.record
@@ -113,7 +114,12 @@ class Records:
             table=bytes(record.table),
             segments=infos,
         )
-        self._leases.grant(session, stored.object_id)
+        if stored.kind == "buffer":
+            self._buffers.get(session, stored.object_id)  # on its terms, with a lease
+        else:
+            if stored.listed and stored.cache_key is not None:
+                self._objects.lookup(stored.cache_key)  # this counts as an access
+            self._leases.grant(session, stored.object_id)
         return header
 
     def check(self, header: RecordHeader) -> list[str]:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from shared_rpc import Client, Provider, Server
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConnectionClosed
+from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
@@ -31,6 +32,7 @@ from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
 from shared_rpc.server import engine
 from shared_rpc.server import remote as remote_module
 from shared_rpc.server.handlers import Caller
+from shared_rpc.server.records import installed_versions
 from shared_rpc.server.stream import FramedStream
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import F_SEAL_SHRINK, F_SEAL_WRITE, Raw, frame_of, sealed_memory
@@ -344,7 +346,16 @@ def test_tuples_that_grow_as_they_are_read(server: Server, good: Client) -> None
         assert good.ping() < 2
 
 
-@pytest.mark.parametrize("message", [g.GetObject("x" * (15 << 20)), g.GetObject("x", "x" * (15 << 20))])
+@pytest.mark.parametrize(
+    "message",
+    [
+        g.GetObject("x" * (15 << 20)),
+        g.GetObject("x", "x" * (15 << 20)),
+        m.GetObjectInfo("x" * (15 << 20)),
+        m.ListHolders("x" * (15 << 20)),
+        mo.InvalidateObject("x" * (15 << 20)),
+    ],
+)
 def test_an_id_that_fills_a_frame(server: Server, message: m.Message) -> None:
     """No object has it: that is told, and the id is not sent back."""
     with Raw(server.socket_path) as raw:
@@ -918,3 +929,89 @@ def test_chunks_are_given_back_without_an_answer(server: Server) -> None:
         raw.say(m.Free([1]), 0)
         raw.say(m.Free([1]), 7)
         assert raw.hear_frame().request_id == 7
+
+
+def record_header(**fields: Any) -> bytes:
+    """The header of a record of ``ones``, with any of it wrong."""
+    table = TensorTable(("cpu",), (StorageEntry(0, 0, 16),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
+    here = installed_versions()
+    good: dict[str, Any] = {
+        "format": 1,
+        "endpoint": "ones",
+        "cache_key": "ones(size=4)",
+        "generation": 1,
+        "fingerprint": "",
+        **here._asdict(),
+        "device": "cpu",
+        "access": "read_write",
+        "tensors": "all",
+        "nbytes": 16,
+        "private_nbytes": 0,
+        "skeleton": b"\x80\x04K\x00Q.",
+        "table": msgspec.msgpack.encode(table),
+        "segments": [SegmentInfo("0" * 16, 4096, "cpu")],
+    }
+    return msgspec.msgpack.encode({**good, **fields})
+
+
+@pytest.mark.parametrize(
+    ("payload", "code"),
+    [
+        (b"", "record"),
+        (b"\xc1", "record"),
+        (b"\xde\xff\xff", "record"),
+        (record_header()[:-1], "record"),
+        (record_header(format=2), "record"),
+        (record_header(format="x" * 100_000), "record"),
+        (record_header(segments=[["", 1, "cpu"]] * 100_000), "record"),
+        (record_header(segments=[["", -1, "cpu"]]), "record"),
+        (record_header(segments=[["", 1 << 62, "cpu"]]), "capability"),
+        (record_header(table=b"\x94" + b"\xdd\xff\xff\xff\xff" * 4), "record"),
+        (record_header(endpoint="x" * 1_000_000, torch="y" * 1_000_000), "record"),
+        (record_header(device="z" * 1_000_000), "record"),
+        (record_header(nbytes=(1 << 64) - 1), "record"),
+    ],
+)
+def test_a_record_that_is_none(server: Server, payload: bytes, code: str) -> None:
+    """It is refused with a short text, for a question as for an adoption, and the connection stays good."""
+    with Raw(server.socket_path) as raw:
+        for message in (x.CheckRecord(), x.CheckRecord(True), x.Adopt([])):
+            raw.say(message, 1, payload)
+            answer = raw.hear(1)
+            if isinstance(answer, x.RecordFits):
+                assert code == "capability"  # so much memory is refused when it is asked for
+                continue
+            assert isinstance(answer, m.Error)
+            assert answer.code == "record" and len(answer.text) < 3000
+        assert isinstance(raw.ask(m.Ping(), 2), m.Pong)
+
+
+@pytest.mark.parametrize("buffers", [[], ["x"], ["x" * 100_000], ["0" * 24] * 2, ["0" * 24] * 100_000])
+def test_buffers_that_nobody_holds(server: Server, buffers: list[str]) -> None:
+    """They are no room for a record."""
+    with Raw(server.socket_path) as raw:
+        raw.say(x.Adopt(buffers), 1, record_header(fingerprint=server.engine.core.registry.get("ones").fingerprint))
+        answer = raw.hear(1)
+        assert isinstance(answer, m.Error)
+        assert answer.code in ("record", "buffer-not-found") and len(answer.text) < 1000
+
+
+@pytest.mark.parametrize("object_id", ["", "x" * (15 << 20), "0" * 24])
+def test_a_candidate_that_is_none(server: Server, object_id: str) -> None:
+    """A short error says so, and so for an export."""
+    with Raw(server.socket_path) as raw:
+        for number, (message, code) in enumerate(
+            [(x.Promote(object_id), "refresh"), (x.ExportObject(object_id), "stale-handle")]
+        ):
+            answer = raw.ask(message, number + 1)
+            assert isinstance(answer, m.Error)
+            assert answer.code == code and len(answer.text) < 1000
+
+
+def test_a_client_that_asks_for_a_record_and_hangs_up(server: Server, good: Client) -> None:
+    """Its lease ends with it, whether or not the answer was read."""
+    with good.call("kept", 10) as handle:
+        for _ in range(20):
+            with Raw(server.socket_path) as raw:
+                raw.say(x.ExportObject(handle.object_id))
+        eventually(lambda: server.info()["leases"] == 1)

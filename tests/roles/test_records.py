@@ -263,6 +263,20 @@ def test_no_object_no_record(here: Site) -> None:
         here.client.export("0" * 24)
 
 
+def test_a_buffer_is_exported_on_its_terms(here: Site, there: Site) -> None:
+    """It has no call: it is adopted under one that is named. What cannot be got cannot be exported."""
+    with here.client.create_buffer((3, 4), "float32", max_accesses=1) as buffer:
+        buffer.value.fill_(7)
+        with here.client.export(buffer) as record:
+            with pytest.raises(EndpointNotFound):
+                there.client.adopt(record)
+            there.client.adopt(record, "load", 4)
+        with pytest.raises(BufferNotFound, match="max_accesses"):
+            here.client.export(buffer)
+    with there.client.call("load", 4) as handle:
+        assert (handle.value == 7).all() and handle.value.shape == (3, 4)
+
+
 # The room.
 
 
@@ -344,6 +358,17 @@ def test_a_room_of_another_client_is_not_adopted(here: Site, there: Site) -> Non
         with pytest.raises(BufferNotFound, match="none that this session holds"):
             there.client.adopt(room)
         assert other.adopt(room).generation == 1
+
+
+def test_what_is_no_buffer_is_no_room(here: Site, there: Site) -> None:
+    """A result, whose memory belongs to all who have it, and a buffer of no bytes, are not taken over."""
+    kept = there.client.call("load", 3)
+    with here.client.export(here.client.call("load", 3)) as record:
+        for lease, error in ((kept, BufferNotFound), (there.client.create_buffer(0), RecordError)):
+            room = ExportedRecord(record.header, carried(there.client, record).segments, [lease], room=True)
+            with pytest.raises(error):
+                there.client.adopt(room)
+    assert (kept.value.weight == 1).all() and kept.is_current()
 
 
 def test_a_room_for_another_record_does_not_fit(here: Site, there: Site) -> None:
