@@ -25,20 +25,19 @@ import stat
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import xxhash
 
-from shared_rpc.client.exported import RecordBytes, SegmentBytes
+from shared_rpc.client.exported import ExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.errors import RecordError
 from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
+from shared_rpc.protocol.records import SegmentInfo
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-    from shared_rpc.operations.client import BlockingOperations
-    from shared_rpc.protocol.records import SegmentInfo
 
 __all__ = ["PART", "FileRecord", "save", "write"]
 
@@ -56,6 +55,16 @@ _PAGE = 4096
 _LARGEST = 512 << 20
 #: How often an object is written to a file that is written to in place meanwhile.
 _ATTEMPTS = 3
+
+
+class RecordSource(Protocol):
+    """The client or provider that an object comes from. For its methods see :class:`shared_rpc.Client`."""
+
+    def export(self, handle: str, /) -> ExportedRecord:
+        """Return the record of an object."""
+
+    def revision_page(self, object_id: str, /) -> Page:
+        """Return the page of its revision."""
 
 
 class _Part(NamedTuple):
@@ -97,7 +106,7 @@ def _digest(*pieces: bytes | memoryview) -> bytes:
     return found.digest()
 
 
-def save(client: BlockingOperations, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
+def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
     """Write an object of a server to a file, whole and of one revision, or not at all; return what describes it.
 
     A file of that name is replaced. The new one is this user's alone (0600).

@@ -38,7 +38,7 @@ _tables = msgspec.msgpack.Decoder(TensorTable)
 
 
 class Versions(NamedTuple):
-    """What a skeleton is bound to: Python's minor version, of which code that travels by value is; torch; and this library."""
+    """Versions that a skeleton is bound to: Python's minor one, as code that travels by value is, torch's and this library's."""
 
     python: str
     torch: str
