@@ -38,7 +38,7 @@ _tables = msgspec.msgpack.Decoder(TensorTable)
 
 
 class Versions(NamedTuple):
-    """Versions that a skeleton is bound to: Python's minor one, as code that travels by value is, torch's and this library's."""
+    """Versions that a skeleton is bound to: Python's minor one, as code that travels by value is, torch's and ours."""
 
     python: str
     torch: str
