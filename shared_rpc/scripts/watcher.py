@@ -122,7 +122,8 @@ class _Watcher:
                     if not self._relay():
                         poll.unregister(fd)
                 elif not self._obey():
-                    os.kill(self._pid, signal.SIGKILL)
+                    with suppress(PermissionError):
+                        os.kill(self._pid, signal.SIGKILL)
                     os._exit(0)
             self._look()
 
@@ -155,7 +156,7 @@ class _Watcher:
                 self._script.sendall(_BEGIN)
         # Two bytes are sent together, and so arrive together; see unix(7).
         for number, group in zip(data[::2], data[1::2], strict=False):
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # the script has ended, or has become another user's program
                 (os.killpg if group else os.kill)(self._pid, number)
             if number == signal.SIGCONT:
                 self._stopped = False
