@@ -120,6 +120,20 @@ def mechanisms(
 
 
 @app.command()
+def records(
+    device: Device = "auto",
+    megabytes: Annotated[int, typer.Option(help="MiB of the module.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Builds, exports and imports.")] = 5,
+    folder: Annotated[Path | None, typer.Option(help="Where the file is; the system's temporary folder.")] = None,
+    json: Json = None,
+) -> None:
+    """Measure a warm start: a module that is read from a file, against its build; and a move from memory to memory."""
+    from benchmarks.records import run
+
+    run(device=device, megabytes=megabytes, rounds=rounds, folder=folder, path=json)
+
+
+@app.command()
 def recovery(
     device: Device = "auto",
     shape: Shape = None,

@@ -42,6 +42,7 @@ SMALL = {
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
     "steps": "--rounds 2 --names",
+    "records": "--device cpu --megabytes 8 --rounds 2",
     "starts": "--device cpu --shape tiny --starts 1",
     "clients": "--device cpu --clients 1,2 --rounds 1",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
@@ -104,6 +105,16 @@ def test_a_command_prints_its_rows_and_writes_where_they_come_from(results: Call
         line = next((line for line in run.printed.splitlines() if line.startswith(row["name"])), "")
         assert line, f"{row['name']!r} is not in the table"
         assert row["goal"] is None or row["goal"] in line
+
+
+def test_records_go_to_disk_and_back(results: Callable[[str], Run]) -> None:
+    """Each way is timed, as often as it was asked for; the file is as large as the module."""
+    run = results("records")
+
+    ways = [run.row(name) for name in ("build", "export", "import from", "attach", "adopt", "promote")]
+    assert [row["samples"]["shared_rpc"]["n"] for row in ways] == [2] * 6
+    assert run.row("import, as a part of the build")["unit"] == "ratio"
+    assert any(note.startswith("the file has 8,") for note in run.written["notes"])
 
 
 def test_attach_tells_times_and_memory(results: Callable[[str], Run]) -> None:

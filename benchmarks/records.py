@@ -1,0 +1,128 @@
+"""An object that leaves a broker and enters it: on disk and back, against its build, and from memory to memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.processes import environ
+from benchmarks.report import Report, Row
+from benchmarks.servers import Servers
+from benchmarks.stats import Sample
+from shared_rpc import Client
+from shared_rpc.extras.record_file import FileRecord, save
+
+__all__ = ["run"]
+
+OURS = "shared_rpc"
+#: Seconds that anything here may take.
+_PATIENCE = 300.0
+
+#: Layers of 4 MiB with torch's own initial values, as code builds them before it loads weights.
+APP = """
+import torch
+from shared_rpc import Provider
+
+provider = Provider(device={device!r})
+
+@provider.share(managed=True)
+def module(mebibytes):
+    layers = [torch.nn.Linear(1024, 1024, bias=False, device={device!r}) for _ in range(mebibytes // 4)]
+    return torch.nn.Sequential(*layers).requires_grad_(False)
+"""
+
+#: The names of the rows, in the order in which they are measured.
+_BUILD, _ATTACH = "build, and attach", "attach"
+_EXPORT, _IMPORT = "export to a file", "import from the file, which is in the page cache"
+_ADOPT, _PROMOTE = "adopt from memory", "promote a candidate"
+
+
+def run(*, device: str, megabytes: int, rounds: int, folder: Path | None, path: Path | None) -> None:
+    """Measure, print, write."""
+    import torch
+
+    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    report = Report("records", f"Records of a module of {megabytes} MiB on {chosen}", [OURS])
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    with Servers(chosen) as servers, TemporaryDirectory(dir=folder, prefix="bench-") as place:
+        (servers.folder / "app.py").write_text(APP.format(device=chosen))
+        file = Path(place) / "module.record"
+        with _broker(servers) as socket, Client(socket_path=socket, timeout=_PATIENCE) as client:
+            client.call("module", 4).release()  # the first of everything
+            for _ in range(rounds):
+                _measure(client, megabytes, file, times)
+            report.note(f"the file has {file.stat().st_size:,} bytes, on {_kind_of(place)}")
+    for name in (_BUILD, _EXPORT, _IMPORT, _ATTACH, _ADOPT, _PROMOTE):
+        sample = Sample([times[name]])
+        report.add(Row(name, {OURS: sample.p50}, samples={OURS: sample}))
+    report.add(
+        Row("import, as a part of the build", {OURS: Sample([times[_IMPORT]]).p50 / Sample([times[_BUILD]]).p50}, "ratio")
+    )
+    report.note(f"medians of {rounds} rounds; each builds, exports, imports, attaches and adopts, one after the other")
+    report.finish(path)
+
+
+def _measure(client: Client, megabytes: int, file: Path, times: defaultdict[str, list[float]]) -> None:
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        times[name].append(time.perf_counter() - begin)
+
+    client.invalidate_endpoint_cache("module")
+    with timed(_BUILD):
+        handle = client.call("module", megabytes)
+    with timed(_EXPORT):
+        save(client, handle.object_id, file)
+    handle.release()
+    client.invalidate_endpoint_cache("module")
+    with timed(_IMPORT), FileRecord(file) as read:
+        client.adopt(read)
+    with timed(_ATTACH):
+        handle = client.call("module", megabytes)
+    with handle, client.export(handle) as record:
+        with timed(_ADOPT):
+            client.adopt(record)
+        # The earlier generation is held, as by those who serve it: freeing its memory is no part of this.
+        with client.adopt_candidate(record) as candidate, client.call("module", megabytes), timed(_PROMOTE):
+            client.promote(candidate)
+
+
+def _kind_of(folder: str) -> str:
+    """Return the type of the file system that a folder is on."""
+    found = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False).stdout.strip()
+    return found or "an unknown file system"
+
+
+@contextmanager
+def _broker(servers: Servers) -> Iterator[str]:
+    """Start ``shared-rpc serve`` on the cores of a run's servers; yield its socket."""
+    socket = f"{servers.base_path}-records.sock"
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, servers.server_cores)
+    try:
+        broker = subprocess.Popen(
+            [sys.executable, "-m", "shared_rpc.cli", "serve", "app.py", "--socket", socket],
+            cwd=servers.folder,
+            env=environ(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    finally:
+        os.sched_setaffinity(0, own)
+    try:
+        assert broker.stdout is not None, "stdout is a pipe"
+        if "serving" not in broker.stdout.readline():
+            raise RuntimeError(f"the broker ended with exit code {broker.wait()}: run 'shared-rpc serve' on the app")
+        yield socket
+    finally:
+        broker.terminate()
+        broker.wait(_PATIENCE)
