@@ -210,7 +210,8 @@ class ObjectInfo(TypedDict):
 
     ``nbytes`` are shared by all, ``private_nbytes`` copied by each process that has the object. ``current`` tells whether the
     endpoint's next caller gets this object, ``stale`` whether the endpoint's code has changed since. ``leases`` is the number
-    of sessions that hold it. Where the memory ends with the process that made it, ``lifetime`` says so.
+    of sessions that hold it. Where the memory ends with the process that made it, ``lifetime`` says so. ``candidate`` is there,
+    and true, where it may be promoted.
 
     A buffer has the keys of :class:`~shared_rpc.protocol.infos.BufferInfo` as well.
     """
@@ -229,6 +230,7 @@ class ObjectInfo(TypedDict):
     created_at: float
     last_accessed_at: float
     stale: bool
+    candidate: NotRequired[bool]
     lifetime: NotRequired[str]
     state: NotRequired[str]
     expires_at: NotRequired[float | None]

@@ -408,6 +408,8 @@ class Core:
     def info_of(self, stored: StoredObject) -> ObjectInfo:
         """Describe an object."""
         info = stored.info(self.server_id, len(self.leases.holders(stored.object_id)), self._clock)
+        if stored.candidate and not stored.invalidated:
+            info["candidate"] = True
         bound = lifetime(stored.record.segments)
         if bound:
             info["lifetime"] = bound

@@ -157,7 +157,8 @@ class Records:
         spec, key = self.check_call(header, endpoint, call)
         room = self._room(session, header, buffers, devices)
         chosen = accesses(header, spec.access)
-        skeleton, table = moved(header, homes(header, self._device))
+        places = homes(header, self._device)
+        skeleton, table = moved(header, places)
         segments = [one.record.segments[0] for one in room]
         for segment, access in zip(segments, chosen, strict=True):
             if access != "read_write" and segment.info.mechanism == "memfd":
@@ -167,7 +168,7 @@ class Records:
             table,
             [segment.duplicate(access) for segment, access in zip(segments, chosen, strict=True)],
             header.nbytes,
-            self._device,
+            places[header.device],
             private_nbytes=header.private_nbytes,
         )
         stored = self._objects.add(

@@ -81,7 +81,7 @@ def test_a_candidate_goes_with_its_handle(app: App, load: Any, builds: Builds) -
     """Nothing else keeps it."""
     load().release()
     candidate = app.provider.prepare("load")
-    assert len(app.provider.list_objects()) == 2
+    assert [info.get("candidate", False) for info in app.provider.list_objects()] == [False, True]
     candidate.release()
     eventually(lambda: len(app.provider.list_objects()) == 1)
     with pytest.raises(RefreshError, match=f"object {candidate.object_id} is no candidate: it is nothing that is there"):
