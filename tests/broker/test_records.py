@@ -287,3 +287,26 @@ def test_a_promoted_candidate_is_stored(places: list[Place], broker_app: BrokerA
     broker.kill()
     manager.start()
     assert [info["object_id"] for info in broker_app.connect().list_objects()] == [made.object_id]
+
+
+@pytest.mark.parametrize("what", ["room", "record"])
+def test_a_broker_that_is_killed_before_an_adoption(places: list[Place], what: str) -> None:
+    """What this process has mapped is still there: the next broker gets a copy of it."""
+    here, there = places
+    with here.client.export(here.client.call("net", 100)) as record:
+        room = there.client.allocate(record.header)
+        for source, target in zip(record.segments, room.segments, strict=True):
+            source.copy_to(target)
+        if what == "record":
+            here.broker.kill()
+        else:
+            there.broker.kill()
+            there.app.start("--base-path", there.app.base_path)
+            there.client.ping()
+        made = there.client.adopt(room if what == "room" else record)
+        room.close()
+    assert made.generation == 1
+    assert there.client.call("net", 100).value.layer.weight.shape == (100, 100)
+    assert there.built == 0
+    (listed,) = there.client.list_objects()
+    assert listed["object_id"] == made.object_id
