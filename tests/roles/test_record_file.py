@@ -329,9 +329,10 @@ def test_an_object_that_is_written_to_is_of_one_revision(
     times = 1
 
     def write(*arguments: Any) -> bytes:
-        if next(updates) < times:
+        number = next(updates)
+        if number < times:
             with here.client.update(handle) as value:
-                value[0].weight.fill_(7)
+                value[0].weight.fill_(7 + number)
         return write_part(*arguments)
 
     monkeypatch.setattr(record_file, "_write_part", write)

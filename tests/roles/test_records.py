@@ -25,6 +25,7 @@ from shared_rpc.errors import (
     ServerBusy,
     StaleHandleError,
 )
+from shared_rpc.memory.backends.host import HOST
 from tests.kit.apps import App, at_once
 from tests.kit.models import Everything, Tied
 from tests.kit.payloads import PAYLOADS, aliases, described
@@ -197,6 +198,18 @@ def test_what_is_shared_for_reading_stays_so(here: Site, there: Site) -> None:
     assert attached[0].data_ptr() != here.client.call("read", "views")[0].data_ptr()
 
 
+def test_what_is_shared_for_reading_is_sealed(here: Site, there: Site, device: str) -> None:
+    """The kernel itself refuses whoever would map an adopted object's host memory to write to it."""
+    adopted(here, there, "read", "views")
+    (stored,) = there.server.engine.ask(lambda core: list(core.objects))
+    for segment in stored.record.segments:
+        assert segment.info.access == "read"
+        if segment.info.device == "cpu":
+            with pytest.raises(CapabilityError, match="shared read-only"):
+                HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
+    assert device == "cuda" or stored.record.segments
+
+
 def test_an_endpoint_for_reading_makes_an_adopted_object_so(here: Site, there: Site, sites: Callable[..., Site]) -> None:
     """Though the record was shared for writing: what the endpoint promises to its callers holds."""
     here.client.call("all", "views")
@@ -298,6 +311,19 @@ def test_a_room_is_made_of_buffers(here: Site, there: Site) -> None:
             room.segments[0].tensor()
     (listed,) = there.client.list_objects()
     assert (listed["kind"], listed["holders"]) == ("result", [])
+
+
+def test_the_names_of_a_room_go(here: Site, there: Site) -> None:
+    """Also where its buffers were to be kept for a while: no other process gets an object's memory as a buffer."""
+    with here.client.export(here.client.call("load", 3)) as record, there.client.allocate(record.header, ttl=60) as room:
+        names = [lease.object_id for lease in room._leases]
+        with there.client.get_buffer(names[0]) as other:
+            record.segments[0].copy_to(room.segments[0])
+            there.client.adopt(room)
+            assert other.value.numel() == room.segments[0].nbytes
+        for name in names:
+            with pytest.raises(BufferNotFound, match="it was freed"):
+                there.client.get_buffer(name)
 
 
 def test_a_room_is_taken_over_without_a_copy(here: Site, there: Site) -> None:

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from shared_rpc.client.exchange import LAST_ID, Exchange, Exchanges, TooLate, discard
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
+from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import FrameDecoder, encode_frame
+from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -496,3 +498,17 @@ def test_goodbye(connection: Connection) -> None:
     """It is told without a number: there is no answer."""
     connection.exchanges.goodbye()
     assert connection.sent() == [(0, m.Goodbye())]
+
+
+GENERATION = Generation("load", "load()", "an id", 2, "", 0, "cpu", "a server", 0.0)
+
+
+@pytest.mark.parametrize("message", [x.Exported("an id", 2), x.Candidate(GENERATION)])
+def test_an_abandoned_record_gives_its_lease_back(message: m.Message) -> None:
+    """Nobody else knows that the session has it."""
+    with nothing_leaks():
+        decoder = FrameDecoder()
+        decoder.feed(frame_of(message, payload=b"a header", fds=1), [new_fd()])
+        frame = decoder.next_frame()
+        assert frame is not None
+        assert discard(frame) == m.Release(["an id"])
