@@ -619,6 +619,26 @@ def test_every_role_adopts(here: Site, app: App, device: str) -> None:
     assert built == [3]
 
 
+def test_a_coroutine_endpoint_s_caller_gets_what_was_adopted(here: Site, app: App) -> None:
+    """In the process that runs it too, where the call is awaited."""
+
+    async def load(size: int = 4) -> nn.Module:
+        raise AssertionError("this is never built")
+
+    plain = app.share("plain")(load)
+    managed = app.share("managed", managed=True)(load)
+    with here.client.export(here.client.call("load", 3)) as record:
+        app.provider.adopt(record, "plain", 3)
+        app.provider.adopt(record, "managed", 3)
+
+    async def main() -> None:
+        assert (await plain(3)).weight.shape == (3, 3)
+        with await managed(3) as handle:
+            assert handle.value.weight.shape == (3, 3)
+
+    asyncio.run(main())
+
+
 def test_the_local_role_has_nothing_to_export(base_path: str) -> None:
     """What it has built lies in no shared memory: the error says what to do."""
     provider = Provider(base_path, execution_mode="local", device="cpu")
