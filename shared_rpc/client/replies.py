@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_rpc.errors import DeadlineExceeded, RemoteTraceback, from_wire
+from shared_rpc.errors import DeadlineExceeded, RemoteError, RemoteTraceback, from_wire
 from shared_rpc.errors.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
@@ -54,6 +54,8 @@ def raise_error(message: m.Error, frame: Frame) -> NoReturn:
             if own is not None:
                 error = own
                 del own
+        elif isinstance(error, RemoteError):
+            error.pickled = bytes(frame.payload)  # for a source of records, which does not load it
         raise _marked(error, message) from cause
     finally:
         frame.close()

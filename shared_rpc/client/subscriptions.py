@@ -15,12 +15,12 @@ from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation
 
-__all__ = ["ConnectionSource", "Source", "Subscription", "Subscriptions"]
+__all__ = ["ConnectionSource", "NewsSource", "Subscription", "Subscriptions"]
 
 _log = logging.getLogger("shared_rpc")
 
 
-class Source(Protocol):
+class NewsSource(Protocol):
     """A source of news."""
 
     def news(self, after: int) -> tuple[list[Generation], int]:
@@ -36,7 +36,7 @@ class Source(Protocol):
         """Close the connection, on which no thread waits."""
 
 
-class ConnectionSource(Source):
+class ConnectionSource(NewsSource):
     """News from a server, over a connection of its own."""
 
     def __init__(self, connection: Connection) -> None:
@@ -95,14 +95,14 @@ class Subscriptions:
     :param connect: makes the source, with the first subscription; None when the client has been collected.
     """
 
-    def __init__(self, connect: Callable[[], Source | None]) -> None:
+    def __init__(self, connect: Callable[[], NewsSource | None]) -> None:
         self._connect = connect
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
         #: None without subscriptions.
-        self._source: Source | None = None
+        self._source: NewsSource | None = None
         #: The source with which the thread continues.
-        self._next: Source | None = None
+        self._next: NewsSource | None = None
 
     def subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
         """Call a callback with each generation that becomes current from here on.
@@ -163,7 +163,7 @@ class Subscriptions:
         for subscription in tuple(self._subscriptions):
             self.end(subscription)
 
-    def _run(self, source: Source, after: int) -> None:
+    def _run(self, source: NewsSource, after: int) -> None:
         while True:
             try:
                 generations, after = source.news(after)
@@ -182,7 +182,7 @@ class Subscriptions:
                 source.close()
                 raise
 
-    def _ended(self, source: Source, error: SharedRPCError) -> None:
+    def _ended(self, source: NewsSource, error: SharedRPCError) -> None:
         with self._lock:
             if self._source is not source:  # all subscriptions have ended, or new ones have begun
                 return

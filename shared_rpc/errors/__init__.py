@@ -23,6 +23,7 @@
     ├── TaskError               a task, or its result, is not to be had
     │   └── TaskCancelled       it was cancelled
     ├── WorkerCrashed           the process that ran an endpoint has ended
+    ├── ClusterError            the source of records, or the cluster behind it, has failed
     ├── StaleHandleError        the server no longer owns the object
     └── ServerBusy              a limit of the server is reached
 
@@ -39,6 +40,7 @@ __all__ = [
     "BufferNotFound",
     "CapabilityError",
     "CheckpointError",
+    "ClusterError",
     "CodecError",
     "ConfigurationError",
     "ConnectError",
@@ -293,6 +295,22 @@ class WorkerCrashed(SharedRPCError):
         self.stderr = stderr
 
 
+class ClusterError(SharedRPCError):
+    """The source of a server's records, or the cluster behind it, did not do its part; the message says which.
+
+    ``reason`` is ``"failed"``; of a source's own methods also ``"replaced"`` (another source was attached to the server),
+    ``"detached"`` (it was closed, or its session or server has ended), or ``"answered"``: the miss has an answer, or nobody
+    waits for one any more.
+    """
+
+    code = "cluster"
+    _FIELDS: ClassVar = {"reason": _or("failed")}
+
+    def __init__(self, message: str, *, reason: str = "failed") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class StaleHandleError(SharedRPCError):
     """The handle's object is no longer owned by the server that issued it.
 
@@ -335,17 +353,28 @@ class TaskCancelled(TaskError):
 class RemoteError(SharedRPCError):
     """An endpoint raised something that has no counterpart here.
 
-    ``type_name`` is the qualified name of its type, ``message`` its text, ``traceback`` the remote traceback.
+    ``type_name`` is the qualified name of its type, ``message`` its text, ``traceback`` the remote traceback. ``pickled`` is
+    the exception itself where a source of records gets it, which passes it on as it is; else ``b""``.
     """
 
     code = "remote"
     _FIELDS: ClassVar = {"type_name": _or("Exception"), "traceback": str}
 
-    def __init__(self, message: str, *, type_name: str, traceback: str = "") -> None:
+    def __init__(self, message: str, *, type_name: str, traceback: str = "", pickled: bytes = b"") -> None:
         super().__init__(f"{type_name}: {message}" if message else type_name)
         self.type_name = type_name
         self.message = message
         self.traceback = traceback
+        self.pickled = pickled
+
+    def __reduce__(self) -> tuple[Callable[..., SharedRPCError], tuple[Any, ...]]:
+        return _with_exception, (*super().__reduce__(), self.pickled)
+
+
+def _with_exception(restore: Callable[..., RemoteError], parts: tuple[str, dict[str, str]], pickled: bytes) -> RemoteError:
+    error = restore(*parts)
+    error.pickled = pickled
+    return error
 
 
 class RemoteTraceback(Exception):

@@ -58,7 +58,7 @@ _log = logging.getLogger("shared_rpc")
 
 #: How a call ended: answered from the cache, by a run under way, or by a run of its own; with an error; or abandoned by its
 #: caller.
-Outcome = Literal["hit", "joined", "built", "failed", "left"]
+Outcome = Literal["hit", "joined", "adopted", "built", "failed", "left"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

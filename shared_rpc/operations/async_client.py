@@ -10,6 +10,7 @@ from shared_rpc.client.handle import AsyncHandle, updating_async
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
 from shared_rpc.operations.generations import AsyncRefreshIterator
+from shared_rpc.operations.sources import AsyncSource
 
 __all__ = ["AsyncClient"]
 
@@ -33,6 +34,10 @@ class AsyncClient(CoroutineDriver, Operations, Context):
     def refreshes(self) -> AsyncRefreshIterator:
         """Iterate as :meth:`Client.refreshes` does: ``async for``, and ``async with`` around it."""
         return AsyncRefreshIterator(self._run)
+
+    def source(self) -> AsyncSource:
+        """Return a source of records, as :meth:`Client.source` does: ``async with``, and ``async for`` in it."""
+        return AsyncSource(self._run)
 
     def update(self, handle: AsyncHandle[T], timeout: float | None = None) -> AbstractAsyncContextManager[T]:
         """Write in place as :meth:`Client.update` does: ``async with client.update(handle) as value:``."""

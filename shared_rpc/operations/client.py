@@ -11,6 +11,7 @@ from shared_rpc.client.steps import BlockingMethods
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
 from shared_rpc.operations.generations import RefreshIterator
+from shared_rpc.operations.sources import Source
 
 __all__ = ["BlockingOperations", "Client"]
 
@@ -29,6 +30,21 @@ class BlockingOperations(Operations, BlockingMethods):
         :raises ConnectionClosed: at the end of the server.
         """
         return RefreshIterator(self._run)
+
+    def source(self) -> Source:
+        """Return a source of records, which answers the misses of the server: ``with client.source() as source:``.
+
+        A miss is a call of a managed and cached endpoint that finds nothing in the cache. From the beginning of the block on,
+        such a call waits until the source says what becomes of it, as its other callers do::
+
+            with client.source() as source:
+                for miss in source:
+                    source.build(miss)      # or source.adopt(miss, room), or source.fail(miss, "why")
+
+        A server has one source: another one takes its place. Misses that a source leaves without an answer wait for the next
+        one for the server's ``source_grace``, and are built by the server then. Refreshes are not put to it.
+        """
+        return Source(self._run)
 
     def update(self, handle: Handle[T], timeout: float | None = None) -> AbstractContextManager[T]:
         """Write to a handle's memory in place: ``with client.update(handle) as value:``.

@@ -9,6 +9,7 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol import sources as s
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 
@@ -109,6 +110,14 @@ _KINDS: dict[int, type[m.Message]] = {
     125: x.Prepare,
     126: x.Candidate,
     127: x.Promote,
+    140: s.AttachSource,
+    141: s.SourceAttached,
+    142: s.AwaitMisses,
+    143: s.Misses,
+    144: s.BuildMiss,
+    146: s.FailMiss,
+    147: s.ReportStatus,
+    148: s.DetachSource,
 }
 #: The kind byte by the message's class.
 NUMBERS = {kind: number for number, kind in _KINDS.items()}

@@ -11,6 +11,7 @@ from shared_rpc.protocol.records import Access, Tensors
 
 __all__ = [
     "BufferInfo",
+    "ClusterStatus",
     "DescriptorInfo",
     "DeviceInfo",
     "EndpointInfo",
@@ -29,6 +30,7 @@ __all__ = [
     "ServerInfo",
     "ServerStatistics",
     "SessionInfo",
+    "SourceInfo",
     "StopInfo",
     "WorkerInfo",
     "ZygoteInfo",
@@ -106,12 +108,46 @@ class ServerStatistics(TypedDict):
     failures: int
 
 
+class ClusterStatus(TypedDict, total=False):
+    """Status that a source of records publishes, for people and for metrics; no key is required.
+
+    ``cluster`` and ``node`` are names, ``state`` is a word such as ``"joined"``, and ``nodes`` the number of nodes. ``objects``
+    counts those that the cluster has. ``bytes_received`` and ``bytes_sent`` only ever grow. ``activity`` has a line for each
+    thing that the source is doing.
+    """
+
+    cluster: str
+    node: str
+    state: str
+    nodes: int
+    objects: int
+    bytes_received: int
+    bytes_sent: int
+    activity: list[str]
+
+
+class SourceInfo(TypedDict):
+    """The source of records of a server.
+
+    ``mode`` is the server's option ``cluster``, ``""`` without one. ``session`` and ``pid`` are those of the source, None where
+    none is attached, and it has been ``since`` then. ``misses`` is the number of runs that wait for its answer.
+    """
+
+    mode: str
+    session: str | None
+    pid: int | None
+    since: float | None
+    misses: int
+    status: ClusterStatus
+
+
 class ServerInfo(ExecutorInfo, ServerStatistics):
     """A server, as ``get_server_info`` returns it.
 
     ``endpoints`` are names. ``objects`` counts ``buffers`` too, and ``nbytes`` is what they lie in together. ``leases`` counts
     pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each status.
-    ``socket_path`` is None in the local role.
+    ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of
+    records is attached.
     """
 
     server_id: str
@@ -133,6 +169,7 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
     sessions: int
     connections: int
     ready: bool
+    source: SourceInfo | None
 
 
 class RuntimeInfo(TypedDict):
@@ -180,6 +217,7 @@ class EndpointStatistics(TypedDict):
 
     ``calls`` counts calls and submits that named it with arguments that fit; of these ``hits`` were answered from the cache,
     ``misses`` began a run whose result the cache was to list, and ``joined`` joined a run that went on already (singleflight).
+    ``adopted`` counts runs that ended with a record of the source of records.
     ``builds`` counts started runs, ``build_seconds`` is the time of ended ones, and ``errors`` counts callers
     and tasks that got one.
     """
@@ -188,6 +226,7 @@ class EndpointStatistics(TypedDict):
     hits: int
     misses: int
     joined: int
+    adopted: int
     builds: int
     build_seconds: float
     errors: int
@@ -279,15 +318,15 @@ class ProgressInfo(TypedDict):
 
 
 class RunInfo(TypedDict):
-    """A run of an endpoint that has not ended.
+    """A run of an endpoint that has not ended; one that is ``"asked"`` waits for the source of records.
 
-    ``cache_key`` is None where the result is not cached, ``started_at`` for a run that is pending, ``progress`` before the
+    ``cache_key`` is None where the result is not cached, ``started_at`` for a run that has not begun, ``progress`` before the
     first report. ``calls`` is the number of calls that wait for it; ``tasks`` are the ids of the tasks that do.
     """
 
     endpoint: str
     cache_key: str | None
-    status: Literal["pending", "running"]
+    status: Literal["asked", "pending", "running"]
     created_at: float
     started_at: float | None
     calls: int

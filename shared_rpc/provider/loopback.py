@@ -26,7 +26,7 @@ from shared_rpc.client.exchange import release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Step, Tell, Within, Work, drive
-from shared_rpc.client.subscriptions import Source, Subscriptions
+from shared_rpc.client.subscriptions import NewsSource, Subscriptions
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
 from shared_rpc.memory.devices import device_kind
@@ -37,6 +37,7 @@ from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import sources as s
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import SegmentInfo
@@ -57,7 +58,7 @@ _SESSION = "local"
 #: Requests answered at an endpoint's end: a waiting endpoint's thread is lent meanwhile.
 _OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.Prepare}
 #: Requests that are not answered at once: the loop, which answers them, cannot wait for the answer.
-_WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes}
+_WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes, s.AwaitMisses, s.BuildMiss}
 _NO_TABLE = msgspec.Raw(b"")
 #: The message of a reply with a value and no lease, and the frame of one without descriptors.
 _VALUE = m.Result("", 1, False, _NO_TABLE, [])
@@ -380,7 +381,7 @@ class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
         )
 
 
-class _LoopbackSource(Source):
+class _LoopbackSource(NewsSource):
     """News of the core of this process."""
 
     def __init__(self, engine: Engine) -> None:

@@ -34,6 +34,7 @@ from shared_rpc.server.records import Records
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 from shared_rpc.server.sessions import Sessions
+from shared_rpc.server.sources import Sources
 from shared_rpc.server.state.buffers import BufferTable, Terms
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
@@ -66,6 +67,8 @@ class Core:
     :param socket_path: where other processes connect, if they can.
     :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param descriptors: those of the process; by default no other server of it has objects.
+    :param cluster: the option of that name: with one, misses wait for a source of records from the start on.
+    :param source_grace: seconds that misses wait for a source of records; see :mod:`shared_rpc.server.state.sources`.
     :param mechanism: how the executor's process makes segments, for information: see
         :mod:`shared_rpc.memory.backends.choice`.
     """
@@ -86,6 +89,8 @@ class Core:
         socket_path: str | None = None,
         server_id: str | None = None,
         descriptors: Descriptors | None = None,
+        cluster: str = "",
+        source_grace: float = 15.0,
         clock: Clock | None = None,
     ) -> None:
         self.server_id = server_id or secrets.token_hex(8)
@@ -104,6 +109,15 @@ class Core:
         buffers = BufferTable(self.objects, self.leases, clock)
         self.buffers = Buffers(device, buffers, self.quotas, memory or DeviceMemory(device), self._sweeper.wake_within)
         self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
+        self.sources = Sources(
+            lambda: self.runs,
+            clock,
+            device,
+            self.sessions.pid_of,
+            self._sweeper.wake_within,
+            mode=cluster,
+            grace=source_grace,
+        )
         self.runs = Runs(
             executor,
             self.objects,
@@ -111,6 +125,8 @@ class Core:
             self._settle,
             self.quotas.admit,
             self.generations.announce,
+            self.sources.ask,
+            self.sources.unasked,
             self.server_id,
         )
         self.records = Records(
@@ -145,7 +161,9 @@ class Core:
         """Execute calls until cancelled. Then every waiter is notified, and every object dropped."""
         try:
             started.set()
-            await self._sweeper.run(self.objects.expire, self.tasks.table.expire, self.buffers.table.expire)
+            await self._sweeper.run(
+                self.objects.expire, self.tasks.table.expire, self.buffers.table.expire, self.sources.expire
+            )
         finally:
             self.stop()
 
@@ -154,7 +172,9 @@ class Core:
         self.stopped = True
         self.runs.stop()
         self.buffers.stop()
-        self.generations.stop(Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")))
+        gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped"))
+        self.generations.stop(gone)
+        self.sources.stop(gone)
         self.objects.clear()
         self.transfers.close()
 
@@ -301,6 +321,7 @@ class Core:
         self.runs.leave(waiter)
         self.buffers.leave(waiter)
         self.generations.leave(waiter)
+        self.sources.leave(waiter)
 
     def end_session(self, session: str, *, clean: bool = True) -> None:
         """Give back all that the session held.
@@ -308,6 +329,7 @@ class Core:
         :param clean: False for a session that ends without a goodbye.
         """
         self.transfers.end(session)
+        self.sources.end_session(session)
         with self._told.reclaiming("" if clean else session):
             ended = self.leases.end_session(session)
         self._settle(*ended)
@@ -437,6 +459,7 @@ class Core:
             "sessions": len(self.sessions),
             "connections": self.sessions.connections,
             "ready": True,
+            "source": self.sources.info(),
             **self.runs.statistics.totals(),
             **self._executor.info(),
         }

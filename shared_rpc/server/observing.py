@@ -37,7 +37,7 @@ class Observed:
             "pid": pid,
         }
         #: How the call is answered if it succeeds.
-        self.how: Literal["hit", "joined", "built"] = "built"
+        self.how: Literal["hit", "joined", "adopted", "built"] = "built"
         self._ended = False
         self._began = time.monotonic()
         HOOKS.emit(CallStarted(**self._call))

@@ -38,7 +38,10 @@ class AwaitingRoom(Completed):
 
 @dataclass(frozen=True)
 class Failure:
-    """A run, or a call, that did not. ``pickled`` holds an endpoint's own exception, to be loaded by the caller only."""
+    """A run, or a call, that did not. ``pickled`` holds an endpoint's own exception, to be loaded by the caller only.
+
+    ``sealed``: the receiver passes the exception on, and does not load it.
+    """
 
     code: str
     text: str
@@ -46,6 +49,7 @@ class Failure:
     pickled: bytes = b""
     error: BaseException | None = None
     kept: bool = False
+    sealed: bool = False
 
     @property
     def type_name(self) -> str:
@@ -68,6 +72,14 @@ class Failure:
             return dataclasses.replace(self, kept=True)
         told = RemoteError(self.text, type_name=self.type_name, traceback=self.detail.get("traceback", ""))
         return dataclasses.replace(self, pickled=b"", error=told, kept=True)
+
+    def seal(self) -> Failure:
+        """Return the same for a receiver that passes it on: an endpoint's exception stays pickled."""
+        if self.code != RemoteError.code:
+            return self
+        traceback_text = self.detail.get("traceback", "")
+        sealed = RemoteError(self.text, type_name=self.type_name, traceback=traceback_text, pickled=self.pickled)
+        return dataclasses.replace(self, error=sealed, sealed=True)
 
     def to_raise(self) -> BaseException:
         """Return the exception for a caller in this process; a copy where the failure is kept, as raising adds frames."""

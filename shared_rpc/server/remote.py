@@ -240,7 +240,8 @@ class RemoteCaller(msgspec.Struct, eq=False):
                 )
             )
         detail = {**failure.detail, "request_id": self.name}
-        self.reply(m.Error(failure.code, failure.text, detail, endpoint_raised=bool(failure.pickled)), failure.pickled)
+        raised = bool(failure.pickled) and not failure.sealed
+        self.reply(m.Error(failure.code, failure.text, detail, endpoint_raised=raised), failure.pickled)
 
     def deliver(self, outcome: Delivery | Failure) -> bool:
         if isinstance(outcome, Failure):

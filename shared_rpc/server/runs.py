@@ -93,6 +93,8 @@ class Runs:
     :param settle: called with the ids of objects whose leases changed, or which were added.
     :param admit: called with a record before it is kept; its error becomes the outcome.
     :param listed: called with an object that the cache lists from now on.
+    :param ask: called with a run whose object a source of records may have; True if it waits for that, see :meth:`begin`.
+    :param unasked: called with a run that waits for a source, and is dropped.
     :param server_id: the server's, for events.
     """
 
@@ -104,6 +106,8 @@ class Runs:
         settle: Callable[[str], None],
         admit: Callable[[Record], None],
         listed: Callable[[StoredObject], None],
+        ask: Callable[[Run[Waiter]], bool],
+        unasked: Callable[[Run[Waiter]], None],
         server_id: str,
     ) -> None:
         self.calls: RunTable[Waiter] = RunTable()
@@ -114,6 +118,8 @@ class Runs:
         self._settle = settle
         self._admit = admit
         self._listed = listed
+        self._ask = ask
+        self._unasked = unasked
         self._server_id = server_id
         #: For each serialized endpoint, the run whose turn it is, and the runs in line after it.
         self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
@@ -166,12 +172,41 @@ class Runs:
             created_at=time.time(),
         )
         self.calls.open(run)
-        if spec.concurrency == "serialized":
-            line = self._lines[spec.name]
-            line.append(run)
-            if line[0] is not run:
-                return
-        self._executor.start(run, self)
+        if spec.managed and key is not None and not waiter.refreshes and self._ask(run):
+            return
+        if spec.concurrency == "parallel" or self._has_turn(run):
+            self._executor.start(run, self)
+
+    def begin(self, run: Run[Waiter]) -> None:
+        """Build what the source of records was asked for. The place of a serialized endpoint's run in line is from here on."""
+        if run.spec.concurrency == "parallel" or self._has_turn(run):
+            self._executor.start(run, self)
+
+    def _has_turn(self, run: Run[Waiter]) -> bool:
+        """Get a run of a serialized endpoint in line; return whether it is the first."""
+        line = self._lines[run.spec.name]
+        line.append(run)
+        return line[0] is run
+
+    def adopt(self, run: Run[Waiter], record: Record) -> None:
+        """End a run that waited for a source of records with a record of its; its descriptors belong to this object now."""
+        self.statistics.of(run.spec.name)["adopted"] += 1
+        for waiter in run.waiters:
+            if waiter.observed is not None and waiter.observed.how == "built":
+                waiter.observed.how = "adopted"
+        close_arguments(run.arguments)
+        self.ended(run, Completed(record, None))
+
+    def fail(self, run: Run[Waiter], failure: Failure) -> None:
+        """End a run that waited for a source of records with an error."""
+        close_arguments(run.arguments)
+        self.ended(run, failure)
+
+    def drop(self, run: Run[Waiter]) -> None:
+        """Drop a run that has not begun."""
+        self.calls.close(run)
+        self._withdraw(run)
+        self._next_turn(run)
 
     def _joined(self, waiter: Waiter, run: Run[Waiter]) -> None:
         waiter.run = run
@@ -200,15 +235,15 @@ class Runs:
         if run is None:
             return
         if self.calls.leave(run, waiter):
-            self.calls.close(run)
-            self._withdraw(run)
-            self._next_turn(run)
-        elif not run.waiters and not run.over:
+            self.drop(run)
+        elif not run.waiters and not run.over and not run.miss:
             self._abandon(run)
 
     def _withdraw(self, run: Run[Waiter]) -> None:
-        """Drop a run that has not begun."""
+        """Take a run back that has not begun."""
         run.over = True
+        if run.miss:
+            self._unasked(run)
         self._executor.withdraw(run)
         close_arguments(run.arguments)
 
@@ -389,7 +424,7 @@ def _info(run: Run[Waiter], epoch: float) -> RunInfo:
     return {
         "endpoint": run.spec.name,
         "cache_key": run.key or run.former_key,
-        "status": "running" if run.running else "pending",
+        "status": "running" if run.running else "asked" if run.miss else "pending",
         "created_at": run.created_at,
         "started_at": epoch + run.begun_at if run.running else None,
         "calls": len(run.waiters) - len(tasks),

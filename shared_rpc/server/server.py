@@ -70,6 +70,8 @@ class Server:
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
         ``access="read_write"``, and the socket's mode and directory must let them through as well.
+    :param source_grace: seconds that calls wait for the next source of records when the last one has gone without an answer to
+        them, before they are built here; see :meth:`Client.source`.
     :param metrics_port: where Prometheus finds metrics, by HTTP; 0 for any port that is free, None for no metrics. It needs
         ``pip install 'shared-rpc[metrics]'``.
     :param metrics_host: the address that port is on. By default it is reached from this host alone.
@@ -88,6 +90,7 @@ class Server:
         max_connections: int = 8192,
         pool: PoolOptions | None = None,
         allow_uids: Collection[int] = (),
+        source_grace: float = 15.0,
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
     ) -> None:
@@ -101,6 +104,7 @@ class Server:
         self._max_connections = max_connections
         self._pool = pool
         self._uids = {os.geteuid(), *allow_uids}
+        self._source_grace = source_grace
         self._engine: Engine | None = None
         self._acceptor: Acceptor | None = None
         self._metrics_port, self._metrics_host = metrics_port, metrics_host
@@ -169,6 +173,7 @@ class Server:
             mechanism=mechanism,
             socket_path=path,
             descriptors=Descriptors(mapped=mapped_limit()),
+            source_grace=self._source_grace,
         )
         exporter = self._take_metrics_port()
         acceptor: Acceptor | None = None

@@ -72,6 +72,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     bool: st.booleans(),
     float: st.floats(allow_nan=False),
     type(None): st.none(),
+    bytes: st.binary(max_size=5),
     Any: plain,
     msgspec.Raw: plain.map(msgspec.msgpack.encode).map(msgspec.Raw),
 }

@@ -5,7 +5,8 @@ A run is *queued*, then *running*, then closed. A cached call joins the run of i
 is none. Rules:
 
 - Whatever ends a run releases every waiter; there is no other way out of the table.
-- A queued run without waiters is dropped. A running one goes on: its result is cached.
+- A queued run without waiters is dropped. A running one goes on: its result is cached. So does one whose miss a source of
+  records was given, see :mod:`shared_rpc.server.state.sources`.
 - What began later is newer: a run that ends after one which began after it does not take its place in the cache.
 - Invalidation detaches a run from its key: its waiters get its result, the cache does not, and the next
   identical call starts a run of its own.
@@ -66,6 +67,9 @@ class Run(Generic[W]):
     #: When the run was opened, in Unix seconds.
     created_at: float = 0.0
     running: bool = False
+    #: The number of its miss while it waits for a source of records, else 0; and whether the source was given that.
+    miss: int = 0
+    offered: bool = False
     begun_at: float = 0.0
     progress: Any = None
     #: Whether its executor has finished with the run.
@@ -114,7 +118,7 @@ class RunTable(Generic[W]):
         """Forget a waiter that gives up. True if the run has no waiter left and has not begun: drop it."""
         if waiter in run.waiters:
             run.waiters.remove(waiter)
-        return run in self.runs and not run.waiters and not run.running
+        return run in self.runs and not run.waiters and not run.running and not run.offered
 
     def close(self, run: Run[W]) -> list[W]:
         """Close a run that ended, in whatever way, and return its waiters."""

@@ -1,0 +1,199 @@
+"""The source of records: a session that answers the misses of its server."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, cast
+
+from shared_rpc.client.handle import AsyncHandle, Handle
+from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask
+from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
+from shared_rpc.errors.interrupts import is_interrupt
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import sources as s
+from shared_rpc.protocol.infos import ClusterStatus
+from shared_rpc.protocol.sources import Miss
+
+__all__ = ["AsyncSource", "Source"]
+
+
+class _SourceSteps:
+    """The steps of a source's methods, and what it knows: its number, and the misses that it has not returned yet."""
+
+    def __init__(self) -> None:
+        #: 0 before it was attached.
+        self._number = 0
+        self._server_id = ""
+        self._after = 0
+        self._misses: deque[Miss] = deque()
+
+    @property
+    def server_id(self) -> str:
+        """The id of the server, ``""`` before the source was attached."""
+        return self._server_id
+
+    def _attach(self) -> Operation[None]:
+        attached = yield from ask(Request(s.AttachSource(), "the attachment of a source"), s.SourceAttached)
+        self._number, self._server_id, self._after = attached.source, attached.server_id, 0
+        self._misses.clear()
+
+    def _detach(self) -> Operation[None]:
+        number, self._number = self._number, 0
+        if number:
+            yield Tell(s.DetachSource(number))
+
+    def _next(self) -> Operation[Miss | None]:
+        """Return the next miss, None when the source was closed."""
+        yield Within(None)
+        if not self._number:
+            yield from self._attach()
+        while not self._misses:
+            number = self._number
+            request = Request(s.AwaitMisses(number, self._after), "the wait for misses", again=True)
+            try:
+                answer: s.Misses = yield from ask(request, s.Misses)
+            except ConnectError as error:
+                raise ConnectionClosed(f"no more misses come: {error}") from error
+            except ClusterError:
+                if self._number != number:  # closed meanwhile
+                    return None
+                raise
+            if not answer.misses:
+                return None
+            self._after = answer.misses[-1].id
+            self._misses.extend(answer.misses)
+        return self._misses.popleft()
+
+    def _build(self, miss: Miss) -> Operation[Any]:
+        return (yield from self._leased(s.BuildMiss(self._number, miss.id), f"the build of {miss.cache_key}"))
+
+    def _fail(self, miss: Miss, error: SharedRPCError | str) -> Operation[None]:
+        problem = ClusterError(error) if isinstance(error, str) else error
+        message = s.FailMiss(self._number, miss.id, *to_wire(problem), getattr(problem, "pickled", b""))
+        yield from ask(Request(message, f"the failure of {miss.cache_key}"), m.Count)
+
+    def _report(self, status: ClusterStatus) -> Operation[None]:
+        yield from ask(Request(s.ReportStatus(self._number, status), "the report of a source"), m.Count)
+
+    def _leased(self, message: m.Message, what: str) -> Operation[Any]:
+        """Return a handle without the value."""
+        yield Within(None)
+        reply = yield Request(message, what)
+        reply.frame.close()
+        result = reply.message
+        if not isinstance(result, m.Result) or not result.managed:
+            raise ProtocolError(f"the server answered {what} with {type(result).__name__}, not with a lease")
+        try:
+            return (yield Lend(result, None))
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            release = m.Release([result.object_id])
+            if is_interrupt(error):
+                yield Tell(release)
+            else:
+                yield from ask(Request(release, "release"), m.Count)
+            raise
+
+
+class Source(_SourceSteps):
+    """The source of records that :meth:`Client.source` returns: an iterator of misses, and a context manager.
+
+    It is attached at the beginning of the ``with`` block, or with the first step of the iteration. One thread iterates; the
+    answers may be given from any thread, each of which waits for itself. ``run`` drives an operation.
+    """
+
+    def __init__(self, run: Callable[[Operation[Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def build(self, miss: Miss) -> Handle[None]:
+        """Have the object of a miss built by this server, as without a source; return a handle when the cache lists it.
+
+        The handle holds the object, and has no value: nothing is rebuilt, and no code of the endpoint runs in this process.
+
+        :raises RemoteError: if the endpoint raises, whatever it raises; :meth:`fail` takes the error for other servers' misses,
+            whose callers get the endpoint's own exception.
+        :raises SharedRPCError: what else the callers get: a crash of the worker, or a result that cannot be shared.
+        :raises ClusterError: if the miss has an answer, or this is not the source any more; see its ``reason``.
+        """
+        return cast("Handle[None]", self._run(self._build(miss)))
+
+    def fail(self, miss: Miss, error: SharedRPCError | str) -> None:
+        """Answer a miss with an error, which all that wait for it get. The next call of the same is a miss again.
+
+        :param error: an error of this library; a text becomes a :class:`ClusterError`.
+        :raises ClusterError: as :meth:`build`.
+        """
+        self._run(self._fail(miss, error))
+
+    def report(self, status: ClusterStatus) -> None:
+        """Publish what the source knows of itself, in place of what it published before; see :class:`ClusterStatus`.
+
+        :raises ClusterError: if this is not the source any more.
+        """
+        self._run(self._report(status))
+
+    def close(self) -> None:
+        """End being the source. An iteration in another thread ends; misses without an answer wait for the next source."""
+        self._run(self._detach())
+
+    def __enter__(self) -> Source:
+        self._run(self._attach())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Source:
+        return self
+
+    def __next__(self) -> Miss:
+        miss = self._run(self._next())
+        if miss is None:
+            raise StopIteration
+        return cast(Miss, miss)
+
+
+class AsyncSource(_SourceSteps):
+    """The source of records that :meth:`AsyncClient.source` returns: :class:`Source` for coroutines."""
+
+    def __init__(self, run: Callable[[Operation[Any]], Awaitable[Any]]) -> None:
+        super().__init__()
+        self._run = run
+
+    async def build(self, miss: Miss) -> AsyncHandle[None]:
+        """Have the object of a miss built by this server: see :meth:`Source.build`."""
+        return cast("AsyncHandle[None]", await self._run(self._build(miss)))
+
+    async def fail(self, miss: Miss, error: SharedRPCError | str) -> None:
+        """Answer a miss with an error: see :meth:`Source.fail`."""
+        await self._run(self._fail(miss, error))
+
+    async def report(self, status: ClusterStatus) -> None:
+        """Publish what the source knows of itself: see :meth:`Source.report`."""
+        await self._run(self._report(status))
+
+    async def close(self) -> None:
+        """End being the source: see :meth:`Source.close`."""
+        await self._run(self._detach())
+
+    async def __aenter__(self) -> AsyncSource:
+        await self._run(self._attach())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> AsyncSource:
+        return self
+
+    async def __anext__(self) -> Miss:
+        miss = await self._run(self._next())
+        if miss is None:
+            raise StopAsyncIteration
+        return cast(Miss, miss)

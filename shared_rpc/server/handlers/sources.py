@@ -1,0 +1,69 @@
+"""The source of records: its misses, and its answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared_rpc.errors import from_wire
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import sources as s
+from shared_rpc.protocol.records import EMPTY_TABLE
+from shared_rpc.server.handlers.table import Caller, handles
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import Delivery, Waiter
+
+#: The table of a result without a value.
+_NO_TABLE = msgspec.Raw(EMPTY_TABLE)
+
+
+@handles(s.AttachSource)
+def attach_source(caller: Caller, message: s.AttachSource) -> s.SourceAttached:
+    core = caller.core
+    return s.SourceAttached(core.sources.attach(caller.session).number, core.server_id)
+
+
+@handles(s.AwaitMisses)
+def await_misses(caller: Caller, message: s.AwaitMisses) -> None:
+    caller.core.sources.wait(caller.wait(), message.source, message.after, lambda misses: caller.reply(s.Misses(misses)))
+
+
+@handles(s.BuildMiss)
+def build_miss(caller: Caller, message: s.BuildMiss) -> None:
+    caller.core.sources.build(_leased(caller), message.source, message.miss)
+
+
+@handles(s.FailMiss)
+def fail_miss(caller: Caller, message: s.FailMiss) -> m.Count:
+    error = from_wire(message.code, message.text, message.detail)
+    failure = Failure(message.code, message.text, message.detail, message.pickled, error)
+    caller.core.sources.fail(caller.session, message.source, message.miss, failure)
+    return m.Count(1)
+
+
+@handles(s.ReportStatus)
+def report_status(caller: Caller, message: s.ReportStatus) -> m.Count:
+    caller.core.sources.report(caller.session, message.source, message.status)
+    return m.Count(1)
+
+
+@handles(s.DetachSource)
+def detach_source(caller: Caller, message: s.DetachSource) -> m.Count:
+    return m.Count(int(caller.core.sources.detach(caller.session, message.source)))
+
+
+def _leased(caller: Caller) -> Waiter:
+    """Register the request: its answer is a lease on the object alone, which the asker has no use for the value of."""
+    waiter = caller.wait()
+
+    def deliver(outcome: Delivery | Failure) -> None:
+        if isinstance(outcome, Failure):
+            caller.fail(outcome.seal())
+            return
+        stored = outcome.stored
+        assert stored is not None and outcome.managed, "the object of a miss is managed"
+        answer = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [], owner=caller.core.server_id)
+        if not caller.reply(answer):
+            caller.core.release(caller.session, [stored.object_id])
+
+    waiter.deliver = deliver
+    return waiter

@@ -1,0 +1,152 @@
+"""The source of records of a server, and the misses that are put to it.
+
+A *miss* is a run that waits for the source's answer. Rules:
+
+- There is one source. Another one takes its place, and all misses without an answer are put to that.
+- A miss that the source was given goes on without waiters, as a running endpoint does; one that it was not given is dropped.
+- Without a source, misses wait for one until ``grace`` seconds after the last one was lost, or after the server's start where
+  one is expected. What is left then, and what comes later, is built here.
+- A server that never had a source, and expects none, has no misses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from shared_rpc.errors import ClusterError
+from shared_rpc.protocol.infos import ClusterStatus
+from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state.runs import Run
+
+__all__ = ["Attachment", "OpenMiss", "SourceTable"]
+
+W = TypeVar("W")
+
+
+@dataclass(eq=False, slots=True)
+class Attachment:
+    """One attachment of a session as the source of records; ``since`` is in Unix seconds."""
+
+    number: int
+    session: str
+    since: float
+    status: ClusterStatus = field(default_factory=ClusterStatus)
+
+
+@dataclass(eq=False, slots=True)
+class OpenMiss(Generic[W]):
+    """One miss without an answer; ``asked_at`` is on the table's clock."""
+
+    number: int
+    run: Run[W]
+    asked_at: float
+
+
+class SourceTable(Generic[W]):
+    """The source, if there is one, and the misses without an answer; ``W`` is the type of the runs' waiters.
+
+    :param grace: seconds that misses wait for a source.
+    :param expected: whether a source will be attached soon after the server's start.
+    """
+
+    def __init__(self, clock: Clock, grace: float, *, expected: bool = False) -> None:
+        self.grace = grace
+        self.source: Attachment | None = None
+        self._clock = clock
+        self._misses: dict[int, OpenMiss[W]] = {}
+        self._numbers = itertools.count(1)
+        self._attachments = itertools.count(1)
+        #: Until when misses wait for a source, on the clock.
+        self._until = clock.now() + grace if expected else float("-inf")
+
+    def attach(self, session: str) -> Attachment:
+        """Make a session the source, in place of an earlier one; all misses are put to it."""
+        self.source = Attachment(next(self._attachments), session, self._clock.unix(self._clock.now()))
+        self._take_back()
+        return self.source
+
+    def lose(self) -> list[OpenMiss[W]]:
+        """Note that the source has gone; return the misses that nobody waits for, which are none any more."""
+        self.source = None
+        self._until = self._clock.now() + self.grace
+        self._take_back()
+        unwanted = [miss for miss in self._misses.values() if not miss.run.waiters]
+        for miss in unwanted:
+            self.remove(miss.run)
+        return unwanted
+
+    def find(self, session: str, number: int) -> Attachment:
+        """Return the source, which names itself by its number.
+
+        :raises ClusterError: if it is none any more.
+        """
+        source = self.source
+        if source is not None and (source.number, source.session) == (number, session):
+            return source
+        if source is not None:
+            raise ClusterError(
+                f"this session is not the server's source of records any more: another one has taken its place "
+                f"(source {source.number}, session {source.session}), and answers all misses",
+                reason="replaced",
+            )
+        raise ClusterError(
+            "this session is not the server's source of records: it was closed, or its session has ended. Attach it again",
+            reason="detached",
+        )
+
+    def ask(self, run: Run[W]) -> OpenMiss[W] | None:
+        """Put a run to the source, or let it wait for one; None if it is to be built here."""
+        now = self._clock.now()
+        if self.source is None and now >= self._until:
+            return None
+        miss = OpenMiss(next(self._numbers), run, now)
+        run.miss = miss.number
+        self._misses[miss.number] = miss
+        return miss
+
+    def offer(self, after: int) -> list[OpenMiss[W]]:
+        """Give the source the misses with numbers above ``after``."""
+        found = [miss for miss in self._misses.values() if miss.number > after]
+        for miss in found:
+            miss.run.offered = True
+        return found
+
+    def answer(self, session: str, source: int, number: int) -> OpenMiss[W]:
+        """Take a miss out that its source has an answer to.
+
+        :raises ClusterError: if it is not the source, or the miss not without an answer.
+        """
+        self.find(session, source)
+        miss = self._misses.get(number)
+        if miss is None:
+            raise ClusterError(
+                f"miss {number} has no need of an answer: it has one, or all that waited for it have left", reason="answered"
+            )
+        self.remove(miss.run)
+        return miss
+
+    def remove(self, run: Run[W]) -> None:
+        """Forget the miss of a run."""
+        self._misses.pop(run.miss, None)
+        run.miss, run.offered = 0, False
+
+    def overdue(self) -> tuple[list[OpenMiss[W]], float | None]:
+        """Take the misses out that have waited for a source long enough; with the seconds until there may be more."""
+        if self.source is not None or not self._misses:
+            return [], None
+        left = self._until - self._clock.now()
+        if left > 0:
+            return [], left
+        late = list(self._misses.values())
+        for miss in late:
+            self.remove(miss.run)
+        return late, None
+
+    def _take_back(self) -> None:
+        for miss in self._misses.values():
+            miss.run.offered = False
+
+    def __len__(self) -> int:
+        return len(self._misses)
