@@ -34,9 +34,11 @@ __all__ = [
     "ServeOptions",
     "change_environment",
     "checked_path",
+    "client_environment",
     "environment",
     "is_socket_of",
     "resolve_base_path",
+    "resolve_cluster",
     "resolve_role",
     "script_settings",
     "server_environment",
@@ -51,6 +53,7 @@ _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 _ENABLED = "SHARED_TENSOR_ENABLED"
 _ROLE = "SHARED_TENSOR_ROLE"
 _BASE_PATH = "SHARED_TENSOR_BASE_PATH"
+_CLUSTER = "SHARED_TENSOR_CLUSTER"
 _RUN_PRELOAD = "SHARED_TENSOR_RUN_PRELOAD"
 _RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
 _SWITCH = {"": None, "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -114,6 +117,11 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
     return chosen
 
 
+def client_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment for a client that a server starts, which finds the modules that this process finds."""
+    return {**server_environment(environ), _ROLE: "client"}
+
+
 @contextmanager
 def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables for processes that are started in the block: not every library that starts some takes an environment."""
@@ -144,6 +152,15 @@ def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: 
     if runtime and os.path.isdir(runtime):
         return os.path.join(runtime, "shared-tensor")
     return f"/tmp/shared-tensor-{os.geteuid()}/shared-tensor"
+
+
+def resolve_cluster(cluster: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """Return the cluster that servers join: the argument, else ``SHARED_TENSOR_CLUSTER``, else ``""`` for none.
+
+    It is ``"ray"``, or the command line of a program.
+    """
+    environ = os.environ if environ is None else environ
+    return (environ.get(_CLUSTER, "") if cluster is None else cluster).strip()
 
 
 def socket_path(base_path: str, tag: str) -> str:
@@ -270,6 +287,8 @@ class ServeOptions(NamedTuple):
     :param allow_uids: users beside the server's own whose clients are let in.
     :param pool_initial: bytes with which a session's pool begins; see :class:`shared_rpc.PoolOptions`.
     :param pool_limit: bytes up to which a session's pool grows.
+    :param cluster: the cluster that the server joins, see :func:`resolve_cluster`; ``""`` for none.
+    :param source_grace: seconds that misses wait for a source of records.
     """
 
     base_path: str | None = None
@@ -287,6 +306,8 @@ class ServeOptions(NamedTuple):
     allow_uids: tuple[int, ...] = ()
     pool_initial: int | None = None
     pool_limit: int | None = None
+    cluster: str | None = None
+    source_grace: float = 15.0
     idle_exit: float | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"

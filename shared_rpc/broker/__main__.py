@@ -14,12 +14,12 @@ from contextlib import suppress
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.daemon import daemonize
-from shared_rpc.broker.stderr import LogHandler
 from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.lifecycle.signals import End, wait_for_signal
 from shared_rpc.observability.events import HookFactory, add_hook
 from shared_rpc.observability.logs import configure
+from shared_rpc.observability.stderr import LogHandler
 from shared_rpc.protocol.infos import ReloadInfo
 from shared_rpc.settings import ServeOptions, take_service_variables
 

@@ -226,6 +226,8 @@ class Broker:
             socket_path=message.socket_path,
             server_id=server_id,
             descriptors=self._descriptors,
+            cluster=message.cluster,
+            source_grace=self._options.source_grace,
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client

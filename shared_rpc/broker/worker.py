@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.oom import oom_kills
-from shared_rpc.broker.stderr import Tail
 from shared_rpc.broker.zygote import ForkedWorker
 from shared_rpc.errors import WorkerCrashed
+from shared_rpc.observability.stderr import Tail
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame

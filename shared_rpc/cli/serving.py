@@ -14,6 +14,7 @@ from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
 from shared_rpc.provider.amounts import check_quotas, in_bytes, quotas_of
+from shared_rpc.server.joiner import check_cluster
 from shared_rpc.settings import ServeOptions, checked_path
 
 if TYPE_CHECKING:
@@ -64,6 +65,14 @@ def serve(
     pool_limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory up to which it grows: 256M by default; 0 for no pools.")
     ] = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Join the cluster of Ray that this host belongs to.")] = False,
+    cluster_program: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="Start this program in place of that, which answers the server's misses."),
+    ] = None,
+    source_grace: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long calls wait for a cluster that does not answer.")
+    ] = 15.0,
     idle_exit: Annotated[
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="End after so long without a client, lease or task."),
@@ -109,6 +118,11 @@ def serve(
             configure(log_format or LogFormat.TEXT, log_level or LogLevel.INFO)
     if device is not None and worker_device:
         raise ConfigurationError("--device and --worker-device both name devices: use one of them")
+    if cluster and cluster_program is not None:
+        raise ConfigurationError("--cluster and --cluster-program contradict each other: use one of them")
+    joined = "ray" if cluster else cluster_program
+    if joined:
+        check_cluster(joined)
     devices = tuple(worker_device or ([device] if device is not None else []))
     options = ServeOptions(
         base_path=base_path,
@@ -126,6 +140,8 @@ def serve(
         allow_uids=tuple(allow_uid or ()),
         pool_initial=in_bytes(f"--pool-initial {pool_initial}", pool_initial) if pool_initial is not None else None,
         pool_limit=in_bytes(f"--pool-limit {pool_limit}", pool_limit) if pool_limit is not None else None,
+        cluster=joined,
+        source_grace=source_grace,
         idle_exit=idle_exit,
         metrics_port=metrics_port,
         metrics_host=metrics_host,
@@ -202,6 +218,7 @@ class _InProcessHost:
                 quotas=quotas_of(options.quotas),
                 max_connections=options.max_connections,
                 allow_uids=options.allow_uids,
+                source_grace=options.source_grace,
                 metrics_port=options.metrics_port,
                 metrics_host=options.metrics_host,
             )

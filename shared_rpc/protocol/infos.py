@@ -18,6 +18,7 @@ __all__ = [
     "EndpointStatistics",
     "ExecutorInfo",
     "HolderInfo",
+    "JoinerInfo",
     "ListedObjectInfo",
     "MechanismInfo",
     "ObjectInfo",
@@ -126,14 +127,28 @@ class ClusterStatus(TypedDict, total=False):
     activity: list[str]
 
 
+class JoinerInfo(TypedDict):
+    """The process that joins a server to its cluster.
+
+    ``pid`` is None while none runs, ``starts`` the number of those that ran. ``problem`` is how the last one before this one
+    ended, ``""`` if there was none.
+    """
+
+    pid: int | None
+    starts: int
+    problem: str
+
+
 class SourceInfo(TypedDict):
     """The source of records of a server.
 
-    ``mode`` is the server's option ``cluster``, ``""`` without one. ``session`` and ``pid`` are those of the source, None where
-    none is attached, and it has been ``since`` then. ``misses`` is the number of runs that wait for its answer.
+    ``cluster`` is the server's option of that name, ``""`` without one, and ``joiner`` the process that belongs to it.
+    ``session`` and ``pid`` are those of the source, None where none is attached, and it has been ``since`` then. ``misses`` is
+    the number of runs that wait for its answer.
     """
 
-    mode: str
+    cluster: str
+    joiner: JoinerInfo | None
     session: str | None
     pid: int | None
     since: float | None

@@ -17,7 +17,10 @@ from shared_rpc.protocol.tasks import Progress
 
 
 class Serve(Message):
-    """A provider of the app to be served. ``key`` identifies it in the app, and is the same in every worker."""
+    """A provider of the app to be served. ``key`` identifies it in the app, and is the same in every worker.
+
+    ``cluster`` is the one that its server joins, ``""`` for none.
+    """
 
     key: str
     socket_path: str
@@ -26,6 +29,7 @@ class Serve(Message):
     mechanism: MechanismInfo
     devices: list[DeviceSpec]
     quotas: dict[str, int]
+    cluster: str = ""
 
 
 class Shared(Message):

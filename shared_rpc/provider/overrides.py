@@ -39,7 +39,7 @@ class Overrides:
 
 
 def override(provider: Provider, options: ServeOptions, device: str | None) -> None:
-    """Override the base path, device and pools of a provider, as far as ``serve`` has options for them.
+    """Override the base path, device, cluster and pools of a provider, as far as ``serve`` has options for them.
 
     :raises ConfigurationError: for sizes that make no pool.
     """
@@ -47,6 +47,8 @@ def override(provider: Provider, options: ServeOptions, device: str | None) -> N
         provider.base_path = options.base_path
     if device is not None:
         provider.device = device
+    if options.cluster is not None:
+        provider.asked_cluster = options.cluster
     pool = provider.pool
     provider.pool = PoolOptions(
         initial=options.pool_initial if options.pool_initial is not None else pool.initial,

@@ -27,7 +27,7 @@ from shared_rpc.protocol.infos import EndpointInfo, MechanismInfo, RuntimeInfo
 from shared_rpc.provider.runtime import ClientRuntime, ClientSettings, LocalRuntime, Runtime, ServerRuntime
 from shared_rpc.server.endpoints import Endpoint, Registry, describe
 from shared_rpc.server.server import Server
-from shared_rpc.settings import Role, resolve_role
+from shared_rpc.settings import Role, resolve_cluster, resolve_role
 
 __all__ = ["Decorator", "ManagedDecorator", "Provider", "SharedFunction"]
 
@@ -129,6 +129,7 @@ class Provider(BlockingOperations):
     :param preload: whether the workers of a server that was started in the spawn role may be forks of a process that has
         imported what the file imports from packages; see ``docs/explanation/crashes.md``.
     :param pool: how much memory each session may have for arguments, and for results that are not kept.
+    :param cluster: beats ``SHARED_TENSOR_CLUSTER``: the cluster that the server of this provider joins, see :class:`Server`.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Provider(BlockingOperations):
         idle_exit: float | None = 3600.0,
         preload: bool = True,
         pool: PoolOptions | None = None,
+        cluster: str | None = None,
     ) -> None:
         self.base_path = base_path
         self.device = device
@@ -152,6 +154,7 @@ class Provider(BlockingOperations):
         self.server_startup_timeout = server_startup_timeout
         self.idle_exit = idle_exit
         self.preload = preload
+        self.asked_cluster = cluster
         if idle_exit is not None and idle_exit <= 0:
             raise ConfigurationError(f"idle_exit={idle_exit!r}: use seconds above 0, or None for never")
         self.pool = pool or PoolOptions()
@@ -196,6 +199,11 @@ class Provider(BlockingOperations):
     def device_id(self) -> str:
         """The id of the device that results live on: ``"cpu"`` or a GPU's UUID."""
         return device_id(self.device)
+
+    @property
+    def cluster(self) -> str:
+        """The cluster that the server of this provider joins, ``""`` for none."""
+        return resolve_cluster(self.asked_cluster)
 
     @functools.cached_property
     def mechanism_info(self) -> MechanismInfo:
@@ -331,7 +339,7 @@ class Provider(BlockingOperations):
         if role == "spawn":
             from shared_rpc.provider.spawn import SpawnRuntime, target_of
 
-            return SpawnRuntime(self.client_settings, lambda: target_of(self), self.idle_exit, self.preload)
+            return SpawnRuntime(self.client_settings, lambda: target_of(self), self.idle_exit, self.preload, self.asked_cluster)
         if role == "local":
             return LocalRuntime(self, self._inherited)
         worker = host()

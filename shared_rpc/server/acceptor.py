@@ -66,9 +66,10 @@ class Acceptor:
     def usage(self, pids: Collection[int], asker: str = "") -> Usage:
         """Count the server's users and their uses. On the loop only.
 
-        :param pids: the server's own processes, which are no clients.
+        :param pids: the server's own processes, which are no clients; neither is the source of its records.
         :param asker: the session of the asking client, which does not count; neither do then connections without a Hello.
         """
+        pids = {*pids, *self._core.sources.pids}
         leases, apart = self._core.leases, {*self._core.sessions.of_processes(pids), asker}
         tasks = self._core.tasks.table.counts()
         silent = 0 if asker else sum(one.session is None and one.peer.pid not in pids for one in self._connections)

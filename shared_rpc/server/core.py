@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -45,6 +45,9 @@ from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
 
+if TYPE_CHECKING:
+    from shared_rpc.server.joiner import Joiner
+
 __all__ = ["Core", "Lowered"]
 
 _log = logging.getLogger("shared_rpc.server")
@@ -67,10 +70,12 @@ class Core:
     :param socket_path: where other processes connect, if they can.
     :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param descriptors: those of the process; by default no other server of it has objects.
-    :param cluster: the option of that name: with one, misses wait for a source of records from the start on.
+    :param cluster: the one that the server joins, by a process of its own, see :mod:`shared_rpc.server.joiner`; ``""`` for
+        none. With one, misses wait for a source of records from the start on.
     :param source_grace: seconds that misses wait for a source of records; see :mod:`shared_rpc.server.state.sources`.
     :param mechanism: how the executor's process makes segments, for information: see
         :mod:`shared_rpc.memory.backends.choice`.
+    :raises ConfigurationError: if what the cluster needs is not installed.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Core:
         self.socket_path = socket_path
         self.registry = registry
         self.transfers = transfers
+        self._joiner = _joiner_of(cluster, socket_path)
         self._told = Listeners(self.server_id)
         self._clock = clock = clock or BootClock()
         self._sweeper = Sweeper(clock)
@@ -115,7 +121,7 @@ class Core:
             device,
             self.sessions.pid_of,
             self._sweeper.wake_within,
-            mode=cluster,
+            joiner=self._joiner,
             grace=source_grace,
         )
         self.runs = Runs(
@@ -160,6 +166,8 @@ class Core:
     async def run(self, *, started: anyio.Event) -> None:
         """Execute calls until cancelled. Then every waiter is notified, and every object dropped."""
         try:
+            if self._joiner is not None:
+                self._joiner.start()
             started.set()
             await self._sweeper.run(
                 self.objects.expire, self.tasks.table.expire, self.buffers.table.expire, self.sources.expire
@@ -175,12 +183,16 @@ class Core:
         gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped"))
         self.generations.stop(gone)
         self.sources.stop(gone)
+        if self._joiner is not None:
+            self._joiner.ask_to_stop()
         self.objects.clear()
         self.transfers.close()
 
     def close(self) -> None:
         """End the threads: the loop has ended."""
         self.buffers.close()
+        if self._joiner is not None:
+            self._joiner.close()
 
     def call(
         self,
@@ -507,6 +519,15 @@ class Core:
         if stored.record.segments:
             self._executor.reclaim()
         self._told.freed(stored)
+
+
+def _joiner_of(cluster: str, socket_path: str | None) -> Joiner | None:
+    if not cluster:
+        return None
+    from shared_rpc.server.joiner import Joiner
+
+    assert socket_path is not None, "a server that others join has a socket"
+    return Joiner(cluster, socket_path)
 
 
 def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:

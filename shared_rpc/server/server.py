@@ -49,6 +49,10 @@ class App(Protocol):
     def mechanism_info(self) -> MechanismInfo:
         """The mechanism by which the memory of the device is shared."""
 
+    @property
+    def cluster(self) -> str:
+        """The cluster that servers join, ``""`` for none."""
+
     def serve_with(self, server: Any) -> None:
         """Have this process's own calls go through a server that was started for the app."""
 
@@ -70,6 +74,8 @@ class Server:
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
         ``access="read_write"``, and the socket's mode and directory must let them through as well.
+    :param cluster: the cluster that the server joins: ``"ray"``, or the command line of a program that answers its misses, see
+        :meth:`Client.source`; ``""`` for none. By default as the provider says.
     :param source_grace: seconds that calls wait for the next source of records when the last one has gone without an answer to
         them, before they are built here; see :meth:`Client.source`.
     :param metrics_port: where Prometheus finds metrics, by HTTP; 0 for any port that is free, None for no metrics. It needs
@@ -90,6 +96,7 @@ class Server:
         max_connections: int = 8192,
         pool: PoolOptions | None = None,
         allow_uids: Collection[int] = (),
+        cluster: str | None = None,
         source_grace: float = 15.0,
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
@@ -104,6 +111,7 @@ class Server:
         self._max_connections = max_connections
         self._pool = pool
         self._uids = {os.geteuid(), *allow_uids}
+        self._cluster = cluster
         self._source_grace = source_grace
         self._engine: Engine | None = None
         self._acceptor: Acceptor | None = None
@@ -148,7 +156,7 @@ class Server:
         Raises this process's soft limit of open files to the hard one: every client and every segment needs some.
 
         :raises ConfigurationError: if the socket cannot be had; a live server's pid is named. So it is if the port for metrics
-            cannot, or the package that they need.
+            cannot, or the package that they need, or what the cluster needs.
         """
         if self.running:
             raise ConfigurationError(f"this server is running already, at {self.socket_path}")
@@ -173,6 +181,7 @@ class Server:
             mechanism=mechanism,
             socket_path=path,
             descriptors=Descriptors(mapped=mapped_limit()),
+            cluster=self._provider.cluster if self._cluster is None else self._cluster,
             source_grace=self._source_grace,
         )
         exporter = self._take_metrics_port()

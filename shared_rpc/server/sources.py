@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shared_rpc.errors import ClusterError
 from shared_rpc.memory.records import Record
@@ -15,6 +15,9 @@ from shared_rpc.server.runs import Waiter, tell
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.runs import Run
 from shared_rpc.server.state.sources import Attachment, OpenMiss, SourceTable
+
+if TYPE_CHECKING:
+    from shared_rpc.server.joiner import Joiner
 
 __all__ = ["Sources"]
 
@@ -44,7 +47,7 @@ class Sources:
     """The source of records of a server, one at a time. On its loop only.
 
     :param runs: returns the server's runs.
-    :param mode: the option ``cluster``: with one, a source is expected from the server's start on.
+    :param joiner: starts sources, so that one is expected from the server's start on.
     :param pid_of: returns the process of a session.
     :param wake_within: has :meth:`expire` called after so many seconds at the latest.
     """
@@ -57,17 +60,17 @@ class Sources:
         pid_of: Callable[[str], int],
         wake_within: Callable[[float], None],
         *,
-        mode: str = "",
-        grace: float = 15.0,
+        joiner: Joiner | None,
+        grace: float,
     ) -> None:
         self._runs = runs
         self._device = device
-        self._mode = mode
+        self._joiner = joiner
         self._pid_of = pid_of
         self._wake_within = wake_within
-        self._table: SourceTable[Waiter] = SourceTable(clock, grace, expected=bool(mode))
+        self._table: SourceTable[Waiter] = SourceTable(clock, grace, expected=joiner is not None)
         #: Whether a source was attached, or is expected: otherwise there is nothing to tell.
-        self._known = bool(mode)
+        self._known = joiner is not None
         #: Requests for misses that wait: the waiter, the last miss that it has, and where the answer goes.
         self._waiting: list[tuple[Waiter, int, Answer]] = []
         #: The failure for the source once the server has stopped.
@@ -172,13 +175,20 @@ class Sources:
         self._gone = failure
         self._end_waits(failure)
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes that belong to the source: they are no users of the server."""
+        source, joiner = self._table.source, self._joiner.info()["pid"] if self._joiner is not None else None
+        return [*([self._pid_of(source.session)] if source is not None else []), *([joiner] if joiner is not None else [])]
+
     def info(self) -> SourceInfo | None:
         """Describe the source; None in a server that has nothing to do with any."""
         if not self._known:
             return None
-        source = self._table.source
+        source, joiner = self._table.source, self._joiner
         return {
-            "mode": self._mode,
+            "cluster": joiner.cluster if joiner is not None else "",
+            "joiner": joiner.info() if joiner is not None else None,
             "session": source.session if source is not None else None,
             "pid": self._pid_of(source.session) if source is not None else None,
             "since": source.since if source is not None else None,

@@ -138,6 +138,7 @@ class WorkerHost:
                 provider.mechanism_info,
                 [facts_of(device) for device in devices_of(provider.device_id)],
                 self._quotas(provider.device_id),
+                provider.cluster,
             )
             provider.registry.on_add = lambda spec: self._shared(key, spec)
             provider.run_with(runtime)

@@ -19,11 +19,19 @@ class SpawnRuntime(ClientRuntime):
     :param target: returns the app to serve, when it is needed: :func:`~shared_rpc.provider.spawn.target.target_of`.
     :param idle_exit: seconds without use after which that server ends; None for never.
     :param preload: whether its workers may be forks.
+    :param cluster: that it joins; None where the environment says.
     """
 
     role: Role = "spawn"
 
-    def __init__(self, settings: ClientSettings, target: Callable[[], str], idle_exit: float | None, preload: bool) -> None:
+    def __init__(
+        self,
+        settings: ClientSettings,
+        target: Callable[[], str],
+        idle_exit: float | None,
+        preload: bool,
+        cluster: str | None,
+    ) -> None:
         super().__init__(settings)
         # Those of this process: what it has set in the provider that it has imported, the file alone does not say.
         options = ServeOptions(
@@ -31,6 +39,7 @@ class SpawnRuntime(ClientRuntime):
             devices=() if settings.device == "auto" else (settings.device,),
             idle_exit=idle_exit,
             preload=preload,
+            cluster=cluster,
         )
         self.operations._pool.summon = ServerStarter(target, options)
 

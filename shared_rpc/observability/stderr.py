@@ -1,4 +1,4 @@
-"""The broker's standard error, for which nothing waits, and that of a worker: passed on, and its last lines remembered."""
+"""A server's standard error, for which nothing waits, and that of its children: passed on, and its last lines remembered."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LogHandler(logging.Handler):
 
 
 class Tail:
-    """The standard error of a worker, read in a thread of its own: no slow terminal can hold up the loop."""
+    """The output of a child, read in a thread of its own: no slow terminal can hold up the loop."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
