@@ -24,7 +24,7 @@ LAYERS = [
     ["client", "server"],
     ["broker", "extras", "operations", "scripts"],
     ["provider"],
-    ["cli", "integrations", "worker"],
+    ["cli", "cluster", "integrations", "worker"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -145,8 +145,8 @@ def test_the_package_itself_imports_nothing_at_once() -> None:
 
 
 def test_protocol_and_state_are_pure() -> None:
-    """They neither wait nor talk, not even in a function, and neither does what they are made of."""
-    pure = ("errors", "protocol", "server.state", "server.endpoints", "client.exchange")
+    """They neither wait nor talk, not even in a function, and neither does what they are made of; nor does the directory."""
+    pure = ("errors", "protocol", "server.state", "server.endpoints", "client.exchange", "cluster.directory", "cluster.orders")
     impure = [
         f"{found.module}, line {found.line}: imports {found.target}"
         for found in all_imports()
