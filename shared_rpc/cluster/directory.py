@@ -66,6 +66,7 @@ class Rules:
     """Numbers of the rules. Times are in seconds.
 
     :param fan_out: transfers that a node serves at a time.
+    :param relay: whether a node that is still receiving a version sends on the parts that it has.
     :param silence: a node that says nothing about an order for so long loses it.
     :param report_every: how often agents report that they go on.
     :param prepare_timeout: how long a node may take to receive the candidate of a refresh, from the first byte.
@@ -78,6 +79,7 @@ class Rules:
     """
 
     fan_out: int = 2
+    relay: bool = False
     silence: float = 30.0
     report_every: float = 5.0
     prepare_timeout: float = 600.0
@@ -122,7 +124,7 @@ class _Member:
 class _Distribution:
     """The spread of one version of a key: who has it, who receives it, who is to.
 
-    ``free`` is a heap of sources that had room for a transfer when they were put there: ``(strikes, number, name)``.
+    ``free`` is a heap of sources that had room for a transfer when they were put there: ``(strikes, depth, number, name)``.
     """
 
     key: Key
@@ -135,7 +137,21 @@ class _Distribution:
     tried: dict[str, set[str]] = field(default_factory=dict)
     attempts: Counter[str] = field(default_factory=Counter)
     started: dict[str, float] = field(default_factory=dict)
-    free: list[tuple[int, int, str]] = field(default_factory=list)
+    free: list[tuple[int, int, int, str]] = field(default_factory=list)
+    #: Transfers between a node and one that has all the bytes; 0 for the latter.
+    depths: dict[str, int] = field(default_factory=dict)
+
+    def source_of(self, node: str) -> str | None:
+        """Return the node from which another one is receiving it, None if it receives nothing."""
+        work = self.active.get(node)
+        return work.order.source if work is not None and isinstance(work.order, Fetch) else None
+
+    def comes_from(self, node: str, other: str) -> bool:
+        """Return whether what a node is receiving comes, over however many others, from another one."""
+        source: str | None = node
+        while source is not None and source != other:
+            source = None if source in self.holders else self.source_of(source)
+        return source == other
 
 
 @dataclass(eq=False, slots=True)
@@ -485,6 +501,7 @@ class Directory:
         """Note that a node is a source of a version from now on."""
         distribution.pending.pop(node, None)
         distribution.holders[node] = None
+        distribution.depths[node] = 0
         member = self._members[node]
         member.sources_of[id(distribution)] = distribution
         self._offer(distribution, member)
@@ -492,20 +509,26 @@ class Directory:
     def _no_longer_holds(self, entry: _Entry, distribution: _Distribution, node: str) -> None:
         """Note that a node has lost a version; who was receiving it from there gets another source."""
         del distribution.holders[node]
-        self._members[node].sources_of.pop(id(distribution), None)
         self._touch(entry)
         if distribution.holders:
-            for receiver, work in list(distribution.active.items()):
-                if isinstance(work.order, Fetch) and work.order.source == node:
-                    self._close(work)
-                    del distribution.active[receiver]
-                    distribution.pending[receiver] = None
-                    distribution.pending.move_to_end(receiver, last=False)
+            self._no_source_any_more(distribution, node)
             return
         if entry.refresh is not None and entry.refresh.distribution is distribution and not entry.refresh.committed:
             self._end_refresh(entry, entry.refresh, f"the candidate was lost: no node has it any more, the last one was {node}")
         elif distribution is entry.current:
             self._fall_back(entry, distribution)
+
+    def _no_source_any_more(self, distribution: _Distribution, node: str) -> None:
+        """Have those who were receiving a version from a node receive the rest from others."""
+        member = self._members[node]
+        member.sources_of.pop(id(distribution), None)
+        for work in list(member.serving.values()):
+            order = work.order
+            if order.key == distribution.key and distribution.active.get(order.node) is work:
+                self._close(work)
+                del distribution.active[order.node]
+                distribution.pending[order.node] = None
+                distribution.pending.move_to_end(order.node, last=False)
 
     def _fall_back(self, entry: _Entry, lost: _Distribution) -> None:
         """Find the newest version that is left, now that nobody has the current one."""
@@ -525,6 +548,7 @@ class Directory:
             if entry.listed.get(node) != distribution.version:
                 self._send(Abandon(node, entry.key, distribution.version))
         for node, work in distribution.active.items():
+            self._members[node].sources_of.pop(id(distribution), None)
             self._close(work)
             self._send(Abandon(node, entry.key, distribution.version))
         distribution.active.clear()
@@ -668,6 +692,8 @@ class Directory:
         distribution = entry.distribution(order.version)
         if distribution is None or distribution.active.pop(order.node, None) is None:
             return
+        if blame is not Blame.SOURCE:
+            self._no_source_any_more(distribution, order.node)
         if blame is Blame.SOURCE:
             distribution.tried.setdefault(order.node, set()).add(order.source)
             distribution.attempts[order.node] += 1
@@ -946,39 +972,65 @@ class Directory:
                     passed += 1
                 continue
             del distribution.pending[node]
-            candidate = distribution is not entry.current or node not in entry.waiting
-            order = Fetch(node, entry.key, next(self._ids), distribution.version, distribution.nbytes, source.name, candidate)
-            distribution.active[node] = work = self._order(order)
-            distribution.started.setdefault(node, self._now)
-            source.serving[order.id] = work
-            self._offer(distribution, source)
+            self._order_transfer(entry, distribution, node, source)
+
+    def _order_transfer(self, entry: _Entry, distribution: _Distribution, node: str, source: _Member) -> None:
+        order = Fetch(
+            node,
+            entry.key,
+            next(self._ids),
+            distribution.version,
+            distribution.nbytes,
+            source.name,
+            candidate=distribution is not entry.current or node not in entry.waiting,
+            relay=source.name not in distribution.holders,
+        )
+        distribution.active[node] = work = self._order(order)
+        distribution.started.setdefault(node, self._now)
+        distribution.depths[node] = distribution.depths[source.name] + 1
+        source.serving[order.id] = work
+        self._offer(distribution, source)
+        if self.rules.relay:
+            receiver = self._members[node]
+            receiver.sources_of[id(distribution)] = distribution
+            self._offer(distribution, receiver)
 
     def _source_for(self, distribution: _Distribution, node: str) -> _Member | None:
         """Choose a source with room: one of the same host if there is one, else one without failures."""
-        tried = distribution.tried.get(node, ())
         for name in self._hosts.get(self._members[node].facts.host, ()):
-            if name in distribution.holders and name not in tried and self._has_room(self._members[name]):
+            if self._is_source(distribution, self._members[name], node):
                 return self._members[name]
         put_back, found = [], None
         while distribution.free and found is None:
             offer = heapq.heappop(distribution.free)
-            member = self._members.get(offer[2])
-            if member is None or member.name not in distribution.holders or not self._has_room(member):
+            member = self._members.get(offer[3])
+            if member is None or not self._is_source(distribution, member):
                 continue
-            if member.name in tried:
-                put_back.append(offer)
-            else:
+            if self._is_source(distribution, member, node):
                 found = member
+            else:
+                put_back.append(offer)
         for offer in put_back:
             heapq.heappush(distribution.free, offer)
         return found
+
+    def _is_source(self, distribution: _Distribution, member: _Member, node: str | None = None) -> bool:
+        """Whether a node has room for a transfer: to anybody, or to ``node``."""
+        if id(distribution) not in member.sources_of or not self._has_room(member):
+            return False
+        if node is None:
+            return True
+        return member.name not in distribution.tried.get(node, ()) and not (
+            self._members[node].serving and distribution.comes_from(member.name, node)
+        )
 
     def _has_room(self, member: _Member) -> bool:
         return len(member.serving) < self.rules.fan_out
 
     def _offer(self, distribution: _Distribution, member: _Member) -> None:
         if self._has_room(member):
-            heapq.heappush(distribution.free, (member.strikes, next(self._sequence), member.name))
+            offer = (member.strikes, distribution.depths[member.name], next(self._sequence), member.name)
+            heapq.heappush(distribution.free, offer)
 
     # Orders.
 
