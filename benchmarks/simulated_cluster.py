@@ -1,8 +1,8 @@
 """Cluster of nodes that exist in memory: a clock and a network of its own, and the directory of the package.
 
 What is modelled: links (bytes a second of each node, in and out, shared by its transfers; a limit for one transfer), parts (a
-transfer is a sequence of them, and its rate is that of the links when the part begins), builds, the latency of messages, and the
-directory as one server that takes a time for each message. What is not: switches between the nodes, other traffic, and disks.
+transfer is a sequence of them, and its rate is that of the links when the part begins), builds, the latency of messages, and
+the directory as one server that takes a time for each message. Not modelled are switches, other traffic, and disks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Flow:
 
 @dataclass(eq=False)
 class _Room:
-    """A version at a node: the parts that have arrived, the transfer that fills it, and the transfers that wait for its parts."""
+    """A version at a node: its parts that have arrived, the transfer that fills it, and transfers that wait for its parts."""
 
     parts: int = 0
     flow: _Flow | None = None
@@ -112,7 +112,6 @@ class _Node:
     alive: bool = True
     rooms: dict[Version, _Room] = field(default_factory=dict)
     current: Version | None = None
-    missing: bool = False
     orders: dict[int, Order] = field(default_factory=dict)
     reporting: bool = False
     sending: int = 0
@@ -133,6 +132,8 @@ class SimulatedCluster:
         self.directory = Directory(rules, now=0.0)
         self.nodes = {name: _Node(name) for name in (f"n{number}" for number in range(nodes))}
         self.served: dict[int, dict[str, float]] = {}
+        #: Nodes that are alive and whose callers wait.
+        self.waiting: set[str] = set()
         self.failed: dict[str, str] = {}
         self.answers: list[tuple[float, Answer]] = []
         #: Seconds of this machine in the directory's code, and messages by kind.
@@ -203,7 +204,8 @@ class SimulatedCluster:
             return
         part = self.hardware.part
         arrived = {
-            order.id: node.rooms[order.version].parts * part if isinstance(order, Fetch) else 0 for order in node.orders.values()
+            order.id: node.rooms[order.version].parts * part if isinstance(order, Fetch) else 0
+            for order in node.orders.values()
         }
         self._tell(Advanced(node.name, arrived))
         self.at(self.now + self.rules.report_every, self._report, node)
@@ -212,7 +214,7 @@ class SimulatedCluster:
 
     def miss(self, node: str) -> None:
         """Call the model at a node."""
-        self.nodes[node].missing = True
+        self.waiting.add(node)
         self._tell(Missed(node, KEY))
         self.start_ticking()
 
@@ -227,6 +229,7 @@ class SimulatedCluster:
         """Lose a node: its transfers stand still, and after a while the directory is told."""
         node = self.nodes[name]
         node.alive = False
+        self.waiting.discard(name)
         for room in node.rooms.values():
             room.flow = None
         self.at(self.now + self.hardware.detection, self._tell, NodeLeft(name))
@@ -245,12 +248,8 @@ class SimulatedCluster:
         """Have all nodes hold a version from the beginning."""
         for name in self.nodes:
             self.join(name, version)
-        self.run(done=lambda: len(self.directory.status()["keys"] or [{"nodes": ()}]) and self._all_hold(version))
+        self.run(until=self.now + 1 + 2 * len(self.nodes) * self.hardware.message)
         self.busy, self.messages = 0.0, 0
-
-    def _all_hold(self, version: Version) -> bool:
-        keys = self.directory.status()["keys"]
-        return bool(keys) and len(keys[0]["nodes"]) == len(self.nodes)
 
     # Agents.
 
@@ -263,7 +262,7 @@ class SimulatedCluster:
             return
         if isinstance(decision, FailMisses):
             self.failed[node.name] = decision.error
-            node.missing = False
+            self.waiting.discard(node.name)
         elif isinstance(decision, Abandon):
             self._abandon(node, decision.version)
         elif isinstance(decision, Rejoin):
@@ -319,7 +318,8 @@ class SimulatedCluster:
         self._answer(node, order, Done(order))
 
     def _serve(self, node: _Node, version: Version) -> None:
-        node.current, node.missing = version, False
+        node.current = version
+        self.waiting.discard(node.name)
         self.served.setdefault(version.number, {})[node.name] = self.now
 
     # The network.
@@ -346,7 +346,9 @@ class SimulatedCluster:
         node.receiving += 1
         hardware = self.hardware
         rate = min(
-            hardware.stream, hardware.bandwidth * source.speed / source.sending, hardware.bandwidth * node.speed / node.receiving
+            hardware.stream,
+            hardware.bandwidth * source.speed / source.sending,
+            hardware.bandwidth * node.speed / node.receiving,
         )
         self.at(self.now + hardware.part / rate, self._part_arrived, flow, source, node)
 

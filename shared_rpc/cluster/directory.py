@@ -67,6 +67,9 @@ class Rules:
 
     :param fan_out: transfers that a node serves at a time.
     :param relay: whether a node that is still receiving a version sends on the parts that it has.
+    :param slow: how much more slowly than most others a node has to receive to be called slow.
+    :param patience: how many times longer than most others a node may take to receive the candidate of a refresh; not less than
+        ``patience_least``.
     :param silence: a node that says nothing about an order for so long loses it.
     :param report_every: how often agents report that they go on.
     :param prepare_timeout: how long a node may take to receive the candidate of a refresh, from the first byte.
@@ -80,6 +83,9 @@ class Rules:
 
     fan_out: int = 2
     relay: bool = False
+    slow: float = 3.0
+    patience: float = 3.0
+    patience_least: float = 10.0
     silence: float = 30.0
     report_every: float = 5.0
     prepare_timeout: float = 600.0
@@ -100,6 +106,8 @@ class _Work:
     since: float
     heard: float
     nbytes: int = 0
+    #: Bytes a second between the last two signs of life; None before there were any.
+    rate: float | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -116,15 +124,15 @@ class _Member:
     sources_of: dict[int, _Distribution] = field(default_factory=dict)
     sent: int = 0
     received: int = 0
-    #: Transfers from it that failed since the last one that did not.
-    strikes: int = 0
+    #: Transfers from it that failed or were slow, until it is found to be good again.
+    demerits: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class _Distribution:
     """The spread of one version of a key: who has it, who receives it, who is to.
 
-    ``free`` is a heap of sources that had room for a transfer when they were put there: ``(strikes, depth, number, name)``.
+    ``free`` is a heap of sources that had room for a transfer when they were put there: ``(demerits, depth, number, name)``.
     """
 
     key: Key
@@ -137,7 +145,12 @@ class _Distribution:
     tried: dict[str, set[str]] = field(default_factory=dict)
     attempts: Counter[str] = field(default_factory=Counter)
     started: dict[str, float] = field(default_factory=dict)
+    #: Seconds that the transfers took that have ended.
+    taken: dict[str, float] = field(default_factory=dict)
     free: list[tuple[int, int, int, str]] = field(default_factory=list)
+    #: Bytes that had arrived when a node's transfer was ended; the first source that was too slow for it.
+    arrived: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, str] = field(default_factory=dict)
     #: Transfers between a node and one that has all the bytes; 0 for the latter.
     depths: dict[str, int] = field(default_factory=dict)
 
@@ -314,6 +327,11 @@ class Directory:
         for work in list(self._works.values()):
             if work.order.id in self._works:
                 self._check_time(work)
+        for entry in self._entries.values():
+            for distribution in list(entry.distributions()):
+                self._check_rates(entry, distribution)
+            if entry.refresh is not None:
+                self._check_refresh(entry, entry.refresh)
         while self._resting and self._resting[0][0] <= self._now:
             _, _, key, node = heapq.heappop(self._resting)
             self._try_again(key, node)
@@ -525,10 +543,7 @@ class Directory:
         for work in list(member.serving.values()):
             order = work.order
             if order.key == distribution.key and distribution.active.get(order.node) is work:
-                self._close(work)
-                del distribution.active[order.node]
-                distribution.pending[order.node] = None
-                distribution.pending.move_to_end(order.node, last=False)
+                self._put_back(distribution, order.node)
 
     def _fall_back(self, entry: _Entry, lost: _Distribution) -> None:
         """Find the newest version that is left, now that nobody has the current one."""
@@ -634,9 +649,12 @@ class Directory:
         self._members[order.node].received += order.nbytes
         if (source := self._members.get(order.source)) is not None:
             source.sent += order.nbytes
-            source.strikes = 0
         distribution = entry.distribution(order.version)
         if distribution is not None:
+            if order.node in distribution.started:
+                distribution.taken[order.node] = self._now - distribution.started[order.node]
+            if order.node not in distribution.moved and source is not None:
+                source.demerits = self._members[order.node].demerits = 0
             distribution.active.pop(order.node, None)
             distribution.tried.pop(order.node, None)
             distribution.attempts.pop(order.node, None)
@@ -698,7 +716,7 @@ class Directory:
             distribution.tried.setdefault(order.node, set()).add(order.source)
             distribution.attempts[order.node] += 1
             if (source := self._members.get(order.source)) is not None:
-                source.strikes += 1
+                source.demerits += 1
             if distribution.attempts[order.node] < self.rules.transfers:
                 distribution.pending[order.node] = None
                 distribution.pending.move_to_end(order.node, last=False)
@@ -986,6 +1004,7 @@ class Directory:
             relay=source.name not in distribution.holders,
         )
         distribution.active[node] = work = self._order(order)
+        work.nbytes = distribution.arrived.pop(node, 0)
         distribution.started.setdefault(node, self._now)
         distribution.depths[node] = distribution.depths[source.name] + 1
         source.serving[order.id] = work
@@ -998,7 +1017,7 @@ class Directory:
     def _source_for(self, distribution: _Distribution, node: str) -> _Member | None:
         """Choose a source with room: one of the same host if there is one, else one without failures."""
         for name in self._hosts.get(self._members[node].facts.host, ()):
-            if self._is_source(distribution, self._members[name], node):
+            if self._is_source(distribution, self._members[name], node) and not self._members[name].demerits:
                 return self._members[name]
         put_back, found = [], None
         while distribution.free and found is None:
@@ -1006,13 +1025,28 @@ class Directory:
             member = self._members.get(offer[3])
             if member is None or not self._is_source(distribution, member):
                 continue
-            if self._is_source(distribution, member, node):
-                found = member
-            else:
+            if not self._is_source(distribution, member, node):
                 put_back.append(offer)
+            elif member.demerits and self._has_better(distribution, node):
+                put_back.append(offer)
+                break
+            else:
+                found = member
         for offer in put_back:
             heapq.heappush(distribution.free, offer)
         return found
+
+    def _has_better(self, distribution: _Distribution, node: str) -> bool:
+        """Return whether there is a source without demerits, which has no room yet."""
+        tried = distribution.tried.get(node, ())
+        return any(
+            id(distribution) in self._members[name].sources_of
+            and not self._members[name].demerits
+            and name not in tried
+            and name != node
+            and not distribution.comes_from(name, node)
+            for name in itertools.chain(distribution.holders, distribution.active)
+        )
 
     def _is_source(self, distribution: _Distribution, member: _Member, node: str | None = None) -> bool:
         """Whether a node has room for a transfer: to anybody, or to ``node``."""
@@ -1020,16 +1054,14 @@ class Directory:
             return False
         if node is None:
             return True
-        return member.name not in distribution.tried.get(node, ()) and not (
-            self._members[node].serving and distribution.comes_from(member.name, node)
-        )
+        return member.name not in distribution.tried.get(node, ()) and not distribution.comes_from(member.name, node)
 
     def _has_room(self, member: _Member) -> bool:
         return len(member.serving) < self.rules.fan_out
 
     def _offer(self, distribution: _Distribution, member: _Member) -> None:
         if self._has_room(member):
-            offer = (member.strikes, distribution.depths[member.name], next(self._sequence), member.name)
+            offer = (member.demerits, distribution.depths[member.name], next(self._sequence), member.name)
             heapq.heappush(distribution.free, offer)
 
     # Orders.
@@ -1064,27 +1096,80 @@ class Directory:
         orders = self._members[event.node].orders
         for number, nbytes in event.nbytes.items():
             if (work := orders.get(number)) is not None:
+                if self._now > work.heard:
+                    work.rate = (nbytes - work.nbytes) / (self._now - work.heard)
                 work.heard, work.nbytes = self._now, nbytes
+
+    def _check_rates(self, entry: _Entry, distribution: _Distribution) -> None:
+        """Give nodes that receive much more slowly than others another source, and nobody such a node as a source.
+
+        A node is not slow by itself if its source is receiving slowly too: it waits for what that waits for. Whether a node or
+        its source is slow shows when the node has another source.
+        """
+        rates = {node: work.rate for node, work in distribution.active.items() if work.rate is not None}
+        ended = sorted(distribution.taken.values())
+        if not rates or len(rates) + len(ended) < 2:
+            return
+        usual = sorted(rates.values())[len(rates) * 3 // 4]
+        if ended:
+            usual = max(usual, distribution.nbytes / max(ended[len(ended) // 2], 1e-6))
+        limit = usual / self.rules.slow
+        slow = {node for node, rate in rates.items() if rate < limit}
+        for node in rates:
+            member, source = self._members[node], distribution.source_of(node)
+            if source is None:
+                continue  # it was receiving from one of those before
+            if node not in slow:
+                if node in distribution.moved and id(distribution) not in member.sources_of and self.rules.relay:
+                    member.sources_of[id(distribution)] = distribution  # its first source was slow, and not it
+                    self._offer(distribution, member)
+            elif source not in slow:
+                self._no_source_any_more(distribution, node)
+                self._touch(entry)
+                if node not in distribution.moved:
+                    distribution.moved[node] = source
+                    distribution.tried.setdefault(node, set()).add(source)
+                    self._members[source].demerits += 1
+                    self._put_back(distribution, node)
+                elif not member.demerits:
+                    member.demerits = 1
+                    if (first := self._members.get(distribution.moved[node])) is not None and first.demerits:
+                        first.demerits -= 1
+                        self._offer(distribution, first)
+
+    def _put_back(self, distribution: _Distribution, node: str) -> None:
+        """End a transfer, and have the node be the next one that gets a source."""
+        work = distribution.active.pop(node)
+        self._members[node].sources_of.pop(id(distribution), None)  # until it receives again
+        self._close(work)
+        distribution.arrived[node] = work.nbytes
+        distribution.pending[node] = None
+        distribution.pending.move_to_end(node, last=False)
 
     def _check_time(self, work: _Work) -> None:
         """Give up what takes too long."""
-        order, entry = work.order, self._entry(work.order.key)
+        order = work.order
         quiet, taken = self._now - work.heard, self._now - work.since
         if isinstance(order, (Promote, Invalidate)):
             if taken > self.rules.promote_timeout:
                 self._lost_order(work, f"{order.node} did not answer in {self.rules.promote_timeout:g} s")
         elif quiet > self.rules.silence:
             self._lost_order(work, f"{order.node} said nothing for {self.rules.silence:g} s")
-        elif isinstance(order, Fetch) and (refresh := entry.refresh) is not None:
-            distribution = refresh.distribution
-            if (
-                distribution is not None
-                and order.node in refresh.missing
-                and order.node in distribution.active
-                and self._now - distribution.started[order.node] > self.rules.prepare_timeout
-            ):  # the transfer goes on: the node promotes when it has it
-                reason = f"{order.node} did not receive it in {self.rules.prepare_timeout:g} s"
-                self._leave_out_of_refresh(entry, refresh, order.node, reason)
+
+    def _check_refresh(self, entry: _Entry, refresh: _Refresh) -> None:
+        """Go on without nodes that take too long to receive a candidate: they promote when they have it."""
+        distribution = refresh.distribution
+        if distribution is None or refresh.committed:
+            return
+        allowed = self.rules.prepare_timeout
+        if len(distribution.holders) >= len(refresh.missing):
+            taken = sorted(distribution.taken.values())
+            most = taken[len(taken) // 2] if taken else 0.0
+            allowed = min(allowed, max(self.rules.patience * most, self.rules.patience_least))
+        for node in [node for node in refresh.missing if node in distribution.started]:
+            if (taking := self._now - distribution.started[node]) > allowed:
+                reason = f"it has not received the candidate in {taking:.0f} s"
+                self._leave_out_of_refresh(entry, refresh, node, reason)
 
     # What is known.
 

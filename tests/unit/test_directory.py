@@ -289,14 +289,14 @@ def test_a_node_that_fails_in_a_refresh_is_left_out_named_and_mended() -> None:
 
 def test_a_node_that_is_too_slow_for_a_refresh_is_left_out_and_goes_on() -> None:
     """When it has the version, it promotes it at once."""
-    cluster = Cluster("a", "b", "c", prepare_timeout=20, silence=60)
+    cluster = Cluster("a", "b", "c", prepare_timeout=20, patience_least=20, silence=60)
     cluster.miss("a", "b", "c")
     cluster.carry_out()
     cluster.refresh("a")
     cluster.carry_out(lambda order: isinstance(order, Fetch) and order.node == "c")
     cluster.wait(22)
     cluster.carry_out(lambda order: isinstance(order, Fetch))
-    assert "20 s" in cluster.answers[0].results[0].left_out["c"]
+    assert "in 21 s" in cluster.answers[0].results[0].left_out["c"]
     cluster.carry_out()
     assert cluster.versions() == dict.fromkeys("abc", 2)
 
