@@ -199,6 +199,30 @@ def steps(
     run(rounds=rounds, names=names, path=json)
 
 
+@app.command("cluster-simulation")
+def cluster_simulation(
+    nodes: Annotated[str, typer.Option(help="Nodes of the clusters; the most have bad luck too.")] = "2,10,100,1000",
+    fan_out: Annotated[str, typer.Option(help="Transfers that a node serves at a time.")] = "1,2,4",
+    megabytes: Annotated[int, typer.Option(help="MiB of the object.")] = 16384,
+    build: Annotated[float, typer.Option(help="Seconds of a build.")] = 60.0,
+    gigabits: Annotated[float, typer.Option(help="Gbit/s of a node's link, in each direction.")] = 25.0,
+    stream: Annotated[float, typer.Option(help="The share of a link that one transfer can use.")] = 1.0,
+    json: Json = None,
+) -> None:
+    """Simulate a cluster with the directory's own code: the time to all nodes, slow nodes, lost nodes, refreshes."""
+    from benchmarks.cluster_simulation import run
+
+    run(
+        nodes=_numbers(nodes),
+        fan_outs=_numbers(fan_out),
+        mebibytes=megabytes,
+        build=build,
+        gigabits=gigabits,
+        stream=stream,
+        path=json,
+    )
+
+
 @app.command()
 def plot(
     results: Annotated[list[Path], typer.Argument(help="JSON that 'attach', 'rpc' or 'clients' has written.")],

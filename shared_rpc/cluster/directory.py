@@ -66,7 +66,8 @@ class Rules:
     """Numbers of the rules. Times are in seconds.
 
     :param fan_out: transfers that a node serves at a time.
-    :param relay: whether a node that is still receiving a version sends on the parts that it has.
+    :param relay: whether a node that is still receiving a version sends on the parts that it has. Its agent must be able to:
+        it is asked for parts that have not arrived, and answers when they have.
     :param slow: how much more slowly than most others a node has to receive to be called slow.
     :param patience: how many times longer than most others a node may take to receive the candidate of a refresh; not less than
         ``patience_least``.
@@ -87,7 +88,7 @@ class Rules:
     patience: float = 3.0
     patience_least: float = 10.0
     silence: float = 30.0
-    report_every: float = 5.0
+    report_every: float = 2.0
     prepare_timeout: float = 600.0
     promote_timeout: float = 30.0
     retry_after: float = 5.0
@@ -735,7 +736,7 @@ class Directory:
         self._rest(entry, node, error)
 
     def _rest(self, entry: _Entry, node: str, error: str) -> None:
-        if node not in entry.listed and node not in entry.orphans:
+        if node not in entry.listed and (entry.current is None or node not in entry.current.holders):
             return
         left_out = entry.left_out.get(node)
         if left_out is None:
@@ -750,10 +751,12 @@ class Directory:
         if entry is None or entry.current is None or node not in entry.left_out or node not in self._members:
             return
         current = entry.current
-        if entry.listed.get(node, current.version) == current.version:
+        if entry.listed.get(node) == current.version:
             del entry.left_out[node]
         elif node in current.holders:
             self._order_promotion(entry, node)
+        elif node not in entry.listed:
+            del entry.left_out[node]
         elif node not in current.active:
             current.pending.setdefault(node)
             self._touch(entry)
