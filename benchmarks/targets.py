@@ -59,7 +59,7 @@ GOALS = {
     "steps_call": Goal("≤ 300", 300),
     "steps_managed": Goal("≤ 110", 110),
     "steps_ping": Goal("≤ 60", 60),
-    "directory_messages": Goal("≤ 10 a node", 10),
+    "directory_messages": Goal("≤ 20 a node", 20),
     "broker": Goal("≤ 40 MiB", 40 * _MIB),
     "broker_gpu": Goal("none: no GPU memory", 0),
     "killed": Goal("as before", 0),

@@ -108,4 +108,27 @@ def record() -> Drawing:
     return d
 
 
-FIGURES = {"system": system, "life": life, "roles": roles, "record": record}
+def cluster() -> Drawing:
+    """Who plans, who carries it out, and which way the bytes go."""
+    d = Drawing(
+        "cluster", 760, 372, "The directory sends orders to agents; the bytes go from node to node, and attaches are local."
+    )
+    d.box(280, 10, 200, 62, "directory", "who has, builds, receives", "a state machine", kind="process")
+    for number, (name, task) in enumerate((("node 0", "builds"), ("node 1", "receives, sends on"), ("node 2", "receives"))):
+        x = 14 + number * 252
+        d.box(x, 130, 228, 232, name, kind="area")
+        d.box(x + 14, 160, 200, 44, "agent", task, kind="process")
+        d.box(x + 14, 234, 200, 44, "broker", "one copy of the record", kind="memory")
+        d.box(x + 14, 308, 200, 40, "processes attach", kind="plain")
+        d.arrow((x + 114, 204), (x + 114, 234), both=True)
+        d.arrow((x + 114, 278), (x + 114, 308), kind="fds")
+    d.arrow((300, 72), (128, 160), kind="dashed", both=True)
+    d.arrow((380, 72), (380, 160), kind="dashed", both=True)
+    d.arrow((460, 72), (632, 160), kind="dashed", both=True)
+    d.words(132, 100, "events, orders", kind="note")
+    d.arrow((228, 192), (280, 192), label="parts", at=(254, 186))
+    d.arrow((480, 192), (532, 192), label="parts", at=(506, 186))
+    return d
+
+
+FIGURES = {"system": system, "life": life, "roles": roles, "record": record, "cluster": cluster}

@@ -1052,7 +1052,7 @@ class Directory:
         )
 
     def _is_source(self, distribution: _Distribution, member: _Member, node: str | None = None) -> bool:
-        """Whether a node has room for a transfer: to anybody, or to ``node``."""
+        """Return whether a node has room for a transfer: to anybody, or to ``node``."""
         if id(distribution) not in member.sources_of or not self._has_room(member):
             return False
         if node is None:

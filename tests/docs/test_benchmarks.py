@@ -45,6 +45,7 @@ SMALL = {
     "records": "--device cpu --megabytes 8 --rounds 2",
     "starts": "--device cpu --shape tiny --starts 1",
     "clients": "--device cpu --clients 1,2 --rounds 1",
+    "cluster-simulation": "--nodes 3,20 --fan-out 2 --megabytes 1024 --build 2",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
 
@@ -355,6 +356,18 @@ def test_an_operation_is_timed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> 
     watch.time(create, times)
     watch.time(lambda: driver.sender.export(4), times)
     assert times == {"create": [5.0, 0.0], "export": [3.0, 4.0]}
+
+
+def test_a_simulated_cluster_gives_all_nodes_what_one_builds(results: Callable[[str], Run]) -> None:
+    """Sooner where nodes send parts on, after bad luck too, and for a few messages a node."""
+    run = results("cluster-simulation")
+
+    reached = run.row("20 nodes: until all have it")["values"]
+    assert 0 < reached["K=2, relay"] < reached["K=2"]
+    unlucky = [row for row in run.written["rows"] if row["name"].startswith("20 nodes, ")]
+    assert len(unlucky) == 8
+    assert all(row["values"].keys() == reached.keys() for row in unlucky)
+    assert run.row("20 nodes: messages")["met"] is True
 
 
 @pytest.mark.parametrize("parts", [*MAKING.values(), *MAPPING.values()], ids=str)
