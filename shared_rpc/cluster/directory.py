@@ -233,6 +233,8 @@ class _Entry:
     queue: deque[_Refresh] = field(default_factory=deque)
     invalidations: list[_Invalidation] = field(default_factory=list)
     left_out: dict[str, _LeftOut] = field(default_factory=dict)
+    #: Nodes that have not confirmed an invalidation, with the attempts.
+    invalid: Counter[str] = field(default_factory=Counter)
     #: Candidates that were stated before it was known what is current.
     orphans: dict[str, Version] = field(default_factory=dict)
     next_number: int = 1
@@ -411,6 +413,7 @@ class Directory:
                 self._touch(entry)
             entry.orphans.pop(node, None)
             entry.left_out.pop(node, None)
+            entry.invalid.pop(node, None)
             if node in entry.listed:
                 self._unlist(entry, node)
             for distribution in list(entry.distributions()):
@@ -465,6 +468,7 @@ class Directory:
     def _list(self, entry: _Entry, node: str, version: Version, nbytes: int) -> None:
         """Note that a version is current at a node, and what that means for the cluster."""
         entry.listed[node] = version
+        del entry.invalid[node]
         entry.nbytes = nbytes
         entry.waiting.pop(node, None)
         self._touch(entry)
@@ -743,12 +747,19 @@ class Directory:
             left_out = entry.left_out[node] = _LeftOut(error, self._now)
         else:
             left_out.reason, left_out.failures = error, left_out.failures + 1
-        pause = min(self.rules.retry_after * 2 ** min(left_out.failures - 1, 16), self.rules.retry_most)
+        self._look_again(entry, node, left_out.failures)
+
+    def _look_again(self, entry: _Entry, node: str, failures: int) -> None:
+        pause = min(self.rules.retry_after * 2 ** min(failures - 1, 16), self.rules.retry_most)
         heapq.heappush(self._resting, (self._now + pause, next(self._sequence), entry.key, node))
 
     def _try_again(self, key: Key, node: str) -> None:
         entry = self._entries.get(key)
-        if entry is None or entry.current is None or node not in entry.left_out or node not in self._members:
+        if entry is None or node not in self._members:
+            return
+        if node in entry.invalid and node not in entry.listed:
+            self._order(Invalidate(node, entry.key, next(self._ids)))
+        if entry.current is None or node not in entry.left_out:
             return
         current = entry.current
         if entry.listed.get(node) == current.version:
@@ -903,9 +914,16 @@ class Directory:
         self._touch(entry)
 
     def _order_invalidation(self, entry: _Entry, node: str) -> None:
+        entry.invalid[node] = 0
         self._order(Invalidate(node, entry.key, next(self._ids)))
 
     def _invalidated(self, entry: _Entry, node: str, error: str) -> None:
+        """Note that a node has forgotten a key; one that could not is told again, as it goes on to serve what is invalid."""
+        if not error:
+            del entry.invalid[node]
+        elif node in entry.invalid:
+            entry.invalid[node] += 1
+            self._look_again(entry, node, entry.invalid[node])
         for invalidation in entry.invalidations:
             if node in invalidation.waiting:
                 invalidation.waiting.discard(node)

@@ -434,6 +434,30 @@ def test_an_invalid_version_of_a_node_that_was_away_is_invalidated_when_it_comes
     assert cluster.order(Invalidate).node == "b"
 
 
+def test_a_node_that_did_not_confirm_an_invalidation_is_told_again() -> None:
+    """It would go on to serve what is invalid; who asked is told which node it is."""
+    cluster = Cluster("a", "b", retry_after=5)
+    cluster.miss("a", "b")
+    cluster.carry_out()
+    cluster.invalidate("a")
+    cluster.fail(cluster.order(Invalidate, "b"), Blame.NODE, "the broker does not answer")
+    cluster.carry_out()
+    assert cluster.answers[0].results[0].left_out == {"b": "the broker does not answer"}
+    cluster.wait(6)
+    assert cluster.order(Invalidate).node == "b"
+
+
+def test_a_candidate_whose_promotion_failed_is_promoted_later() -> None:
+    """At a node that had nothing before, too."""
+    cluster = Cluster("a", retry_after=5)
+    cluster.refresh("a")
+    cluster.answer(cluster.order(Prepare))
+    cluster.fail(cluster.order(Promote), Blame.NODE, "the broker does not answer")
+    cluster.wait(6)
+    cluster.carry_out()
+    assert cluster.versions() == {"a": 1}
+
+
 def test_a_directory_that_starts_anew_learns_from_the_nodes_what_they_hold() -> None:
     """Nobody builds what another node has."""
     cluster = Cluster("a", "b", expected=["a", "b", "c"])

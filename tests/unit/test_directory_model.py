@@ -102,7 +102,7 @@ class DirectoryModel(RuleBasedStateMachine):
                 assert self.open.pop(decision.request) == decision.node
         elif isinstance(decision, Abandon):
             node = self.nodes[decision.node]
-            node.candidates.discard((decision.key, decision.version))
+            self.forget_candidate(node, decision.key, decision.version)
             node.orders = {number: order for number, order in node.orders.items() if not _is_fetch_of(order, decision)}
         elif isinstance(decision, FailMisses):
             self.nodes[decision.node].misses.discard(decision.key)
@@ -178,8 +178,10 @@ class DirectoryModel(RuleBasedStateMachine):
     def miss(self, data: st.DataObject, key: Key) -> None:
         """A call at a node that does not have it."""
         name = data.draw(st.sampled_from(sorted(self.nodes)))
-        if key not in self.nodes[name].listed:
-            self.nodes[name].misses.add(key)
+        node = self.nodes[name]
+        building = any(o.key == key and isinstance(o, Build) for o in [*node.orders.values(), *node.ignored.values()])
+        if key not in node.listed and not building:  # else it joins the run
+            node.misses.add(key)
             self.evicted.discard((name, key))
             self.send(Missed(name, key))
 
@@ -244,7 +246,7 @@ class DirectoryModel(RuleBasedStateMachine):
             else:
                 self.serve(node, order.key, order.version)
         elif isinstance(order, Promote):
-            if (order.key, order.version) not in node.candidates and node.listed.get(order.key) != order.version:
+            if not node.has(order.key, order.version):
                 self.send(OrderFailed(order, "there is no candidate", Blame.NODE))
                 return
             self.serve(node, order.key, order.version)
@@ -261,8 +263,12 @@ class DirectoryModel(RuleBasedStateMachine):
     def serve(self, node: Node, key: Key, version: Version) -> None:
         """Make a version current at a node, which answers its misses."""
         node.listed[key] = version
-        node.candidates.discard((key, version))
+        self.forget_candidate(node, key, version)
         node.misses.discard(key)
+
+    def forget_candidate(self, node: Node, key: Key, version: Version) -> None:
+        """A version is known by its digest."""
+        node.candidates = {one for one in node.candidates if (one[0], one[1].digest) != (key, version.digest)}
 
     @precondition(lambda self: self.busy())
     @rule(data=st.data(), blame=st.sampled_from(Blame))
