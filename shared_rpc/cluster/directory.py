@@ -580,12 +580,17 @@ class Directory:
         entry = self._entry(event.key)
         entry.waiting.setdefault(event.node)
         if event.node in entry.listed:  # it was evicted there, and the word of it is behind
-            self._unlist(entry, event.node)
-            if entry.current is not None and event.node in entry.current.holders:
-                self._no_longer_holds(entry, entry.current, event.node)
+            self._has_nothing(entry, event.node)
         entry.left_out.pop(event.node, None)
         self._want(entry, event.node)
         self._touch(entry)
+
+    def _has_nothing(self, entry: _Entry, node: str) -> None:
+        """Note that a node has no object of a key any more."""
+        if node in entry.listed:
+            self._unlist(entry, node)
+        if entry.current is not None and node in entry.current.holders:
+            self._no_longer_holds(entry, entry.current, node)
 
     def _withdrawn(self, event: MissWithdrawn) -> None:
         entry = self._entry(event.key)
@@ -647,6 +652,8 @@ class Directory:
             nbytes = distribution.nbytes if distribution is not None else entry.nbytes
             self._hold(order.node, Holding(order.key, order.version, nbytes))
         else:
+            if work is None:  # an earlier directory ordered it, and the node has stated what it holds since
+                self._has_nothing(entry, order.node)
             self._invalidated(entry, order.node, "")
 
     def _received(self, entry: _Entry, order: Fetch) -> None:

@@ -126,7 +126,11 @@ class DirectoryModel(RuleBasedStateMachine):
                 return
             assert order.relay and source not in seen
             seen.add(source)
-            (above,) = (other for other in self.nodes[source].orders.values() if _is_fetch_of(other, order))
+            orders = [*self.nodes[source].orders.values(), *self.nodes[source].ignored.values()]
+            above = next((other for other in orders if _is_fetch_of(other, order)), None)
+            if above is None:  # it carries an order out that is not known to be lost yet
+                assert any(_is_fetch_of(work.order, order) for work in self.directory._members[source].orders.values())
+                return
             assert isinstance(above, Fetch)
             source = above.source
             if source not in self.nodes:
