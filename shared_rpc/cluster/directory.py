@@ -704,6 +704,8 @@ class Directory:
         if entry.build is not work:
             return
         entry.build = None
+        if isinstance(work.order, Prepare):
+            return  # of a refresh that has ended: nobody waits for the candidate
         entry.waiting.pop(node, None)  # its own run told it
         entry.failures[node] = error
         if blame is Blame.ENDPOINT:

@@ -489,6 +489,19 @@ def test_a_build_that_an_earlier_directory_ordered_goes_on() -> None:
     assert (cluster.order(Fetch).node, cluster.order(Fetch).source) == ("b", "a")
 
 
+def test_a_candidate_of_an_earlier_directory_that_fails_fails_no_calls() -> None:
+    """Nobody waits for it any more; who calls waits for a build of its own."""
+    before = Cluster("a")
+    before.refresh("a")
+    prepare = before.order(Prepare)
+    cluster = Cluster(expected=["a"])
+    cluster.handle(NodeJoined("a", NodeFacts("a"), (), (KEY,), (prepare,)))
+    cluster.orders.append(prepare)
+    cluster.fail(prepare, Blame.ENDPOINT, "ValueError: broken file")
+    assert cluster.failed == {}
+    assert cluster.order(Build).node == "a"
+
+
 def test_versions_known_by_digest_alone_are_recognised() -> None:
     """An agent that was restarted knows the bytes, and not their number."""
     cluster = Cluster("a", "b")
