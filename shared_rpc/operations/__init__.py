@@ -9,6 +9,7 @@ from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.operations.objects import ObjectOperations
 from shared_rpc.operations.records import RecordOperations
 from shared_rpc.operations.server import ServerOperations
+from shared_rpc.operations.sources import SourceOperations
 from shared_rpc.operations.tasks import TaskOperations
 
 __all__ = ["Operations"]
@@ -22,5 +23,6 @@ class Operations(
     GenerationOperations,
     RecordOperations,
     ServerOperations,
+    SourceOperations,
 ):
     """All operations."""

@@ -37,7 +37,7 @@ class AsyncClient(CoroutineDriver, Operations, Context):
 
     def source(self) -> AsyncSource:
         """Return a source of records, as :meth:`Client.source` does: ``async with``, and ``async for`` in it."""
-        return AsyncSource(self._run)
+        return AsyncSource(self._run, self._adopt_miss)
 
     def update(self, handle: AsyncHandle[T], timeout: float | None = None) -> AbstractAsyncContextManager[T]:
         """Write in place as :meth:`Client.update` does: ``async with client.update(handle) as value:``."""

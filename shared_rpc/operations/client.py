@@ -44,7 +44,7 @@ class BlockingOperations(Operations, BlockingMethods):
         A server has one source: another one takes its place. Misses that a source leaves without an answer wait for the next
         one for the server's ``source_grace``, and are built by the server then. Refreshes are not put to it.
         """
-        return Source(self._run)
+        return Source(self._run, self._adopt_miss)
 
     def update(self, handle: Handle[T], timeout: float | None = None) -> AbstractContextManager[T]:
         """Write to a handle's memory in place: ``with client.update(handle) as value:``.

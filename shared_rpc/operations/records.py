@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -23,7 +23,9 @@ from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 
-__all__ = ["RecordOperations"]
+__all__ = ["RecordOperations", "given"]
+
+T = TypeVar("T")
 
 
 class RecordOperations:
@@ -218,16 +220,33 @@ def _adopted(
         arguments = yield from lower(args, kwargs, server.device)
         arguments.close()  # only the parts that make the key are needed
         encoded = arguments.args, arguments.kwargs
+
+    def send(buffers: list[str]) -> Operation[m.Message]:
+        message = x.Adopt(buffers, named, *encoded, current=kind is g.Refreshed)
+        answer: m.Message = yield from ask(Request(message, what, record.header.to_bytes()), kind)
+        return answer
+
+    return (yield from given(ctx, record, x.CheckRecord(True, named, *encoded), send))
+
+
+def given(
+    ctx: Context, record: RecordBytes, question: x.CheckRecord, send: Callable[[list[str]], Operation[T]]
+) -> Operation[T]:
+    """Give a room to the server, or a copy of a record that is none; the room is closed when the server has it.
+
+    :param question: asked before a room for a copy is made.
+    :param send: sends the ids of its buffers, and returns the answer.
+    """
+    server = yield from reached(ctx._known())
     record._check_open()
     room = record
     try:
         if not record.room or any(lease.server_id != server.server_id for lease in record._leases):
-            room = yield from _allocated(ctx, record.header, None, x.CheckRecord(True, named, *encoded))
+            room = yield from _allocated(ctx, record.header, None, question)
             yield Work(functools.partial(_copy, record, room))
         elif room.segments:
             yield Work(functools.partial(_synchronize, room))
-        message = x.Adopt([lease.object_id for lease in room._leases], named, *encoded, current=kind is g.Refreshed)
-        answer: m.Message = yield from ask(Request(message, what, record.header.to_bytes()), kind)
+        answer = yield from send([lease.object_id for lease in room._leases])
     except GeneratorExit:
         raise
     except BaseException:

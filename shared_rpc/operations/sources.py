@@ -7,16 +7,20 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, cast
 
+from shared_rpc.client.exported import RecordBytes
 from shared_rpc.client.handle import AsyncHandle, Handle
 from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.errors.interrupts import is_interrupt
+from shared_rpc.operations.binding import Context, Leased, Steps, lending
+from shared_rpc.operations.records import given
+from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc.protocol.sources import Miss
 
-__all__ = ["AsyncSource", "Source"]
+__all__ = ["AsyncSource", "Source", "SourceOperations"]
 
 
 class _SourceSteps:
@@ -67,7 +71,7 @@ class _SourceSteps:
         return self._misses.popleft()
 
     def _build(self, miss: Miss) -> Operation[Any]:
-        return (yield from self._leased(s.BuildMiss(self._number, miss.id), f"the build of {miss.cache_key}"))
+        return (yield from _leased(s.BuildMiss(self._number, miss.id), f"the build of {miss.cache_key}"))
 
     def _fail(self, miss: Miss, error: SharedRPCError | str) -> Operation[None]:
         problem = ClusterError(error) if isinstance(error, str) else error
@@ -77,37 +81,55 @@ class _SourceSteps:
     def _report(self, status: ClusterStatus) -> Operation[None]:
         yield from ask(Request(s.ReportStatus(self._number, status), "the report of a source"), m.Count)
 
-    def _leased(self, message: m.Message, what: str) -> Operation[Any]:
-        """Return a handle without the value."""
-        yield Within(None)
-        reply = yield Request(message, what)
-        reply.frame.close()
-        result = reply.message
-        if not isinstance(result, m.Result) or not result.managed:
-            raise ProtocolError(f"the server answered {what} with {type(result).__name__}, not with a lease")
-        try:
-            return (yield Lend(result, None))
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            release = m.Release([result.object_id])
-            if is_interrupt(error):
-                yield Tell(release)
-            else:
-                yield from ask(Request(release, "release"), m.Count)
-            raise
+
+class SourceOperations:
+    """Answers of sources that need the driver itself."""
+
+    @lending
+    def _adopt_miss(ctx: Context, source: int, miss: Miss, record: RecordBytes) -> Steps[Leased[None]]:
+        """Answer a miss with a record: see :meth:`Source.adopt`."""
+
+        def send(buffers: list[str]) -> Operation[Any]:
+            message = s.AdoptMiss(source, miss.id, buffers)
+            return (yield from _leased(message, f"the adoption of {miss.cache_key}", record.header.to_bytes()))
+
+        return cast("Leased[None]", (yield from given(ctx, record, x.CheckRecord(), send)))
+
+
+def _leased(message: m.Message, what: str, payload: bytes = b"") -> Operation[Any]:
+    """Send an answer to a miss, and return the handle of its object, which has no value."""
+    yield Within(None)
+    reply = yield Request(message, what, payload)
+    reply.frame.close()
+    result = reply.message
+    if not isinstance(result, m.Result) or not result.managed:
+        raise ProtocolError(f"the server answered {what} with {type(result).__name__}, not with a lease")
+    try:
+        return (yield Lend(result, None))
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        release = m.Release([result.object_id])
+        if is_interrupt(error):
+            yield Tell(release)
+        else:
+            yield from ask(Request(release, "release"), m.Count)
+        raise
 
 
 class Source(_SourceSteps):
     """The source of records that :meth:`Client.source` returns: an iterator of misses, and a context manager.
 
     It is attached at the beginning of the ``with`` block, or with the first step of the iteration. One thread iterates; the
-    answers may be given from any thread, each of which waits for itself. ``run`` drives an operation.
+    answers may be given from any thread, each of which waits for itself.
+
+    ``run`` drives an operation, and ``adopt`` is one.
     """
 
-    def __init__(self, run: Callable[[Operation[Any]], Any]) -> None:
+    def __init__(self, run: Callable[[Operation[Any]], Any], adopt: Callable[[int, Miss, RecordBytes], Handle[None]]) -> None:
         super().__init__()
         self._run = run
+        self._adopt = adopt
 
     def build(self, miss: Miss) -> Handle[None]:
         """Have the object of a miss built by this server, as without a source; return a handle when the cache lists it.
@@ -120,6 +142,17 @@ class Source(_SourceSteps):
         :raises ClusterError: if the miss has an answer, or this is not the source any more; see its ``reason``.
         """
         return cast("Handle[None]", self._run(self._build(miss)))
+
+    def adopt(self, miss: Miss, record: RecordBytes) -> Handle[None]:
+        """Answer a miss with a record, as if the server had built it; return a handle as :meth:`build` does.
+
+        :param record: a room of this client, which is taken over without a copy and closed, or an exported record, which is
+            copied into a room first and stays open; see :meth:`Client.adopt`.
+        :raises RecordError: if it cannot be adopted here; ``reason`` says why. The miss is without an answer still.
+        :raises BufferNotFound, ServerBusy: as :meth:`Client.adopt`.
+        :raises ClusterError: as :meth:`build`.
+        """
+        return self._adopt(self._number, miss, record)
 
     def fail(self, miss: Miss, error: SharedRPCError | str) -> None:
         """Answer a miss with an error, which all that wait for it get. The next call of the same is a miss again.
@@ -151,22 +184,31 @@ class Source(_SourceSteps):
         return self
 
     def __next__(self) -> Miss:
-        miss = self._run(self._next())
+        miss: Miss | None = self._run(self._next())
         if miss is None:
             raise StopIteration
-        return cast(Miss, miss)
+        return miss
 
 
 class AsyncSource(_SourceSteps):
     """The source of records that :meth:`AsyncClient.source` returns: :class:`Source` for coroutines."""
 
-    def __init__(self, run: Callable[[Operation[Any]], Awaitable[Any]]) -> None:
+    def __init__(
+        self,
+        run: Callable[[Operation[Any]], Awaitable[Any]],
+        adopt: Callable[[int, Miss, RecordBytes], Awaitable[AsyncHandle[None]]],
+    ) -> None:
         super().__init__()
         self._run = run
+        self._adopt = adopt
 
     async def build(self, miss: Miss) -> AsyncHandle[None]:
         """Have the object of a miss built by this server: see :meth:`Source.build`."""
         return cast("AsyncHandle[None]", await self._run(self._build(miss)))
+
+    async def adopt(self, miss: Miss, record: RecordBytes) -> AsyncHandle[None]:
+        """Answer a miss with a record: see :meth:`Source.adopt`."""
+        return await self._adopt(self._number, miss, record)
 
     async def fail(self, miss: Miss, error: SharedRPCError | str) -> None:
         """Answer a miss with an error: see :meth:`Source.fail`."""
@@ -193,7 +235,7 @@ class AsyncSource(_SourceSteps):
         return self
 
     async def __anext__(self) -> Miss:
-        miss = await self._run(self._next())
+        miss: Miss | None = await self._run(self._next())
         if miss is None:
             raise StopAsyncIteration
-        return cast(Miss, miss)
+        return miss

@@ -115,6 +115,7 @@ _KINDS: dict[int, type[m.Message]] = {
     142: s.AwaitMisses,
     143: s.Misses,
     144: s.BuildMiss,
+    145: s.AdoptMiss,
     146: s.FailMiss,
     147: s.ReportStatus,
     148: s.DetachSource,

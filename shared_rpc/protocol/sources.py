@@ -58,6 +58,17 @@ class BuildMiss(Message):
     miss: int
 
 
+class AdoptMiss(Message):
+    """Answer a miss with a record, whose header is the payload; the reply is as that to :class:`BuildMiss`.
+
+    The bytes of its segments are in ``buffers``, as in :class:`~shared_rpc.protocol.exported.Adopt`.
+    """
+
+    source: int
+    miss: int
+    buffers: list[str]
+
+
 class FailMiss(Message):
     """Answer a miss with an error, in the parts that :func:`shared_rpc.errors.to_wire` makes.
 

@@ -25,6 +25,7 @@ from shared_rpc.server.state.records import (
     access_of,
     accesses,
     called,
+    check_code,
     check_table,
     check_versions,
     homes,
@@ -156,21 +157,7 @@ class Records:
         devices = self.check(header)
         spec, key = self.check_call(header, endpoint, call)
         room = self._room(session, header, buffers, devices)
-        chosen = accesses(header, spec.access)
-        places = homes(header, self._device)
-        skeleton, table = moved(header, places)
-        segments = [one.record.segments[0] for one in room]
-        for segment, access in zip(segments, chosen, strict=True):
-            if access != "read_write" and segment.info.mechanism == "memfd":
-                HOST.seal(segment.fileno())
-        record = Record(
-            skeleton,
-            table,
-            [segment.duplicate(access) for segment, access in zip(segments, chosen, strict=True)],
-            header.nbytes,
-            places[header.device],
-            private_nbytes=header.private_nbytes,
-        )
+        record = self._record(header, room, spec)
         stored = self._objects.add(
             spec.name,
             key,
@@ -190,6 +177,39 @@ class Records:
             self._generations.announce(stored)
         self._settle(stored.object_id)
         return self._generations.of(stored)
+
+    def answer(
+        self, session: str, header: RecordHeader, buffers: Sequence[str], spec: EndpointSpec, take: Callable[[Record], None]
+    ) -> None:
+        """Make the record of a room the result of a run, see :meth:`adopt`.
+
+        :param spec: the endpoint of the run.
+        :param take: gets the record, which belongs to it whatever it raises; then the buffers are as they were.
+        """
+        devices = self.check(header)
+        check_code(header, spec)
+        room = self._room(session, header, buffers, devices)
+        take(self._record(header, room, spec))
+        for one in room:
+            self._buffers.free(one.object_id)
+
+    def _record(self, header: RecordHeader, room: Sequence[StoredObject], spec: EndpointSpec) -> Record:
+        """Return the record that lies in a room's buffers, by descriptors of its own."""
+        chosen = accesses(header, spec.access)
+        places = homes(header, self._device)
+        skeleton, table = moved(header, places)
+        segments = [one.record.segments[0] for one in room]
+        for segment, access in zip(segments, chosen, strict=True):
+            if access != "read_write" and segment.info.mechanism == "memfd":
+                HOST.seal(segment.fileno())
+        return Record(
+            skeleton,
+            table,
+            [segment.duplicate(access) for segment, access in zip(segments, chosen, strict=True)],
+            header.nbytes,
+            places[header.device],
+            private_nbytes=header.private_nbytes,
+        )
 
     def _room(self, session: str, header: RecordHeader, buffers: Sequence[str], devices: Sequence[str]) -> list[StoredObject]:
         """Return the buffers that hold the bytes of a record's segments."""

@@ -195,6 +195,7 @@ class Runs:
             if waiter.observed is not None and waiter.observed.how == "built":
                 waiter.observed.how = "adopted"
         close_arguments(run.arguments)
+        run.adopted = True
         self.ended(run, Completed(record, None))
 
     def fail(self, run: Run[Waiter], failure: Failure) -> None:
@@ -366,6 +367,7 @@ class Runs:
             run=run.number,
             listed=key is not None,
             managed=spec.managed,
+            adopted=run.adopted,
             candidate=run.prepares,
         )
         stored.invalidated = run.invalidated

@@ -10,6 +10,7 @@ from shared_rpc.errors import ClusterError
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.infos import ClusterStatus, SourceInfo
 from shared_rpc.protocol.sources import Miss
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Waiter, tell
 from shared_rpc.server.state.clock import Clock
@@ -124,13 +125,16 @@ class Sources:
         self._join(waiter, run)
         self._runs().begin(run)
 
+    def spec_of(self, session: str, source: int, miss: int) -> EndpointSpec:
+        """Return the endpoint of a miss.
+
+        :raises ClusterError: if the session is not that source, or the miss has an answer.
+        """
+        return self._table.open(session, source, miss).run.spec
+
     def adopt(self, waiter: Waiter, source: int, miss: int, record: Record) -> None:
-        """Answer a miss with a record, which belongs to this object in any case; the waiter gets the object too."""
-        try:
-            run = self._table.answer(waiter.session, source, miss).run
-        except ClusterError:
-            record.close()
-            raise
+        """Answer an open miss with a record, which belongs to this object now; the waiter gets the object too."""
+        run = self._table.answer(waiter.session, source, miss).run
         self._join(waiter, run)
         self._runs().adopt(run, record)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -53,6 +54,16 @@ def source(server: Server, connect: Connect) -> Iterator[Source]:
     """A source that is attached to it."""
     with connect().source() as source:
         yield source
+
+
+@contextmanager
+def other_server(base_path: str) -> Iterator[Client]:
+    """A server with the same endpoint, as on another node, and a client of it."""
+    path = f"{base_path}-other"
+    provider = Provider(path, device="cpu")
+    Model(provider)
+    with Server(provider), Client(path, device="cpu", timeout=30.0) as client:
+        yield client
 
 
 def asked(client: Client) -> int:
@@ -133,3 +144,19 @@ def test_a_second_source_gets_the_misses_of_the_first(
             assert caught.value.reason == "replaced"
         second.build(miss).release()
         call.result(10).release()
+
+
+def test_a_record_of_another_server_answers_a_miss(
+    source: Source, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
+) -> None:
+    """It is copied into a room, and the endpoint does not run here; the counts say so."""
+    with other_server(base_path) as elsewhere, elsewhere.call("load", 8) as there, elsewhere.export(there) as record:
+        call = threads.submit(client.call, "load", 8)
+        miss = next(source)
+        with source.adopt(miss, record) as adopted, call.result(10) as handle:
+            assert torch.equal(handle.value, there.value) and handle.value.data_ptr() != there.value.data_ptr()
+            assert (adopted.object_id, adopted.value) == (handle.object_id, None)
+            with client.call("load", 8) as again:
+                assert again.object_id == handle.object_id
+    counts = client.get_statistics()["load"]
+    assert (model.builds, counts["adopted"], counts["builds"], counts["misses"], counts["hits"]) == (0, 1, 0, 1, 1)

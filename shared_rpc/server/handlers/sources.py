@@ -7,6 +7,7 @@ import msgspec
 from shared_rpc.errors import from_wire
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
+from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.server.handlers.table import Caller, handles
 from shared_rpc.server.outcomes import Failure
@@ -30,6 +31,20 @@ def await_misses(caller: Caller, message: s.AwaitMisses) -> None:
 @handles(s.BuildMiss)
 def build_miss(caller: Caller, message: s.BuildMiss) -> None:
     caller.core.sources.build(_leased(caller), message.source, message.miss)
+
+
+@handles(s.AdoptMiss)
+def adopt_miss(caller: Caller, message: s.AdoptMiss) -> None:
+    core, header, session = caller.core, RecordHeader.from_bytes(caller.payload), caller.session
+    spec = core.sources.spec_of(session, message.source, message.miss)
+    waiter = _leased(caller)
+    core.records.answer(
+        session,
+        header,
+        message.buffers,
+        spec,
+        lambda record: core.sources.adopt(waiter, message.source, message.miss, record),
+    )
 
 
 @handles(s.FailMiss)

@@ -18,7 +18,7 @@ from shared_rpc.protocol.records import Access, BufferEntry, SegmentInfo, Storag
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.endpoints import key_of
 
-__all__ = ["Versions", "accesses", "called", "check_table", "check_versions", "homes", "moved"]
+__all__ = ["Versions", "accesses", "called", "check_code", "check_table", "check_versions", "homes", "moved"]
 
 #: Bytes of an element of a tensor that no buffer has: what is smaller than a byte takes one.
 _SIZES = {
@@ -71,12 +71,7 @@ def called(header: RecordHeader, spec: EndpointSpec, call: tuple[Sequence[object
     """
     if not spec.cache:
         raise ConfigurationError(f"results of endpoint {spec.name!r} are not cached: share it with cache=True to adopt one")
-    if spec.name == header.endpoint and spec.fingerprint != header.fingerprint:
-        raise RecordError(
-            f"the code of endpoint {spec.name!r} has changed since the record was built: it had fingerprint "
-            f"{header.fingerprint[:_SHOWN] or '(unknown)'}, and has {spec.fingerprint or '(none)'}. Build the object anew",
-            reason="code",
-        )
+    check_code(header, spec)
     if call is not None:
         key = key_of(spec, *call)
         if key is None:
@@ -92,6 +87,19 @@ def called(header: RecordHeader, spec: EndpointSpec, call: tuple[Sequence[object
             reason="endpoint",
         )
     return header.cache_key
+
+
+def check_code(header: RecordHeader, spec: EndpointSpec) -> None:
+    """Check that a record was built by the code that an endpoint has here, if it is one of that endpoint.
+
+    :raises RecordError: if the code is another.
+    """
+    if spec.name == header.endpoint and spec.fingerprint != header.fingerprint:
+        raise RecordError(
+            f"the code of endpoint {spec.name!r} has changed since the record was built: it had fingerprint "
+            f"{header.fingerprint[:_SHOWN] or '(unknown)'}, and has {spec.fingerprint or '(none)'}. Build the object anew",
+            reason="code",
+        )
 
 
 def homes(header: RecordHeader, device: str) -> dict[str, str]:

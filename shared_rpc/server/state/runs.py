@@ -70,6 +70,8 @@ class Run(Generic[W]):
     #: The number of its miss while it waits for a source of records, else 0; and whether the source was given that.
     miss: int = 0
     offered: bool = False
+    #: Whether its record came from a source.
+    adopted: bool = False
     begun_at: float = 0.0
     progress: Any = None
     #: Whether its executor has finished with the run.

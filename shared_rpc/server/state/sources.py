@@ -116,7 +116,16 @@ class SourceTable(Generic[W]):
     def answer(self, session: str, source: int, number: int) -> OpenMiss[W]:
         """Take a miss out that its source has an answer to.
 
-        :raises ClusterError: if it is not the source, or the miss not without an answer.
+        :raises ClusterError: as :meth:`open`.
+        """
+        miss = self.open(session, source, number)
+        self.remove(miss.run)
+        return miss
+
+    def open(self, session: str, source: int, number: int) -> OpenMiss[W]:
+        """Return a miss without an answer.
+
+        :raises ClusterError: if the session is not that source, or the miss has an answer.
         """
         self.find(session, source)
         miss = self._misses.get(number)
@@ -124,7 +133,6 @@ class SourceTable(Generic[W]):
             raise ClusterError(
                 f"miss {number} has no need of an answer: it has one, or all that waited for it have left", reason="answered"
             )
-        self.remove(miss.run)
         return miss
 
     def remove(self, run: Run[W]) -> None:
