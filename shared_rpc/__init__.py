@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from shared_rpc.memory.pool import PoolOptions
     from shared_rpc.operations.async_client import AsyncClient
     from shared_rpc.operations.client import Client
+    from shared_rpc.operations.sources import AsyncSource, Source
     from shared_rpc.protocol.exported import RecordHeader
     from shared_rpc.protocol.generations import Generation
     from shared_rpc.protocol.infos import (
+        ClusterStatus,
         DeviceInfo,
         EndpointInfo,
         EndpointStatistics,
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
         RuntimeInfo,
         ServerInfo,
         SessionInfo,
+        SourceInfo,
         StopInfo,
     )
+    from shared_rpc.protocol.sources import Miss
     from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
     from shared_rpc.protocol.ticket import Ticket
     from shared_rpc.provider.provider import Provider, SharedFunction
@@ -43,7 +47,9 @@ __all__ = [
     "AsyncClient",
     "AsyncExportedRecord",
     "AsyncHandle",
+    "AsyncSource",
     "Client",
+    "ClusterStatus",
     "DeviceInfo",
     "EndpointInfo",
     "EndpointStatistics",
@@ -52,6 +58,7 @@ __all__ = [
     "Handle",
     "HolderInfo",
     "ListedObjectInfo",
+    "Miss",
     "ObjectInfo",
     "PoolOptions",
     "Progress",
@@ -64,6 +71,8 @@ __all__ = [
     "ServerInfo",
     "SessionInfo",
     "SharedFunction",
+    "Source",
+    "SourceInfo",
     "StopInfo",
     "Subscription",
     "TaskInfo",
@@ -89,10 +98,12 @@ _NAMES = {
     "memory.pool": "PoolOptions",
     "operations.async_client": "AsyncClient",
     "operations.client": "Client",
+    "operations.sources": "AsyncSource Source",
     "protocol.exported": "RecordHeader",
     "protocol.generations": "Generation",
-    "protocol.infos": "DeviceInfo EndpointInfo EndpointStatistics HolderInfo ListedObjectInfo ObjectInfo ReloadInfo RunInfo"
-    " RuntimeInfo ServerInfo SessionInfo StopInfo",
+    "protocol.infos": "ClusterStatus DeviceInfo EndpointInfo EndpointStatistics HolderInfo ListedObjectInfo ObjectInfo"
+    " ReloadInfo RunInfo RuntimeInfo ServerInfo SessionInfo SourceInfo StopInfo",
+    "protocol.sources": "Miss",
     "protocol.tasks": "Progress TaskInfo TaskStatus",
     "protocol.ticket": "Ticket",
     "provider.provider": "Provider SharedFunction",

@@ -22,7 +22,7 @@ from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.cli.top.command import top
 from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.protocol.infos import ServerInfo, ZygoteInfo
+from shared_rpc.protocol.infos import ServerInfo, SourceInfo, ZygoteInfo
 from shared_rpc.scripts.listing import live_zygotes
 
 __all__ = ["main"]
@@ -117,9 +117,12 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     shown["pools"] = f"{size(facts['pools']['nbytes'])}, {facts['pools']['chunks']} results in use"
     shown["descriptors"] = "{used} of {limit} for objects, the process may have {available}".format_map(facts["descriptors"])
     shown["workers"] = "; ".join(workers) or "none, endpoints run in the server"
+    if facts["source"] is not None:
+        shown["source"] = _source(facts["source"])
     if "zygote" in facts:
         shown["zygote"] = _zygote(facts["zygote"])
-    table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in ("endpoints", "uptime")])
+    left_out = {"endpoints", "uptime", *(["source"] if facts["source"] is None else [])}
+    table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in left_out])
     table(
         "\nendpoints",
         ["name", "managed", "cached by", "concurrency", "access", "tensors", "idle_ttl", "what it does"],
@@ -137,6 +140,28 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
             for name, spec in endpoints.items()
         ],
     )
+
+
+def _source(facts: SourceInfo) -> str:
+    """Describe the source of records, with what it reports, and the process that joins the server to a cluster."""
+    pieces = [f"pid {facts['pid']}, for {ago(facts['since'] or 0.0)}" if facts["session"] is not None else "none is attached"]
+    if facts["misses"]:
+        pieces.append(f"{several(facts['misses'], 'run')} asked")
+    status = facts["status"]
+    told = [f"{name} {status[name]}" for name in ("cluster", "node", "state") if status.get(name)]
+    told += [several(status[name], name.removesuffix("s")) for name in ("nodes", "objects") if name in status]
+    told += [
+        f"{size(status[name])} {name.removeprefix('bytes_')}" for name in ("bytes_received", "bytes_sent") if name in status
+    ]
+    if told:
+        pieces.append(", ".join(told))
+    pieces += status.get("activity", [])
+    joiner = facts["joiner"]
+    if joiner is not None:
+        pieces.append(f"joiner pid {joiner['pid']}" if joiner["pid"] is not None else "no joiner runs")
+        if joiner["problem"]:
+            pieces.append(f"before that {joiner['problem']}" if joiner["pid"] is not None else joiner["problem"])
+    return "; ".join(pieces)
 
 
 def _zygote(facts: ZygoteInfo) -> str:

@@ -56,8 +56,8 @@ __all__ = [
 
 _log = logging.getLogger("shared_rpc")
 
-#: How a call ended: answered from the cache, by a run under way, or by a run of its own; with an error; or abandoned by its
-#: caller.
+#: How a call ended: answered from the cache, by a run under way, by a record of the source of records, or by a run of its own;
+#: with an error; or abandoned by its caller.
 Outcome = Literal["hit", "joined", "adopted", "built", "failed", "left"]
 
 

@@ -38,9 +38,11 @@ _READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
     "cache_hits": (CounterMetricFamily, "Calls answered from the cache.", ("endpoint",)),
     "cache_misses": (CounterMetricFamily, "Calls of cached endpoints that began a run.", ("endpoint",)),
     "joined_calls": (CounterMetricFamily, "Calls that joined a run under way (singleflight).", ("endpoint",)),
+    "adopted": (CounterMetricFamily, "Runs that ended with a record of the source of records.", ("endpoint",)),
     "builds": (CounterMetricFamily, "Started runs of the endpoint.", ("endpoint",)),
     "builds_running": (GaugeMetricFamily, "Runs under way.", ("endpoint",)),
     "builds_queued": (GaugeMetricFamily, "Runs that wait for their turn or for a worker.", ("endpoint",)),
+    "builds_asked": (GaugeMetricFamily, "Runs that wait for the source of records.", ("endpoint",)),
     "objects": (GaugeMetricFamily, "Kept results and buffers.", ("kind",)),
     "object_bytes": (GaugeMetricFamily, "Memory of all objects.", ("device",)),
     "object_descriptors": (GaugeMetricFamily, "File descriptors of objects.", ()),
@@ -56,6 +58,12 @@ _READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
     "worker_restarts": (CounterMetricFamily, "Workers started in place of crashed ones.", ()),
     "worker_runs": (GaugeMetricFamily, "Runs of a worker.", ("worker",)),
     "worker_resident_bytes": (GaugeMetricFamily, "Resident memory of a worker.", ("worker",)),
+    "sources": (GaugeMetricFamily, "Attached sources of records.", ()),
+    "joiner_starts": (CounterMetricFamily, "Started processes that join a cluster.", ()),
+    "cluster_nodes": (GaugeMetricFamily, "Nodes of the cluster, as the source reports them.", ()),
+    "cluster_objects": (GaugeMetricFamily, "Objects of the cluster, as the source reports them.", ()),
+    "cluster_received_bytes": (CounterMetricFamily, "Bytes received from other nodes, as the source reports them.", ()),
+    "cluster_sent_bytes": (CounterMetricFamily, "Bytes sent to other nodes, as the source reports them.", ()),
 }
 
 

@@ -83,7 +83,7 @@ class _SourceSteps:
 
 
 class SourceOperations:
-    """Answers of sources that need the driver itself."""
+    """Operations of sources that need the driver itself."""
 
     @lending
     def _adopt_miss(ctx: Context, source: int, miss: Miss, record: RecordBytes) -> Steps[Leased[None]]:

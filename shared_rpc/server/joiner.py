@@ -55,7 +55,7 @@ def check_cluster(cluster: str) -> list[str]:
 
 
 class Joiner:
-    """Keeps a process running that joins a server to its cluster, from a thread of its own.
+    """Supervision of the process that joins a server to its cluster, in a thread of its own.
 
     :param cluster: see :func:`check_cluster`.
     :param path: the server's socket.

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Literal
 
+from shared_rpc.protocol.infos import SourceInfo
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.core import Core
 from shared_rpc.server.state.objects import usage_of
@@ -16,10 +17,11 @@ __all__ = ["Measures", "measures"]
 Measures = defaultdict[str, Counter[tuple[str, ...]]]
 
 #: Metrics of each endpoint, by the key of :class:`~shared_rpc.protocol.infos.EndpointStatistics`.
-_COUNTS: dict[str, Literal["hits", "misses", "joined", "builds"]] = {
+_COUNTS: dict[str, Literal["hits", "misses", "joined", "adopted", "builds"]] = {
     "cache_hits": "hits",
     "cache_misses": "misses",
     "joined_calls": "joined",
+    "adopted": "adopted",
     "builds": "builds",
 }
 
@@ -30,13 +32,14 @@ def measures(cores: Iterable[Core]) -> Measures:
     segments: dict[str, SegmentInfo] = {}  # objects of several servers may share memory
     for core in cores:
         for spec in core.registry.all():
-            for name in (*_COUNTS, "builds_running", "builds_queued"):
+            for name in (*_COUNTS, "builds_running", "builds_queued", "builds_asked"):
                 found[name][spec.name,] += 0
         for endpoint, counts in core.runs.statistics:
             for name, key in _COUNTS.items():
                 found[name][endpoint,] += counts[key]
         for run in core.runs.calls:
-            found["builds_running" if run.running else "builds_queued"][run.spec.name,] += 1
+            state = "builds_running" if run.running else "builds_asked" if run.miss else "builds_queued"
+            found[state][run.spec.name,] += 1
         buffers, pools = len(core.buffers.table), core.transfers.info()
         found["objects"]["result",] += len(core.objects) - buffers
         found["objects"]["buffer",] += buffers
@@ -49,9 +52,23 @@ def measures(cores: Iterable[Core]) -> Measures:
         found["leases"][()] += len(core.leases)
         found["sessions"][()] += len(core.sessions)
         found["connections"][()] += core.sessions.connections
+        source = core.sources.info()
+        if source is not None:
+            _add_source(found, source)
         # Of the process: its servers share them.
         found["object_descriptors"][()] = core.objects.descriptors.used
         found["object_descriptors_limit"][()] = core.objects.descriptors.limit
     for device, nbytes in usage_of(segments).items():
         found["object_bytes"][device,] += nbytes
     return found
+
+
+def _add_source(found: Measures, source: SourceInfo) -> None:
+    status, joiner = source["status"], source["joiner"]
+    found["sources"][()] += source["session"] is not None
+    found["joiner_starts"][()] += joiner["starts"] if joiner is not None else 0
+    # Of the cluster: the servers of a process are in the same one.
+    for name, number in (("cluster_nodes", status.get("nodes", 0)), ("cluster_objects", status.get("objects", 0))):
+        found[name][()] = max(found[name][()], number)
+    found["cluster_received_bytes"][()] += status.get("bytes_received", 0)
+    found["cluster_sent_bytes"][()] += status.get("bytes_sent", 0)

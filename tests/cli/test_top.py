@@ -103,6 +103,7 @@ def snapshot(at: float = 10.0, objects: Sequence[dict[str, Any]] = (), **facts: 
         "descriptors": {"used": 7, "limit": 512, "available": 1024},
         "tasks": {"pending": 1, "running": 2},
         "workers": [],
+        "source": None,
     }
     return Snapshot(at, 1000.0, server | facts.pop("server", {}), objects, **facts)
 

@@ -110,7 +110,14 @@ def totals(view: View) -> Text:
 
 def others(view: View) -> dict[str, Table]:
     """Make the tables beside that of the objects, the most important first."""
-    makers = {"memory": _memory, "builds": _builds, "calls": _calls, "workers": _workers, "clients": _clients}
+    makers = {
+        "memory": _memory,
+        "cluster": _cluster,
+        "builds": _builds,
+        "calls": _calls,
+        "workers": _workers,
+        "clients": _clients,
+    }
     return {name: make(view) for name, make in makers.items()}
 
 
@@ -182,6 +189,22 @@ def _builds(view: View) -> Table:
             name = run["cache_key"] or run["endpoint"]
             rows.append(_row(name, done, steps(progress), took, state, len(run["tasks"]), run["calls"]))
     return Table(("builds", "progress", "", "took>", "state", "tasks>", "calls>"), rows)
+
+
+def _cluster(view: View) -> Table:
+    source, rows = view.snapshot.server["source"], []
+    if source is not None:
+        status = source["status"]
+        nothing = _text("-", "dim")
+        numbers = [_text(status[name]) if name in status else nothing for name in ("nodes", "objects")]
+        moved = [_text(size(status[name])) if name in status else nothing for name in ("bytes_received", "bytes_sent")]
+        attached = _text(source["pid"]) if source["pid"] is not None else _text("none", "red")
+        asked = _text(source["misses"], "yellow" if source["misses"] else "dim")
+        doing = "; ".join(status.get("activity", []))
+        names = (status.get("cluster", ""), status.get("node", ""), status.get("state", ""))
+        rows.append(_row(*names, *numbers, *moved, asked, attached, doing))
+    columns = ("cluster", "node", "state", "nodes>", "objects>", "received>", "sent>", "asked>", "source>", "it is doing")
+    return Table(columns, rows)
 
 
 def _calls(view: View) -> Table:
