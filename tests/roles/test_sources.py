@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
-from shared_rpc.errors import ClusterError
-from shared_rpc.operations.sources import Source
-from tests.kit.apps import Connect, Serve
+from shared_rpc import AsyncClient, Client, Miss, Provider, Server, Source
+from shared_rpc.errors import (
+    ClusterError,
+    ConnectionClosed,
+    DeadlineExceeded,
+    ProtocolError,
+    RecordError,
+    RemoteError,
+    TaskCancelled,
+    WorkerCrashed,
+)
+from tests.kit.apps import App, Connect, Serve
 from tests.kit.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -50,9 +63,15 @@ def server(model: Model, serve: Serve) -> Server:
 
 
 @pytest.fixture
-def source(server: Server, connect: Connect) -> Iterator[Source]:
+def source_client(server: Server, connect: Connect) -> Client:
+    """The client that is the source."""
+    return connect()
+
+
+@pytest.fixture
+def source(source_client: Client) -> Iterator[Source]:
     """A source that is attached to it."""
-    with connect().source() as source:
+    with source_client.source() as source:
         yield source
 
 
@@ -160,3 +179,345 @@ def test_a_record_of_another_server_answers_a_miss(
                 assert again.object_id == handle.object_id
     counts = client.get_statistics()["load"]
     assert (model.builds, counts["adopted"], counts["builds"], counts["misses"], counts["hits"]) == (0, 1, 0, 1, 1)
+
+
+# What is asked.
+
+
+def test_only_managed_and_cached_calls_are_asked(source: Source, provider: Provider, client: Client, model: Model) -> None:
+    """Others are built at once; so are refreshes and candidates, also of a call that has no object."""
+    provider.share("plain")(lambda: torch.ones(1))
+    provider.share("new", cache=False, managed=True)(lambda: torch.ones(1))
+    provider.share("add", managed=True)(lambda x: x + 1)
+    client.call("plain")
+    client.call("new").release()
+    client.call("add", torch.ones(1)).release()
+    client.refresh("load", 1)
+    with client.prepare("load", 2) as candidate:
+        client.promote(candidate)
+    assert model.builds == 2 and client.get_server_info()["source"]["misses"] == 0  # type: ignore[index]
+
+
+def test_identical_calls_are_one_miss(source: Source, client: Client, model: Model, threads: ThreadPoolExecutor) -> None:
+    """Of clients and tasks alike; another call is a miss of its own."""
+    same = [threads.submit(client.call, "load", 8) for _ in range(3)]
+    first = next(source)
+    task, other = client.submit("load", 8), threads.submit(client.call, "load", 9)
+    second = next(source)
+    assert (first.cache_key, second.cache_key) == ("load(size=8)", "load(size=9)")
+    run = next(run for run in client.list_runs() if run["cache_key"] == first.cache_key)
+    assert (run["status"], run["started_at"], run["tasks"]) == ("asked", None, [task])
+    assert client.get_task_status(task).status == "pending"
+    source.build(second).release()
+    source.build(first).release()
+    handles = [call.result(10) for call in (*same, other)] + [client.wait_for_task(task)]
+    assert len({handle.object_id for handle in handles}) == model.builds == 2
+
+
+def test_misses_of_a_serialized_endpoint_are_asked_at_once(
+    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor
+) -> None:
+    """What is built here takes turns in the order of the answers, and one that nobody builds holds up none."""
+    began = []
+
+    @provider.share(managed=True, concurrency="serialized")
+    def turn(key: int) -> torch.Tensor:
+        began.append(key)
+        go.wait(20)
+        return torch.zeros(1)
+
+    serve(source_grace=LONG)
+    client = connect()
+    with connect().source() as source:
+        calls = [threads.submit(client.call, "turn", key) for key in range(3)]
+        misses = {miss.cache_key: miss for miss in (next(source), next(source), next(source))}
+        builds = []
+        for key in (2, 1):
+            builds.append(threads.submit(source.build, misses[f"turn(key={key})"]))
+            eventually(lambda: asked(client) == 3 - len(builds))
+        assert began == [2]
+        source.fail(misses["turn(key=0)"], "not now")
+        go.set()
+        for build in builds:
+            build.result(10).release()
+        assert began == [2, 1]
+        for call in calls[1:]:
+            call.result(10).release()
+        assert isinstance(calls[0].exception(10), ClusterError)
+
+
+# Who waits.
+
+
+def test_a_miss_that_was_given_goes_on_without_callers(
+    source: Source, connect: Connect, client: Client, model: Model, threads: ThreadPoolExecutor
+) -> None:
+    """Its object is cached, as that of an endpoint that has begun; the next call joins until then."""
+    caller = connect()
+    call = threads.submit(caller.call, "load")
+    miss = next(source)
+    caller.close()
+    assert isinstance(call.exception(10), ConnectionClosed)
+    eventually(lambda: client.list_runs()[0]["calls"] == 0)
+    assert asked(client) == 1
+    again = threads.submit(client.call, "load")
+    eventually(lambda: client.list_runs()[0]["calls"] == 1)
+    source.build(miss).release()
+    again.result(10).release()
+    assert (model.builds, client.get_statistics()["load"]["misses"]) == (1, 1)
+
+
+def test_a_miss_that_nobody_was_given_goes_with_its_last_caller(model: Model, serve: Serve, connect: Connect) -> None:
+    """It waits for a source, and is not built for nobody."""
+    serve(source_grace=LONG)
+    client = connect()
+    with connect().source():
+        pass
+    with pytest.raises(DeadlineExceeded):
+        connect(timeout=0.2).call("load")
+    eventually(lambda: client.list_runs() == [])
+    assert model.builds == 0 and client.get_server_info()["source"]["misses"] == 0  # type: ignore[index]
+
+
+def test_a_cancelled_task_leaves_its_miss(source: Source, client: Client, model: Model) -> None:
+    """The task ends at once; what the source does of it is cached."""
+    task = client.submit("load")
+    miss = next(source)
+    assert client.cancel_task(task)
+    with pytest.raises(TaskCancelled):
+        client.wait_for_task(task)
+    source.build(miss).release()
+    with client.call("load"):
+        assert model.builds == 1
+
+
+def test_an_invalidated_miss_is_answered_and_not_cached(
+    source: Source, client: Client, model: Model, threads: ThreadPoolExecutor
+) -> None:
+    """Those who wait get the object; the next call is a miss of its own."""
+    call = threads.submit(client.call, "load")
+    first = next(source)
+    assert client.invalidate_call_cache("load") == 0
+    again = threads.submit(client.call, "load")
+    second = next(source)
+    assert first.cache_key == second.cache_key and first.id != second.id
+    with source.build(first) as old, source.build(second) as new, call.result(10) as handle, again.result(10) as current:
+        assert (handle.object_id, current.object_id) == (old.object_id, new.object_id)
+        assert (handle.is_current(), current.is_current()) == (False, True)
+
+
+def test_a_reload_while_a_miss_is_asked(source: Source, server: Server, client: Client, threads: ThreadPoolExecutor) -> None:
+    """Those who wait get the answer; a call of the new code is a miss of the new code."""
+    call = threads.submit(client.call, "load")
+    first = next(source)
+    spec = server.engine.ask(lambda core: core.registry.get("load"))
+    changed = msgspec.structs.replace(spec, fingerprint="another")
+    server.engine.ask(lambda core: core.replace_endpoints([changed], "changed"))
+    again = threads.submit(client.call, "load")
+    second = next(source)
+    assert (first.fingerprint, second.fingerprint) == (spec.fingerprint, "another")
+    for miss, waiting in ((first, call), (second, again)):
+        source.build(miss).release()
+        waiting.result(10).release()
+
+
+# Errors.
+
+
+def test_an_endpoints_exception_passes_the_source_unread(
+    source: Source, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
+) -> None:
+    """Its callers get it, and so do those of another server to which the source passes it on; the source gets a text."""
+    model.error = KeyError("no such weights")
+    call = threads.submit(client.call, "load")
+    with pytest.raises(RemoteError, match="no such weights") as caught:
+        source.build(next(source))
+    assert caught.value.type_name == "KeyError"
+    with pytest.raises(KeyError, match="no such weights"):
+        call.result(10)
+    travelled = pickle.loads(pickle.dumps(caught.value))
+    with other_server(base_path) as elsewhere, elsewhere.source() as other:
+        call = threads.submit(elsewhere.call, "load")
+        other.fail(next(other), travelled)
+        with pytest.raises(KeyError, match="no such weights"):
+            call.result(10)
+
+
+def test_a_librarys_error_arrives_as_itself(source: Source, client: Client, threads: ThreadPoolExecutor) -> None:
+    """With what it has beside its message."""
+    call = threads.submit(client.call, "load")
+    source.fail(next(source), WorkerCrashed("the builder has gone", signal="SIGKILL"))
+    with pytest.raises(WorkerCrashed, match="the builder has gone") as caught:
+        call.result(10)
+    assert caught.value.signal == "SIGKILL"
+
+
+def test_a_record_that_does_not_fit_leaves_the_miss_open(
+    source: Source, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
+) -> None:
+    """The source is told, and may answer otherwise."""
+    with other_server(base_path) as elsewhere, elsewhere.call("load") as there, elsewhere.export(there) as record:
+        call = threads.submit(client.call, "load")
+        miss = next(source)
+        record.header = msgspec.structs.replace(record.header, torch="1.0")
+        with pytest.raises(RecordError) as caught:
+            source.adopt(miss, record)
+        assert caught.value.reason == "version"
+        source.build(miss).release()
+        call.result(10).release()
+        with pytest.raises(ClusterError) as late:
+            source.build(miss)
+        assert late.value.reason == "answered"
+    assert client.get_server_info()["buffers"] == 0
+
+
+def test_a_room_answers_a_miss_without_a_copy(
+    source: Source, source_client: Client, client: Client, base_path: str, threads: ThreadPoolExecutor
+) -> None:
+    """It is written by the source's client; its memory is the object's, and the room is closed."""
+    with other_server(base_path) as elsewhere, elsewhere.call("load", 1024) as there, elsewhere.export(there) as record:
+        call = threads.submit(client.call, "load", 1024)
+        miss = next(source)
+        room = source_client.allocate(record.header)
+        for target, segment in zip(room.segments, record.segments, strict=True):
+            target.buffer()[:] = segment.buffer()
+        before = client.get_server_info()["nbytes"]
+        with source.adopt(miss, room), call.result(10) as handle:
+            assert room.closed and torch.equal(handle.value, there.value)
+            info = client.get_server_info()
+            assert (info["nbytes"], info["buffers"], info["objects"]) == (before, 0, 1)
+
+
+# Sources that come and go.
+
+
+def test_a_server_that_stops_ends_all_waits(
+    source: Source, server: Server, client: Client, threads: ThreadPoolExecutor
+) -> None:
+    """The callers' and the source's, whichever it is in."""
+    calls = [threads.submit(client.call, "load", key) for key in (1, 2)]
+    next(source), next(source)
+    waiting = threads.submit(next, source)
+    eventually(lambda: server.engine.ask(lambda core: bool(core.sources._waiting)))
+    server.stop()
+    for wait in (*calls, waiting):
+        assert isinstance(wait.exception(10), ConnectionClosed)
+
+
+def test_closing_a_source_ends_its_iteration(source: Source, server: Server, threads: ThreadPoolExecutor) -> None:
+    """In another thread; closing twice is harmless."""
+    iteration = threads.submit(list, source)
+    eventually(lambda: server.engine.ask(lambda core: bool(core.sources._waiting)))
+    source.close()
+    assert iteration.result(10) == []
+    source.close()
+
+
+def test_a_source_without_a_block_is_attached_by_its_first_step(
+    server: Server, connect: Connect, client: Client, threads: ThreadPoolExecutor
+) -> None:
+    """And again by a step after it was closed."""
+    source = connect().source()
+    for size in (1, 2):
+        first = threads.submit(next, source)
+        eventually(lambda: (client.get_server_info()["source"] or {}).get("session") is not None)
+        call = threads.submit(client.call, "load", size)
+        source.build(first.result(10)).release()
+        call.result(10).release()
+        source.close()
+        eventually(lambda: client.get_server_info()["source"]["session"] is None)  # type: ignore[index]
+
+
+def test_the_next_source_gets_what_a_closed_one_has_left(
+    source: Source, client: Client, model: Model, connect: Connect, threads: ThreadPoolExecutor
+) -> None:
+    """Seen or not; a call that comes in between waits too."""
+    call = threads.submit(client.call, "load", 1)
+    next(source)
+    source.close()
+    between = threads.submit(client.call, "load", 2)
+    eventually(lambda: asked(client) == 2)
+    with connect().source() as second:
+        for waiting in (call, between):
+            second.build(next(second)).release()
+            waiting.result(10).release()
+    assert model.builds == 2
+
+
+def test_a_source_reports_what_people_see(source: Source, client: Client) -> None:
+    """Until it goes; the latest report counts, and one that is none is refused."""
+    source.report({"cluster": "c", "nodes": 1})
+    source.report({"cluster": "c", "nodes": 2, "activity": ["waits"]})
+    info = client.get_server_info()["source"]
+    assert info is not None
+    assert (info["status"], info["cluster"], info["joiner"]) == ({"cluster": "c", "nodes": 2, "activity": ["waits"]}, "", None)
+    assert (info["pid"], info["misses"]) == (os.getpid(), 0)
+    with pytest.raises(ProtocolError):
+        source.report({"nodes": "two"})  # type: ignore[typeddict-item]
+    source.close()
+    gone = client.get_server_info()["source"]
+    assert gone is not None and (gone["session"], gone["status"]) == (None, {})
+
+
+# Every client.
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_an_asynchronous_source(
+    backend: str, server: Server, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
+) -> None:
+    """It answers several misses at once over one connection: a build, a record and an error."""
+
+    async def answer() -> None:
+        async with AsyncClient(base_path, device="cpu") as own, own.source() as source:
+            calls.extend(threads.submit(client.call, "load", size) for size in (1, 2, 3))
+            with other_server(base_path) as elsewhere, elsewhere.call("load", 2) as there, elsewhere.export(there) as record:
+
+                async def one(miss: Miss) -> None:
+                    if miss.cache_key == "load(size=1)":
+                        async with await source.build(miss) as built:
+                            assert built.value is None
+                    elif miss.cache_key == "load(size=2)":
+                        await (await source.adopt(miss, record)).release()
+                    else:
+                        await source.fail(miss, "no")
+
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(3):
+                        tasks.start_soon(one, await anext(source))
+            await source.report({"nodes": 1})
+            await source.close()
+
+    calls: list[Future[Any]] = []
+    anyio.run(answer, backend=backend)
+    calls[0].result(10).release()
+    calls[1].result(10).release()
+    assert isinstance(calls[2].exception(10), ClusterError)
+    assert (model.builds, client.get_statistics()["load"]["adopted"]) == (1, 1)
+
+
+def test_a_provider_is_a_source_in_every_role(app: App, threads: ThreadPoolExecutor) -> None:
+    """Its own process's calls are misses too."""
+    load = app.share("load", managed=True)(lambda: torch.ones(1))
+    with app.provider.source() as source:
+        call = threads.submit(load)
+        miss = next(source)
+        with source.build(miss) as built, call.result(10) as handle:
+            assert built.object_id == handle.object_id and handle.value.item() == 1
+
+
+def test_a_process_that_adopts_for_its_own_call_maps_the_record(
+    provider: Provider, model: Model, serve: Serve, base_path: str, threads: ThreadPoolExecutor
+) -> None:
+    """In the server role there is no live value of it."""
+    serve(source_grace=LONG)
+    with (
+        other_server(base_path) as elsewhere,
+        elsewhere.call("load", 8) as there,
+        elsewhere.export(there) as record,
+        provider.source() as source,
+    ):
+        call = threads.submit(provider.call, "load", 8)
+        with source.adopt(next(source), record), call.result(10) as handle:
+            assert torch.equal(handle.value, there.value)
+    assert model.builds == 0
