@@ -1,0 +1,119 @@
+"""A broker keeps a process running that joins it to a cluster, and ends with it, however that is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_rpc import Client
+from tests.kit.brokers import BrokerApp, is_running
+from tests.kit.processes import Child, eventually
+
+#: A joiner that builds all misses of its server, and writes how often it was started.
+PROGRAM = """
+import os, sys
+from shared_rpc import Client
+
+print("the joiner of", sys.argv[-1], os.environ["SHARED_TENSOR_ROLE"], flush=True)
+with Client(socket_path=sys.argv[-1]) as client, client.source() as source:
+    for miss in source:
+        source.build(miss).release()
+"""
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet."""
+    return broker_app
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    """The command line of that joiner."""
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return f"{sys.executable} {file}"
+
+
+def source_of(client: Client) -> dict[str, Any]:
+    """What the server tells of its source."""
+    found = client.get_server_info()["source"]
+    assert found is not None
+    return dict(found)
+
+
+def attached(client: Client) -> int:
+    """Wait until the joiner is the source: its process id."""
+    eventually(lambda: source_of(client)["session"] is not None, 30.0, "a source")
+    return int(source_of(client)["pid"])
+
+
+def test_a_brokers_joiner(app: BrokerApp, program: str) -> None:
+    """It is a client of the broker's socket, its lines are in the broker's log, and the broker loads no torch for it."""
+    broker = app.start("--cluster-program", program, "--source-grace", "600", fresh=True)
+    broker.expect_error(f"the joiner of {app.connect().socket_path} client")
+    client = app.connect()
+    client.call("held", 1).release()
+    assert source_of(client)["joiner"]["pid"] == attached(client)
+    with open(f"/proc/{broker.pid}/maps", encoding="utf-8") as maps:
+        assert "libtorch" not in maps.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_joiner_ends_with_its_broker(app: BrokerApp, program: str, number: signal.Signals) -> None:
+    """Whatever ends that: the kernel sees to it."""
+    broker = app.start("--cluster-program", program)
+    pid = attached(app.connect())
+    broker.process.send_signal(number)
+    broker.close()
+    eventually(lambda: not is_running(pid))
+
+
+def test_a_joiner_that_ends_is_started_again(app: BrokerApp, program: str) -> None:
+    """The broker says how it ended; calls of the meantime wait for the next one."""
+    broker = app.start("--cluster-program", program, "--source-grace", "600")
+    client = app.connect()
+    first = attached(client)
+    os.kill(first, signal.SIGKILL)
+    client.call("held", 1).release()
+    info = source_of(client)
+    assert (info["joiner"]["starts"], info["pid"] != first) == (2, True)
+    assert info["joiner"]["problem"].endswith(f"(pid {first}) ended by SIGKILL: the joiner of {client.socket_path} client")
+    broker.expect_error("ended by SIGKILL")
+    assert client.get_statistics()["held"]["builds"] == 1
+
+
+def test_a_broker_with_a_joiner_is_idle(app: BrokerApp, program: str) -> None:
+    """The source of its records is no user of it."""
+    broker = app.start("--cluster-program", program, "--idle-exit", "1")
+    assert broker.close()[0] == 0
+
+
+def test_a_cluster_that_is_named_in_the_app(app: BrokerApp, program: str) -> None:
+    """Provider(cluster=...) is as good as the option, which beats it."""
+    source = app.file.read_text()
+    app.file.write_text(source.replace('Provider(device="cpu")', f'Provider(device="cpu", cluster={program!r})'))
+    broker = app.start("--source-grace", "600")
+    attached(app.connect())
+    broker.process.send_signal(signal.SIGTERM)
+    broker.close()
+    app.start("--cluster-program", "")
+    assert app.connect().get_server_info()["source"] is None
+
+
+def test_a_cluster_of_the_environment(app: BrokerApp, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SHARED_TENSOR_CLUSTER is for those that name none; what is no program is an error at the start."""
+    monkeypatch.setenv("SHARED_TENSOR_CLUSTER", program)
+    broker = app.start()
+    attached(app.connect())
+    broker.process.send_signal(signal.SIGTERM)
+    broker.close()
+    monkeypatch.setenv("SHARED_TENSOR_CLUSTER", "rya")
+    child = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
+    code, said = child.close()
+    assert code == 1 and "cluster='rya': use 'ray', or the command line of a program" in said

@@ -1,0 +1,154 @@
+"""Sources of records that are killed, with their server's misses in hand: a broker's callers get their objects all the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shared_rpc import Client, Source
+from shared_rpc.errors import ClusterError, ConnectionClosed
+from tests.kit.brokers import BrokerApp, begun
+from tests.kit.processes import Child, eventually
+
+#: A source that does what it is told, miss by miss.
+SOURCE = """
+import sys
+from shared_rpc import Client
+
+with Client(sys.argv[1], device="cpu") as client, client.source() as source:
+    print("attached", flush=True)
+    for miss in source:
+        print("miss", miss.cache_key, flush=True)
+        order = input()
+        if order == "build":
+            source.build(miss).release()
+        print("done", flush=True)
+"""
+
+SLOW = """
+    @provider.share(managed=True)
+    def waits(path):
+        wait(path)
+        return torch.ones(1)
+"""
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet."""
+    broker_app.write(SLOW)
+    return broker_app
+
+
+Start = Callable[[], Child]
+
+
+@pytest.fixture
+def start_source(app: BrokerApp, children: list[Child], tmp_path: Path) -> Start:
+    """Start a source in a process of its own."""
+    file = tmp_path / "source.py"
+    file.write_text(SOURCE)
+
+    def start() -> Child:
+        child = Child(str(file), app.base_path)
+        children.append(child)
+        child.expect("attached")
+        return child
+
+    return start
+
+
+def source_of(client: Client) -> dict[str, object]:
+    """What the server tells of its source."""
+    found = client.get_server_info()["source"]
+    assert found is not None
+    return dict(found)
+
+
+def test_a_killed_source_leaves_its_misses_to_the_next(
+    app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor
+) -> None:
+    """Those that it was given, and those that it was not; each is built once."""
+    app.start("--source-grace", "600")
+    client, first = app.connect(), start_source()
+    calls = [threads.submit(app.connect().call, "held", size) for size in (1, 2, 3)]
+    first.expect("miss held")
+    eventually(lambda: source_of(client)["misses"] == 3)
+    first.kill()
+    eventually(lambda: source_of(client)["session"] is None)
+    assert [run["status"] for run in client.list_runs()] == ["asked"] * 3
+    second = start_source()
+    for _ in calls:
+        second.expect("miss held")
+        second.tell("build")
+        second.expect("done")
+    for call in calls:
+        call.result(20).release()
+    assert client.get_statistics()["held"]["builds"] == 3
+
+
+def test_without_another_source_the_broker_builds(app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor) -> None:
+    """When the grace is over, with a warning; and later calls wait for nothing."""
+    broker = app.start("--source-grace", "0.2")
+    client, source = app.connect(), start_source()
+    call = threads.submit(app.connect().call, "held", 1)
+    source.expect("miss held")
+    source.kill()
+    call.result(20).release()
+    broker.expect_error("no source of records for 0.2 s")
+    client.call("held", 2).release()
+    assert client.get_statistics()["held"]["builds"] == 2
+
+
+def test_a_source_that_is_killed_while_it_builds(
+    app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    """The build goes on, and the callers get the object; nothing is held for the dead process."""
+    app.start("--source-grace", "600")
+    client, source = app.connect(), start_source()
+    path = tmp_path / "go"
+    call = threads.submit(app.connect().call, "waits", str(path))
+    source.expect("miss waits")
+    source.tell("build")
+    eventually(begun(path))
+    assert [run["status"] for run in client.list_runs()] == ["running"]
+    source.kill()
+    eventually(lambda: source_of(client)["session"] is None)
+    path.touch()
+    call.result(20).release()
+    eventually(lambda: client.get_server_info()["leases"] == 0)
+
+
+def test_the_worker_of_a_miss_crashes(app: BrokerApp, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
+    """The source is told as the callers are; the next call is a miss again."""
+    app.start("--source-grace", "600")
+    client, path = app.connect(), tmp_path / "go"
+    with app.connect().source() as source:
+        call = threads.submit(client.call, "waits", str(path))
+        build = threads.submit(source.build, next(source))
+        eventually(begun(path))
+        (pid,) = [worker["pid"] for worker in app.connect().get_server_info()["workers"]]
+        os.kill(pid, signal.SIGKILL)
+        for failed in (call, build):
+            assert type(failed.exception(20)).__name__ == "WorkerCrashed"
+        path.touch()
+        call = threads.submit(client.call, "waits", str(path))
+        source.build(next(source)).release()
+        call.result(20).release()
+
+
+def test_a_broker_that_is_killed_ends_its_source(app: BrokerApp, threads: ThreadPoolExecutor) -> None:
+    """Which does not attach itself to the next one by itself: that has no misses of it."""
+    broker = app.start("--source-grace", "600")
+    source: Source = app.connect(connect_timeout=20.0).source().__enter__()
+    waiting = threads.submit(next, source)
+    eventually(lambda: source_of(app.connect())["session"] is not None)
+    broker.kill()
+    app.start("--source-grace", "600")
+    assert isinstance(waiting.exception(20), (ConnectionClosed, ClusterError))
+    app.connect().call("held", 1).release()
