@@ -52,9 +52,7 @@ def measures(cores: Iterable[Core]) -> Measures:
         found["leases"][()] += len(core.leases)
         found["sessions"][()] += len(core.sessions)
         found["connections"][()] += core.sessions.connections
-        source = core.sources.info()
-        if source is not None:
-            _add_source(found, source)
+        _add_source(found, core.sources.info())
         # Of the process: its servers share them.
         found["object_descriptors"][()] = core.objects.descriptors.used
         found["object_descriptors_limit"][()] = core.objects.descriptors.limit
@@ -63,9 +61,10 @@ def measures(cores: Iterable[Core]) -> Measures:
     return found
 
 
-def _add_source(found: Measures, source: SourceInfo) -> None:
-    status, joiner = source["status"], source["joiner"]
-    found["sources"][()] += source["session"] is not None
+def _add_source(found: Measures, source: SourceInfo | None) -> None:
+    status = source["status"] if source is not None else {}
+    joiner = source["joiner"] if source is not None else None
+    found["sources"][()] += source is not None and source["session"] is not None
     found["joiner_starts"][()] += joiner["starts"] if joiner is not None else 0
     # Of the cluster: the servers of a process are in the same one.
     for name, number in (("cluster_nodes", status.get("nodes", 0)), ("cluster_objects", status.get("objects", 0))):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, __version__
+from shared_rpc import Client, ClusterStatus, Provider, Server, __version__
 from shared_rpc.cli.doctor import examine
 from shared_rpc.provider.amounts import in_bytes
 from tests.kit.commands import MODULE, Ran, cli
@@ -179,6 +179,17 @@ def test_info(served: Server) -> None:
     assert ["mechanism", "memfd: host memory is a memfd"] in lines
     assert ["load", "yes", "all arguments", "parallel", "read_write", "all", "600 s", "Build a layer."] in lines
     assert ["ones", "no", "-", "serialized", "read_write", "all", "never"] in lines
+
+
+def test_info_of_a_source(served: Server) -> None:
+    """What it reports, in one line; without one there is none."""
+    assert "source " not in cli("info").output
+    with Client(socket_path=served.socket_path) as client, client.source() as source:
+        status: ClusterStatus = {"cluster": "prod", "node": "a", "state": "joined", "nodes": 3, "objects": 1}
+        source.report(status | {"bytes_received": 1 << 30, "activity": ["sends load()"]})
+        (line,) = [line for line in cli("info").output.splitlines() if line.startswith("source")]
+    assert f"pid {os.getpid()}, for" in line
+    assert "cluster prod, node a, state joined, 3 nodes, 1 object, 1.0 GiB received; sends load()" in line
 
 
 def test_info_for_machines(served: Server) -> None:

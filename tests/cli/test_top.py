@@ -191,6 +191,20 @@ def test_calls_are_told_by_endpoint() -> None:
     assert plain(others(replace(view, rates={}))["calls"].rows)[0][1:4] == ["-", "-", "20k"]
 
 
+def test_the_cluster_is_told_as_its_source_reports_it() -> None:
+    """What is not known is a dash; a server without a source has no such table."""
+    source = {
+        "pid": 9,
+        "misses": 2,
+        "status": {"cluster": "c", "node": "a", "nodes": 3, "bytes_sent": MIB, "activity": ["x", "y"]},
+    }
+    (row,) = plain(others(view_of(snapshot(server={"source": source})))["cluster"].rows)
+    assert row == ["c", "a", "", "3", "-", "-", "1.0 MiB", "2", "9", "x; y"]
+    (gone,) = plain(others(view_of(snapshot(server={"source": {"pid": None, "misses": 0, "status": {}}})))["cluster"].rows)
+    assert gone[-3:] == ["0", "none", ""]
+    assert not others(view_of(snapshot()))["cluster"].rows
+
+
 def test_workers_and_clients() -> None:
     """A worker without a device of its own has the server's; clients that hold most are first, and the view is none."""
     tables = others(replace(view_of(full()), pid=80))

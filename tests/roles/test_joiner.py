@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from shared_rpc import Provider, Server
+from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import is_running
+from tests.kit.processes import Child, eventually
 
 #: A program that builds every miss of its server where it was asked, as a joiner may.
 PROGRAM = """
@@ -57,3 +62,100 @@ def test_without_ray_a_server_of_its_cluster_does_not_start(provider: Provider, 
     with pytest.raises(ConfigurationError, match=r"pip install 'shared-rpc\[ray\]'"):
         server.start()
     assert not server.running and not Path(server.socket_path).exists()
+
+
+def test_a_joiner_ends_with_a_script_that_is_killed(base_path: str, program: str, children: list[Child]) -> None:
+    """Also where a process that the script has forked lives on, which is none of the server's."""
+    code = """
+    import os, sys, time
+    import torch
+    from shared_rpc import Client, Provider, Server
+
+    provider = Provider(device="cpu", cluster=sys.argv[1])
+    provider.share("load", managed=True)(lambda: torch.ones(1))
+    server = Server(provider).start()
+    provider.call("load").release()
+    if os.fork() == 0:
+        print("child", os.getpid(), flush=True)
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(60)
+    """
+    child = Child("-c", textwrap.dedent(code), program)
+    children.append(child)
+    forked = int(child.expect("child").split()[1])
+    try:
+        with Client(base_path, device="cpu") as client:
+            info = client.get_server_info()["source"]
+            assert info is not None and info["pid"] is not None
+        assert not any(str(link).startswith("pipe") and link in pipes_of(info["pid"]) for link in pipes_of(forked))
+        child.process.kill()
+        child.process.wait()
+        pid = info["pid"]
+        eventually(lambda: not is_running(pid))
+        assert is_running(forked)
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
+def pipes_of(pid: int) -> set[str]:
+    """The pipes that a process has."""
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return {link for link in found if link.startswith("pipe:")}
+
+
+def test_a_joiner_that_does_not_end_is_killed(provider: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
+    """The server waits a moment for it, and no longer."""
+    file = tmp_path / "stubborn.py"
+    file.write_text(f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{PROGRAM}")
+    provider.share("load", managed=True)(lambda: torch.ones(1))
+    server = serve(cluster=f"{sys.executable} {file}")
+    with connect() as client:
+        client.call("load").release()
+        info = client.get_server_info()["source"]
+    assert info is not None and info["pid"] is not None
+    pid = info["pid"]
+    server.stop()
+    eventually(lambda: not is_running(pid), 1.0)
+
+
+def test_a_joiner_that_cannot_begin_is_told_of(
+    provider: Provider, serve: Serve, connect: Connect, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its last line; calls are built when the grace is over."""
+    file = tmp_path / "wrong.py"
+    file.write_text("raise SystemExit('no cluster is there')")
+    provider.share("load", managed=True)(lambda: torch.ones(1))
+    serve(cluster=f"{sys.executable} {file}", source_grace=0.1)
+    client = connect()
+    client.call("load").release()
+
+    def problem() -> str:
+        info = client.get_server_info()["source"]
+        assert info is not None and info["joiner"] is not None
+        return info["joiner"]["problem"]
+
+    eventually(lambda: "ended with exit code 1: no cluster is there" in problem())
+    assert "the next one is started in 0.5 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [("no-such-program --x", "use 'ray', or the command line"), ("'", "is no command line")],
+)
+def test_a_cluster_that_is_none_is_refused(provider: Provider, cluster: str, message: str) -> None:
+    """When the server is started."""
+    with pytest.raises(ConfigurationError, match=message):
+        Server(provider, cluster=cluster).start()
+
+
+def test_the_local_role_joins_nothing(base_path: str, program: str) -> None:
+    """It has no socket that others could use."""
+    provider = Provider(base_path, execution_mode="local", device="cpu", cluster=program)
+    provider.share("load", managed=True)(lambda: torch.ones(1))
+    provider.call("load").release()
+    assert provider.get_server_info()["source"] is None
+    provider.close()

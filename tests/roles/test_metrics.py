@@ -589,3 +589,24 @@ def test_a_loop_that_is_busy_is_told_as_such(
     go.set()
     thread.join()
     assert scrape(url)("calls_total", endpoint="block", outcome="built") == 1
+
+
+def test_the_source_of_records(url: str, client: Client) -> None:
+    """Misses that are asked are not queued; what the source reports is told while it is there."""
+    assert (scrape(url)("sources"), scrape(url)("cluster_nodes")) == (0, 0)
+    with client.source() as source, ThreadPoolExecutor(1) as pool:
+        source.report({"nodes": 3, "objects": 2, "bytes_received": 10, "bytes_sent": 20})
+        call = pool.submit(client.call, "held", 4)
+        miss = next(source)
+        now = fresh(url, lambda now: now("builds_asked", endpoint="held") == 1)
+        assert (now("builds_queued", endpoint="held"), now("sources"), now("cluster_nodes")) == (0, 1, 3)
+        assert (now("cluster_objects"), now("cluster_received_bytes_total"), now("cluster_sent_bytes_total")) == (2, 10, 20)
+        with client.export(source.build(miss)) as record:
+            call.result(10).release()
+            client.invalidate_endpoint_cache("held")
+            call = pool.submit(client.call, "held", 4)
+            source.adopt(next(source), record).release()
+            call.result(10).release()
+        now = fresh(url, lambda now: now("calls_total", endpoint="held", outcome="adopted") == 1)
+        assert (now("adopted_total", endpoint="held"), now("builds_total", endpoint="held")) == (1, 1)
+    assert fresh(url, lambda now: now("sources") == 0)("cluster_nodes") == 0
