@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,26 @@ with Client(socket_path=sys.argv[-1]) as client, client.source() as source:
 def app(broker_app: BrokerApp) -> BrokerApp:
     """An app that is not served yet."""
     return broker_app
+
+
+#: The same, which goes on when its server has gone.
+FAITHLESS = f"""
+import time
+try:
+    {textwrap.indent(PROGRAM, "    ").strip()}
+except Exception:
+    pass
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def faithless(tmp_path: Path) -> str:
+    """The command line of that one."""
+    file = tmp_path / "faithless.py"
+    file.write_text(FAITHLESS)
+    return f"{sys.executable} {file}"
 
 
 @pytest.fixture
@@ -65,9 +86,9 @@ def test_a_brokers_joiner(app: BrokerApp, program: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_joiner_ends_with_its_broker(app: BrokerApp, program: str, number: signal.Signals) -> None:
+def test_a_joiner_ends_with_its_broker(app: BrokerApp, faithless: str, number: signal.Signals) -> None:
     """Whatever ends that: the kernel sees to it."""
-    broker = app.start("--cluster-program", program)
+    broker = app.start("--cluster-program", faithless)
     pid = attached(app.connect())
     broker.process.send_signal(number)
     broker.close()

@@ -30,6 +30,26 @@ with Client(socket_path=sys.argv[sys.argv.index("--socket") + 1]) as client, cli
 """
 
 
+#: The same, which goes on when its server has gone.
+FAITHLESS = f"""
+import time
+try:
+    {textwrap.indent(PROGRAM, "    ").strip()}
+except Exception:
+    pass
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def faithless(tmp_path: Path) -> str:
+    """The command line of that one."""
+    file = tmp_path / "faithless.py"
+    file.write_text(FAITHLESS)
+    return f"{sys.executable} {file}"
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> str:
     """The command line of that program."""
@@ -39,15 +59,15 @@ def program(tmp_path: Path) -> str:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_server_has_a_joiner(provider: Provider, serve: Serve, connect: Connect, program: str) -> None:
+def test_a_server_has_a_joiner(provider: Provider, serve: Serve, connect: Connect, faithless: str) -> None:
     """It is told the server's socket, answers its misses, and ends with it."""
     provider.share("load", managed=True)(lambda: torch.ones(1))
-    server = serve(cluster=program, source_grace=600.0)
+    server = serve(cluster=faithless, source_grace=600.0)
     client = connect()
     client.call("load").release()
     info = client.get_server_info()["source"]
     assert info is not None and info["joiner"] is not None
-    assert (info["cluster"], info["pid"], info["joiner"]["starts"]) == (program, info["joiner"]["pid"], 1)
+    assert (info["cluster"], info["pid"], info["joiner"]["starts"]) == (faithless, info["joiner"]["pid"], 1)
     assert info["status"] == {"cluster": "test", "node": "a", "nodes": 1}
     pid = info["joiner"]["pid"]
     assert pid is not None and is_running(pid)
@@ -64,7 +84,7 @@ def test_without_ray_a_server_of_its_cluster_does_not_start(provider: Provider, 
     assert not server.running and not Path(server.socket_path).exists()
 
 
-def test_a_joiner_ends_with_a_script_that_is_killed(base_path: str, program: str, children: list[Child]) -> None:
+def test_a_joiner_ends_with_a_script_that_is_killed(base_path: str, faithless: str, children: list[Child]) -> None:
     """Also where a process that the script has forked lives on, which is none of the server's."""
     code = """
     import os, sys, time
@@ -81,7 +101,7 @@ def test_a_joiner_ends_with_a_script_that_is_killed(base_path: str, program: str
         os._exit(0)
     time.sleep(60)
     """
-    child = Child("-c", textwrap.dedent(code), program)
+    child = Child("-c", textwrap.dedent(code), faithless)
     children.append(child)
     forked = int(child.expect("child").split()[1])
     try:
@@ -110,7 +130,7 @@ def pipes_of(pid: int) -> set[str]:
 def test_a_joiner_that_does_not_end_is_killed(provider: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
     """The server waits a moment for it, and no longer."""
     file = tmp_path / "stubborn.py"
-    file.write_text(f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{PROGRAM}")
+    file.write_text(f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{FAITHLESS}")
     provider.share("load", managed=True)(lambda: torch.ones(1))
     server = serve(cluster=f"{sys.executable} {file}")
     with connect() as client:
