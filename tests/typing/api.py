@@ -15,6 +15,7 @@ from shared_rpc import (
     AsyncClient,
     AsyncExportedRecord,
     AsyncHandle,
+    AsyncSource,
     Client,
     DeviceInfo,
     EndpointInfo,
@@ -24,6 +25,7 @@ from shared_rpc import (
     Handle,
     HolderInfo,
     ListedObjectInfo,
+    Miss,
     ObjectInfo,
     Provider,
     RecordHeader,
@@ -34,6 +36,8 @@ from shared_rpc import (
     ServerInfo,
     SessionInfo,
     SharedFunction,
+    Source,
+    SourceInfo,
     StopInfo,
     Subscription,
     TaskInfo,
@@ -350,6 +354,34 @@ async def replies_awaited(client: AsyncClient, held: AsyncHandle[Net]) -> None:
     assert_type(await client.reload(), ReloadInfo)
     assert_type(await client.stop_server(), StopInfo)
     (await client.list_devices())[0]["size"]  # type: ignore[misc]
+
+
+# Sources of records.
+
+
+def sources(client: Client, record: ExportedRecord) -> None:
+    """Their answers are leases without values."""
+    with client.source() as source:
+        assert_type(source, Source)
+        for miss in source:
+            assert_type(miss, Miss)
+            assert_type(source.build(miss), Handle[None])
+            assert_type(source.adopt(miss, record), Handle[None])
+            source.fail(miss, "no")
+            source.fail(miss, 4)  # type: ignore[arg-type]
+        source.report({"nodes": 3})
+        source.report({"node": 3})  # type: ignore[typeddict-item]
+    assert_type(provider.source(), Source)
+    assert_type(client.get_server_info()["source"], SourceInfo | None)
+
+
+async def sources_awaited(client: AsyncClient, record: AsyncExportedRecord) -> None:
+    """The same, to be awaited."""
+    async with client.source() as source:
+        assert_type(source, AsyncSource)
+        async for miss in source:
+            assert_type(await source.build(miss), AsyncHandle[None])
+            assert_type(await source.adopt(miss, record), AsyncHandle[None])
 
 
 # Tickets, and models built around what is shared.
