@@ -30,7 +30,7 @@ class SpawnRuntime(ClientRuntime):
         target: Callable[[], str],
         idle_exit: float | None,
         preload: bool,
-        cluster: str | None,
+        cluster: str | None = None,
     ) -> None:
         super().__init__(settings)
         # Those of this process: what it has set in the provider that it has imported, the file alone does not say.
