@@ -187,7 +187,10 @@ def test_a_killed_client_leaves_nothing(places: list[Place], children: list[Chil
     assert [len(place.client.list_objects()) for place in places] != counts or "export" in code
     holder.kill()
     eventually(lambda: [len(place.client.list_objects()) for place in places] == counts)
-    eventually(lambda: [fds_of(place.broker.pid) for place in places] == before, what=f"{before}")
+    # A start or an end that is still under way had descriptors before that are gone now.
+    eventually(
+        lambda: all(fds_of(place.broker.pid) <= most for place, most in zip(places, before, strict=True)), what=f"{before}"
+    )
     for place in places:
         assert place.client.get_server_info()["leases"] == 0
 
