@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
-    from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord
+    from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, RecordBytes
     from shared_rpc.client.handle import AsyncHandle, Handle
     from shared_rpc.client.subscriptions import Subscription
     from shared_rpc.context import cancelled, progress, raise_if_cancelled
@@ -63,6 +63,7 @@ __all__ = [
     "PoolOptions",
     "Progress",
     "Provider",
+    "RecordBytes",
     "RecordHeader",
     "ReloadInfo",
     "RunInfo",
@@ -93,7 +94,7 @@ _NAMES = {
     "client.subscriptions": "Subscription",
     "context": "cancelled progress raise_if_cancelled",
     "extras.materialize": "materialize",
-    "client.exported": "AsyncExportedRecord ExportedRecord",
+    "client.exported": "AsyncExportedRecord ExportedRecord RecordBytes",
     "client.handle": "AsyncHandle Handle",
     "memory.pool": "PoolOptions",
     "operations.async_client": "AsyncClient",

@@ -19,7 +19,14 @@ from sphinx.environment import BuildEnvironment
 from shared_rpc.observability.events import Event
 
 #: Where a short name may be at home, the public places first.
-HOMES = ("shared_rpc", "shared_rpc.errors", "shared_rpc.Client", "shared_rpc.Handle", "shared_rpc.provider.provider")
+HOMES = (
+    "shared_rpc",
+    "shared_rpc.errors",
+    "shared_rpc.Client",
+    "shared_rpc.Handle",
+    "shared_rpc.provider.provider",
+    "shared_rpc.protocol.records",
+)
 
 #: Members that are public in the code, for other modules of the package, and no business of its users.
 INTERNAL = {
