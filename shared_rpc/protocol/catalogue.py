@@ -119,6 +119,7 @@ _KINDS: dict[int, type[m.Message]] = {
     146: s.FailMiss,
     147: s.ReportStatus,
     148: s.DetachSource,
+    150: m.KeepSegments,
 }
 #: The kind byte by the message's class.
 NUMBERS = {kind: number for number, kind in _KINDS.items()}

@@ -293,6 +293,17 @@ class CreateBuffer(Message):
     keep: bool = False
 
 
+class KeepSegments(Message):
+    """Request for the :class:`Result` of a new buffer over memory that the server has: a list with a flat tensor of the bytes
+    of each segment, in the order of the ids.
+
+    ``linger``: seconds for which it can be got after its last holder has ended.
+    """
+
+    segment_ids: list[str]
+    linger: float = 0.0
+
+
 class GetBuffer(Message):
     """Request for the :class:`Result` of a buffer that is there."""
 

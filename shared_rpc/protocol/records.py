@@ -20,6 +20,7 @@ __all__ = [
     "TensorEntry",
     "TensorTable",
     "Tensors",
+    "list_of_tensors",
 ]
 
 
@@ -109,3 +110,8 @@ NO_ARGS, NO_KWARGS = msgspec.Raw(msgspec.msgpack.encode([])), msgspec.Raw(msgspe
 
 #: The skeleton of a value that is tensor 0 of its table: a pickle of that persistent id.
 ONE_TENSOR = b"\x80\x04K\x00Q."
+
+
+def list_of_tensors(count: int) -> bytes:
+    """Return the skeleton of a list of the first tensors of a table: PROTO, MARK, (BININT, BINPERSID) for each, LIST, STOP."""
+    return b"\x80\x04(" + b"".join(b"J" + number.to_bytes(4, "little") + b"Q" for number in range(count)) + b"l."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -11,10 +11,11 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClo
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import devices_of, facts_of
 from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.infos import DeviceInfo
-from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
+from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable, list_of_tensors
 from shared_rpc.protocol.specs import DeviceSpec
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.outcomes import Completed, Failure
@@ -85,6 +86,23 @@ class Buffers:
             tell(waiter, Delivery(stored.record, None, stored, True))
 
         self._work(waiter, lambda: Completed(self._new_record(extent, facts.id), None), keep, ended)
+
+    def keep(self, waiter: Waiter, segments: Sequence[Segment], linger: float) -> None:
+        """List a buffer over memory that is there, which the waiter's session holds; the waiter is notified at once.
+
+        :param segments: borrowed; the buffer has descriptors of its own, and the memory is mapped as it was shared.
+        :param linger: see :meth:`BufferTable.add`.
+        """
+        if not 0 <= linger <= _LONGEST:
+            raise ConfigurationError(f"linger={linger!r}: use seconds from 0 on, and less than a century")
+        self.table.check_capacity(self._coming)
+        record = _whole(segments)
+        try:
+            stored = self.table.add(waiter.session, record, None, None, linger=linger)
+        except BaseException:
+            record.close()
+            raise
+        tell(waiter, Delivery(stored.record, None, stored, True))
 
     def get(self, waiter: Waiter, object_id: str) -> None:
         """Hand a buffer out, at once.
@@ -189,6 +207,28 @@ class Buffers:
                 tell(waiter, Failure.of(error))
 
         self._threads.start(Job(attempt, done))
+
+
+def _whole(segments: Sequence[Segment]) -> Record:
+    """Return a record of all bytes of some segments: a flat tensor for each, in a list."""
+    devices = tuple(dict.fromkeys(segment.info.device for segment in segments))
+    sizes = [segment.info.nbytes for segment in segments]
+    table = TensorTable(
+        devices,
+        tuple(
+            StorageEntry(number, 0, segment.info.nbytes, devices.index(segment.info.device))
+            for number, segment in enumerate(segments)
+        ),
+        tuple(TensorEntry(number, "uint8", 0, (nbytes,), (1,)) for number, nbytes in enumerate(sizes)),
+    )
+    own: list[Segment] = []
+    try:
+        own += (segment.duplicate() for segment in segments)
+    except BaseException:
+        for segment in own:
+            segment.close()
+        raise
+    return Record(list_of_tensors(len(own)), msgspec.msgpack.encode(table), own, sum(sizes), private_nbytes=0)
 
 
 def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:

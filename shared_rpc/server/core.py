@@ -503,7 +503,9 @@ class Core:
 
     def _settle(self, *object_ids: str) -> None:
         for object_id in object_ids:
-            self.buffers.table.settle(object_id)
+            lingers = self.buffers.table.settle(object_id)
+            if lingers is not None:
+                self._sweeper.wake_within(lingers)
         self.objects.settle(*object_ids)
         for object_id in object_ids:
             stored = self.objects.get(object_id)

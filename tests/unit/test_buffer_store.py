@@ -38,9 +38,15 @@ class Buffers(Shelf):
         ttl: float | None = None,
         max_accesses: int | None = None,
         nbytes: int = 100,
+        linger: float = 0.0,
     ) -> StoredObject:
         """A new buffer that a session holds."""
-        return self.table.add(session, record_of(name, nbytes=nbytes), ttl, max_accesses)
+        return self.table.add(session, record_of(name, nbytes=nbytes), ttl, max_accesses, linger=linger)
+
+    def end(self, session: str, stored: StoredObject) -> float | None:
+        """The end of a session's lease, as a server has it; the seconds that the buffer lingers."""
+        self.release(session, stored)
+        return self.table.settle(stored.object_id)
 
     def reason(self, stored: StoredObject | str) -> str:
         """Why a buffer is not to be had."""
@@ -66,6 +72,35 @@ def limited() -> Iterator[Buffers]:
 
 
 # Listed, and held.
+
+
+def test_a_buffer_lingers_after_its_last_holder(buffers: Buffers) -> None:
+    """For so long, in which others may get it; and no longer."""
+    stored = buffers.make(linger=10)
+    assert buffers.end("a", stored) == 10
+    buffers.clock.time += 9.5
+    assert buffers.table.expire() == 0.5 and buffers.dropped == []
+    buffers.clock.time += 0.5
+    assert buffers.table.expire() is None
+    assert buffers.dropped == [stored] and buffers.reason(stored) == "released"
+
+
+def test_a_lingering_buffer_lingers_anew_after_its_next_holder(buffers: Buffers) -> None:
+    """And not at all while it has one, however long that is."""
+    stored = buffers.make(linger=10)
+    buffers.end("a", stored)
+    buffers.clock.time += 5
+    buffers.table.get("b", stored.object_id)
+    buffers.clock.time += 1000
+    assert buffers.table.expire() is None and buffers.dropped == []
+    assert buffers.end("b", stored) == 10
+
+
+def test_a_lingering_buffer_goes_when_it_is_freed(buffers: Buffers) -> None:
+    """At once: whoever frees it knows that nobody will ask."""
+    stored = buffers.make(linger=10)
+    buffers.end("a", stored)
+    assert buffers.table.free(stored.object_id) and buffers.dropped == [stored]
 
 
 def test_a_buffer_stays_though_nobody_holds_it(buffers: Buffers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shared_rpc.errors import SegmentNotFound
 from shared_rpc.protocol import messages as m
 from shared_rpc.server.handlers.table import Caller, handles
 from shared_rpc.server.outcomes import Failure
@@ -18,6 +19,16 @@ def create_buffer(caller: Caller, message: m.CreateBuffer) -> None:
 
     waiter.deliver = deliver
     buffers.create(waiter, message)
+
+
+@handles(m.KeepSegments)
+def keep_segments(caller: Caller, message: m.KeepSegments) -> None:
+    found = {segment_id: caller.core.objects.segment(segment_id) for segment_id in message.segment_ids}
+    unknown = [segment_id[:100] for segment_id, segment in found.items() if segment is None]
+    if unknown:
+        raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)
+    segments = [segment for segment in found.values() if segment is not None]
+    caller.core.buffers.keep(caller.wait(), segments, message.linger)
 
 
 @handles(m.GetBuffer)

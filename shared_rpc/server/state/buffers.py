@@ -2,9 +2,9 @@
 
 A buffer is an object that no endpoint made: its record, its leases and what ends with a session are those of every
 object. From its making on it is *listed*: its id can be asked for. That ends when it is freed, when its ``ttl`` has
-passed, when it was got ``max_accesses`` times, or with its last lease if it has neither a ``ttl`` nor is
-kept, whichever comes first. Listed or not, it stays with its holders; memory goes with the end of the listing or with
-the last lease, whichever comes last.
+passed, when it was got ``max_accesses`` times, or with its last lease, or ``linger`` seconds after that, if it has neither a
+``ttl`` nor is kept, whichever comes first. Listed or not, it stays with its holders; memory goes with the end of the
+listing or with the last lease, whichever comes last.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ _REASONS = {
 class Terms:
     """The terms on which a buffer is listed: until a moment of the store's clock, for so many more accesses, and while held.
 
-    ``kept``: it is listed without holders too. ``claimed_until``: earlier holders may take their leases again until then.
+    ``kept``: it is listed without holders too. ``claimed_until``: without holders it is listed until then. ``linger``: seconds
+    that this is after its last lease.
     """
 
     expires_at: float | None
     accesses_left: int | None
     kept: bool = True
     claimed_until: float | None = None
+    linger: float = 0.0
 
 
 class BufferTable:
@@ -74,18 +76,26 @@ class BufferTable:
             raise ServerBusy(f"the server has {self._capacity} buffers, the most that it admits: free or release some")
 
     def add(
-        self, session: str, record: Record, ttl: float | None, max_accesses: int | None, *, keep: bool = False
+        self,
+        session: str,
+        record: Record,
+        ttl: float | None,
+        max_accesses: int | None,
+        *,
+        keep: bool = False,
+        linger: float = 0.0,
     ) -> StoredObject:
         """List a new buffer, which its maker holds.
 
         :param ttl: seconds from now on, for which it is listed without holders too.
         :param max_accesses: at least one; that of its maker is none.
         :param keep: whether it is listed without holders too, until it is freed.
+        :param linger: seconds for which it is listed after its last holder has ended.
         """
         stored = self._objects.add_buffer(record)
         self._leases.grant(session, stored.object_id)
         self._terms[stored.object_id] = Terms(
-            self._clock.now() + ttl if ttl is not None else None, max_accesses, keep or ttl is not None
+            self._clock.now() + ttl if ttl is not None else None, max_accesses, keep or ttl is not None, linger=linger
         )
         self._tell(stored)
         return stored
@@ -100,13 +110,22 @@ class BufferTable:
             terms = replace(terms, claimed_until=self._clock.now() + _CLAIMED_WITHIN)
         self._terms[stored.object_id] = terms
 
-    def settle(self, object_id: str) -> None:
-        """Unlist a buffer that only its holders keep listed, after a lease has ended."""
+    def settle(self, object_id: str) -> float | None:
+        """Unlist a buffer that only its holders keep listed, after a lease has ended.
+
+        :returns: the seconds for which it stays listed without holders; None for a buffer that nothing but a holder, a request
+            or its ``ttl`` ends.
+        """
         terms = self._terms.get(object_id)
         if terms is None or terms.kept or self._leases.held(object_id):
-            return
-        if terms.claimed_until is None or terms.claimed_until <= self._clock.now():
+            return None
+        now = self._clock.now()
+        if terms.claimed_until is None and terms.linger:
+            terms.claimed_until = now + terms.linger
+        if terms.claimed_until is None or terms.claimed_until <= now:
             self._unlist(object_id, "released")
+            return None
+        return terms.claimed_until - now
 
     def terms(self, object_id: str) -> Terms:
         """Return the terms of a buffer that is listed."""
@@ -127,6 +146,8 @@ class BufferTable:
             raise BufferNotFound(f"buffer {object_id[:100]} is not available: {_REASONS[reason]}", reason=reason)
         self._leases.grant(session, object_id)
         stored.last_accessed_at = self._clock.now()
+        if terms.linger:
+            terms.claimed_until = None  # counted anew from its next last lease
         if terms.accesses_left is not None:
             terms.accesses_left -= 1
             if terms.accesses_left == 0:
