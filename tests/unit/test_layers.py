@@ -28,6 +28,9 @@ LAYERS = [
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
+#: The modules of a cluster that are made of tensors.
+TRANSPORT = {"cluster.tensors", "cluster.transport"}
+
 #: What pure layers are free of: waiting, talking, and torch.
 IMPURE = {"anyio", "asyncio", "concurrent", "select", "selectors", "signal", "socket", "threading", "time", "torch", "trio"}
 
@@ -160,12 +163,14 @@ def test_protocol_and_state_are_pure() -> None:
 
 def test_torch_is_imported_by_the_codec_extras_and_integrations_alone() -> None:
     """Elsewhere it is imported by the function that needs it; both are loaded when they are used."""
-    users = {
-        found.module.partition(".")[0]
+    modules = {
+        found.module
         for found in all_imports()
         if found.target.partition(".")[0] == "torch" and not found.late and not found.typing
     }
-    assert users == {"codec", "extras", "integrations"}
+    # Ray's transport is imported by those alone who pass tensors on; agents of a cluster need no torch.
+    assert {name for name in modules if name.startswith("cluster.")} <= TRANSPORT
+    assert {name.partition(".")[0] for name in modules - TRANSPORT} == {"codec", "extras", "integrations"}
 
 
 def test_server_and_client_load_the_codec_late() -> None:
@@ -174,6 +179,7 @@ def test_server_and_client_load_the_codec_late() -> None:
         (found.module.partition(".")[0], found.late)
         for found in all_imports()
         if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
+        if found.module not in TRANSPORT
     }
     assert {layer for layer, late in users if not late} == set()
     assert {layer for layer, _ in users} == {"client", "server", "provider", "extras", "integrations"}

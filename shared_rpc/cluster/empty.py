@@ -1,0 +1,9 @@
+"""The app of a server without endpoints: memory for the tensors of a host's processes."""
+
+from __future__ import annotations
+
+from shared_rpc.provider.provider import Provider
+
+__all__ = ["provider"]
+
+provider = Provider()
