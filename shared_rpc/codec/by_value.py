@@ -10,7 +10,7 @@ from cloudpickle.cloudpickle import _PICKLE_BY_VALUE_MODULES
 
 from shared_rpc.forks import fork_safe_lock
 
-__all__ = ["pickle_by_value", "registered"]
+__all__ = ["pickle_by_value", "registered", "travels_as_code"]
 
 #: Hugging Face puts remote code into this module. ``__main__`` is cloudpickle's own.
 _names: set[str] = {"transformers_modules"}
@@ -23,6 +23,12 @@ _lock = fork_safe_lock()
 def pickle_by_value(module: ModuleType) -> None:
     """Have the classes and functions of ``module`` travel as code, as those of ``__main__`` do."""
     _names.add(module.__name__)
+
+
+def travels_as_code(module: str) -> bool:
+    """Return whether the classes and functions of a module travel as code now: as cloudpickle has it, with its packages."""
+    parts = module.split(".")
+    return any(".".join(parts[:count]) in _REGISTRY for count in range(1, len(parts) + 1))
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
@@ -74,6 +75,30 @@ class SharedFunction(Generic[P, R_co]):
 
     def __repr__(self) -> str:
         return f"<shared function {self.name}>"
+
+    def __reduce__(self) -> Any:
+        # By its name, where another process can import it, as any function travels: its provider is that module's there.
+        if _importable(self):
+            return vars(self)["__qualname__"]
+        return _restored, (self._provider, self._endpoint)
+
+
+def _restored(provider: Provider, endpoint: Endpoint) -> SharedFunction[..., Any]:
+    """Make a function of a script again, in another process: with a provider that has this endpoint."""
+    return provider._add(endpoint)
+
+
+def _importable(function: Any) -> bool:
+    """Return whether the name of a function leads to it in another process: not if it is a script's, or travels as code."""
+    from shared_rpc.codec.by_value import travels_as_code
+
+    module = function.__module__
+    if module in ("__main__", "__mp_main__") or travels_as_code(module):
+        return False
+    found: Any = sys.modules.get(module)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function
 
 
 class Decorator(Protocol):
@@ -260,7 +285,9 @@ class Provider(BlockingOperations):
         return lambda function: self._share(function, name, options)
 
     def _share(self, function: Callable[P, R], name: str | None, options: dict[str, Any]) -> SharedFunction[P, R]:
-        endpoint = Endpoint(describe(function, name, **options), function)
+        return cast("SharedFunction[P, R]", self._add(Endpoint(describe(function, name, **options), function)))
+
+    def _add(self, endpoint: Endpoint) -> SharedFunction[..., Any]:
         self.endpoints[endpoint.spec.name] = endpoint
         self.registry.add(endpoint.spec)
         return SharedFunction(self, endpoint)
