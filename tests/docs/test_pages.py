@@ -176,6 +176,8 @@ def test_python_on_a_page_names_what_there_is() -> None:
         tree = ast.parse(re.sub(r"\A(?::\w+:.*\n)+", "", block), str(path))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shared_rpc":
+                if node.module == "shared_rpc.cluster" and importlib.util.find_spec("ray") is None:
+                    continue
                 exec(compile(ast.Module([node], []), str(path), "exec"), {})
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in CALLED:
                 kinds = CALLED[node.value.id]

@@ -1,0 +1,34 @@
+"""The example of Ray Serve: replicas on two nodes, and one copy of the model for each node."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit.processes import PYTHONPATH, ROOT
+
+pytest.importorskip("ray.serve")
+
+EXAMPLE = ROOT / "examples" / "ray_serve"
+
+
+@pytest.mark.timeout(420)
+def test_replicas_of_a_node_share_one_copy(tmp_path: Path) -> None:
+    """The example starts two nodes with two replicas each, checks what it claims, and leaves no process behind."""
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": "/tmp", "RAY_SERVE_WIDTH": "256"}
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLE / "run.py")],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "4 replicas on 2 nodes, one copy of the model on each" in ran.stdout
+    assert ran.stdout.count("held by 2 replicas") == 2
