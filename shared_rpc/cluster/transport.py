@@ -35,11 +35,12 @@ try:
         TensorTransportMetadata,
         register_tensor_transport,
     )
+    from ray.experimental.rdt.util import transport_manager_info
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise ConfigurationError(
         f"Ray {importlib.metadata.version('ray')} has no tensor transports of one's own (ray.experimental."
-        f"register_tensor_transport): use Ray 2.55 or later, as pip install -U 'shared-rpc[ray]' does"
+        f"register_tensor_transport): use a later one, such as 2.60"
     ) from error
 
 __all__ = ["NAME", "SharedRpcTransport", "register"]
@@ -59,8 +60,6 @@ def register() -> None:
 
     :raises ConfigurationError: if another transport has its name.
     """
-    from ray.experimental.rdt.util import transport_manager_info
-
     known = transport_manager_info.get(NAME)
     if known is None:
         register_tensor_transport(NAME, ["cpu", "cuda"], SharedRpcTransport, torch.Tensor)
