@@ -112,6 +112,7 @@ def test_every_kind_of_tensor_arrives_as_it_was(nodes: Nodes) -> None:
     assert got["part"] == (whole[1:3, 2:].tolist(), "torch.float32", (6, 1), False)
     assert got["bfloat16"][:2] == ([1.5] * 3, "torch.bfloat16") and got["empty"][0] == [] and got["scalar"][0] == 7
     assert got["gradient"][3] and got["parameter"][3] and got["number"] == 7
+    assert segment_of(ray.get(made)["parameter"]) == segment_of(ray.get(made)["turned"]) != ""
     away = ray.get(far.described.remote(made))
     assert {name: value[:2] for name, value in away.items() if name != "number"} == {
         name: value[:2] for name, value in got.items() if name != "number"
