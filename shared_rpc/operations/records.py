@@ -132,7 +132,7 @@ class RecordOperations:
         :raises DeadlineExceeded: after the client's timeout.
         """
         what = f"prepare({endpoint!r})"
-        reply, _, _ = yield from ctx._sent(x.Prepare, endpoint, args, kwargs, what)
+        reply, _, _ = yield from ctx._sent(x.PrepareCandidate, endpoint, args, kwargs, what)
         return cast(Leased[Generation], (yield from _held(message_of(reply, what, x.Candidate).generation)))
 
     @operation
@@ -144,7 +144,7 @@ class RecordOperations:
             generation is current.
         """
         name = id_of(candidate)
-        return (yield from ask(Request(x.Promote(name), f"promote({name!r})"), g.Refreshed)).generation
+        return (yield from ask(Request(x.PromoteCandidate(name), f"promote({name!r})"), g.Refreshed)).generation
 
 
 def _lent(object_id: str, generation: int) -> m.Result:

@@ -129,7 +129,7 @@ class Adopt(Message):
     current: bool = True
 
 
-class Prepare(Call):
+class PrepareCandidate(Call):
     """A call that builds the next generation of its object and leaves the present one current; :class:`Candidate` answers."""
 
 
@@ -139,7 +139,7 @@ class Candidate(Message):
     generation: Generation
 
 
-class Promote(Message):
+class PromoteCandidate(Message):
     """Request to make a candidate the current generation; :class:`~shared_rpc.protocol.generations.Refreshed` answers."""
 
     object_id: str

@@ -56,7 +56,7 @@ T = TypeVar("T")
 #: The session of this process's own requests.
 _SESSION = "local"
 #: Requests answered at an endpoint's end: a waiting endpoint's thread is lent meanwhile.
-_OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.Prepare}
+_OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.PrepareCandidate}
 #: Requests that are not answered at once: the loop, which answers them, cannot wait for the answer.
 _WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes, s.AwaitMisses, s.BuildMiss}
 _NO_TABLE = msgspec.Raw(b"")

@@ -1001,7 +1001,7 @@ def test_a_candidate_that_is_none(server: Server, object_id: str) -> None:
     """A short error says so, and so for an export."""
     with Raw(server.socket_path) as raw:
         for number, (message, code) in enumerate(
-            [(x.Promote(object_id), "refresh"), (x.ExportObject(object_id), "stale-handle")]
+            [(x.PromoteCandidate(object_id), "refresh"), (x.ExportObject(object_id), "stale-handle")]
         ):
             answer = raw.ask(message, number + 1)
             assert isinstance(answer, m.Error)

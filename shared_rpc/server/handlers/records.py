@@ -41,8 +41,8 @@ def adopt(caller: Caller, message: x.Adopt) -> m.Message:
     return g.Refreshed(generation) if message.current else x.Candidate(generation)
 
 
-@handles(x.Prepare)
-def prepare(caller: Caller, message: x.Prepare) -> None:
+@handles(x.PrepareCandidate)
+def prepare(caller: Caller, message: x.PrepareCandidate) -> None:
     waiter, lowered, arguments = entered(caller, message)
 
     def made(generation: g.Generation) -> bool:
@@ -51,6 +51,6 @@ def prepare(caller: Caller, message: x.Prepare) -> None:
     caller.core.prepare(waiter, made, message.endpoint, lowered, arguments, frozenset(message.chain))
 
 
-@handles(x.Promote)
-def promote(caller: Caller, message: x.Promote) -> g.Refreshed:
+@handles(x.PromoteCandidate)
+def promote(caller: Caller, message: x.PromoteCandidate) -> g.Refreshed:
     return g.Refreshed(caller.core.records.promote(message.object_id))
