@@ -121,6 +121,7 @@ def test_all_operations_of_the_async_client_are_coroutines() -> None:
     plain = {name for name, member in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")}
     assert {name for name in plain if not inspect.iscoroutinefunction(getattr(AsyncClient, name))} == {
         "refreshes",
+        "source",
         "update",
     }
 
