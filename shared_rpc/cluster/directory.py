@@ -61,6 +61,10 @@ from shared_rpc.cluster.orders import (
 __all__ = ["Directory", "Rules"]
 
 
+#: Versions of a key whose numbers are remembered.
+_REMEMBERED = 32
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """Numbers of the rules. Times are in seconds.
@@ -239,6 +243,8 @@ class _Entry:
     orphans: dict[str, Version] = field(default_factory=dict)
     next_number: int = 1
     valid_from: int = 0
+    #: Numbers of the latest versions, by their digests: an agent that was restarted knows the bytes alone.
+    numbers: dict[str, int] = field(default_factory=dict)
     #: Bytes of the latest version that was seen.
     nbytes: int = 0
     touched_at: float = 0.0
@@ -455,9 +461,12 @@ class Directory:
 
     def _recognised(self, entry: _Entry, version: Version) -> Version:
         """Return a version with its number, where its digest is known; and learn the number of one known by digest alone."""
-        known = [found.version for found in entry.distributions()] + list(dict.fromkeys(entry.listed.values()))
         if version.number == 0:
-            return max((found for found in known if found.digest == version.digest), default=version)
+            return Version(entry.numbers.get(version.digest, 0), version.digest)
+        entry.numbers[version.digest] = max(version.number, entry.numbers.pop(version.digest, 0))
+        while len(entry.numbers) > _REMEMBERED:
+            del entry.numbers[next(iter(entry.numbers))]
+        known = [found.version for found in entry.distributions()] + list(entry.listed.values())
         if (unnumbered := Version(0, version.digest)) in known:
             for node in [node for node, found in entry.listed.items() if found == unnumbered]:
                 entry.listed[node] = version
@@ -467,7 +476,9 @@ class Directory:
 
     def _list(self, entry: _Entry, node: str, version: Version, nbytes: int) -> None:
         """Note that a version is current at a node, and what that means for the cluster."""
-        entry.listed[node] = version
+        before, entry.listed[node] = entry.listed.get(node), version
+        if entry.current is not None and before == entry.current.version != version and node in entry.current.holders:
+            self._no_longer_holds(entry, entry.current, node)
         del entry.invalid[node]
         entry.nbytes = nbytes
         entry.waiting.pop(node, None)
@@ -507,6 +518,8 @@ class Directory:
         current = entry.current
         if current is None or node not in self._members or node in current.active:
             self._touch(entry)
+        elif entry.build is not None and isinstance(entry.build.order, Build) and entry.build.order.node == node:
+            pass  # its own run answers its callers
         elif node in current.holders:
             if entry.listed.get(node) != current.version:
                 self._order_promotion(entry, node)
@@ -600,9 +613,10 @@ class Directory:
 
     def _dropped(self, event: Dropped) -> None:
         entry = self._entry(event.key)
-        if entry.listed.get(event.node) == event.version:
+        version = self._recognised(entry, event.version)
+        if entry.listed.get(event.node) == version:
             self._unlist(entry, event.node)
-        distribution = entry.distribution(event.version)
+        distribution = entry.distribution(version)
         if distribution is not None and event.node in distribution.holders:
             self._no_longer_holds(entry, distribution, event.node)
             if entry.refresh is not None and entry.refresh.distribution is distribution and not entry.refresh.committed:

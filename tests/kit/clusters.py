@@ -7,6 +7,7 @@ from typing import Any
 
 from shared_rpc.cluster.directory import Directory, Rules
 from shared_rpc.cluster.orders import (
+    Abandon,
     Answer,
     Blame,
     Build,
@@ -63,6 +64,7 @@ class Cluster:
                 self.orders = [order for order in self.orders if not _replaced(order, decision)] + [decision]
             else:
                 self.notices.append(decision)
+                self.orders = [order for order in self.orders if not _abandoned(order, decision)]
         return decisions
 
     def join(self, node: str, *holdings: Holding, host: str = "", misses: Iterable[Key] = (), **facts: Any) -> list[Decision]:
@@ -142,6 +144,12 @@ class Cluster:
 def _is(status: dict[str, Any], key: Key) -> bool:
     fields = {name: getattr(key.group, name) for name in key.group.__struct_fields__}
     return (status["endpoint"], status["cache_key"], status["group"]) == (key.endpoint, key.cache_key, fields)
+
+
+def _abandoned(order: Order, by: Decision) -> bool:
+    """Whether it is a transfer that is to be given up."""
+    same = isinstance(order, Fetch) and isinstance(by, Abandon)
+    return same and (order.node, order.key, order.version) == (by.node, by.key, by.version)
 
 
 def _replaced(order: Order, by: Order) -> bool:

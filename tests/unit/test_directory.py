@@ -511,6 +511,35 @@ def test_versions_known_by_digest_alone_are_recognised() -> None:
     assert cluster.versions() == {"a": 1, "b": 1} and cluster.orders == []
 
 
+def test_the_only_node_of_a_version_is_recognised_by_the_digest_alone_too() -> None:
+    """Its agent was restarted, and nobody else can say which version it is; an invalidation before does not count for it."""
+    cluster = Cluster("a")
+    cluster.miss("a")
+    cluster.carry_out()
+    cluster.invalidate("a")
+    cluster.carry_out()
+    cluster.miss("a")
+    cluster.carry_out()
+    cluster.join("a", held(Version(0, "d2")))
+    assert cluster.versions() == {"a": 2} and cluster.orders == []
+
+
+def test_a_node_whose_late_build_replaces_the_current_version_receives_that_again() -> None:
+    """It has what it has built, and no longer what it had received."""
+    cluster = Cluster("a", "b", silence=30)
+    cluster.miss("a", "b")
+    late = cluster.order(Build, "a")
+    cluster.wait(32)
+    cluster.answer(cluster.order(Build, "b"))
+    cluster.miss("a")
+    cluster.answer(cluster.order(Fetch, "a"))
+    cluster.answer(late)
+    assert cluster.ordered(Promote) == []
+    assert cluster.order(Fetch).node == "a"
+    cluster.carry_out(lambda order: order is late)
+    assert cluster.versions() == {"a": 2, "b": 2}
+
+
 def test_an_unknown_node_is_asked_who_it_is() -> None:
     """It reports to a directory that was restarted."""
     cluster = Cluster()

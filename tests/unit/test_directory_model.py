@@ -393,7 +393,7 @@ class DirectoryModel(RuleBasedStateMachine):
             assert len({node.listed[key].digest for node in self.nodes.values() if key in node.listed}) <= 1
         assert not any(node.candidates for node in self.nodes.values())
         status: dict[str, Any] = self.directory.status()
-        assert not any(found["waiting"] or found["left_out"] or found["refreshing"] for found in status["keys"])
+        assert [found for found in status["keys"] if found["waiting"] or found["left_out"] or found["refreshing"]] == []
 
 
 def _is_fetch_of(order: Order, other: Fetch | Abandon) -> bool:
