@@ -599,10 +599,11 @@ class Directory:
         self._touch(entry)
 
     def _has_nothing(self, entry: _Entry, node: str) -> None:
-        """Note that a node has no object of a key any more."""
-        if node in entry.listed:
+        """Note that a node has no object of a key any more; a candidate it may have."""
+        version = entry.listed.get(node)
+        if version is not None:
             self._unlist(entry, node)
-        if entry.current is not None and node in entry.current.holders:
+        if entry.current is not None and entry.current.version == version and node in entry.current.holders:
             self._no_longer_holds(entry, entry.current, node)
 
     def _withdrawn(self, event: MissWithdrawn) -> None:

@@ -540,6 +540,18 @@ def test_a_node_whose_late_build_replaces_the_current_version_receives_that_agai
     assert cluster.versions() == {"a": 2, "b": 2}
 
 
+def test_a_call_at_a_node_that_has_the_candidate_of_the_current_version_promotes_it() -> None:
+    """Its old object was evicted; nothing has to be built or sent."""
+    cluster = Cluster("a", retry_after=300)
+    cluster.miss("a")
+    cluster.carry_out()
+    cluster.refresh("a")
+    cluster.answer(cluster.order(Prepare))
+    cluster.fail(cluster.order(Promote), Blame.NODE)
+    cluster.miss("a")
+    assert [type(order) for order in cluster.orders] == [Promote]
+
+
 def test_an_unknown_node_is_asked_who_it_is() -> None:
     """It reports to a directory that was restarted."""
     cluster = Cluster()
