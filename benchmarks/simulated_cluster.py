@@ -22,6 +22,7 @@ from shared_rpc.cluster.orders import (
     Answer,
     Blame,
     Build,
+    BuildCandidate,
     Built,
     ClusterEvent,
     Decision,
@@ -38,8 +39,7 @@ from shared_rpc.cluster.orders import (
     NodeLeft,
     Order,
     OrderFailed,
-    Prepare,
-    Promote,
+    PromoteCandidate,
     RefreshRequested,
     Rejoin,
     Version,
@@ -278,13 +278,13 @@ class SimulatedCluster:
         if not node.reporting:
             node.reporting = True
             self.at(self.now + self.rules.report_every, self._report, node)
-        if isinstance(order, (Build, Prepare)):
+        if isinstance(order, (Build, BuildCandidate)):
             self.at(self.now + self.hardware.build * node.build, self._finish_build, node, order)
         elif isinstance(order, Fetch):
             room = node.rooms.setdefault(order.version, _Room())
             room.flow = _Flow(order, room)
             self._next_part(room.flow)
-        elif isinstance(order, Promote):
+        elif isinstance(order, PromoteCandidate):
             self.at(self.now + self.hardware.swap, self._finish_swap, node, order)
         else:
             self.at(self.now + self.hardware.swap, self._finish_invalidation, node, order)
@@ -298,7 +298,7 @@ class SimulatedCluster:
         if node.alive and node.orders.pop(order.id, None) is not None:
             self._tell(event)
 
-    def _finish_build(self, node: _Node, order: Build | Prepare) -> None:
+    def _finish_build(self, node: _Node, order: Build | BuildCandidate) -> None:
         if not node.alive:
             return
         version = Version(order.number, f"{order.number}")
@@ -307,7 +307,7 @@ class SimulatedCluster:
             self._serve(node, version)
         self._answer(node, order, Built(order, version.digest, self.hardware.nbytes))
 
-    def _finish_swap(self, node: _Node, order: Promote) -> None:
+    def _finish_swap(self, node: _Node, order: PromoteCandidate) -> None:
         if node.alive:
             self._serve(node, order.version)
         self._answer(node, order, Done(order))

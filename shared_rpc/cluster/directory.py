@@ -32,6 +32,7 @@ from shared_rpc.cluster.orders import (
     Answer,
     Blame,
     Build,
+    BuildCandidate,
     Built,
     ClusterEvent,
     Decision,
@@ -51,8 +52,7 @@ from shared_rpc.cluster.orders import (
     NodeLeft,
     Order,
     OrderFailed,
-    Prepare,
-    Promote,
+    PromoteCandidate,
     RefreshRequested,
     Rejoin,
     Version,
@@ -384,7 +384,7 @@ class Directory:
     def _take_up(self, order: Order) -> None:
         """Note a build that an earlier directory ordered. Its transfers are ordered anew, and go on where they are."""
         entry = self._entry(order.key)
-        if isinstance(order, (Build, Prepare)) and entry.build is None:
+        if isinstance(order, (Build, BuildCandidate)) and entry.build is None:
             entry.build = self._note(order)
             entry.next_number = max(entry.next_number, order.number + 1)
 
@@ -450,7 +450,9 @@ class Directory:
         entry = self._entry(holding.key)
         version = self._recognised(entry, holding.version)
         entry.next_number = max(entry.next_number, version.number + 1)
-        if version.number < entry.valid_from:
+        if version.number < entry.valid_from and holding.candidate:
+            self._send(Abandon(node, entry.key, version))
+        elif version.number < entry.valid_from:
             self._order_invalidation(entry, node)
         elif not holding.candidate:
             self._list(entry, node, version, holding.nbytes)
@@ -632,7 +634,7 @@ class Directory:
         if entry.build is work and work is not None:
             entry.build = None
             entry.failures.clear()
-        version = Version(order.number, event.digest)
+        version = self._recognised(entry, Version(order.number, event.digest))
         refresh = entry.refresh
         self._touch(entry)
         if isinstance(order, Build):
@@ -658,7 +660,7 @@ class Directory:
         self._touch(entry)
         if isinstance(order, Fetch):
             self._received(entry, order)
-        elif isinstance(order, Promote):
+        elif isinstance(order, PromoteCandidate):
             refresh = entry.refresh
             if refresh is not None and refresh.committed and order.node in refresh.promoting:
                 refresh.promoting.discard(order.node)
@@ -700,11 +702,11 @@ class Directory:
         order, entry = work.order, self._entry(work.order.key)
         self._close(work)
         self._touch(entry)
-        if isinstance(order, (Build, Prepare)):
+        if isinstance(order, (Build, BuildCandidate)):
             self._build_failed(entry, work, error, blame, payload)
         elif isinstance(order, Fetch):
             self._transfer_failed(entry, order, error, blame)
-        elif isinstance(order, Promote):
+        elif isinstance(order, PromoteCandidate):
             self._promotion_failed(entry, order, error)
         else:
             self._invalidated(entry, order.node, error)
@@ -719,7 +721,7 @@ class Directory:
         if entry.build is not work:
             return
         entry.build = None
-        if isinstance(work.order, Prepare):
+        if isinstance(work.order, BuildCandidate):
             return  # of a refresh that has ended: nobody waits for the candidate
         entry.waiting.pop(node, None)  # its own run told it
         entry.failures[node] = error
@@ -835,7 +837,7 @@ class Directory:
             self._end_refresh(entry, refresh, named or "no node of the cluster has it any more")
             return
         builder = refresh.asker if refresh.asker in able else min(able, key=self._load)
-        order = Prepare(builder, entry.key, next(self._ids), refresh.number, refresh.payload)
+        order = BuildCandidate(builder, entry.key, next(self._ids), refresh.number, refresh.payload)
         refresh.builder = self._order(order)
 
     def _load(self, node: str) -> tuple[int, str]:
@@ -866,19 +868,23 @@ class Directory:
         assert entry.current is not None
         member, version = self._members[node], entry.current.version
         if not any(
-            isinstance(work.order, Promote) and work.order.key == entry.key and work.order.version == version
+            isinstance(work.order, PromoteCandidate) and work.order.key == entry.key and work.order.version == version
             for work in member.orders.values()
         ):
-            self._order(Promote(node, entry.key, next(self._ids), version))
+            self._order(PromoteCandidate(node, entry.key, next(self._ids), version))
 
-    def _promotion_failed(self, entry: _Entry, order: Promote, error: str) -> None:
+    def _promotion_failed(self, entry: _Entry, order: PromoteCandidate, error: str) -> None:
         refresh = entry.refresh
         if refresh is not None and refresh.committed and order.node in refresh.promoting:
             self._leave_out_of_refresh(entry, refresh, order.node, error)
-        if entry.current is not None and entry.current.version == order.version:
+        current = entry.current
+        if current is not None and current.version == order.version:
             if entry.waiting.pop(order.node, ()) is None:
                 self._send(FailMisses(order.node, entry.key, error))
             self._rest(entry, order.node, error)
+            left_out = entry.left_out.get(order.node)
+            if left_out is not None and left_out.failures > 1 and order.node in current.holders:
+                self._no_longer_holds(entry, current, order.node)  # its candidate is gone, whatever became of it
 
     def _end_refresh(self, entry: _Entry, refresh: _Refresh, error: str = "", payload: bytes = b"") -> None:
         """Answer who asked for a refresh, and let the next one begin."""
@@ -927,7 +933,7 @@ class Directory:
             work
             for node in nodes
             for work in self._members[node].orders.values()
-            if work.order.key == entry.key and isinstance(work.order, Promote)
+            if work.order.key == entry.key and isinstance(work.order, PromoteCandidate)
         ]:
             self._close(work)
         entry.listed.clear()
@@ -1195,7 +1201,7 @@ class Directory:
         """Give up what takes too long."""
         order = work.order
         quiet, taken = self._now - work.heard, self._now - work.since
-        if isinstance(order, (Promote, Invalidate)):
+        if isinstance(order, (PromoteCandidate, Invalidate)):
             if taken > self.rules.promote_timeout:
                 self._lost_order(work, f"{order.node} did not answer in {self.rules.promote_timeout:g} s")
         elif quiet > self.rules.silence:

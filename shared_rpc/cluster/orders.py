@@ -6,18 +6,21 @@ A *node* is a broker with its agent, by a name that nobody else has; a host with
 ::
 
     agent ── NodeJoined, Missed, Advanced, Built, Done, OrderFailed, Dropped, … ──► directory
-    agent ◄── orders: Build, Prepare, Fetch, Promote, Invalidate ───────────────── directory
+    agent ◄── orders: Build, Fetch, PromoteCandidate, … ──────────────────────────── directory
           ◄── notices: Abandon, FailMisses, Answer, Rejoin ───────────────────────
 
 Obligations of an agent:
 
 - Each **order** is answered once, by an event that carries the order itself: :class:`Built` for :class:`Build` and
-  :class:`Prepare`, :class:`Done` for the others, :class:`OrderFailed` for any. While orders are in progress, the agent sends
-  :class:`Advanced` every ``report_every`` seconds; a node that is silent about an order for ``silence`` seconds loses it.
+  :class:`BuildCandidate`, :class:`Done` for the others, :class:`OrderFailed` for any. While orders are in progress, the
+  agent sends :class:`Advanced` every ``report_every`` seconds; a node that is silent about an order for ``silence``
+  seconds loses it.
 - A :class:`Fetch` replaces an earlier one of the same key and version: the parts that have arrived are kept, and the
   rest comes from the new source. The order that was replaced is not answered.
-- Once an object is current at a node, by :class:`Build`, :class:`Promote`, or a :class:`Fetch` that is no candidate, it
-  answers every miss that the node has reported for the key and that is not answered yet.
+- Once an object is current at a node, by :class:`Build`, :class:`PromoteCandidate`, or a :class:`Fetch` that is no
+  candidate, it answers every miss that the node has reported for the key and that is not answered yet.
+- Versions are told apart by their digests. With ``relay``, the agent of the source is asked for parts that have not
+  arrived there, and answers when they have.
 - Orders and notices of one node are carried out in the order in which they were sent, and so are its events.
 - An agent that starts, or that is asked by :class:`Rejoin`, or that finds that the directory was restarted, sends
   :class:`NodeJoined` with all that its node holds, misses, and carries out.
@@ -36,6 +39,7 @@ __all__ = [
     "Answer",
     "Blame",
     "Build",
+    "BuildCandidate",
     "Built",
     "ClusterEvent",
     "Decision",
@@ -56,8 +60,7 @@ __all__ = [
     "NodeLeft",
     "Order",
     "OrderFailed",
-    "Prepare",
-    "Promote",
+    "PromoteCandidate",
     "RefreshRequested",
     "Rejoin",
     "Version",
@@ -154,7 +157,7 @@ class Build(_Order, frozen=True):
     number: int
 
 
-class Prepare(_Order, frozen=True):
+class BuildCandidate(_Order, frozen=True):
     """Build a candidate, which does not become current. ``payload`` is that of the request: the call's arguments."""
 
     number: int
@@ -164,7 +167,7 @@ class Prepare(_Order, frozen=True):
 class Fetch(_Order, frozen=True):
     """Transfer: get the record's bytes from a node that has them.
 
-    With ``candidate`` it is kept beside the current object until :class:`Promote`; without, it answers misses at once.
+    With ``candidate`` it is kept beside the current object until :class:`PromoteCandidate`; without, it answers misses at once.
     With ``relay`` the source is itself receiving the bytes, and serves each part as it arrives.
     """
 
@@ -175,7 +178,7 @@ class Fetch(_Order, frozen=True):
     relay: bool = False
 
 
-class Promote(_Order, frozen=True):
+class PromoteCandidate(_Order, frozen=True):
     """Change-over: make the candidate of that version the current object."""
 
     version: Version
@@ -185,7 +188,7 @@ class Invalidate(_Order, frozen=True):
     """Invalidate the call in the broker, and give up whatever is being received of it."""
 
 
-Order = Build | Prepare | Fetch | Promote | Invalidate
+Order = Build | BuildCandidate | Fetch | PromoteCandidate | Invalidate
 
 # Notices, which are not answered.
 
@@ -279,9 +282,9 @@ class MissWithdrawn(_Plain, frozen=True, tag=True):
 
 
 class Built(_Plain, frozen=True, tag=True):
-    """Answer to :class:`Build` and :class:`Prepare`."""
+    """Answer to :class:`Build` and :class:`BuildCandidate`."""
 
-    order: Build | Prepare
+    order: Build | BuildCandidate
     digest: str
     nbytes: int
 
@@ -292,9 +295,9 @@ class Built(_Plain, frozen=True, tag=True):
 
 
 class Done(_Plain, frozen=True, tag=True):
-    """Answer to :class:`Fetch`, :class:`Promote` and :class:`Invalidate`."""
+    """Answer to :class:`Fetch`, :class:`PromoteCandidate` and :class:`Invalidate`."""
 
-    order: Fetch | Promote | Invalidate
+    order: Fetch | PromoteCandidate | Invalidate
 
     @property
     def node(self) -> str:

@@ -11,6 +11,7 @@ from shared_rpc.cluster.orders import (
     Answer,
     Blame,
     Build,
+    BuildCandidate,
     Built,
     Decision,
     Done,
@@ -26,7 +27,6 @@ from shared_rpc.cluster.orders import (
     NodeLeft,
     Order,
     OrderFailed,
-    Prepare,
     RefreshRequested,
 )
 
@@ -102,7 +102,7 @@ class Cluster:
     def answer(self, order: Order, digest: str = "", nbytes: int = 1000) -> list[Decision]:
         """Carry an order out."""
         self.orders.remove(order)
-        if isinstance(order, (Build, Prepare)):
+        if isinstance(order, (Build, BuildCandidate)):
             return self.handle(Built(order, digest or f"d{order.number}", nbytes))
         return self.handle(Done(order))
 

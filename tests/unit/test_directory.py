@@ -12,6 +12,7 @@ from shared_rpc.cluster.orders import (
     Abandon,
     Blame,
     Build,
+    BuildCandidate,
     Decision,
     Done,
     Dropped,
@@ -23,8 +24,7 @@ from shared_rpc.cluster.orders import (
     MissWithdrawn,
     NodeFacts,
     NodeJoined,
-    Prepare,
-    Promote,
+    PromoteCandidate,
     Rejoin,
     Version,
 )
@@ -247,15 +247,15 @@ def test_a_refresh_prepares_everywhere_before_anybody_changes_over() -> None:
     cluster.miss("a", "b", "c")
     cluster.carry_out()
     cluster.refresh("b", payload=b"args")
-    prepare = cluster.order(Prepare)
+    prepare = cluster.order(BuildCandidate)
     assert (prepare.node, prepare.number, prepare.payload) == ("b", 2, b"args")
     cluster.answer(prepare)
     first, second = cluster.ordered(Fetch)
     assert first.candidate and second.candidate
     cluster.answer(first)
-    assert cluster.ordered(Promote) == []
+    assert cluster.ordered(PromoteCandidate) == []
     cluster.answer(second)
-    assert {promote.node for promote in cluster.ordered(Promote)} == set("abc")
+    assert {promote.node for promote in cluster.ordered(PromoteCandidate)} == set("abc")
     assert cluster.versions() == dict.fromkeys("abc", 1)
     cluster.carry_out()
     assert cluster.versions() == dict.fromkeys("abc", 2)
@@ -274,7 +274,7 @@ def test_a_node_that_fails_in_a_refresh_is_left_out_named_and_mended() -> None:
     cluster.miss("a", "b", "c")
     cluster.carry_out()
     cluster.refresh("a")
-    cluster.answer(cluster.order(Prepare))
+    cluster.answer(cluster.order(BuildCandidate))
     cluster.fail(cluster.order(Fetch, "c"), Blame.NODE, "the quota is used up")
     cluster.carry_out()
     (result,) = cluster.answers[0].results
@@ -307,7 +307,7 @@ def test_an_exception_in_a_refresh_changes_nothing() -> None:
     cluster.miss("a", "b")
     cluster.carry_out()
     cluster.refresh("a")
-    cluster.fail(cluster.order(Prepare), Blame.ENDPOINT, "ValueError: broken file")
+    cluster.fail(cluster.order(BuildCandidate), Blame.ENDPOINT, "ValueError: broken file")
     assert cluster.answers[0].results[0].error == "ValueError: broken file"
     assert cluster.versions() == {"a": 1, "b": 1} and cluster.orders == []
 
@@ -330,7 +330,7 @@ def test_refreshes_come_one_after_the_other() -> None:
     cluster.carry_out()
     cluster.refresh("a", "r1", b"1")
     cluster.refresh("b", "r2", b"2")
-    assert [order.payload for order in cluster.ordered(Prepare)] == [b"1"]
+    assert [order.payload for order in cluster.ordered(BuildCandidate)] == [b"1"]
     cluster.carry_out()
     assert [answer.request for answer in cluster.answers] == ["r1", "r2"]
     assert cluster.versions() == {"a": 3, "b": 3}
@@ -362,7 +362,7 @@ def test_who_calls_during_a_swap_gets_the_newest() -> None:
     cluster.miss("a", "b")
     cluster.carry_out()
     cluster.refresh("a")
-    cluster.carry_out(lambda order: isinstance(order, Promote))
+    cluster.carry_out(lambda order: isinstance(order, PromoteCandidate))
     cluster.join("c")
     cluster.miss("c")
     assert cluster.order(Fetch).version.number == 2
@@ -451,8 +451,8 @@ def test_a_candidate_whose_promotion_failed_is_promoted_later() -> None:
     """At a node that had nothing before, too."""
     cluster = Cluster("a", retry_after=5)
     cluster.refresh("a")
-    cluster.answer(cluster.order(Prepare))
-    cluster.fail(cluster.order(Promote), Blame.NODE, "the broker does not answer")
+    cluster.answer(cluster.order(BuildCandidate))
+    cluster.fail(cluster.order(PromoteCandidate), Blame.NODE, "the broker does not answer")
     cluster.wait(6)
     cluster.carry_out()
     assert cluster.versions() == {"a": 1}
@@ -493,7 +493,7 @@ def test_a_candidate_of_an_earlier_directory_that_fails_fails_no_calls() -> None
     """Nobody waits for it any more; who calls waits for a build of its own."""
     before = Cluster("a")
     before.refresh("a")
-    prepare = before.order(Prepare)
+    prepare = before.order(BuildCandidate)
     cluster = Cluster(expected=["a"])
     cluster.handle(NodeJoined("a", NodeFacts("a"), (), (KEY,), (prepare,)))
     cluster.orders.append(prepare)
@@ -534,7 +534,7 @@ def test_a_node_whose_late_build_replaces_the_current_version_receives_that_agai
     cluster.miss("a")
     cluster.answer(cluster.order(Fetch, "a"))
     cluster.answer(late)
-    assert cluster.ordered(Promote) == []
+    assert cluster.ordered(PromoteCandidate) == []
     assert cluster.order(Fetch).node == "a"
     cluster.carry_out(lambda order: order is late)
     assert cluster.versions() == {"a": 2, "b": 2}
@@ -546,10 +546,41 @@ def test_a_call_at_a_node_that_has_the_candidate_of_the_current_version_promotes
     cluster.miss("a")
     cluster.carry_out()
     cluster.refresh("a")
-    cluster.answer(cluster.order(Prepare))
-    cluster.fail(cluster.order(Promote), Blame.NODE)
+    cluster.answer(cluster.order(BuildCandidate))
+    cluster.fail(cluster.order(PromoteCandidate), Blame.NODE)
     cluster.miss("a")
-    assert [type(order) for order in cluster.orders] == [Promote]
+    assert [type(order) for order in cluster.orders] == [PromoteCandidate]
+
+
+def test_a_candidate_is_recognised_by_its_digest_alone() -> None:
+    """It was built after an invalidation, and its agent was restarted before it could promote it."""
+    cluster = Cluster("a")
+    cluster.miss("a")
+    cluster.carry_out()
+    cluster.invalidate("a")
+    cluster.carry_out()
+    cluster.refresh("a")
+    cluster.answer(cluster.order(BuildCandidate))
+    cluster.orders.clear()
+    cluster.join("a", held(Version(0, "d2"), candidate=True))
+    assert cluster.ordered(Invalidate) == []
+    assert [notice.version for notice in cluster.noticed(Abandon)] == [Version(2, "d2")]
+
+
+def test_a_node_that_cannot_promote_again_and_again_receives_the_version_anew() -> None:
+    """Its candidate is gone, whatever became of it."""
+    cluster = Cluster("a", "b", retry_after=5)
+    cluster.miss("a", "b")
+    cluster.carry_out()
+    cluster.refresh("a")
+    cluster.carry_out(lambda order: isinstance(order, PromoteCandidate) and order.node == "b")
+    cluster.fail(cluster.order(PromoteCandidate), Blame.NODE, "there is no candidate")
+    cluster.wait(6)
+    cluster.fail(cluster.order(PromoteCandidate), Blame.NODE, "there is no candidate")
+    cluster.wait(11)
+    assert cluster.order(Fetch).node == "b"
+    cluster.carry_out()
+    assert cluster.versions() == {"a": 2, "b": 2}
 
 
 def test_an_unknown_node_is_asked_who_it_is() -> None:

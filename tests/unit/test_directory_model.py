@@ -19,6 +19,7 @@ from shared_rpc.cluster.orders import (
     Answer,
     Blame,
     Build,
+    BuildCandidate,
     Built,
     ClusterEvent,
     Decision,
@@ -36,8 +37,7 @@ from shared_rpc.cluster.orders import (
     NodeLeft,
     Order,
     OrderFailed,
-    Prepare,
-    Promote,
+    PromoteCandidate,
     RefreshRequested,
     Rejoin,
     Version,
@@ -231,7 +231,7 @@ class DirectoryModel(RuleBasedStateMachine):
         node = self.nodes[order.node]
         node.orders.pop(order.id, None)
         node.ignored.pop(order.id, None)
-        if isinstance(order, (Build, Prepare)):
+        if isinstance(order, (Build, BuildCandidate)):
             self.builds += 1
             version = Version(order.number, f"d{self.builds}")
             if isinstance(order, Build):
@@ -249,7 +249,7 @@ class DirectoryModel(RuleBasedStateMachine):
                 node.candidates.add((order.key, order.version))
             else:
                 self.serve(node, order.key, order.version)
-        elif isinstance(order, Promote):
+        elif isinstance(order, PromoteCandidate):
             if not node.has(order.key, order.version):
                 self.send(OrderFailed(order, "there is no candidate", Blame.NODE))
                 return
@@ -282,7 +282,7 @@ class DirectoryModel(RuleBasedStateMachine):
         del self.nodes[order.node].orders[order.id]
         if isinstance(order, Build):
             self.nodes[order.node].misses.discard(order.key)  # its run has failed there
-        elif (blame is Blame.ENDPOINT and not isinstance(order, Prepare)) or (
+        elif (blame is Blame.ENDPOINT and not isinstance(order, BuildCandidate)) or (
             blame is Blame.SOURCE and not isinstance(order, Fetch)
         ):
             blame = Blame.NODE
@@ -304,7 +304,7 @@ class DirectoryModel(RuleBasedStateMachine):
         """And answers it after all."""
         order = data.draw(st.sampled_from(self.busy(ignored=True)))
         node = self.nodes[order.node]
-        if isinstance(order, (Build, Prepare)):
+        if isinstance(order, (Build, BuildCandidate)):
             self.answer(order)
         else:
             del node.ignored[order.id]
@@ -355,7 +355,7 @@ class DirectoryModel(RuleBasedStateMachine):
     def one_node_builds_a_key(self) -> None:
         """Apart from those about whose orders nothing is heard."""
         if hasattr(self, "first"):
-            builds = Counter(o.key for o in self.busy() if isinstance(o, (Build, Prepare)) and o.id >= self.first)
+            builds = Counter(o.key for o in self.busy() if isinstance(o, (Build, BuildCandidate)) and o.id >= self.first)
             assert all(count == 1 for count in builds.values()), builds
 
     @invariant()
