@@ -884,7 +884,11 @@ class Directory:
             self._rest(entry, order.node, error)
             left_out = entry.left_out.get(order.node)
             if left_out is not None and left_out.failures > 1 and order.node in current.holders:
-                self._no_longer_holds(entry, current, order.node)  # its candidate is gone, whatever became of it
+                # Its candidate is of no use, whatever became of it.
+                self._send(Abandon(order.node, entry.key, order.version))
+                self._no_longer_holds(entry, current, order.node)
+                if order.node not in entry.listed:
+                    del entry.left_out[order.node]
 
     def _end_refresh(self, entry: _Entry, refresh: _Refresh, error: str = "", payload: bytes = b"") -> None:
         """Answer who asked for a refresh, and let the next one begin."""

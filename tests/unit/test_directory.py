@@ -577,6 +577,7 @@ def test_a_node_that_cannot_promote_again_and_again_receives_the_version_anew() 
     cluster.fail(cluster.order(PromoteCandidate), Blame.NODE, "there is no candidate")
     cluster.wait(6)
     cluster.fail(cluster.order(PromoteCandidate), Blame.NODE, "there is no candidate")
+    assert [notice.node for notice in cluster.noticed(Abandon)] == ["b"]
     cluster.wait(11)
     assert cluster.order(Fetch).node == "b"
     cluster.carry_out()
