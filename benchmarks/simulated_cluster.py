@@ -39,7 +39,7 @@ from shared_rpc.cluster.orders import (
     NodeLeft,
     Order,
     OrderFailed,
-    PromoteCandidate,
+    ChangeOver,
     RefreshRequested,
     Rejoin,
     Version,
@@ -284,7 +284,7 @@ class SimulatedCluster:
             room = node.rooms.setdefault(order.version, _Room())
             room.flow = _Flow(order, room)
             self._next_part(room.flow)
-        elif isinstance(order, PromoteCandidate):
+        elif isinstance(order, ChangeOver):
             self.at(self.now + self.hardware.swap, self._finish_swap, node, order)
         else:
             self.at(self.now + self.hardware.swap, self._finish_invalidation, node, order)
@@ -307,7 +307,7 @@ class SimulatedCluster:
             self._serve(node, version)
         self._answer(node, order, Built(order, version.digest, self.hardware.nbytes))
 
-    def _finish_swap(self, node: _Node, order: PromoteCandidate) -> None:
+    def _finish_swap(self, node: _Node, order: ChangeOver) -> None:
         if node.alive:
             self._serve(node, order.version)
         self._answer(node, order, Done(order))

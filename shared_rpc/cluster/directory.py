@@ -52,7 +52,7 @@ from shared_rpc.cluster.orders import (
     NodeLeft,
     Order,
     OrderFailed,
-    PromoteCandidate,
+    ChangeOver,
     RefreshRequested,
     Rejoin,
     Version,
@@ -660,7 +660,7 @@ class Directory:
         self._touch(entry)
         if isinstance(order, Fetch):
             self._received(entry, order)
-        elif isinstance(order, PromoteCandidate):
+        elif isinstance(order, ChangeOver):
             refresh = entry.refresh
             if refresh is not None and refresh.committed and order.node in refresh.promoting:
                 refresh.promoting.discard(order.node)
@@ -706,7 +706,7 @@ class Directory:
             self._build_failed(entry, work, error, blame, payload)
         elif isinstance(order, Fetch):
             self._transfer_failed(entry, order, error, blame)
-        elif isinstance(order, PromoteCandidate):
+        elif isinstance(order, ChangeOver):
             self._promotion_failed(entry, order, error)
         else:
             self._invalidated(entry, order.node, error)
@@ -868,12 +868,12 @@ class Directory:
         assert entry.current is not None
         member, version = self._members[node], entry.current.version
         if not any(
-            isinstance(work.order, PromoteCandidate) and work.order.key == entry.key and work.order.version == version
+            isinstance(work.order, ChangeOver) and work.order.key == entry.key and work.order.version == version
             for work in member.orders.values()
         ):
-            self._order(PromoteCandidate(node, entry.key, next(self._ids), version))
+            self._order(ChangeOver(node, entry.key, next(self._ids), version))
 
-    def _promotion_failed(self, entry: _Entry, order: PromoteCandidate, error: str) -> None:
+    def _promotion_failed(self, entry: _Entry, order: ChangeOver, error: str) -> None:
         refresh = entry.refresh
         if refresh is not None and refresh.committed and order.node in refresh.promoting:
             self._leave_out_of_refresh(entry, refresh, order.node, error)
@@ -937,7 +937,7 @@ class Directory:
             work
             for node in nodes
             for work in self._members[node].orders.values()
-            if work.order.key == entry.key and isinstance(work.order, PromoteCandidate)
+            if work.order.key == entry.key and isinstance(work.order, ChangeOver)
         ]:
             self._close(work)
         entry.listed.clear()
@@ -1205,7 +1205,7 @@ class Directory:
         """Give up what takes too long."""
         order = work.order
         quiet, taken = self._now - work.heard, self._now - work.since
-        if isinstance(order, (PromoteCandidate, Invalidate)):
+        if isinstance(order, (ChangeOver, Invalidate)):
             if taken > self.rules.promote_timeout:
                 self._lost_order(work, f"{order.node} did not answer in {self.rules.promote_timeout:g} s")
         elif quiet > self.rules.silence:

@@ -6,7 +6,7 @@ A *node* is a broker with its agent, by a name that nobody else has; a host with
 ::
 
     agent ── NodeJoined, Missed, Advanced, Built, Done, OrderFailed, Dropped, … ──► directory
-    agent ◄── orders: Build, Fetch, PromoteCandidate, … ──────────────────────────── directory
+    agent ◄── orders: Build, Fetch, ChangeOver, … ──────────────────────────── directory
           ◄── notices: Abandon, FailMisses, Answer, Rejoin ───────────────────────
 
 Obligations of an agent:
@@ -17,7 +17,7 @@ Obligations of an agent:
   seconds loses it.
 - A :class:`Fetch` replaces an earlier one of the same key and version: the parts that have arrived are kept, and the
   rest comes from the new source. The order that was replaced is not answered.
-- Once an object is current at a node, by :class:`Build`, :class:`PromoteCandidate`, or a :class:`Fetch` that is no
+- Once an object is current at a node, by :class:`Build`, :class:`ChangeOver`, or a :class:`Fetch` that is no
   candidate, it answers every miss that the node has reported for the key and that is not answered yet.
 - Versions are told apart by their digests. With ``relay``, the agent of the source is asked for parts that have not
   arrived there, and answers when they have.
@@ -60,7 +60,7 @@ __all__ = [
     "NodeLeft",
     "Order",
     "OrderFailed",
-    "PromoteCandidate",
+    "ChangeOver",
     "RefreshRequested",
     "Rejoin",
     "Version",
@@ -167,7 +167,7 @@ class BuildCandidate(_Order, frozen=True):
 class Fetch(_Order, frozen=True):
     """Transfer: get the record's bytes from a node that has them.
 
-    With ``candidate`` it is kept beside the current object until :class:`PromoteCandidate`; without, it answers misses at once.
+    With ``candidate`` it is kept beside the current object until :class:`ChangeOver`; without, it answers misses at once.
     With ``relay`` the source is itself receiving the bytes, and serves each part as it arrives.
     """
 
@@ -178,7 +178,7 @@ class Fetch(_Order, frozen=True):
     relay: bool = False
 
 
-class PromoteCandidate(_Order, frozen=True):
+class ChangeOver(_Order, frozen=True):
     """Change-over: make the candidate of that version the current object."""
 
     version: Version
@@ -188,7 +188,7 @@ class Invalidate(_Order, frozen=True):
     """Invalidate the call in the broker, and give up whatever is being received of it."""
 
 
-Order = Build | BuildCandidate | Fetch | PromoteCandidate | Invalidate
+Order = Build | BuildCandidate | Fetch | ChangeOver | Invalidate
 
 # Notices, which are not answered.
 
@@ -295,9 +295,9 @@ class Built(_Plain, frozen=True, tag=True):
 
 
 class Done(_Plain, frozen=True, tag=True):
-    """Answer to :class:`Fetch`, :class:`PromoteCandidate` and :class:`Invalidate`."""
+    """Answer to :class:`Fetch`, :class:`ChangeOver` and :class:`Invalidate`."""
 
-    order: Fetch | PromoteCandidate | Invalidate
+    order: Fetch | ChangeOver | Invalidate
 
     @property
     def node(self) -> str:

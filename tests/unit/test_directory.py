@@ -24,7 +24,7 @@ from shared_rpc.cluster.orders import (
     MissWithdrawn,
     NodeFacts,
     NodeJoined,
-    PromoteCandidate,
+    ChangeOver,
     Rejoin,
     Version,
 )
@@ -253,9 +253,9 @@ def test_a_refresh_prepares_everywhere_before_anybody_changes_over() -> None:
     first, second = cluster.ordered(Fetch)
     assert first.candidate and second.candidate
     cluster.answer(first)
-    assert cluster.ordered(PromoteCandidate) == []
+    assert cluster.ordered(ChangeOver) == []
     cluster.answer(second)
-    assert {promote.node for promote in cluster.ordered(PromoteCandidate)} == set("abc")
+    assert {promote.node for promote in cluster.ordered(ChangeOver)} == set("abc")
     assert cluster.versions() == dict.fromkeys("abc", 1)
     cluster.carry_out()
     assert cluster.versions() == dict.fromkeys("abc", 2)
@@ -362,7 +362,7 @@ def test_who_calls_during_a_swap_gets_the_newest() -> None:
     cluster.miss("a", "b")
     cluster.carry_out()
     cluster.refresh("a")
-    cluster.carry_out(lambda order: isinstance(order, PromoteCandidate))
+    cluster.carry_out(lambda order: isinstance(order, ChangeOver))
     cluster.join("c")
     cluster.miss("c")
     assert cluster.order(Fetch).version.number == 2
@@ -452,7 +452,7 @@ def test_a_candidate_whose_promotion_failed_is_promoted_later() -> None:
     cluster = Cluster("a", retry_after=5)
     cluster.refresh("a")
     cluster.answer(cluster.order(BuildCandidate))
-    cluster.fail(cluster.order(PromoteCandidate), Blame.NODE, "the broker does not answer")
+    cluster.fail(cluster.order(ChangeOver), Blame.NODE, "the broker does not answer")
     cluster.wait(6)
     cluster.carry_out()
     assert cluster.versions() == {"a": 1}
@@ -534,7 +534,7 @@ def test_a_node_whose_late_build_replaces_the_current_version_receives_that_agai
     cluster.miss("a")
     cluster.answer(cluster.order(Fetch, "a"))
     cluster.answer(late)
-    assert cluster.ordered(PromoteCandidate) == []
+    assert cluster.ordered(ChangeOver) == []
     assert cluster.order(Fetch).node == "a"
     cluster.carry_out(lambda order: order is late)
     assert cluster.versions() == {"a": 2, "b": 2}
@@ -547,9 +547,9 @@ def test_a_call_at_a_node_that_has_the_candidate_of_the_current_version_promotes
     cluster.carry_out()
     cluster.refresh("a")
     cluster.answer(cluster.order(BuildCandidate))
-    cluster.fail(cluster.order(PromoteCandidate), Blame.NODE)
+    cluster.fail(cluster.order(ChangeOver), Blame.NODE)
     cluster.miss("a")
-    assert [type(order) for order in cluster.orders] == [PromoteCandidate]
+    assert [type(order) for order in cluster.orders] == [ChangeOver]
 
 
 def test_a_candidate_is_recognised_by_its_digest_alone() -> None:
@@ -573,10 +573,10 @@ def test_a_node_that_cannot_promote_again_and_again_receives_the_version_anew() 
     cluster.miss("a", "b")
     cluster.carry_out()
     cluster.refresh("a")
-    cluster.carry_out(lambda order: isinstance(order, PromoteCandidate) and order.node == "b")
-    cluster.fail(cluster.order(PromoteCandidate), Blame.NODE, "there is no candidate")
+    cluster.carry_out(lambda order: isinstance(order, ChangeOver) and order.node == "b")
+    cluster.fail(cluster.order(ChangeOver), Blame.NODE, "there is no candidate")
     cluster.wait(6)
-    cluster.fail(cluster.order(PromoteCandidate), Blame.NODE, "there is no candidate")
+    cluster.fail(cluster.order(ChangeOver), Blame.NODE, "there is no candidate")
     assert [notice.node for notice in cluster.noticed(Abandon)] == ["b"]
     cluster.wait(11)
     assert cluster.order(Fetch).node == "b"

@@ -37,7 +37,7 @@ from shared_rpc.cluster.orders import (
     NodeLeft,
     Order,
     OrderFailed,
-    PromoteCandidate,
+    ChangeOver,
     RefreshRequested,
     Rejoin,
     Version,
@@ -249,7 +249,7 @@ class DirectoryModel(RuleBasedStateMachine):
                 node.candidates.add((order.key, order.version))
             else:
                 self.serve(node, order.key, order.version)
-        elif isinstance(order, PromoteCandidate):
+        elif isinstance(order, ChangeOver):
             if not node.has(order.key, order.version):
                 self.send(OrderFailed(order, "there is no candidate", Blame.NODE))
                 return
