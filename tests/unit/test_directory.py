@@ -13,6 +13,7 @@ from shared_rpc.cluster.orders import (
     Blame,
     Build,
     BuildCandidate,
+    ChangeOver,
     Decision,
     Done,
     Dropped,
@@ -24,7 +25,6 @@ from shared_rpc.cluster.orders import (
     MissWithdrawn,
     NodeFacts,
     NodeJoined,
-    ChangeOver,
     Rejoin,
     Version,
 )
