@@ -23,7 +23,7 @@ from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 
-__all__ = ["RecordOperations", "given"]
+__all__ = ["RecordOperations", "given", "held"]
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class RecordOperations:
         The handle is all that keeps it. For the parameters and errors see :meth:`adopt`.
         """
         message = yield from _adopted(ctx, record, endpoint, args, kwargs, x.Candidate)
-        return cast(Leased[Generation], (yield from _held(cast(x.Candidate, message).generation)))
+        return cast(Leased[Generation], (yield from held(cast(x.Candidate, message).generation)))
 
     @lending
     def prepare(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Leased[Generation]]:
@@ -133,7 +133,7 @@ class RecordOperations:
         """
         what = f"prepare({endpoint!r})"
         reply, _, _ = yield from ctx._sent(x.PrepareCandidate, endpoint, args, kwargs, what)
-        return cast(Leased[Generation], (yield from _held(message_of(reply, what, x.Candidate).generation)))
+        return cast(Leased[Generation], (yield from held(message_of(reply, what, x.Candidate).generation)))
 
     @operation
     def promote(ctx: Context, candidate: Lease[Any] | str) -> Steps[Generation]:
@@ -155,7 +155,8 @@ def _lent(object_id: str, generation: int) -> m.Result:
 _NO_TABLE = msgspec.Raw(EMPTY_TABLE)
 
 
-def _held(generation: Generation) -> Operation[Any]:
+def held(generation: Generation) -> Operation[Any]:
+    """Return a handle of a candidate, on which the session has a lease."""
     try:
         return (yield Lend(_lent(generation.object_id, generation.generation), generation))
     except GeneratorExit:

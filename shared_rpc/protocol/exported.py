@@ -130,7 +130,12 @@ class Adopt(Message):
 
 
 class PrepareCandidate(Call):
-    """A call that builds the next generation of its object and leaves the present one current; :class:`Candidate` answers."""
+    """A call that builds the next generation of its object and leaves the present one current; :class:`Candidate` answers.
+
+    ``sealed``: the asker passes an exception of the endpoint on, and does not load it.
+    """
+
+    sealed: bool = False
 
 
 class Candidate(Message):

@@ -7,6 +7,7 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.handlers.table import Caller, entered, handles
+from shared_rpc.server.outcomes import Failure
 
 
 @handles(x.ExportObject)
@@ -44,6 +45,9 @@ def adopt(caller: Caller, message: x.Adopt) -> m.Message:
 @handles(x.PrepareCandidate)
 def prepare(caller: Caller, message: x.PrepareCandidate) -> None:
     waiter, lowered, arguments = entered(caller, message)
+    if message.sealed:
+        deliver = waiter.deliver
+        waiter.deliver = lambda outcome: deliver(outcome.seal() if isinstance(outcome, Failure) else outcome)
 
     def made(generation: g.Generation) -> bool:
         return caller.reply(x.Candidate(generation))
