@@ -29,12 +29,14 @@ from typing import Any, Literal, NamedTuple, get_args
 from shared_rpc.errors import ConfigurationError
 
 __all__ = [
+    "ClusterSettings",
     "Role",
     "ScriptSettings",
     "ServeOptions",
     "change_environment",
     "checked_path",
     "client_environment",
+    "cluster_settings",
     "environment",
     "is_socket_of",
     "resolve_base_path",
@@ -56,6 +58,9 @@ _BASE_PATH = "SHARED_TENSOR_BASE_PATH"
 _CLUSTER = "SHARED_TENSOR_CLUSTER"
 _RUN_PRELOAD = "SHARED_TENSOR_RUN_PRELOAD"
 _RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
+_CLUSTER_NAME = "SHARED_TENSOR_CLUSTER_NAME"
+_CLUSTER_NODE = "SHARED_TENSOR_CLUSTER_NODE"
+_CLUSTER_MOVER = "SHARED_TENSOR_CLUSTER_MOVER"
 _SWITCH = {"": None, "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 #: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
@@ -337,3 +342,31 @@ class ServeOptions(NamedTuple):
             return msgspec.convert(tuple(cls(**msgspec.json.decode(text, type=dict[str, Any]))), cls)
         except (msgspec.DecodeError, TypeError) as error:
             raise ConfigurationError(f"--options {text}: {error}") from error
+
+
+class ClusterSettings(NamedTuple):
+    """Settings of a server that is part of a cluster.
+
+    :param name: of the cluster: several share one Ray cluster without knowing of each other.
+    :param address: of Ray, as Ray itself reads it.
+    :param node: the beginning of the id of this server's Ray node, where the machine has several.
+    :param mover: what carries the bytes from node to node.
+    """
+
+    name: str = "default"
+    address: str = ""
+    node: str = ""
+    mover: str = "objects"
+
+
+def cluster_settings(environ: Mapping[str, str] | None = None) -> ClusterSettings:
+    """Read ``SHARED_TENSOR_CLUSTER_NAME``, ``RAY_ADDRESS``, ``SHARED_TENSOR_CLUSTER_NODE`` and ``SHARED_TENSOR_CLUSTER_MOVER``.
+
+    :raises ConfigurationError: for a name with a slash.
+    """
+    environ = os.environ if environ is None else environ
+    names = (_CLUSTER_NAME, "RAY_ADDRESS", _CLUSTER_NODE, _CLUSTER_MOVER)
+    found = [environ.get(name, "").strip() for name in names]
+    if "/" in found[0]:
+        raise ConfigurationError(f"{_CLUSTER_NAME}={found[0]!r}: a name has no slash")
+    return ClusterSettings(*(text or default for text, default in zip(found, ClusterSettings(), strict=True)))

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shared_rpc import __version__
+from shared_rpc.cli.cluster import app as cluster_app
 from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.processes import command_of
@@ -253,6 +254,7 @@ for command in (serve, reload, stop, top, call, tasks, wait, cancel, verify):
     app.command()(command)
 app.command("export")(export_object)
 app.command("import")(import_file)
+app.add_typer(cluster_app, name="cluster")
 
 
 @app.command()

@@ -24,7 +24,8 @@ LAYERS = [
     ["client", "server"],
     ["broker", "extras", "operations", "scripts"],
     ["provider"],
-    ["cli", "cluster", "integrations", "worker"],
+    ["cluster"],
+    ["cli", "integrations", "worker"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

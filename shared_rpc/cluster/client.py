@@ -1,0 +1,243 @@
+"""The cluster for its users: refreshes and invalidations that reach every node, and what the cluster is doing.
+
+A request goes to the agent of a node, which asks the directory; so nothing of a user's process is needed until the answer
+comes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, cast
+
+import msgspec
+
+from shared_rpc.client.replies import raise_error
+from shared_rpc.cluster.orders import Key, KeyResult
+from shared_rpc.errors import ClusterError, DeadlineExceeded, EndpointNotFound
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.values import DtypeRef, encode_call, lower_call, refuse
+from shared_rpc.settings import cluster_settings
+
+__all__ = ["Change", "Cluster", "invalidate", "invalidate_endpoint", "refresh", "status"]
+
+#: Seconds for which a directory that does not answer may be about to be made anew.
+_PATIENCE = 10.0
+
+
+class Change(msgspec.Struct, frozen=True):
+    """Outcome of a refresh or an invalidation of one call, for nodes of one kind.
+
+    ``kind`` are the device and the versions that the nodes have in common; a call is built for each kind by itself.
+    ``version`` is the cluster's number of what is current now, None after an invalidation. It was done on ``nodes``;
+    ``left_out`` has the other nodes that had the object, with the reason for each: they get the current version as soon as
+    they can. ``error`` says why nothing has changed, ``""`` otherwise.
+    """
+
+    endpoint: str
+    cache_key: str
+    kind: dict[str, str]
+    version: int | None
+    nodes: tuple[str, ...]
+    left_out: dict[str, str]
+    error: str = ""
+
+
+class Cluster:
+    """The nodes whose brokers were started with ``--cluster``, as any process on a node of the Ray cluster sees them.
+
+    Where the process is connected to Ray already, that connection is used; else one is made, and ended by :meth:`close`.
+
+    :param name: None for ``SHARED_TENSOR_CLUSTER_NAME``.
+    :param address: of Ray; None for ``RAY_ADDRESS``, or this machine's.
+    :param timeout: seconds that a request may take, None for no limit.
+    :raises ClusterError: if Ray is not installed or does not answer.
+    """
+
+    def __init__(self, name: str | None = None, *, address: str | None = None, timeout: float | None = 600.0) -> None:
+        settings = cluster_settings()
+        self.name = settings.name if name is None else name
+        self._timeout = timeout
+        try:
+            import ray
+
+            from shared_rpc.cluster import membership
+        except ImportError as error:
+            raise ClusterError(
+                f"shared_rpc.cluster needs Ray: {error}. Install it with: pip install 'shared-rpc[ray]'"
+            ) from error
+        self._ray: Any = ray
+        self._membership: Any = membership
+        self._connected = not ray.is_initialized()
+        if self._connected:
+            membership.connect(settings.address if address is None else address)
+
+    def close(self) -> None:
+        """End the connection to Ray, if it was made here."""
+        if self._connected:
+            self._connected = False
+            self._ray.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return what the cluster has and does, as plain data.
+
+        ``nodes`` has for each node its broker, device and versions, the bytes it has ``sent`` and ``received``, and what it is
+        ``doing``. ``keys`` has for each call its current ``version`` and the ``nodes`` that have it with the version of each,
+        who is ``building``, ``receiving`` and ``waiting``, and who was ``left_out``, and why.
+        """
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return {"cluster": self.name, **cast("dict[str, Any]", self._got(self._directory().status.remote()))}
+            except (*self._membership.LOST, ClusterError) as error:
+                if time.monotonic() >= until:
+                    raise ClusterError(f"the directory of cluster {self.name!r} does not answer: {error}") from error
+                time.sleep(_PATIENCE / 50)
+
+    def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Change:
+        """Build a new version of a cached call's object once, bring it to every node that has one, and make it current there.
+
+        Calls get the present version until all nodes that can have the new one; then all change over, in milliseconds. A node
+        that fails, or takes too long, is left out and named. Where no node has the object, one builds it.
+
+        Nodes of another kind, as with another device, build for themselves; this returns the outcome where the request was
+        put, and :meth:`refresh_all` that of every kind.
+
+        :raises EndpointNotFound: if no node has such an endpoint.
+        :raises ConfigurationError: if the call is not managed and cached.
+        :raises ClusterError: if no node could build it, and for a cluster without nodes.
+        """
+        return self.refresh_all(endpoint, *args, **kwargs)[0]
+
+    def refresh_all(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
+        """Behave as :meth:`refresh`; return the outcomes for all kinds of nodes, that of the asked node's kind first.
+
+        An exception of the endpoint is raised here, where no kind of nodes has a new version.
+        """
+        encoded = _encoded(args, kwargs)
+        agent, key = self._asked(endpoint, encoded)
+        results = self._results(agent.refresh.remote(endpoint, key.cache_key, msgspec.msgpack.encode(encoded), key))
+        results.sort(key=lambda result: result.key != key)
+        return _changes(results)
+
+    def invalidate(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
+        """Drop a call's object on every node. Handles stay valid, and the next call, on whatever node, builds it anew."""
+        agent, key = self._asked(endpoint, _encoded(args, kwargs))
+        return _changes(self._results(agent.invalidate.remote(endpoint, key.cache_key)))
+
+    def invalidate_endpoint(self, endpoint: str) -> list[Change]:
+        """Drop all objects of an endpoint on every node: see :meth:`invalidate`."""
+        agent, _ = self._asked(endpoint, None)
+        return _changes(self._results(agent.invalidate.remote(endpoint, None)))
+
+    def _results(self, reference: Any) -> list[KeyResult]:
+        try:
+            return list(cast("tuple[KeyResult, ...]", self._got(reference)))
+        except self._membership.LOST as error:
+            raise ClusterError(
+                "the agent that was asked was lost, and with it the answer; 'shared-rpc cluster status' tells what is current: "
+                f"{error}"
+            ) from error
+
+    def _asked(self, endpoint: str, encoded: tuple[bytes, bytes] | None) -> tuple[Any, Key]:
+        """Return an agent whose broker has an endpoint, that of this machine first, and the key of a call, if there is one.
+
+        :raises EndpointNotFound: if no broker has it.
+        :raises ClusterError: if there are no agents.
+        """
+        names = self._membership.named(self.name, "agent")
+        if not names:
+            raise ClusterError(
+                f"cluster {self.name!r} has no nodes, so nobody can answer for {endpoint!r}: start brokers with "
+                f"'shared-rpc serve app.py --cluster', or name another cluster (SHARED_TENSOR_CLUSTER_NAME)"
+            )
+        here = f"{self._ray.util.get_node_ip_address()}:"
+        for name in sorted(names, key=lambda name: not name.startswith(here)):
+            try:
+                agent = self._membership.find(self._membership.actor_name(self.name, "agent", name))
+                return agent, cast(Key, self._got(agent.key_of.remote(endpoint, *(encoded or (None, None)))))
+            except (*self._membership.LOST, ClusterError, EndpointNotFound):
+                continue  # it was lost just now, or has another app
+        raise EndpointNotFound(f"no node of cluster {self.name!r} has an endpoint {endpoint!r}: {', '.join(sorted(names))}")
+
+    def _got(self, reference: Any) -> Any:
+        """Return the result of an actor's method; an exception is that of the method itself."""
+        ray = self._ray
+        try:
+            return ray.get(reference, timeout=self._timeout)
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineExceeded(f"the cluster did not answer in {self._timeout:g} s; what it does goes on") from error
+        except ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+    def _directory(self) -> Any:
+        return self._membership.find(self._membership.actor_name(self.name, "directory"))
+
+
+def _encoded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Return a call's arguments as they travel."""
+    positional, named = encode_call(*lower_call(args, kwargs, _leaf))
+    return bytes(positional), bytes(named)
+
+
+def _leaf(value: Any, path: str) -> DtypeRef:
+    if f"{type(value).__module__}.{type(value).__qualname__}" == "torch.dtype":
+        return DtypeRef(str(value).removeprefix("torch."))
+    refuse(value, path)
+
+
+def _changes(results: list[KeyResult]) -> list[Change]:
+    if results and all(result.error for result in results):
+        _raise(results[0])
+    return [
+        Change(
+            result.key.endpoint,
+            result.key.cache_key,
+            {name: getattr(result.key.group, name) for name in ("device", "python", "torch", "shared_rpc")},
+            result.version.number if result.version is not None else None,
+            result.nodes,
+            dict(result.left_out),
+            result.error,
+        )
+        for result in results
+    ]
+
+
+def _raise(result: KeyResult) -> None:
+    if not result.payload:
+        raise ClusterError(f"{result.key.cache_key} has no new version: {result.error}", reason="failed")
+    code, text, detail, pickled = msgspec.msgpack.decode(result.payload, type=tuple[str, str, dict[str, str], bytes])
+    raise_error(m.Error(code, text, detail, endpoint_raised=bool(pickled)), Frame(0, 0, b"", pickled))
+
+
+def _once(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with Cluster() as cluster:
+        return method(cluster, *args, **kwargs)
+
+
+def refresh(endpoint: str, /, *args: Any, **kwargs: Any) -> Change:
+    """Connect, and :meth:`Cluster.refresh`."""
+    return cast(Change, _once(Cluster.refresh, endpoint, *args, **kwargs))
+
+
+def invalidate(endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
+    """Connect, and :meth:`Cluster.invalidate`."""
+    return cast("list[Change]", _once(Cluster.invalidate, endpoint, *args, **kwargs))
+
+
+def invalidate_endpoint(endpoint: str) -> list[Change]:
+    """Connect, and :meth:`Cluster.invalidate_endpoint`."""
+    return cast("list[Change]", _once(Cluster.invalidate_endpoint, endpoint))
+
+
+def status() -> Mapping[str, Any]:
+    """Connect, and :meth:`Cluster.status`."""
+    return cast("Mapping[str, Any]", _once(Cluster.status))
