@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "types", "tests", "docs", "demo", "bench", "vllm"]
+nox.options.sessions = ["lint", "types", "tests", "cluster", "docs", "demo", "bench", "vllm"]
 nox.options.reuse_existing_virtualenvs = True
 # pip sees where a CPU build of torch may lie; other installers may not look there.
 nox.options.default_venv_backend = "virtualenv"
@@ -95,6 +95,14 @@ def vllm(session: nox.Session) -> None:
     # Those that vLLM asks for are built for CUDA, and it imports them where they are. It does without.
     session.run("pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
     session.run("pytest", "integrations/vllm/tests", *session.posargs)
+
+
+@nox.session
+def cluster(session: nox.Session) -> None:
+    """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``nox -s cluster -- -k swap`` for some."""
+    # The tests share one Ray cluster, so that they run one after another.
+    session.install("torch", "-e", ".[test,ray]", *CONSTRAINTS)
+    session.run("pytest", "tests/cluster", "-m", "not gpu", *session.posargs)
 
 
 @nox.session(venv_backend="none")
