@@ -100,9 +100,9 @@ def vllm(session: nox.Session) -> None:
 @nox.session
 def cluster(session: nox.Session) -> None:
     """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``nox -s cluster -- -k swap`` for some."""
-    # The tests share one Ray cluster, so that they run one after another.
-    session.install("torch", "-e", ".[test,ray]", *CONSTRAINTS)
-    session.run("pytest", "tests/cluster", "-m", "not gpu", *session.posargs)
+    # Tests of a file share a Ray cluster, and wait more than they compute.
+    session.install("torch", "-e", ".[test,ray]", "ray[serve]", *CONSTRAINTS)
+    session.run("pytest", "tests/cluster", "-m", "not gpu", *("-n", "2", "--dist", "loadfile"), *session.posargs)
 
 
 @nox.session(venv_backend="none")
