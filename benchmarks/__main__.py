@@ -199,6 +199,19 @@ def steps(
     run(rounds=rounds, names=names, path=json)
 
 
+@app.command()
+def cluster(
+    megabytes: Annotated[str, typer.Option(help="MiB of the modules.")] = "64,1024",
+    rounds: Annotated[int, typer.Option(help="Deploys of each, and as many turns of Ray alone.")] = 5,
+    fresh: Annotated[int, typer.Option(help="Other processes that attach, of each.")] = 3,
+    json: Json = None,
+) -> None:
+    """Measure deploys and refreshes on three Ray nodes of this machine, beside Ray's own transfer of the same bytes."""
+    from benchmarks.cluster import run
+
+    run(megabytes=_numbers(megabytes), rounds=rounds, fresh=fresh, path=json)
+
+
 @app.command("cluster-simulation")
 def cluster_simulation(
     nodes: Annotated[str, typer.Option(help="Nodes of the clusters; the most have bad luck too.")] = "2,10,100,1000",

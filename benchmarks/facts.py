@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["facts"]
 
-_PACKAGES = ("torch", "shared-rpc", "shared-tensor", "uvloop", "cuda-bindings")
+_PACKAGES = ("torch", "shared-rpc", "shared-tensor", "uvloop", "cuda-bindings", "ray")
 
 
 def facts() -> dict[str, Any]:

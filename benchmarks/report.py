@@ -121,12 +121,16 @@ class Row:
 
 
 class Report:
-    """All rows of one benchmark."""
+    """All rows of one benchmark.
 
-    def __init__(self, name: str, title: str, subjects: list[str]) -> None:
+    :param divided: whether servers have one half of the cores and those who measure the other.
+    """
+
+    def __init__(self, name: str, title: str, subjects: list[str], *, divided: bool = True) -> None:
         self.name = name
         self.title = title
         self.subjects = subjects
+        self.divided = divided
         self.rows: list[Row] = []
         self.notes: list[str] = []
 
@@ -180,7 +184,7 @@ class Report:
         console.print()
         host = machine["host"]
         gpu = f", {host['gpu']} (driver {host['driver']})" if host["gpu"] else ""
-        text = f"{host['cores']} cores{gpu}, Python {host['python']}, torch {host['torch']}, load {host['load']:.2f}; "
-        text += "servers on one half of the cores, those who measure on the other"
+        text = f"{host['cores']} cores{gpu}, Python {host['python']}, torch {host['torch']}, load {host['load']:.2f}"
+        text += "; servers on one half of the cores, those who measure on the other" if self.divided else ""
         for line in (text, *self.notes):
             console.print(Text(line), highlight=False)

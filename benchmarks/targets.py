@@ -60,6 +60,7 @@ GOALS = {
     "steps_managed": Goal("≤ 110", 110),
     "steps_ping": Goal("≤ 60", 60),
     "directory_messages": Goal("≤ 20 a node", 20),
+    "cluster_move": Goal("≤ 2 x Ray's", 2.0),
     "broker": Goal("≤ 40 MiB", 40 * _MIB),
     "broker_gpu": Goal("none: no GPU memory", 0),
     "killed": Goal("as before", 0),

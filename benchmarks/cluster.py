@@ -1,0 +1,122 @@
+"""A deploy to three nodes of a Ray cluster on this machine, beside what Ray alone takes to bring the same bytes there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import ray
+
+from benchmarks.cluster_nodes import COUNT, Nodes
+from benchmarks.report import Report, Row
+from benchmarks.stats import Sample, timed
+from benchmarks.targets import GOALS
+from shared_rpc.cluster import Cluster
+
+__all__ = ["run"]
+
+OURS = "shared_rpc"
+RAY = "ray put, get"
+
+#: Times of a row, by subject, in the order in which they are measured.
+Times = defaultdict[tuple[str, str], list[float]]
+
+#: The names of the rows.
+_WHOLE = "call until all have it, build included"
+_BUILD = "the build, the function alone"
+_MOVE = "from the build until all have it"
+_REFRESH = "refresh until all are current"
+_SWAP = "from all prepared to all current"
+_FRESH = "first attach of another process of a node"
+_AGAIN = "attach again"
+#: MiB of the deploy that comes before all others.
+_FIRST = 8
+
+
+def run(*, megabytes: list[int], rounds: int, fresh: int, path: Path | None) -> None:
+    """Measure, print, write."""
+    report = Report("cluster", f"Deploys to {COUNT} nodes of this machine", [OURS, RAY], divided=False)
+    store = (max(megabytes) * 5 // 4 + 256) << 20
+    with Nodes(store) as nodes, Cluster("bench") as cluster:
+        first: Times = defaultdict(list)
+        _deploy(nodes, "first", _FIRST, first)
+        _alone(nodes, _FIRST, first)
+        report.add(Row(f"{_FIRST} MiB, the first of all: call until all have it", _medians(first, _WHOLE)))
+        for mebibytes in megabytes:
+            times: Times = defaultdict(list)
+            for number in range(rounds):
+                _alone(nodes, mebibytes, times)
+                name = f"m{mebibytes}-{number}"
+                _deploy(nodes, name, mebibytes, times)
+                _attach(nodes, name, mebibytes, times, new=number < fresh)
+                _refresh(nodes, cluster, name, mebibytes, times)
+                cluster.invalidate("module", name, mebibytes)
+            _add(report, f"{mebibytes} MiB: ", times)
+    report.note(
+        f"medians of {rounds} rounds, each of a new key; in each, Ray has its turn before ours; nodes, brokers and "
+        f"processes share the cores, and bytes between nodes go through sockets of this machine"
+    )
+    report.note(
+        f"{RAY}: arrays of the same sizes, put on one node and got on the other {COUNT - 1}, where they stay in Ray's store; the "
+        f"goal is about what remains of a deploy without its build"
+    )
+    report.finish(path)
+
+
+def _deploy(nodes: Nodes, name: str, mebibytes: int, times: Times) -> None:
+    """Have a process of every node call at once."""
+    for node in nodes.nodes:
+        node.process.tell(load=name, mebibytes=mebibytes)
+    answers = [node.process.read()["times"] for node in nodes.nodes]
+    whole = max(end for _, end in answers) - min(begin for begin, _ in answers)
+    [build] = nodes.built(name)
+    times[_WHOLE, OURS].append(whole)
+    times[_BUILD, OURS].append(build)
+    times[_MOVE, OURS].append(whole - build)
+
+
+def _alone(nodes: Nodes, mebibytes: int, times: Times) -> None:
+    """Put on one node, and get on the others at once."""
+    source, *others = (node.actor for node in nodes.nodes)
+    begin, _, references = ray.get(source.put.remote(mebibytes))
+    whole = max(end for _, end in ray.get([other.get.remote(references) for other in others])) - begin
+    for name in (_WHOLE, _MOVE):
+        times[name, RAY].append(whole)
+    begin, end = ray.get(others[0].get.remote(references))
+    times[_AGAIN, RAY].append(end - begin)
+
+
+def _attach(nodes: Nodes, name: str, mebibytes: int, times: Times, *, new: bool) -> None:
+    node = nodes.nodes[-1]
+    if new:
+        with nodes.process(node.socket) as process:
+            process.read()
+            begin, end = process.ask(load=name, mebibytes=mebibytes)["times"]
+        times[_FRESH, OURS].append(end - begin)
+    begin, end = node.process.ask(load=name, mebibytes=mebibytes)["times"]
+    times[_AGAIN, OURS].append(end - begin)
+
+
+def _refresh(nodes: Nodes, cluster: Cluster, name: str, mebibytes: int, times: Times) -> None:
+    for node in nodes.nodes:
+        node.process.ask(watch=name)
+    times[_REFRESH, OURS].append(timed(lambda: cluster.refresh("module", name, mebibytes)))
+    answers = [node.process.ask(changed=name)["times"] for node in nodes.nodes]
+    times[_SWAP, OURS].append(max(current for _, current in answers) - max(prepared for prepared, _ in answers))
+
+
+def _medians(times: Times, name: str) -> dict[str, float]:
+    return {subject: Sample([taken]).p50 for (found, subject), taken in times.items() if found == name}
+
+
+def _add(report: Report, prefix: str, times: Times) -> None:
+    for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _FRESH, _AGAIN):
+        samples = {subject: Sample([taken]) for (found, subject), taken in times.items() if found == name}
+        values = {subject: sample.p50 for subject, sample in samples.items()}
+        if name == _WHOLE:
+            values.pop(RAY), samples.pop(RAY)
+        row = Row(prefix + name, values, samples=samples)
+        if name == _MOVE:
+            row.goal, row.judged, row.judged_unit = GOALS["cluster_move"], values[OURS] / values[RAY], "ratio"
+        if values:
+            report.add(row)
