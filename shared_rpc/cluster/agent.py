@@ -645,6 +645,9 @@ class NodeAgent:
                     under_way.append((part, source.part.remote(offer.number, part)))
                 part, reference = under_way.popleft()
                 given = await reference
+                if waiting:
+                    next_part = waiting.popleft()
+                    under_way.append((next_part, source.part.remote(offer.number, next_part)))
                 await asyncio.to_thread(self._mover.take, given, receipt.room, part)
                 del given, reference
                 receipt.missing.remove(part)

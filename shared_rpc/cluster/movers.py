@@ -21,7 +21,7 @@ from shared_rpc.protocol.records import SegmentInfo
 __all__ = ["LARGEST_PART", "DamagedPart", "Mover", "ObjectStoreMover", "Part", "mover_of", "part_nbytes", "parts_of"]
 
 #: Bytes of a part at most: large enough that what a part costs does not count, small enough for any object store.
-LARGEST_PART = 64 << 20
+LARGEST_PART = 16 << 20
 #: Of a node's object store, one part takes a share of at most one in so many: two receivers have two parts under way each.
 _SHARE = 8
 #: Bytes of a part at least.
@@ -111,7 +111,7 @@ def _host_bytes(segment: SegmentBytes, part: Part) -> Any:
 
 def _write(segment: SegmentBytes, part: Part, data: memoryview) -> None:
     if segment.info.device == "cpu":
-        segment.buffer()[part.offset : part.offset + part.nbytes] = data
+        segment.write(part.offset, data)
         return
     import torch
 
