@@ -136,6 +136,26 @@ def adopted(here: Site, there: Site, endpoint: str, *args: Any) -> Generation:
 # What arrives.
 
 
+def test_bytes_are_written_at_an_offset(here: Site, there: Site) -> None:
+    """Of host memory that is to be written, and within it; an export is only read."""
+    here.client.call("load", 4)
+    [listed] = [info for info in here.client.list_objects() if info["endpoint"] == "load"]
+    with here.client.export(listed["object_id"]) as record, there.client.allocate(record.header) as room:
+        [segment, *_], [source, *_] = room.segments, record.segments
+        if here.device != "cpu":
+            with pytest.raises(CapabilityError, match=r"use tensor\(\)"):
+                segment.write(0, b"abc")
+            return
+        segment.write(5, b"abc")
+        segment.write(segment.nbytes - 1, memoryview(bytearray(b"z")))
+        assert bytes(segment.buffer()[4:9]) == b"\0abc\0" and segment.buffer()[-1] == ord("z")
+        for offset in (-1, segment.nbytes - 2):
+            with pytest.raises(ValueError, match="are not within"):
+                segment.write(offset, b"abc")
+        with pytest.raises(TypeError):
+            source.write(0, b"abc")
+
+
 @pytest.mark.parametrize("endpoint", ["all", "parameters", "read"])
 @pytest.mark.parametrize("name", sorted(PAYLOADS))
 def test_a_payload_arrives_as_it_was(here: Site, there: Site, name: str, endpoint: str) -> None:
