@@ -95,7 +95,7 @@ _CONNECT = 1.0
 _LOOK = 2.0
 #: Seconds between two questions how many nodes there are.
 _CENSUS = 30.0
-#: Parts that a receiver has under way at a time: one travels while the other is written.
+#: Parts that a receiver has under way while it writes another one.
 _WINDOW = 2
 #: Seconds after which an export is closed whose receiver asks for nothing more.
 _IDLE_EXPORT = 120.0
@@ -638,16 +638,18 @@ class NodeAgent:
         """Receive what is missing, a few parts at a time."""
         under_way: deque[tuple[Part, Any]] = deque()
         waiting = deque(receipt.missing)
+
+        def ask_ahead() -> None:
+            while waiting and len(under_way) < _WINDOW:
+                part = waiting.popleft()
+                under_way.append((part, source.part.remote(offer.number, part)))
+
         try:
-            while waiting or under_way:
-                while waiting and len(under_way) < _WINDOW:
-                    part = waiting.popleft()
-                    under_way.append((part, source.part.remote(offer.number, part)))
+            ask_ahead()
+            while under_way:
                 part, reference = under_way.popleft()
                 given = await reference
-                if waiting:
-                    next_part = waiting.popleft()
-                    under_way.append((next_part, source.part.remote(offer.number, next_part)))
+                ask_ahead()
                 await asyncio.to_thread(self._mover.take, given, receipt.room, part)
                 del given, reference
                 receipt.missing.remove(part)

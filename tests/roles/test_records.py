@@ -26,6 +26,7 @@ from shared_rpc.errors import (
     StaleHandleError,
 )
 from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, at_once
 from tests.kit.models import Everything, Tied
 from tests.kit.payloads import PAYLOADS, aliases, described
@@ -136,8 +137,10 @@ def adopted(here: Site, there: Site, endpoint: str, *args: Any) -> Generation:
 # What arrives.
 
 
-def test_bytes_are_written_at_an_offset(here: Site, there: Site) -> None:
-    """Of host memory that is to be written, and within it; an export is only read."""
+@pytest.mark.parametrize("spare", [True, False])
+def test_bytes_are_written_at_an_offset(here: Site, there: Site, monkeypatch: pytest.MonkeyPatch, spare: bool) -> None:
+    """Of host memory that is to be written, and within it; an export is only read. It needs no descriptor."""
+    monkeypatch.setattr(MAPPINGS, "_can_spare", lambda: spare)
     here.client.call("load", 4)
     [listed] = [info for info in here.client.list_objects() if info["endpoint"] == "load"]
     with here.client.export(listed["object_id"]) as record, there.client.allocate(record.header) as room:
