@@ -43,6 +43,7 @@ __all__ = [
     "resolve_cluster",
     "resolve_role",
     "script_settings",
+    "see_gpus",
     "server_environment",
     "socket_path",
     "take_service_variables",
@@ -55,6 +56,7 @@ _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 _ENABLED = "SHARED_TENSOR_ENABLED"
 _ROLE = "SHARED_TENSOR_ROLE"
 _BASE_PATH = "SHARED_TENSOR_BASE_PATH"
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _CLUSTER = "SHARED_TENSOR_CLUSTER"
 _RUN_PRELOAD = "SHARED_TENSOR_RUN_PRELOAD"
 _RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
@@ -351,12 +353,14 @@ class ClusterSettings(NamedTuple):
     :param address: of Ray, as Ray itself reads it.
     :param node: the beginning of the id of this server's Ray node, where the machine has several.
     :param mover: what carries the bytes from node to node.
+    :param gpus: ``CUDA_VISIBLE_DEVICES`` of the server, None where it is not set.
     """
 
     name: str = "default"
     address: str = ""
     node: str = ""
     mover: str = "objects"
+    gpus: str | None = None
 
 
 def cluster_settings(environ: Mapping[str, str] | None = None) -> ClusterSettings:
@@ -366,7 +370,12 @@ def cluster_settings(environ: Mapping[str, str] | None = None) -> ClusterSetting
     """
     environ = os.environ if environ is None else environ
     names = (_CLUSTER_NAME, "RAY_ADDRESS", _CLUSTER_NODE, _CLUSTER_MOVER)
-    found = [environ.get(name, "").strip() for name in names]
-    if "/" in found[0]:
-        raise ConfigurationError(f"{_CLUSTER_NAME}={found[0]!r}: a name has no slash")
-    return ClusterSettings(*(text or default for text, default in zip(found, ClusterSettings(), strict=True)))
+    name, address, node, mover = (environ.get(name, "").strip() for name in names)
+    if "/" in name:
+        raise ConfigurationError(f"{_CLUSTER_NAME}={name!r}: a name has no slash")
+    return ClusterSettings(name or "default", address, node, mover or "objects", environ.get(_GPUS))
+
+
+def see_gpus(gpus: str | None) -> None:
+    """Have this process, which has not used CUDA yet, see the GPUs of :attr:`ClusterSettings.gpus`."""
+    change_environment({_GPUS: gpus})

@@ -40,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         facts = facts_here(options.fact)
-        chosen = ClusterSettings(options.name, options.address, options.node, options.mover)
+        chosen = ClusterSettings(options.name, options.address, options.node, options.mover, settings.gpus)
         return _stay(options.socket, chosen, facts)
     except SharedRPCError as error:
         _print(str(error))
@@ -72,6 +72,7 @@ def _stay(socket: str, settings: ClusterSettings, facts: dict[str, str]) -> int:
         socket=socket,
         store_nbytes=ray_node.store_nbytes,
         mover=settings.mover,
+        gpus=settings.gpus,
         facts=facts,
     )
     said = ""

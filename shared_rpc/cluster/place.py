@@ -24,6 +24,8 @@ class AgentPlace(msgspec.Struct, frozen=True):
     :param socket: that of the broker.
     :param store_nbytes: the size of the Ray node's object store.
     :param mover: see :func:`shared_rpc.cluster.movers.mover_of`.
+    :param gpus: the GPUs that the broker sees, as in :class:`~shared_rpc.settings.ClusterSettings`: Ray hides them from actors
+        that reserve none.
     :param facts: those of :data:`FACTS`; without ``device`` the broker's own device is looked at.
     """
 
@@ -34,6 +36,7 @@ class AgentPlace(msgspec.Struct, frozen=True):
     socket: str
     store_nbytes: int
     mover: str
+    gpus: str | None
     facts: dict[str, str]
 
 

@@ -6,16 +6,17 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from tests.kit.ray_sites import Site, Sites
 
 _names = (f"m{number}" for number in itertools.count(1))
 
 
-@pytest.fixture(scope="module")
-def cluster(beginnings: None) -> Iterator[Sites]:
-    """Three sites that have joined."""
-    sites = Sites()
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def cluster(beginnings: None, request: pytest.FixtureRequest) -> Iterator[Sites]:
+    """Three sites that have joined; on GPUs, each has the next one."""
+    sites = Sites(gpus=torch.cuda.device_count() if request.param == "cuda" else 0)
     try:
         for _ in range(3):
             sites.add()

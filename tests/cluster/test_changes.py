@@ -109,7 +109,8 @@ def test_a_node_that_gets_nothing_whole_is_left_out_and_mended(cluster: Sites, n
 
 def test_a_quota_of_one_node_fails_its_callers_alone(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
     """They get an error that names the quota; the others have the object."""
-    small = victim("--quota", "cpu=8MiB", beside=cluster.sites[2])
+    kind = cluster.sites[2].device.partition(":")[0]
+    small = victim("--quota", f"{kind}=8MiB", beside=cluster.sites[2])
     first = cluster.sites[0].load(name, 16)
     code, errors = small.start(name, 16).close()
     assert code == 1

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(150)
 JOIN = f"{sys.executable} -m shared_rpc.cluster.join"
 
 
-@pytest.mark.parametrize("fact", ["python=3.99", "torch=1.0", "device=NVIDIA H200"])
+@pytest.mark.parametrize("fact", ["python=3.99", "torch=1.0", "device=NVIDIA A100"])
 def test_nodes_that_differ_build_each_for_themselves(cluster: Sites, name: str, victim: Callable[..., Site], fact: str) -> None:
     """The log says why, and the status, and a refresh reaches both kinds."""
     other = victim(cluster=f"{JOIN} --fact '{fact}'", beside=cluster.sites[0])

@@ -58,10 +58,10 @@ def other(server: Server, device: str) -> Iterator[Client]:
         yield client
 
 
-def again(held: HeldTensors, client: Client) -> list[torch.Tensor]:
-    """The tensors as another session gets them."""
+def again(held: HeldTensors, client: Client, device: str = "cpu") -> list[torch.Tensor]:
+    """The tensors as another session gets them; those without bytes on ``device``."""
     handle = client.get_buffer(held.handle.object_id) if held.handle is not None else None
-    return rebuilt(handle, held.layouts, torch.device("cpu"))
+    return rebuilt(handle, held.layouts, torch.device(device))
 
 
 def killed_maker(device: str, children: list[Child], linger: float) -> str:
@@ -167,7 +167,7 @@ def test_odd_tensors(client: TensorClient, other: Client, device: str) -> None:
         torch.ones(2, device=device, requires_grad=True),
         torch.nn.Parameter(torch.ones(2, device=device)),
     ]
-    got = again(client.hold(odd), other)
+    got = again(client.hold(odd), other, device)
     assert [tensor.shape for tensor in got] == [tensor.shape for tensor in odd]
     assert all(torch.equal(one, two) for one, two in zip(got, odd, strict=True))
     assert [tensor.requires_grad for tensor in got] == [False, False, False, False, True, True]

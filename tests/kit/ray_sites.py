@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 from shared_rpc import Client
 from shared_rpc.cluster.client import Cluster as SharedCluster
 from shared_rpc.cluster.membership import connect
+from shared_rpc.memory.devices import device_id, device_tag
 from tests.kit.processes import PYTHONPATH, Child, eventually, python
 
 __all__ = ["APP", "Got", "Site", "Sites", "loading", "until"]
@@ -46,7 +47,8 @@ from pathlib import Path
 import torch
 from shared_rpc import Provider
 
-provider = Provider(device="cpu")
+DEVICE = os.environ["SITE_DEVICE"]
+provider = Provider(device=DEVICE)
 SITE = os.environ["SITE"]
 ROOT = Path(os.environ["SITES"])
 
@@ -54,9 +56,9 @@ ROOT = Path(os.environ["SITES"])
 class Model(torch.nn.Module):
     def __init__(self, mib):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(mib << 8, 1024))
+        self.weight = torch.nn.Parameter(torch.randn(mib << 8, 1024, device=DEVICE))
         self.tied = self.weight
-        self.register_buffer("scale", torch.rand(3))
+        self.register_buffer("scale", torch.rand(3, device=DEVICE))
 
 
 @provider.share(managed=True, access="read")
@@ -79,7 +81,7 @@ sys.path.insert(0, {folder!r})
 import app
 handle = app.load_model(*{args!r})
 model = handle.value
-digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in (model.weight, model.scale))).hexdigest()
+digest = hashlib.sha256(b"".join(t.detach().cpu().numpy().tobytes() for t in (model.weight, model.scale))).hexdigest()
 print("got " + json.dumps([digest, handle.generation, model.tied is model.weight, app.provider.execution_mode]), flush=True)
 sys.stdin.readline()
 """
@@ -102,8 +104,11 @@ class Got:
 class Site:
     """A Ray node and the broker beside it."""
 
-    def __init__(self, sites: Sites, name: str, ray_node: Any, *, alone: bool) -> None:
+    def __init__(self, sites: Sites, name: str, ray_node: Any, gpu: int | None, *, alone: bool) -> None:
         self.name = name
+        self.gpu = gpu
+        #: The device as this process names it.
+        self.device = "cpu" if gpu is None else f"cuda:{gpu}"
         self.ray_node = ray_node
         self._sites = sites
         self._alone = alone
@@ -126,7 +131,7 @@ class Site:
     @property
     def socket(self) -> str:
         """The broker's socket."""
-        return f"{self.base_path}-cpu.sock"
+        return f"{self.base_path}-{device_tag(device_id(self.device))}.sock"
 
     @property
     def environ(self) -> dict[str, str]:
@@ -138,7 +143,9 @@ class Site:
             "RAY_ADDRESS": self._sites.address,
             "SHARED_TENSOR_CLUSTER_MOVER": "tests.cluster.movers:HeldMover",
             "SITE": self.name,
+            "SITE_DEVICE": "cpu" if self.gpu is None else "cuda",
             "SITES": str(self._sites.root),
+            **({"CUDA_VISIBLE_DEVICES": str(self.gpu)} if self.gpu is not None else {}),
         }
 
     def serve(self, *options: str, cluster: str = "ray", app: str = APP, **environ: str) -> Site:
@@ -185,19 +192,19 @@ class Site:
 
     def client(self) -> Client:
         """A client of the broker."""
-        client = Client(self.base_path, device="cpu", timeout=50.0, connect_timeout=5.0)
+        client = Client(self.base_path, device=self.device, timeout=50.0, connect_timeout=5.0)
         self._sites.closing.callback(client.close)
         return client
 
     def status(self) -> dict[str, Any]:
         """What the agent has published in its broker."""
-        with Client(self.base_path, device="cpu", timeout=30.0, connect_timeout=5.0) as client:
+        with Client(self.base_path, device=self.device, timeout=30.0, connect_timeout=5.0) as client:
             source = client.get_server_info()["source"]
         return dict(source["status"]) if source is not None else {}
 
     def agent_pid(self) -> int:
         """The process of the agent."""
-        with Client(self.base_path, device="cpu", timeout=30.0, connect_timeout=5.0) as client:
+        with Client(self.base_path, device=self.device, timeout=30.0, connect_timeout=5.0) as client:
             source = client.get_server_info()["source"]
         assert source is not None and source["pid"] is not None, "there is no agent"
         return int(source["pid"])
@@ -230,9 +237,13 @@ class Site:
 
 
 class Sites:
-    """A Ray cluster on this machine."""
+    """A Ray cluster on this machine.
 
-    def __init__(self, store: int = 150 << 20, port: int | None = None) -> None:
+    :param gpus: how many GPUs the sites use, in turns; 0 for the host's memory.
+    """
+
+    def __init__(self, store: int = 150 << 20, port: int | None = None, gpus: int = 0) -> None:
+        self._gpus = gpus
         self.root = Path(tempfile.mkdtemp(prefix="rs-", dir="/tmp"))
         # Nodes and their agents have the environment of this process.
         self._before = dict(os.environ)
@@ -267,7 +278,8 @@ class Sites:
             )
         )
         self._count += 1
-        site = Site(self, f"n{self._count}", node, alone=beside is None)
+        gpu = self._count % self._gpus if self._gpus else None
+        site = Site(self, f"n{self._count}", node, gpu, alone=beside is None)
         self.sites.append(site)
         return site.serve(*options, **named) if serve else site
 
