@@ -26,7 +26,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Leased, Steps, bound, lending, taken
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol import messages as m
-from shared_rpc.provider.spawn.starting import ServerStarter
+from shared_rpc.server.starting import ServerStarter
 from shared_rpc.settings import ServeOptions
 
 __all__ = ["LINGER", "HeldTensors", "TensorClient", "TensorLayout", "client_of", "let_go", "rebuilt"]
@@ -76,7 +76,7 @@ class TensorClient(Client):
         if socket_path is None:
             # By a name and not by this class: the server's workers import it.
             options = ServeOptions(devices=(device,), idle_exit=_IDLE_EXIT)
-            self._pool.summon = ServerStarter(lambda: "shared_rpc.cluster.empty:provider", options)
+            self._pool.summon = ServerStarter(lambda: "shared_rpc.provider.empty:provider", options)
 
     @lending
     def keep_segments(ctx: Any, segment_ids: Sequence[str], linger: float) -> Steps[Leased[list[torch.Tensor]]]:

@@ -20,9 +20,9 @@ from shared_rpc.client import connection as connection_module
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.peers import Peer
-from shared_rpc.provider.spawn.starting import ServerStarter, log_path
 from shared_rpc.server import listener as listener_module
 from shared_rpc.server.listener import bind_socket
+from shared_rpc.server.starting import ServerStarter, log_path
 from shared_rpc.settings import ServeOptions
 from tests.kit.processes import Child, python
 

@@ -23,8 +23,7 @@ LAYERS = [
     ["codec", "observability"],
     ["client", "server"],
     ["broker", "extras", "operations", "scripts"],
-    ["provider"],
-    ["cluster"],
+    ["cluster", "provider"],
     ["cli", "integrations", "worker"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from shared_rpc.protocol.infos import RuntimeInfo
 from shared_rpc.provider.runtime import ClientRuntime, ClientSettings
-from shared_rpc.provider.spawn.starting import ServerStarter, log_path
+from shared_rpc.server.starting import ServerStarter, log_path
 from shared_rpc.settings import Role, ServeOptions
 
 __all__ = ["SpawnRuntime"]
