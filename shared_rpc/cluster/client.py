@@ -6,6 +6,7 @@ comes.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -63,7 +64,7 @@ class Cluster:
         try:
             import ray
 
-            from shared_rpc.cluster import membership
+            membership = importlib.import_module("shared_rpc.cluster.membership")
         except ImportError as error:
             raise ClusterError(
                 f"shared_rpc.cluster needs Ray: {error}. Install it with: pip install 'shared-rpc[ray]'"

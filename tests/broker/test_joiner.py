@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from shared_rpc import Client
 from tests.kit.brokers import BrokerApp, is_running
+from tests.kit.joiners import FAITHLESS, PROGRAM, command_of, source_of
 from tests.kit.processes import Child, eventually
-
-#: A joiner that builds all misses of its server, and writes how often it was started.
-PROGRAM = """
-import os, sys
-from shared_rpc import Client
-
-print("the joiner of", sys.argv[-1], os.environ["SHARED_TENSOR_ROLE"], flush=True)
-with Client(socket_path=sys.argv[-1]) as client, client.source() as source:
-    for miss in source:
-        source.build(miss).release()
-"""
 
 
 @pytest.fixture
@@ -33,39 +20,16 @@ def app(broker_app: BrokerApp) -> BrokerApp:
     return broker_app
 
 
-#: The same, which goes on when its server has gone.
-FAITHLESS = f"""
-import time
-try:
-    {textwrap.indent(PROGRAM, "    ").strip()}
-except Exception:
-    pass
-while True:
-    time.sleep(60)
-"""
-
-
 @pytest.fixture
 def faithless(tmp_path: Path) -> str:
-    """The command line of that one."""
-    file = tmp_path / "faithless.py"
-    file.write_text(FAITHLESS)
-    return f"{sys.executable} {file}"
+    """The command line of a joiner that goes on when its server has gone."""
+    return command_of(tmp_path, FAITHLESS)
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> str:
-    """The command line of that joiner."""
-    file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
-    return f"{sys.executable} {file}"
-
-
-def source_of(client: Client) -> dict[str, Any]:
-    """What the server tells of its source."""
-    found = client.get_server_info()["source"]
-    assert found is not None
-    return dict(found)
+    """The command line of a joiner."""
+    return command_of(tmp_path, PROGRAM)
 
 
 def attached(client: Client) -> int:

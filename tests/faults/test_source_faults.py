@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shared_rpc import Client, Source
+from shared_rpc import Source
 from shared_rpc.errors import ClusterError, ConnectionClosed
 from tests.kit.brokers import BrokerApp, begun
+from tests.kit.joiners import source_of
 from tests.kit.processes import Child, eventually
 
 #: A source that does what it is told, miss by miss.
@@ -61,13 +62,6 @@ def start_source(app: BrokerApp, children: list[Child], tmp_path: Path) -> Start
         return child
 
     return start
-
-
-def source_of(client: Client) -> dict[str, object]:
-    """What the server tells of its source."""
-    found = client.get_server_info()["source"]
-    assert found is not None
-    return dict(found)
 
 
 def test_a_killed_source_leaves_its_misses_to_the_next(

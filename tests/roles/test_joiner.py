@@ -16,46 +16,20 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import is_running
+from tests.kit.joiners import FAITHLESS, PROGRAM, command_of
 from tests.kit.processes import Child, eventually
-
-#: A program that builds every miss of its server where it was asked, as a joiner may.
-PROGRAM = """
-import sys
-from shared_rpc import Client
-
-with Client(socket_path=sys.argv[sys.argv.index("--socket") + 1]) as client, client.source() as source:
-    source.report({"cluster": "test", "node": "a", "nodes": 1})
-    for miss in source:
-        source.build(miss).release()
-"""
-
-
-#: The same, which goes on when its server has gone.
-FAITHLESS = f"""
-import time
-try:
-    {textwrap.indent(PROGRAM, "    ").strip()}
-except Exception:
-    pass
-while True:
-    time.sleep(60)
-"""
 
 
 @pytest.fixture
 def faithless(tmp_path: Path) -> str:
-    """The command line of that one."""
-    file = tmp_path / "faithless.py"
-    file.write_text(FAITHLESS)
-    return f"{sys.executable} {file}"
+    """The command line of a joiner that goes on when its server has gone."""
+    return command_of(tmp_path, FAITHLESS)
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> str:
-    """The command line of that program."""
-    file = tmp_path / "program.py"
-    file.write_text(PROGRAM)
-    return f"{sys.executable} {file}"
+    """The command line of a joiner."""
+    return command_of(tmp_path, PROGRAM)
 
 
 @pytest.mark.usefixtures("no_leaks")
