@@ -15,22 +15,25 @@ import logging
 import random
 import secrets
 import time
-from collections import deque
-from collections.abc import Coroutine
+from collections import Counter, deque
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 import msgspec
 import ray
+from ray.exceptions import RayTaskError
 
 from shared_rpc.client.exported import AsyncExportedRecord
 from shared_rpc.client.handle import AsyncHandle
 from shared_rpc.client.steps import Operation, Request, ask
+from shared_rpc.cluster.agreement import movers_of
 from shared_rpc.cluster.directory import Rules
 from shared_rpc.cluster.directory_actor import DirectoryActor
 from shared_rpc.cluster.holdings import Holdings, Listed
 from shared_rpc.cluster.membership import LOST, actor_name, find, find_or_create
 from shared_rpc.cluster.memo import Memo
-from shared_rpc.cluster.movers import DamagedPart, Part, mover_of, part_nbytes, parts_of
+from shared_rpc.cluster.movers import DamagedPart, Mover, MoverFailed, Part
+from shared_rpc.cluster.offers import NOT_YET, Offer, Offers, Put
 from shared_rpc.cluster.orders import (
     Abandon,
     Advanced,
@@ -63,6 +66,7 @@ from shared_rpc.cluster.orders import (
     Version,
 )
 from shared_rpc.cluster.place import AgentPlace
+from shared_rpc.cluster.receipts import Receipt
 from shared_rpc.errors import (
     ClusterError,
     ConfigurationError,
@@ -86,7 +90,7 @@ from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.endpoints import key_of
 from shared_rpc.settings import see_gpus
 
-__all__ = ["NodeAgent", "Offer"]
+__all__ = ["NodeAgent"]
 
 _log = logging.getLogger("shared_rpc.cluster")
 
@@ -98,20 +102,14 @@ _LOOK = 2.0
 _CENSUS = 30.0
 #: Parts that a receiver has under way while it writes another one.
 _WINDOW = 2
-#: Seconds after which an export is closed whose receiver asks for nothing more.
-_IDLE_EXPORT = 120.0
+#: Seconds after which what has arrived is given up, where nobody has ordered the rest.
+_IDLE_RECEIPT = 120.0
+#: Seconds in which a source answers. One that waits for a part itself says so sooner.
+_ANSWER = Rules().silence
 #: Lines of the agent that its joiner has not read yet; older ones are dropped.
 _LINES = 1000
 #: Seconds to wait before a lost directory is looked for again, at most.
 _PAUSE = 0.5
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """A record that a source is ready to send: under a number, with its header, in parts of so many bytes."""
-
-    number: int
-    header: bytes
-    part_nbytes: int
 
 
 class _Failed(Exception):
@@ -121,28 +119,6 @@ class _Failed(Exception):
         super().__init__(message)
         self.blame = blame
         self.payload = payload
-
-
-class _Export:
-    """A record that is being sent; ``used`` is when its receiver asked last."""
-
-    def __init__(self, record: AsyncExportedRecord) -> None:
-        self.record = record
-        self.used = time.monotonic()
-
-
-class _Receipt:
-    """A record that is being received: its room, and the parts of it that have arrived."""
-
-    def __init__(self, header: bytes, room: AsyncExportedRecord, parts: list[Part]) -> None:
-        self.header = header
-        self.room = room
-        self.missing = deque(parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that have arrived."""
-        return sum(segment.nbytes for segment in self.room.segments) - sum(part.nbytes for part in self.missing)
 
 
 class NodeAgent:
@@ -161,7 +137,7 @@ class NodeAgent:
         self._facts = NodeFacts(
             place.host, device, place.facts["python"], place.facts["torch"], place.facts["shared_rpc"], self._broker
         )
-        self._mover = mover_of(place.mover)()
+        self._movers = movers_of(place.mover, device)
         self._memo = Memo(place.socket)
         self._endpoints: dict[str, EndpointInfo] = {}
         self._holdings = Holdings(self._memo)
@@ -172,9 +148,11 @@ class NodeAgent:
         self._orders: dict[int, Order] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         #: What is being received, and candidates, by key and digest: a version's number may be learnt later.
-        self._receipts: dict[tuple[Key, str], _Receipt] = {}
+        self._receipts: dict[tuple[Key, str], Receipt] = {}
         self._candidates: dict[tuple[Key, str], tuple[Version, AsyncHandle[Any]]] = {}
-        self._exports: dict[int, _Export] = {}
+        self._offers = Offers(place.node, place.store_nbytes, self._client, self._movers, ray.put)
+        #: Set, and replaced, when a record begins to arrive.
+        self._has_more = asyncio.Event()
         self._numbers = itertools.count(1)
         #: What goes to the directory, in order.
         self._events: list[ClusterEvent] = []
@@ -189,7 +167,8 @@ class NodeAgent:
         self._requests: dict[str, tuple[ClusterEvent, asyncio.Future[tuple[KeyResult, ...]]]] = {}
         self._lines: deque[tuple[int, str]] = deque(maxlen=_LINES)
         self._has_lines = asyncio.Event()
-        self._sent = self._received = 0
+        #: Bytes, by mover.
+        self._received: Counter[str] = Counter()
         self._others: set[NodeFacts] = set()
         self._main = asyncio.create_task(self._run())
 
@@ -222,40 +201,46 @@ class NodeAgent:
 
     # What other agents call.
 
-    async def offer(self, key: Key, version: Version, largest: int) -> Offer:
-        """Get ready to send a version.
+    async def offer(self, key: Key, version: Version, movers: tuple[str, ...], store_nbytes: int, relay: bool) -> Offer | None:
+        """Get ready to send a version; return None if this node is to receive it itself, and that has not begun.
 
-        :param largest: bytes of a part at most.
+        :param movers: those that the receiver has, the best first.
+        :param store_nbytes: the size of the receiver's object store.
+        :param relay: whether parts may be asked for that have not arrived here.
         :raises ClusterError: if it is not here.
         """
-        _, handle = self._candidates.get((key, version.digest), (None, None))
-        object_id = handle.object_id if handle is not None else self._holdings.object_of(key, version)
-        if object_id is None:
-            raise ClusterError(f"{self._place.node} has no version {version.number} of {key.cache_key}", reason="failed")
-        record = await self._client.export(object_id)
-        number = next(self._numbers)
-        self._exports[number] = _Export(record)
-        nbytes = min(largest, part_nbytes(self._place.store_nbytes))
-        return Offer(number, record.header.to_bytes(), nbytes)
+        what, until = (key, version.digest), time.monotonic() + NOT_YET
+        while True:
+            _, handle = self._candidates.get(what, (None, None))
+            object_id = handle.object_id if handle is not None else self._holdings.object_of(key, version)
+            if object_id is not None:
+                return await self._offers.of_object(object_id, movers, store_nbytes)
+            if relay and (receipt := self._receipts.get(what)) is not None:
+                return self._offers.of_receipt(receipt, movers, store_nbytes)
+            try:
+                async with asyncio.timeout(max(0.0, until - time.monotonic()) if relay else 0.0):
+                    await self._has_more.wait()
+            except TimeoutError:
+                if relay and self._orders_of(what):
+                    return None
+                raise ClusterError(
+                    f"{self._place.node} has no version {version.number} of {key.cache_key}", reason="failed"
+                ) from None
+
+    async def offered(self, number: int) -> None:
+        """Wait until an offer has ended: a call of this fails when this agent has."""
+        await self._offers.ended(number)
 
     async def part(self, number: int, part: Part) -> Any:
-        """Return what the mover makes of a part.
+        """Return what the mover makes of a part, or where that is; None if it has not arrived here yet.
 
         :raises ClusterError: if the offer has ended.
         """
-        export = self._exports.get(number)
-        if export is None:
-            raise ClusterError(f"{self._place.node} has ended its offer {number}", reason="failed")
-        export.used = time.monotonic()
-        given = await asyncio.to_thread(self._mover.give, export.record, part)
-        self._sent += part.nbytes
-        return given
+        return await self._offers.part(number, part)
 
     async def end_offer(self, number: int) -> None:
         """Release a record that was offered."""
-        export = self._exports.pop(number, None)
-        if export is not None:
-            await export.record.close()
+        await self._offers.end(number)
 
     # What users call, by `shared_rpc.cluster`.
 
@@ -554,7 +539,7 @@ class NodeAgent:
         await self._stop_fetch(notice.key, notice.version)
         receipt = self._receipts.pop((notice.key, notice.version.digest), None)
         if receipt is not None:
-            await receipt.room.close()
+            await receipt.end()
         _, handle = self._candidates.pop((notice.key, notice.version.digest), (None, None))
         if handle is not None:
             await handle.release()
@@ -570,98 +555,174 @@ class NodeAgent:
 
     # Transfers.
 
+    def _orders_of(self, what: tuple[Key, str]) -> list[Fetch]:
+        """Return the transfers of a version, by its digest, that are being carried out."""
+        transfers = [order for order in self._orders.values() if isinstance(order, Fetch)]
+        return [order for order in transfers if (order.key, order.version.digest) == what]
+
     async def _stop_fetch(self, key: Key, version: Version) -> None:
         """End a transfer without an answer; what has arrived is kept."""
-        for order in list(self._orders.values()):
-            if isinstance(order, Fetch) and (order.key, order.version.digest) == (key, version.digest):
-                task = self._tasks.get(order.id)
-                if task is not None and task is not asyncio.current_task():
-                    task.cancel()
-                    await asyncio.wait([task])
-                    self._orders.pop(order.id, None)
-                    self._tasks.pop(order.id, None)
+        for order in self._orders_of((key, version.digest)):
+            task = self._tasks.get(order.id)
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+                await asyncio.wait([task])
+                self._orders.pop(order.id, None)
+                self._tasks.pop(order.id, None)
 
     async def _fetch(self, order: Fetch) -> Done:
         """Receive a version, and make it an object."""
         what = (order.key, order.version.digest)
         await self._stop_fetch(order.key, order.version)
-        await self._receive(order)
-        receipt = self._receipts.pop(what)
+        try:
+            await self._receive(order)
+        except _Failed:  # the rest is to come from another source: who receives it from here waits
+            raise
+        except Exception:
+            if (receipt := self._receipts.get(what)) is not None:
+                await self._offers.give_up(receipt)
+            raise
+        receipt = self._receipts[what]
         try:
             if order.candidate:
                 self._candidates[what] = (order.version, await self._client.adopt_candidate(receipt.room))
+                receipt.become(self._candidates[what][1].object_id)
             else:
-                await self._adopt(order, receipt)
+                receipt.become(await self._adopt(order, receipt))
         finally:
-            await receipt.room.close()
-        return Done(order)
+            if self._receipts.get(what) is receipt:
+                del self._receipts[what]
+            await receipt.end()
+        return Done(order, dict(receipt.movers))
 
-    async def _adopt(self, order: Fetch, receipt: _Receipt) -> None:
-        """Make what was received the current object, and the answer to the misses of its key."""
+    async def _adopt(self, order: Fetch, receipt: Receipt) -> str:
+        """Make what was received the current object, and the answer to the misses of its key; return the object's id."""
         miss = self._misses.get(order.key)
         if miss is not None and self._source is not None:
             try:
                 async with await self._source.adopt(miss, receipt.room) as handle:
                     self._holdings.hold(order.key, order.version, handle.object_id, order.nbytes)
                     self._misses.pop(order.key, None)
-                return
+                    return handle.object_id
             except ClusterError as error:
                 if error.reason != "answered":
                     raise
                 self._misses.pop(order.key, None)
         generation = await self._client.adopt(receipt.room)
         self._holdings.hold(order.key, order.version, generation.object_id, order.nbytes)
+        return generation.object_id
 
     async def _receive(self, order: Fetch) -> None:
-        """Bring the bytes into a room of the broker, as far as an earlier transfer has not."""
+        """Bring the bytes into a room of the broker, as far as an earlier transfer has not.
+
+        What one mover cannot do, the next one does.
+        """
+        movers, problem = self._movers.wanted, self._movers.lacking
+        while True:
+            try:
+                source = find(actor_name(self._place.cluster, "agent", order.source))
+            except ClusterError as error:
+                raise _Failed(str(error), Blame.SOURCE) from error
+            words = (order.key, order.version, movers, self._place.store_nbytes, order.relay)
+            offer: Offer = await self._answer(order, source.offer, *words)
+            if offer.mover != movers[0]:
+                problem = f"{order.source} has no mover {movers[0]!r}"
+            if problem:
+                self._say(f"{order.key.cache_key} comes by mover {offer.mover!r}: {problem}")
+            try:
+                receipt = await self._receipt_of(order, offer)
+                await self._take_parts(order, source, offer, receipt)
+                return
+            except MoverFailed as error:
+                movers, problem = movers[movers.index(offer.mover) + 1 :], f"{offer.mover} failed, {_cause_of(error)}"
+                if not movers:
+                    raise _Failed(f"{problem}, from {order.source}", Blame.SOURCE) from error
+            finally:
+                with contextlib.suppress(*LOST):
+                    source.end_offer.remote(offer.number)
+
+    async def _receipt_of(self, order: Fetch, offer: Offer) -> Receipt:
+        """Return the room for what is offered: that of an earlier transfer, or a new one."""
         what = (order.key, order.version.digest)
+        receipt = self._receipts.get(what)
+        header = RecordHeader.from_bytes(offer.header)
+        if receipt is None or not receipt.is_of(header):
+            if receipt is not None:
+                await receipt.end()
+            receipt = self._receipts[what] = Receipt(await self._client.allocate(header), offer.part_nbytes)
+            self._has_more.set()
+            self._has_more = asyncio.Event()
+        return receipt
+
+    async def _answer(self, order: Fetch, method: Any, *words: Any) -> Any:
+        """Return what a source answers to a question, which is asked again for as long as the source waits for that itself."""
         try:
-            source = find(actor_name(self._place.cluster, "agent", order.source))
-            offer: Offer = await source.offer.remote(order.key, order.version, part_nbytes(self._place.store_nbytes))
+            while True:
+                async with asyncio.timeout(_ANSWER):
+                    answer = await method.remote(*words)
+                    if isinstance(answer, Put):
+                        return await answer.reference
+                if answer is not None:
+                    return answer
         except LOST as error:
             raise _Failed(f"{order.source} was lost: {_first_line(error)}", Blame.SOURCE) from error
+        except MoverFailed:
+            raise
         except SharedRPCError as error:
-            raise _Failed(str(error), Blame.SOURCE) from error
-        try:
-            receipt = self._receipts.get(what)
-            header = RecordHeader.from_bytes(offer.header)
-            if receipt is None or receipt.header != _content_of(header):
-                if receipt is not None:
-                    await receipt.room.close()
-                room = await self._client.allocate(header)
-                parts = parts_of([segment.info for segment in room.segments], offer.part_nbytes)
-                receipt = self._receipts[what] = _Receipt(_content_of(header), room, parts)
-            await self._take_parts(order, source, offer, receipt)
-        finally:
-            with contextlib.suppress(*LOST):
-                source.end_offer.remote(offer.number)
+            raise _Failed(str(error), Blame.RELAY if order.relay else Blame.SOURCE) from error
+        except RayTaskError as error:
+            raise _Failed(f"{order.source} failed: {_last_line(error)}", Blame.SOURCE) from error
+        except TimeoutError as error:
+            raise _Failed(f"{order.source} has not answered in {_ANSWER:g} s", Blame.SOURCE) from error
 
-    async def _take_parts(self, order: Fetch, source: Any, offer: Offer, receipt: _Receipt) -> None:
+    async def _take_parts(self, order: Fetch, source: Any, offer: Offer, receipt: Receipt) -> None:
         """Receive what is missing, a few parts at a time."""
-        under_way: deque[tuple[Part, Any]] = deque()
+        mover = self._movers.make(offer.mover)
+        under_way: deque[tuple[Part, asyncio.Task[Any]]] = deque()
+        receipt.cut(offer.part_nbytes)
         waiting = deque(receipt.missing)
+        watch = asyncio.create_task(_loss_of(source, offer.number))
+        watch.add_done_callback(_seen)
 
         def ask_ahead() -> None:
             while waiting and len(under_way) < _WINDOW:
                 part = waiting.popleft()
-                under_way.append((part, source.part.remote(offer.number, part)))
+                answer = self._answer(order, source.part, offer.number, part)
+                under_way.append((part, asyncio.create_task(answer)))
 
         try:
             ask_ahead()
             while under_way:
-                part, reference = under_way.popleft()
-                given = await reference
+                part, answer = under_way[0]
+                given = await answer
+                under_way.popleft()
                 ask_ahead()
-                await asyncio.to_thread(self._mover.take, given, receipt.room, part)
-                del given, reference
-                receipt.missing.remove(part)
-                self._received += part.nbytes
-        except LOST as error:
+                await self._take(mover, given, receipt.room, part, watch)
+                del given, answer
+                receipt.arrived(part, offer.mover)
+                self._received[offer.mover] += part.nbytes
+        except LOST as error:  # noticed while a part was taken
             raise _Failed(f"{order.source} was lost: {_first_line(error)}", Blame.SOURCE) from error
-        except ClusterError as error:
-            raise _Failed(str(error), Blame.SOURCE) from error
         except DamagedPart as error:
             raise _Failed(f"the digests do not fit: {error}, from {order.source}", Blame.SOURCE) from error
+        finally:
+            watch.cancel()
+            for _, answer in under_way:
+                answer.cancel()
+                answer.add_done_callback(_seen)
+            await _end_of(asyncio.to_thread(mover.close))
+
+    async def _take(self, mover: Mover, given: Any, room: AsyncExportedRecord, part: Part, watch: asyncio.Future[Any]) -> None:
+        """Have a part written. It is no more when this ends, whatever the reason: the source is lost, or this is cancelled."""
+        taking = asyncio.ensure_future(asyncio.to_thread(mover.take, given, room, part))
+        try:
+            await asyncio.wait([taking, watch], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not taking.done():
+                await _end_of(_closed(mover, taking))
+        if taking.exception() is not None and watch.done():
+            watch.result()  # what was lost is the reason
+        taking.result()
 
     # What is regular.
 
@@ -673,9 +734,8 @@ class NodeAgent:
             busy = {order.key for order in self._orders.values()}
             for key, version in self._holdings.lost(await self._listed(), busy):
                 self._tell(Dropped(self._place.node, key, version))
-            for number, export in list(self._exports.items()):
-                if time.monotonic() - export.used > _IDLE_EXPORT:
-                    await self.end_offer(number)
+            await self._offers.end_idle()
+            await self._end_idle_receipts()
             if self._orders and time.monotonic() - last > report_every / 2:
                 last = time.monotonic()
                 self._tell(Advanced(self._place.node, {number: self._arrived(order) for number, order in self._orders.items()}))
@@ -684,6 +744,13 @@ class NodeAgent:
                 with contextlib.suppress(*LOST):
                     await self._compare()
             await self._publish()
+
+    async def _end_idle_receipts(self) -> None:
+        """Give up what has arrived of versions of which nobody has ordered the rest, as their callers got errors."""
+        for what, receipt in list(self._receipts.items()):
+            if time.monotonic() - receipt.used > _IDLE_RECEIPT and not self._orders_of(what):
+                del self._receipts[what]
+                await receipt.end()
 
     def _arrived(self, order: Order) -> int:
         receipt = self._receipts.get((order.key, order.version.digest)) if isinstance(order, Fetch) else None
@@ -699,8 +766,9 @@ class NodeAgent:
             state="joined" if self._epoch else "looking for the directory",
             nodes=self._nodes,
             objects=len(self._holdings),
-            bytes_received=self._received,
-            bytes_sent=self._sent,
+            bytes_received=self._received.total(),
+            bytes_by_mover=dict(self._received),
+            bytes_sent=self._offers.sent,
             activity=[self._doing(order) for order in self._orders.values()],
         )
         await self._source.report(status)
@@ -762,6 +830,36 @@ class NodeAgent:
             self._requests.pop(request, None)
 
 
+async def _loss_of(source: Any, number: int) -> None:
+    """Wait until the source of an offer is lost, and raise that."""
+    await source.offered.remote(number)
+    await asyncio.Event().wait()  # the offer has ended, and its receiver hears of that when it asks for a part
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """Look at what came of a task that nobody may be waiting for."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _closed(mover: Mover, taking: asyncio.Future[None]) -> None:
+    """Close a mover, and wait until it writes no more."""
+    await asyncio.to_thread(mover.close)
+    await asyncio.wait([taking])
+
+
+async def _end_of(work: Awaitable[Any]) -> None:
+    """Wait for the end of what a thread does, however often this is cancelled meanwhile; then be cancelled."""
+    work, cancelled = asyncio.ensure_future(work), False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+
+
 def _leaves(group: BaseExceptionGroup[Exception]) -> list[BaseException]:
     found: list[BaseException] = []
     for error in group.exceptions:
@@ -769,13 +867,17 @@ def _leaves(group: BaseExceptionGroup[Exception]) -> list[BaseException]:
     return found
 
 
+def _last_line(error: BaseException) -> str:
+    return str(error).rstrip().rpartition("\n")[2]
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def _content_of(header: RecordHeader) -> bytes:
-    """Return the parts of a header that are equal at all nodes that have a version: not its generation, for instance."""
-    return msgspec.msgpack.encode((header.skeleton, [segment.nbytes for segment in header.segments]))
+def _cause_of(error: BaseException) -> str:
+    """Return what an exception says; of one that was raised in another actor, that one."""
+    return str(getattr(error, "cause", error))
 
 
 def _packed(error: SharedRPCError) -> bytes:

@@ -90,9 +90,10 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         """Return what the cluster has and does, as plain data.
 
-        ``nodes`` has for each node its broker, device and versions, the bytes it has ``sent`` and ``received``, and what it is
-        ``doing``. ``keys`` has for each call its current ``version`` and the ``nodes`` that have it with the version of each,
-        who is ``building``, ``receiving`` and ``waiting``, and who was ``left_out``, and why.
+        ``nodes`` has for each node its broker, device and versions, the bytes it has ``sent`` and ``received``, the latter also
+        ``received_by_mover``, and what it is ``doing``; ``bytes_by_mover`` has the sums of all nodes. ``keys`` has for each
+        call its current ``version`` and the ``nodes`` that have it with the version of each, who is ``building``,
+        ``receiving`` and ``waiting``, and who was ``left_out``, and why.
         """
         until = time.monotonic() + _PATIENCE
         while True:

@@ -6,8 +6,10 @@ A state machine without I/O, clock or threads: :meth:`Directory.handle` takes an
 - One node at a time builds a key; whoever asked first. The others wait, and are told nothing until there is something to get.
 - A builder that is lost, or that fails for reasons of its own, is replaced by the next node that waits, ``builders`` times in
   all. An exception of the endpoint goes to all who wait, and the next call tries anew.
-- A node sends to ``fan_out`` others at a time. A node that has received a version sends it on, so the sources grow as a tree.
-- A source that is lost or has not the bytes is replaced by another one. After ``transfers`` attempts the node is left out.
+- A node sends to ``fan_out`` others at a time. A node that has received a version sends it on, so the sources grow as a tree;
+  with ``relay`` it sends each part on that it has.
+- A source that is lost or has not the bytes is replaced by another one. After ``transfers`` attempts the node is left out. One
+  that gives up receiving, and has relayed, is replaced too, and is not to blame: what was to blame it reports itself.
 - A refresh has two phases. One node builds a candidate, and all that hold the key receive it; then all promote it. A node that
   fails or takes longer than ``prepare_timeout`` is left out and named; it gets the current version as soon as it can.
 - Refreshes of a key come one after another. What was built later is newer: the highest number is current.
@@ -129,6 +131,7 @@ class _Member:
     sources_of: dict[int, _Distribution] = field(default_factory=dict)
     sent: int = 0
     received: int = 0
+    movers: Counter[str] = field(default_factory=Counter)
     #: Transfers from it that failed or were slow, until it is found to be good again.
     demerits: int = 0
 
@@ -296,6 +299,7 @@ class Directory:
         self._events: Counter[str] = Counter()
         self._sent: Counter[str] = Counter()
         self._moved = 0
+        self._movers: Counter[str] = Counter()
         self._handlers: dict[type, Callable[[Any], None]] = {
             NodeJoined: self._joined,
             NodeLeft: self._left,
@@ -426,6 +430,7 @@ class Directory:
                 if node in distribution.holders:
                     self._no_longer_holds(entry, distribution, node)
                 distribution.pending.pop(node, None)
+                self._no_source_any_more(distribution, node)
             if entry.refresh is not None and node in entry.refresh.missing:
                 self._leave_out_of_refresh(entry, entry.refresh, node, reason)
         for work in [work for work in member.orders.values() if work.order.id not in kept]:
@@ -586,6 +591,8 @@ class Directory:
             self._members[node].sources_of.pop(id(distribution), None)
             self._close(work)
             self._send(Abandon(node, entry.key, distribution.version))
+        for node in distribution.pending:  # one that waits for another source has relayed until then
+            self._members[node].sources_of.pop(id(distribution), None)
         distribution.active.clear()
         distribution.pending.clear()
 
@@ -611,8 +618,9 @@ class Directory:
     def _withdrawn(self, event: MissWithdrawn) -> None:
         entry = self._entry(event.key)
         entry.waiting.pop(event.node, None)
-        if entry.current is not None and event.node not in entry.listed:
-            entry.current.pending.pop(event.node, None)
+        current = entry.current
+        if current is not None and event.node not in entry.listed and current.pending.pop(event.node, ()) is None:
+            self._no_source_any_more(current, event.node)
 
     def _dropped(self, event: Dropped) -> None:
         entry = self._entry(event.key)
@@ -660,6 +668,8 @@ class Directory:
         self._touch(entry)
         if isinstance(order, Fetch):
             self._received(entry, order)
+            self._movers.update(event.movers)
+            self._members[order.node].movers.update(event.movers)
         elif isinstance(order, ChangeOver):
             refresh = entry.refresh
             if refresh is not None and refresh.committed and order.node in refresh.promoting:
@@ -741,18 +751,18 @@ class Directory:
         distribution = entry.distribution(order.version)
         if distribution is None or distribution.active.pop(order.node, None) is None:
             return
-        if blame is not Blame.SOURCE:
-            self._no_source_any_more(distribution, order.node)
-        if blame is Blame.SOURCE:
+        if blame in (Blame.SOURCE, Blame.RELAY):
             distribution.tried.setdefault(order.node, set()).add(order.source)
-            distribution.attempts[order.node] += 1
-            if (source := self._members.get(order.source)) is not None:
-                source.demerits += 1
+            if blame is Blame.SOURCE:
+                distribution.attempts[order.node] += 1
+                if (source := self._members.get(order.source)) is not None:
+                    source.demerits += 1
             if distribution.attempts[order.node] < self.rules.transfers:
                 distribution.pending[order.node] = None
                 distribution.pending.move_to_end(order.node, last=False)
-                return
+                return  # it relays what it has, and those who receive it from there wait for the rest
             error = f"{self.rules.transfers} transfers failed, the last one from {order.source}: {error}"
+        self._no_source_any_more(distribution, order.node)
         self._leave_out(entry, distribution, order.node, error)
 
     def _leave_out(self, entry: _Entry, distribution: _Distribution, node: str, error: str) -> None:
@@ -785,9 +795,12 @@ class Directory:
             return
         if node in entry.invalid and node not in entry.listed:
             self._order(Invalidate(node, entry.key, next(self._ids)))
-        if entry.current is None or node not in entry.left_out:
+        if node not in entry.left_out:
             return
         current = entry.current
+        if current is None:  # what it was to have is lost
+            del entry.left_out[node]
+            return
         if entry.listed.get(node) == current.version:
             del entry.left_out[node]
         elif node in current.holders:
@@ -1039,7 +1052,7 @@ class Directory:
             if source is None:
                 if not distribution.tried.get(node):
                     return
-                if len(distribution.tried[node]) >= len(distribution.holders):
+                if distribution.holders.keys() <= distribution.tried[node]:
                     distribution.tried[node].clear()  # all were tried: from the beginning
                 else:
                     passed += 1
@@ -1070,17 +1083,23 @@ class Directory:
             self._offer(distribution, receiver)
 
     def _source_for(self, distribution: _Distribution, node: str) -> _Member | None:
-        """Choose a source with room: one of the same host if there is one, else one without failures."""
-        for name in self._hosts.get(self._members[node].facts.host, ()):
-            if self._is_source(distribution, self._members[name], node) and not self._members[name].demerits:
-                return self._members[name]
+        """Choose a source with room: one of the same host, else one without failures; of relays the nearest to all bytes."""
+        near = [
+            name
+            for name in self._hosts.get(self._members[node].facts.host, ())
+            if self._is_source(distribution, self._members[name], node) and not self._members[name].demerits
+        ]
+        if near:
+            return self._members[min(near, key=distribution.depths.__getitem__)]
         put_back, found = [], None
         while distribution.free and found is None:
             offer = heapq.heappop(distribution.free)
             member = self._members.get(offer[3])
             if member is None or not self._is_source(distribution, member):
                 continue
-            if not self._is_source(distribution, member, node):
+            if offer[0] != member.demerits:  # it has its place among the others anew
+                self._offer(distribution, member)
+            elif not self._is_source(distribution, member, node):
                 put_back.append(offer)
             elif member.demerits and self._has_better(distribution, node):
                 put_back.append(offer)
@@ -1200,6 +1219,7 @@ class Directory:
         distribution.arrived[node] = work.nbytes
         distribution.pending[node] = None
         distribution.pending.move_to_end(node, last=False)
+        self._touched[distribution.key] = None
 
     def _check_time(self, work: _Work) -> None:
         """Give up what takes too long."""
@@ -1236,6 +1256,7 @@ class Directory:
             "left": dict(self._gone),
             "keys": [self._key_status(entry) for _, entry in sorted(self._entries.items(), key=lambda item: item[0])],
             "bytes_moved": self._moved,
+            "bytes_by_mover": dict(self._movers),
             "messages": {"events": dict(self._events), "decisions": dict(self._sent)},
         }
 
@@ -1250,7 +1271,9 @@ class Directory:
             "heard": self._now - member.heard_at,
             "sent": member.sent,
             "received": member.received,
+            "received_by_mover": dict(member.movers),
             "serving": len(member.serving),
+            "demerits": member.demerits,
             "doing": [self._doing(work) for work in member.orders.values()],
         }
 

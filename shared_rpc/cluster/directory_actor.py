@@ -19,7 +19,7 @@ from shared_rpc.cluster.directory import Directory, Rules
 from shared_rpc.cluster.membership import LOST, named
 from shared_rpc.cluster.orders import ClusterEvent, Decision, NodeFacts, NodeJoined, NodeLeft
 
-__all__ = ["AGENT_GRACE", "DirectoryActor"]
+__all__ = ["AGENT_GRACE", "RULES", "DirectoryActor"]
 
 _log = logging.getLogger("shared_rpc.cluster")
 
@@ -27,6 +27,10 @@ _log = logging.getLogger("shared_rpc.cluster")
 AGENT_GRACE = 15.0
 #: Seconds between two looks at the clock.
 _TICK = 0.25
+
+
+#: Agents serve parts of what they are receiving.
+RULES = Rules(relay=True)
 
 
 class _Joined:
@@ -49,11 +53,11 @@ class _Joined:
 class DirectoryActor:
     """The driver of a :class:`~shared_rpc.cluster.directory.Directory`. All methods are coroutines of one loop."""
 
-    async def __init__(self, cluster: str) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, cluster: str, rules: Rules = RULES) -> None:  # type: ignore[misc]  # Ray awaits it
         #: Tells this directory from an earlier one, whose orders mean nothing any more.
         self._epoch = secrets.token_hex(8)
         expected = await asyncio.to_thread(named, cluster, "agent")
-        self._directory = Directory(Rules(), now=time.monotonic(), expected=expected, first_order=int(time.time() * 1e6))
+        self._directory = Directory(rules, now=time.monotonic(), expected=expected, first_order=int(time.time() * 1e6))
         self._agents: dict[str, _Joined] = {}
         self._ticking = asyncio.create_task(self._tick())
 

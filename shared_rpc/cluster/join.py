@@ -56,9 +56,9 @@ def _stay(socket: str, settings: ClusterSettings, facts: dict[str, str]) -> int:
         from shared_rpc.cluster import membership
     except ImportError as error:
         raise ClusterError(f"Ray cannot be imported: {error}. Install it with: pip install 'shared-rpc[ray]'") from error
-    from shared_rpc.cluster.movers import mover_of
+    from shared_rpc.cluster.agreement import movers_of
 
-    mover_of(settings.mover)  # a wrong name is an error here, and not in an actor
+    movers_of(settings.mover, "cpu")  # a wrong name is an error here, and not in an actor
     logging.getLogger("ray").setLevel(logging.ERROR)
     _connect(membership, settings.address)
     # Ray's own handler writes a stack trace into the server's log.

@@ -1,36 +1,57 @@
 """Movers: how the bytes of a record get from the agent of one node to that of another.
 
 A record is cut into *parts*. The receiver asks the source for one part after the other, a few at a time, and writes each to its
-place: what a mover gives at the source travels as the result of an actor's method, which the receiver owns. So nothing is left
-in the source's object store when the receiver is lost, and the other way round; and a small store suffices for any record.
+place: what a mover gives at the source travels as the result of an actor's method, or as an object of the store, which is then
+one object for all receivers of the part, for as long as one of them reads it. So nothing is left in the source's object store
+when the receivers are lost, and a small store suffices for any record.
+
+What another mover cannot do for a record, the object store can: see :mod:`shared_rpc.cluster.agreement`.
 """
 
 from __future__ import annotations
 
-import importlib
 import pickle
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import xxhash
 
 from shared_rpc.client.exported import RecordBytes, SegmentBytes
-from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["LARGEST_PART", "DamagedPart", "Mover", "ObjectStoreMover", "Part", "mover_of", "part_nbytes", "parts_of"]
+__all__ = [
+    "LARGEST_PART",
+    "OBJECTS",
+    "DamagedPart",
+    "Mover",
+    "MoverFailed",
+    "ObjectStoreMover",
+    "Part",
+    "part_nbytes",
+    "parts_of",
+    "smaller",
+]
+
+#: The name of the object store as a mover.
+OBJECTS = "objects"
 
 #: Bytes of a part at most. Whole megabytes, as a part costs Ray some milliseconds: with 8 MiB 64 MiB took half as long again;
 #: and few, so that one is written while others travel, in memory of the store that is mapped already.
 LARGEST_PART = 16 << 20
-#: Of a node's object store, one part takes a share of at most one in so many: two receivers have three parts each.
-_SHARE = 8
+#: Of a node's object store, one part takes a share of at most one in so many: two receivers have three parts each, and a node
+#: that relays has three parts of its own there.
+_SHARE = 10
 #: Bytes of a part at least.
 _SMALLEST_PART = 1 << 20
 
 
 class DamagedPart(Exception):
     """A part whose bytes are not those that the source has sent."""
+
+
+class MoverFailed(Exception):
+    """End of a mover's way for a record, for a reason that another one need not share: that goes on with what is missing."""
 
 
 class Part(NamedTuple):
@@ -55,17 +76,46 @@ def parts_of(segments: Sequence[SegmentInfo], nbytes: int) -> list[Part]:
     ]
 
 
-class Mover(Protocol):
-    """A way for the bytes of parts. Its methods are called in threads, several at once."""
+def smaller(parts: Iterable[Part], nbytes: int) -> list[Part]:
+    """Cut parts that have more than so many bytes."""
+    return [
+        Part(part.segment, offset, min(nbytes, part.offset + part.nbytes - offset))
+        for part in parts
+        for offset in range(part.offset, part.offset + part.nbytes, nbytes)
+    ]
 
+
+class Mover(ABC):
+    """A way for the bytes of parts. Either end of a transfer has an object of its own, which is closed with the transfer.
+
+    Methods are called in threads: :meth:`give` several times at once, :meth:`take` one after the other.
+    """
+
+    #: Whether what is given is as good for one receiver as for another: it goes through the object store, once.
+    shared = False
+
+    @abstractmethod
     def give(self, record: RecordBytes, part: Part) -> Any:
-        """Return what travels for a part of an exported record."""
+        """Return what travels for a part of an exported record.
 
+        :raises MoverFailed: if this mover cannot move the record.
+        """
+
+    @abstractmethod
     def take(self, given: Any, room: RecordBytes, part: Part) -> None:
         """Write a part to its place in a room.
 
         :raises DamagedPart: if its digest does not fit.
+        :raises MoverFailed: if this mover cannot move the record.
         """
+
+    def close(self) -> None:  # noqa: B027  # most keep nothing
+        """End what is under way: nothing reads or writes the records' memory by it any more when this returns."""
+
+    @staticmethod
+    def part_nbytes(store_nbytes: int) -> int:
+        """Return how many bytes a part has at most, where the smaller one of two object stores has this size."""
+        return part_nbytes(store_nbytes)
 
 
 class _Bytes:
@@ -85,8 +135,10 @@ class _Digested(NamedTuple):
     bytes: _Bytes
 
 
-class ObjectStoreMover:
+class ObjectStoreMover(Mover):
     """Ray's object store, which there is everywhere."""
+
+    shared = True
 
     def give(self, record: RecordBytes, part: Part) -> _Digested:
         """Return the bytes of a part, and their digest."""
@@ -117,24 +169,3 @@ def _write(segment: SegmentBytes, part: Part, data: memoryview) -> None:
     import torch
 
     segment.tensor()[part.offset : part.offset + part.nbytes].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-#: The movers that have a name.
-_MOVERS: dict[str, type[Mover]] = {"objects": ObjectStoreMover}
-
-
-def mover_of(name: str) -> type[Mover]:
-    """Return the class of a mover: by the name of one of this module's, or ``module:class``.
-
-    :raises ConfigurationError: if there is none.
-    """
-    if name in _MOVERS:
-        return _MOVERS[name]
-    module, colon, kind = name.partition(":")
-    if not colon:
-        raise ConfigurationError(f"SHARED_TENSOR_CLUSTER_MOVER={name!r}: use {', '.join(_MOVERS)}, or module:class")
-    try:
-        found: type[Mover] = getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"SHARED_TENSOR_CLUSTER_MOVER={name!r} cannot be loaded: {error}") from error
-    return found

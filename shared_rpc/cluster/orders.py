@@ -133,11 +133,13 @@ class Blame(enum.Enum):
     ``ENDPOINT``: the endpoint raised; all who wait get the error, the next call tries anew.
     ``NODE``: this node alone cannot, its quota is exceeded, its store is full, its worker crashed; it is left out and named.
     ``SOURCE``: the source had not the bytes, or they did not fit their digest; another source is tried.
+    ``RELAY``: the source was receiving the bytes itself, and gave that up; another source is tried, and it is not blamed here.
     """
 
     ENDPOINT = "endpoint"
     NODE = "node"
     SOURCE = "source"
+    RELAY = "relay"
 
 
 # Orders, each of which is answered.
@@ -295,9 +297,13 @@ class Built(_Plain, frozen=True, tag=True):
 
 
 class Done(_Plain, frozen=True, tag=True):
-    """Answer to :class:`Fetch`, :class:`ChangeOver` and :class:`Invalidate`."""
+    """Answer to :class:`Fetch`, :class:`ChangeOver` and :class:`Invalidate`.
+
+    ``movers`` says for a transfer how many bytes came by which mover.
+    """
 
     order: Fetch | ChangeOver | Invalidate
+    movers: Mapping[str, int] = {}
 
     @property
     def node(self) -> str:

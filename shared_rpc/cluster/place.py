@@ -23,7 +23,7 @@ class AgentPlace(msgspec.Struct, frozen=True):
     :param ray_node: the id of the Ray node that the agent runs on.
     :param socket: that of the broker.
     :param store_nbytes: the size of the Ray node's object store.
-    :param mover: see :func:`shared_rpc.cluster.movers.mover_of`.
+    :param mover: see :func:`shared_rpc.cluster.agreement.movers_of`.
     :param gpus: the GPUs that the broker sees, as in :class:`~shared_rpc.settings.ClusterSettings`: Ray hides them from actors
         that reserve none.
     :param facts: those of :data:`FACTS`; without ``device`` the broker's own device is looked at.

@@ -1,4 +1,4 @@
-"""A Ray cluster of three nodes on this machine, which the tests share; those that lose nodes add some of their own."""
+"""A Ray cluster of three nodes on this machine, which the tests share, those of several files too; some tests add nodes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,69 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from shared_rpc.cluster.directory import Rules
 from tests.kit.ray_sites import Site, Sites
 
 _names = (f"m{number}" for number in itertools.count(1))
 
 
+class _Kept:
+    """The cluster of the last file, which the next one has too if it is to be such a one."""
+
+    def __init__(self) -> None:
+        self.kind: tuple[str, Rules | None] | None = None
+        self.sites: Sites | None = None
+
+    def of(self, device: str, rules: Rules | None) -> Sites:
+        """Return the cluster of a kind, with three sites that have joined."""
+        if self.kind != (device, rules):
+            self.close()
+            self.sites = Sites(gpus=torch.cuda.device_count() if device == "cuda" else 0, rules=rules)
+            self.kind = (device, rules)
+        assert self.sites is not None, "it was kept with its kind"
+        for extra in self.sites.sites[3:]:
+            extra.lose()
+        while len(self.sites.sites) < 3:
+            self.sites.add()
+        for site in self.sites.sites:
+            if not site.serves:
+                site.serve()
+        self.sites.all_joined()
+        return self.sites
+
+    def close(self) -> None:
+        """End it."""
+        sites, self.sites, self.kind = self.sites, None, None
+        if sites is not None:
+            sites.close()
+
+
+_kept = _Kept()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_of_cluster(beginnings: None) -> Iterator[None]:
+    """The last cluster ends with the tests."""
+    yield
+    _kept.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_of_its_own(end_of_cluster: None, request: pytest.FixtureRequest) -> None:
+    """A file whose tests need no cluster of sites starts Ray itself: a process can be a driver of one Ray cluster."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    if not any("cluster" in item.fixturenames for item in tests):
+        _kept.close()
+
+
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def cluster(beginnings: None, request: pytest.FixtureRequest) -> Iterator[Sites]:
-    """Three sites that have joined; on GPUs, each has the next one."""
-    sites = Sites(gpus=torch.cuda.device_count() if request.param == "cuda" else 0)
+def cluster(end_of_cluster: None, request: pytest.FixtureRequest) -> Sites:
+    """Three sites that have joined; on GPUs, each has the next one. A file's ``RULES`` are the directory's."""
     try:
-        for _ in range(3):
-            sites.add()
-        sites.all_joined()
-        yield sites
-    finally:
-        sites.close()
+        return _kept.of(request.param, getattr(request.module, "RULES", None))
+    except BaseException:
+        _kept.close()
+        raise
 
 
 @pytest.fixture

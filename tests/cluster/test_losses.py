@@ -17,6 +17,8 @@ from tests.kit.ray_sites import Site, Sites, loading, until
 
 pytestmark = pytest.mark.timeout(200)
 
+#: MiB of an object that is moved: several parts.
+SIZE = 48
 #: What is lost of a node.
 LOSSES: dict[str, Callable[[Site], None]] = {
     "node": Site.lose,
@@ -88,18 +90,18 @@ def test_a_build_goes_on_without_its_agent(cluster: Sites, name: str, lost: Site
 def test_the_source_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
     """The bytes come from another node that has them, as far as they have not come yet."""
     first, second, *_ = cluster.sites
-    lost.load(name, 100)
-    first.load(name, 100)
+    lost.load(name, SIZE)
+    first.load(name, SIZE)
     held = cluster.hold("give", lost)
     keeps = cluster.hold("give", first)
-    child = second.start(name, 100)
+    child = second.start(name, SIZE)
     until(lambda: cluster.held("give", lost) or cluster.held("give", first), "it is being sent")
     LOSSES[loss](lost)
     held.unlink()
     keeps.unlink()
     got = second.got(child)
     got.close()
-    assert got.digest == first.load(name, 100).digest
+    assert got.digest == first.load(name, SIZE).digest
     assert cluster.builds(name) == [lost.name]
 
 
@@ -107,13 +109,13 @@ def test_the_source_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, los
 def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
     """The others go on; and where only the agent was lost, the next one receives it."""
     first, second, *_ = cluster.sites
-    digest = first.load(name, 100).digest
+    digest = first.load(name, SIZE).digest
     held = cluster.hold("take", lost)
-    child = lost.start(name, 100)
+    child = lost.start(name, SIZE)
     until(lambda: cluster.held("take", lost), "it is being received")
     LOSSES[loss](lost)
     held.unlink()
-    assert second.load(name, 100).digest == digest
+    assert second.load(name, SIZE).digest == digest
     if loss == "agent":
         got = lost.got(child)
         got.close()

@@ -56,11 +56,11 @@ def test_a_late_node_gets_what_the_cluster_has(cluster: Sites, name: str, victim
 def test_an_object_may_be_larger_than_the_object_store(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
     """It goes through a store of 80 MiB in parts, on either side."""
     small = victim(store=80 << 20)
-    first = small.load(name, 200)
-    other = cluster.sites[0].load(name, 200)
+    first = small.load(name, 100)
+    other = cluster.sites[0].load(name, 100)
     assert other.digest == first.digest
     assert cluster.builds(name) == [small.name]
-    assert cluster.sites[1].load(f"{name}-back", 200).digest == small.load(f"{name}-back", 200).digest
+    assert cluster.sites[1].load(f"{name}-back", 100).digest == small.load(f"{name}-back", 100).digest
 
 
 def test_an_exception_of_the_endpoint_reaches_all_who_wait(cluster: Sites, name: str) -> None:
