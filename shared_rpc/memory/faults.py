@@ -1,7 +1,7 @@
-"""Report of a process that writes to host memory that it may only read.
+"""Report of a process that writes to host memory that it may only read, or touches that of a suspended object.
 
-The kernel ends it by SIGSEGV, which by itself says nothing. From the first read-only mapping on, a handler of that signal
-writes to standard error what was written to, and where from; then it puts the earlier handler in its place and returns, so that
+The kernel ends it by SIGSEGV, which by itself says nothing. From the first such range on, a handler of that signal
+writes to standard error what was touched, and where from; then it puts the earlier handler in its place and returns, so that
 the instruction faults again and the process ends as it would have: by that signal, at that place. A fault anywhere else is the
 earlier handler's too, and nothing is said of it.
 
@@ -31,43 +31,48 @@ from typing import NamedTuple
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle import finalizer
 
-__all__ = ["ReadOnlyRange", "unwatch_read_only", "watch_read_only"]
+__all__ = ["WatchedRange", "unwatch", "watch"]
 
 
-class ReadOnlyRange(NamedTuple):
-    """Read-only memory of this process: ``nbytes`` bytes at ``address``, and a function that describes it."""
+class WatchedRange(NamedTuple):
+    """Memory of this process that it may only read: ``nbytes`` bytes at ``address``, and a function that describes it.
+
+    With ``vacated`` it may not be touched at all, until the object in it is resumed.
+    """
 
     address: int
     nbytes: int
     what: Callable[[], str]
+    vacated: bool = False
 
 
 #: By address. Replaced and never changed: a thread may fault while it replaces the table.
-_places: tuple[ReadOnlyRange, ...] = ()
+_places: tuple[WatchedRange, ...] = ()
 _changing = fork_safe_lock()
 
 
-def _address_of(place: ReadOnlyRange) -> int:
+def _address_of(place: WatchedRange) -> int:
     return place.address
 
 
-def watch_read_only(place: ReadOnlyRange) -> None:
-    """Report writes to the range from now on."""
+def watch(place: WatchedRange) -> None:
+    """Report faults in the range from now on, in place of what was said of it before."""
     global _places
     with _changing:
-        index = bisect.bisect_left(_places, place.address, key=_address_of)
-        _places = (*_places[:index], place, *_places[index:])
+        others = tuple(other for other in _places if other.address != place.address)
+        index = bisect.bisect_left(others, place.address, key=_address_of)
+        _places = (*others[:index], place, *others[index:])
         _HANDLER.install()
 
 
-def unwatch_read_only(address: int) -> None:
-    """Forget a range that is about to be unmapped."""
+def unwatch(address: int) -> None:
+    """Forget a range."""
     global _places
     with _changing:
         _places = tuple(place for place in _places if place.address != address)
 
 
-def _place_of(address: int) -> ReadOnlyRange | None:
+def _place_of(address: int) -> WatchedRange | None:
     places = _places
     index = bisect.bisect_right(places, address, key=_address_of) - 1
     if index < 0 or address >= places[index].address + places[index].nbytes:
@@ -92,7 +97,7 @@ _raise = _libc["raise"]
 _SA_SIGINFO = 4
 #: siginfo_t of 64-bit Linux: si_code, then from a process si_pid, from the kernel si_addr.
 _CODE, _PID, _ADDRESS = 8, 16, 16
-#: Mapped, and not for this (SEGV_ACCERR); sent with raise(3) or pthread_kill(3) (SI_TKILL).
+#: Mapped, and not for this (SEGV_ACCERR), as a vacated range is too; sent with raise(3) or pthread_kill(3) (SI_TKILL).
 _FORBIDDEN, _RAISED = 2, -6
 #: Seconds for which other faulting threads wait for the report of the first one.
 _PATIENCE = 5.0
@@ -104,6 +109,10 @@ _FRAMES, _PLACES = 64, 8
 _ADVICE = (
     "  what to do: write to a copy (tensor.clone(), copy.deepcopy(module)), or share it with access='read_write'. Functions\n"
     "    that write without a name that says so, and the remedy for each, are in docs/how-to/read-only-weights.md.\n"
+)
+_ADVICE_VACATED = (
+    "  what to do: call resume() of the object's handle before its memory is used, or use it in a block\n"
+    "    'with handle.active() as value:'.\n"
 )
 
 
@@ -175,20 +184,26 @@ def _tell(info: int) -> None:
         _write(_hint())
 
 
-def _report(place: ReadOnlyRange, address: int) -> str:
+def _report(place: WatchedRange, address: int) -> str:
+    did = "touched memory of a suspended object" if place.vacated else "wrote to memory that is shared with access='read'"
     return (
-        f"shared_rpc: process {os.getpid()} wrote to memory that is shared with access='read', and ends by SIGSEGV\n"
+        f"shared_rpc: process {os.getpid()} {did}, and ends by SIGSEGV\n"
         f"  target: byte {address - place.address} of {place.what()}; address {address:#x}\n"
-        f"  by (most recent call first):\n{''.join(_where())}{_ADVICE}"
+        f"  by (most recent call first):\n{''.join(_where())}{_ADVICE_VACATED if place.vacated else _ADVICE}"
     )
 
 
 def _hint() -> str:
-    places = _places[:_PLACES]
-    known = "".join(f"    {place.what()}, at {place.address:#x}\n" for place in places)
-    more = f"    and {len(_places) - len(places)} more\n" if len(_places) > len(places) else ""
-    head = "shared_rpc: if this was a write, it may have been to memory that is shared with access='read':"
-    return f"{head}\n{known}{more}{_ADVICE}"
+    told = ""
+    for vacated, could, advice in (
+        (False, "was a write, it may have been to memory that is shared with access='read'", _ADVICE),
+        (True, "was a read or a write, it may have been of memory of a suspended object", _ADVICE_VACATED),
+    ):
+        places = [place for place in _places if place.vacated is vacated]
+        known = "".join(f"    {place.what()}, at {place.address:#x}\n" for place in places[:_PLACES])
+        more = f"    and {len(places) - _PLACES} more\n" if len(places) > _PLACES else ""
+        told += f"shared_rpc: if this {could}:\n{known}{more}{advice}" if places else ""
+    return told
 
 
 def _where() -> Iterator[str]:

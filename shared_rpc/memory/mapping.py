@@ -3,12 +3,22 @@
 A segment is mapped at most once for each kind of access, but copy-on-write as often as it is attached, because nobody else is
 to see what is written there. It is unmapped when the last object over it is gone:
 a finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
+
+What only suspended objects lie in is *vacated*: nothing is mapped, and the address is kept. It is mapped again at its address
+with whatever incarnation of the segment comes::
+
+              suspend                          resume, attach
+    mapped ─────────────► vacated ──────────────────────────────► mapped
+       │   synchronised      │      other memory, if the object
+       │                     │      was evicted meanwhile
+       └── last object gone ─┴──► unmapped, and the address given back
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import resource
 import time
 import weakref
@@ -17,17 +27,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shared_rpc.errors import CapabilityError
+from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.faults import ReadOnlyRange, unwatch_read_only, watch_read_only
+from shared_rpc.memory.faults import WatchedRange, unwatch, watch
+from shared_rpc.memory.remap_hooks import REMAP_HOOKS, MappedRange
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import Access, SegmentInfo
 
 __all__ = ["KEPT_SHARE", "MAPPINGS", "Mapping", "MappingHold", "MappingTable"]
 
+_log = logging.getLogger("shared_rpc")
 
 #: Labels of one mapping.
 _LABELS = 4
@@ -42,8 +54,10 @@ class Mapping:
     backend: Backend
     #: Keeps the segment open, so that the memory can be sent to another process; the mapping itself needs no descriptor.
     descriptor: Segment | None
-    #: Distinguishes the copy-on-write mappings of one segment.
+    #: Distinguishes the mappings of one segment with one access: copy-on-write, or of two addresses that were kept.
     number: int = 0
+    #: Whether nothing is mapped at the address, which is kept.
+    vacated: bool = False
     #: Whether :meth:`MappingTable.find` skips the mapping, and whether it is unmapped.
     hidden: bool = False
     gone: bool = False
@@ -89,6 +103,15 @@ class Mapping:
         """Blocks that use the mapping now, and uses of it that have not ended."""
         return self.pins + len(self.uses)
 
+    @property
+    def range(self) -> MappedRange:
+        """The addresses."""
+        return MappedRange(self.address, self.info.nbytes, self.info.device)
+
+    def users_of(self, object_id: str) -> bool:
+        """Return whether something of an object lives over it."""
+        return any(use.object_id == object_id and use() is not None for use in self.uses)
+
     def seal(self) -> None:
         """Refuse later writable mappings of a segment that this process made; its own stays writable."""
         if not self.sealed and self.segment is not None:
@@ -107,11 +130,12 @@ class _Pin:
 
 
 class _Use(weakref.ref[_Pin]):
-    """Weak reference to a pin, with the mapping."""
+    """Weak reference to a pin, with the mapping, and the server's object that it is for, ``""`` for none."""
 
-    __slots__ = ("mapping",)
+    __slots__ = ("mapping", "object_id")
 
     mapping: Mapping
+    object_id: str
 
     # A weak reference gets its attributes after construction; see MappingTable.keep_for().
 
@@ -139,9 +163,34 @@ class MappingHold:
 _RIGHTS: dict[Access, Access] = {"private": "read"}
 
 
-def _tells_of_faults(info: SegmentInfo) -> bool:
-    """Return whether writes are to be reported here: a GPU's driver does so by itself."""
-    return info.device == "cpu" and info.access == "read"
+#: Access of mappings that are never vacated: of each a process may have several, or none after it was read.
+_APART: frozenset[Access] = frozenset({"copy", "private"})
+
+
+def _tells_of_faults(mapping: Mapping) -> bool:
+    """Return whether faults are to be reported here: a GPU's driver does so by itself."""
+    return mapping.info.device == "cpu" and (mapping.vacated or mapping.info.access == "read")
+
+
+def _watch(mapping: Mapping) -> None:
+    """Have faults reported as what they mean now."""
+    if _tells_of_faults(mapping):
+        watch(WatchedRange(mapping.address, mapping.info.nbytes, mapping.__str__, mapping.vacated))
+    else:
+        unwatch(mapping.address)
+
+
+def _synchronize(mappings: Iterable[Mapping], what: str) -> None:
+    """Wait for the devices of mappings that are about to go.
+
+    :raises CapabilityError: if one cannot be waited for.
+    """
+    for backend, mapping in {mapping.backend: mapping for mapping in mappings}.items():
+        if not backend.synchronize():
+            raise CapabilityError(
+                f"cannot {what} now: the wait for {mapping.info.device} failed, because a CUDA graph is being captured, or its "
+                f"context is broken. {what.capitalize()} after the capture"
+            )
 
 
 class MappingTable:
@@ -154,7 +203,8 @@ class MappingTable:
         #: Addresses in order, and the mapping at each. Replaced as a whole, so that readers need no lock.
         self._by_address: tuple[list[int], list[Mapping]] = ([], [])
         self._gone: deque[_Use] = deque()
-        self._draining = fork_safe_lock()
+        #: Held while mappings go or come back: no memory is unmapped meanwhile.
+        self.changing = fork_safe_lock()
         #: The monotonic time after which a job of the finaliser thread drains the table.
         self._lingers_until = 0.0
         #: Mappings that a block has released, and that may have no other user.
@@ -166,6 +216,10 @@ class MappingTable:
         self.keeps = False
         #: Mappings with a descriptor.
         self._descriptors = 0
+        #: The ids of objects that are suspended, and that something lives over here.
+        self.suspended: frozenset[str] = frozenset()
+        #: How many mappings are vacated.
+        self._vacated = 0
 
     @contextmanager
     def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
@@ -202,12 +256,15 @@ class MappingTable:
         they are mapped for.
         """
         mappings: list[Mapping] = []
+        filled: list[MappedRange] = []
         try:
             with self._lock:
                 for number, segment in enumerate(segments):
                     info = segment.info
                     apart = number in hidden or info.access == "copy"
                     known = self._mappings.get((info.id, info.access, 0))
+                    if self._vacated and (known is None or known.vacated):
+                        known = self._filled(segment, filled)
                     if known is None:
                         backend = backend_for(info.device, info.mechanism)
                         self._add(mappings, info, backend, segment, keep=False, hidden=apart)
@@ -220,6 +277,7 @@ class MappingTable:
                     mapping.label(label)
                     if not (mapping.pooled or mapping.hidden):
                         self._keep(mapping, segment, publishes=keep or self.keeps)
+            REMAP_HOOKS.after(filled)
             yield [*mappings]
         finally:
             self._unpin(mappings)
@@ -244,7 +302,7 @@ class MappingTable:
         """
         with self._lock:
             own = self._mappings.get((segment.info.id, "read_write", 0))
-            sealed = own if own is not None and own.sealed else None
+            sealed = own if own is not None and own.sealed and not own.vacated else None
             if sealed is not None:
                 sealed.pins += 1
         if sealed is not None:
@@ -257,7 +315,23 @@ class MappingTable:
 
     def knows(self, info: SegmentInfo) -> bool:
         """Return whether a segment is mapped, with the access that its info names."""
-        return (info.id, info.access, 0) in self._mappings
+        mapping = self._mappings.get((info.id, info.access, 0))
+        return mapping is not None and not mapping.vacated
+
+    def outdated(self, infos: Iterable[SegmentInfo]) -> bool:
+        """Return whether an earlier incarnation of one of these segments is mapped, and this one is not."""
+        for info in infos:
+            if "." not in info.id or info.access in _APART:  # the first incarnation
+                continue
+            with self._lock:
+                mapped = {
+                    mapping.info.id
+                    for mapping in self._mappings.values()
+                    if (mapping.info.name, mapping.info.access) == (info.name, info.access)
+                }
+            if mapped and info.id not in mapped:
+                return True
+        return False
 
     def disown(self, segment_ids: Iterable[str]) -> int:
         """Note that these segments' server keeps them no more; return how many of them it did, as far as known here."""
@@ -307,13 +381,15 @@ class MappingTable:
             self._descriptors += mapping.descriptor is not None
             mapping.pins += 1
             pinned += (mapping,)
-        if _tells_of_faults(info):
-            watch_read_only(ReadOnlyRange(address, info.nbytes, mapping.__str__))
+        if _tells_of_faults(mapping):
+            _watch(mapping)
 
-    def keep_for(self, users: Iterable[tuple[Mapping, object]]) -> None:
+    def keep_for(self, users: Iterable[tuple[Mapping, object]], object_id: str = "") -> None:
         """Keep each mapping while the object beside it lives. To be called while it is created or attached.
 
         The objects take an attribute: that costs a tenth of a weak reference to each.
+
+        :param object_id: the server's object that they are, see :meth:`suspend`; ``""`` for none.
         """
         FINALIZER.start()
         pins: dict[Mapping, _Pin] = {}
@@ -322,7 +398,7 @@ class MappingTable:
             if pin is None:
                 pin = pins[mapping] = _Pin()
                 use = _Use(pin, self._pin_gone)
-                use.mapping = mapping
+                use.mapping, use.object_id = mapping, object_id
                 with self._lock:
                     mapping.uses.add(use)
             attributes = user.__dict__
@@ -344,14 +420,208 @@ class MappingTable:
             self._lingers_until = now + _LINGER
             FINALIZER.submit(self._drain_in_background, after=_LINGER)
 
+    # Suspended objects.
+
+    def suspend(self, object_id: str, in_use: Callable[[], bool] = lambda: False) -> bool:
+        """Unmap what only suspended objects lie in, this one included, and keep the addresses.
+
+        What something else lies in too, or a block has attached, stays mapped until that ends. Copy-on-write mappings stay: the
+        pages that this process has written to are in no other place.
+
+        :param in_use: asked when the object is in :attr:`suspended` already, whether it is needed after all; then nothing
+            happens.
+        :returns: whether it is suspended now.
+        :raises CapabilityError: if memory of it cannot be mapped again at its address, or its device cannot be waited for, as
+            while a CUDA graph is captured. Then nothing has changed.
+        """
+        with self.changing:
+            self._end_uses()
+            before, suspended = self.suspended, False
+            self.suspended = before | {object_id}
+            try:
+                if not in_use():
+                    self._require_vacating(object_id)
+                    with self._lock:
+                        due = [mapping for mapping in self._mappings.values() if self._is_due(mapping)]
+                    self._vacate(due)
+                    suspended = True
+            finally:
+                if not suspended:
+                    self.suspended = before
+            self._forget_ended()
+        return suspended
+
+    def resume(
+        self,
+        object_id: str,
+        segments: Sequence[Segment],
+        owner: str = "",
+        activate: Callable[[], object] = lambda: None,
+    ) -> list[MappedRange]:
+        """Map the memory of an object again, at its addresses, and let no other thread suspend it until ``activate()`` returns.
+
+        Where an earlier incarnation of a segment is still mapped, because something else lies in it too, the new one takes its
+        place. The segments are borrowed.
+
+        :param segments: those of the object, as they are now.
+        :param owner: see :meth:`attach`.
+        :returns: what was mapped, for :meth:`RemapHooks.after`.
+        :raises CapabilityError: if this process cannot map the memory, or cannot wait for the device; all is as before then.
+        :raises ProtocolError: if there is no segment for some of its memory.
+        """
+        by_name = {(segment.info.name, segment.info.access): segment for segment in segments}
+        with self.changing:
+            with self._lock:
+                places = [
+                    (mapping, by_name.get((mapping.info.name, mapping.info.access)))
+                    for mapping in self._mappings.values()
+                    if mapping.info.access not in _APART and mapping.users_of(object_id)
+                ]
+            new: list[tuple[Mapping, Segment]] = []
+            for mapping, segment in places:
+                if segment is None or segment.info.nbytes != mapping.info.nbytes:
+                    raise ProtocolError(f"the server did not send the memory of object {object_id} for {mapping}")
+                if mapping.vacated or mapping.info.id != segment.info.id:
+                    new.append((mapping, segment))
+            replaced = [mapping for mapping, _ in new if not mapping.vacated]
+            _synchronize(replaced, "resume")
+            REMAP_HOOKS.before([mapping.range for mapping in replaced])
+            filled: list[Mapping] = []
+            try:
+                for mapping, segment in new:
+                    was_vacated = mapping.vacated
+                    with self._lock:
+                        self._fill(mapping, segment, owner)
+                    if was_vacated:
+                        filled.append(mapping)
+            except BaseException:
+                with self._lock:
+                    for mapping in filled:
+                        if self._is_due(mapping):
+                            self._vacate_one(mapping)
+                raise
+            activate()
+            self.suspended -= {object_id}
+        return [mapping.range for mapping, _ in new]
+
+    def _require_vacating(self, object_id: str) -> None:
+        with self._lock:
+            mappings = [mapping for mapping in self._mappings.values() if mapping.users_of(object_id)]
+        for mapping in mappings:
+            if not mapping.backend.vacates:
+                mapping.backend.vacate(mapping.address, mapping.info.nbytes)  # raises the reason
+
+    def _is_due(self, mapping: Mapping) -> bool:
+        """Return whether a mapping is to be vacated: only suspended objects live over it, and no block uses it."""
+        if mapping.vacated or mapping.pins or mapping.pooled or mapping.info.access in _APART or not mapping.backend.vacates:
+            return False
+        owners = {use.object_id for use in mapping.uses if use() is not None}
+        return bool(owners) and owners <= self.suspended
+
+    def _vacate(self, due: Sequence[Mapping]) -> None:
+        _synchronize(due, "suspend")
+        REMAP_HOOKS.before([mapping.range for mapping in due])
+        kept: list[Mapping] = []
+        for mapping in due:
+            with self._lock:
+                if self._is_due(mapping):  # a block of another thread may have attached it meanwhile
+                    self._vacate_one(mapping)
+                else:
+                    kept.append(mapping)
+        REMAP_HOOKS.after([mapping.range for mapping in kept if not mapping.vacated])
+
+    def _vacate_one(self, mapping: Mapping) -> None:
+        """Unmap under the table's lock, so that no thread attaches to what is just going."""
+        done: list[int] = []
+        mapping.vacated = True
+        try:
+            _watch(mapping)
+            mapping.backend.vacate(mapping.address, mapping.info.nbytes, done)
+        finally:
+            mapping.vacated = bool(done)
+            self._vacated += mapping.vacated
+            if not done:
+                _watch(mapping)
+        self._close(mapping)
+        mapping.descriptor = None
+
+    def _filled(self, segment: Segment, filled: list[MappedRange]) -> Mapping | None:
+        """Map a segment where an incarnation of it was vacated, if one was, and note the range."""
+        for mapping in self._mappings.values():
+            if mapping.vacated and (mapping.info.name, mapping.info.access) == (segment.info.name, segment.info.access):
+                self._fill(mapping, segment)
+                filled.append(mapping.range)
+                return mapping
+        return None
+
+    def _fill(self, mapping: Mapping, segment: Segment, owner: str = "") -> None:
+        """Map a segment at a mapping's address, under the table's lock."""
+        info = segment.info
+        if info.nbytes != mapping.info.nbytes:
+            raise ProtocolError(f"segment {info.id} has {info.nbytes} bytes, and what it is to replace is {mapping}")
+        if not mapping.vacated and not mapping.backend.replaces:
+            self._vacate_one(mapping)
+        taken = self._mappings.get((info.id, info.access, 0))
+        number = 0 if taken is None or taken is mapping else next(self._copies)
+        before, descriptor = mapping.key, mapping.descriptor
+        made: list[int] = []
+        try:
+            mapping.backend.map(segment.fileno(), info.nbytes, _RIGHTS.get(info.access, info.access), made, mapping.address)
+        except BaseException:
+            if made and mapping.vacated:
+                mapping.backend.vacate(mapping.address, info.nbytes)
+            raise
+        # No call from here on, after which a signal handler could raise, until the table has the mapping by its new key.
+        self._vacated -= mapping.vacated
+        mapping.info, mapping.number, mapping.vacated, mapping.descriptor = info, number, False, None
+        mapping.owner = owner or mapping.owner
+        del self._mappings[before]
+        self._mappings[info.id, info.access, number] = mapping
+        if descriptor is not None:
+            descriptor.close()
+            self._descriptors -= 1
+        _watch(mapping)
+        if not mapping.hidden:
+            self._keep(mapping, segment, publishes=mapping.publishes)
+
+    def _vacate_late(self, may_unmap: Callable[[Backend], bool]) -> None:
+        """Vacate what was in use when its objects were suspended, and is not any more."""
+        with self._lock:
+            late = [mapping for mapping in self._mappings.values() if self._is_due(mapping)]
+        late = [mapping for mapping in late if may_unmap(mapping.backend)]
+        try:
+            self._vacate(late)
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            _log.exception("memory of a suspended object stays mapped: %s", "; ".join(map(str, late)))
+
+    def _forget_ended(self) -> None:
+        """Drop the ids of suspended objects that nothing lives over any more."""
+        with self._lock:
+            living = {use.object_id for mapping in self._mappings.values() for use in mapping.uses if use() is not None}
+            self.suspended &= living
+
+    # Looking up.
+
     def find(self, address: int) -> tuple[Mapping, int] | None:
-        """Return the mapping that holds ``address`` and the offset in it, in bytes."""
+        """Return the mapping that holds ``address`` and the offset in it, in bytes.
+
+        :raises HandleSuspended: if that is vacated: whoever asks is about to use the memory.
+        """
         addresses, mapped = self._by_address
         index = bisect.bisect_right(addresses, address) - 1
         if index < 0:
             return None
         mapping, offset = mapped[index], address - addresses[index]
-        return (mapping, offset) if offset < mapping.info.nbytes else None
+        if offset >= mapping.info.nbytes:
+            return None
+        if mapping.vacated:
+            raise HandleSuspended(
+                f"a tensor lies in {mapping}, which this process has suspended: resume() the object's handle first, or use its "
+                f"tensors in a block 'with handle.active():'"
+            )
+        return mapping, offset
 
     @property
     def has_unused(self) -> bool:
@@ -370,8 +640,11 @@ class MappingTable:
 
     def _drain(self, may_unmap: Callable[[Backend], bool]) -> None:
         # One drain at a time, so that the memory is released when any drain returns.
-        with self._draining:
+        with self.changing:
             self._end_uses()
+            if self.suspended:
+                self._forget_ended()
+                self._vacate_late(may_unmap)
             self._unmap(may_unmap)
 
     def _end_uses(self) -> None:
@@ -412,6 +685,7 @@ class MappingTable:
         del self._mappings[key]
         self._by_address = by_address
         self._unused += (mapping,)
+        self._vacated -= mapping.vacated
 
     def _unmap(self, may_unmap: Callable[[Backend], bool]) -> None:
         # Without the table's lock: a running kernel must not hold up other threads.
@@ -426,12 +700,14 @@ class MappingTable:
             self._unused = [mapping for mapping in self._unused if not mapping.gone]
 
     def _unmap_one(self, mapping: Mapping) -> None:
-        if not mapping.gone and _tells_of_faults(mapping.info):
-            unwatch_read_only(mapping.address)
+        if not mapping.gone and _tells_of_faults(mapping):
+            unwatch(mapping.address)
         done: list[int] = []
         try:
             if not mapping.gone:
-                mapping.backend.unmap(mapping.address, mapping.info.nbytes, done)
+                backend = mapping.backend
+                undo = backend.free_range if mapping.vacated else backend.unmap
+                undo(mapping.address, mapping.info.nbytes, done)
         except BaseException as error:
             if not is_of_handler(error):
                 done += (0,)  # a second attempt would fail too

@@ -20,6 +20,7 @@ import ctypes
 import fcntl
 import os
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -37,7 +38,7 @@ from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.segments import Descriptor, Segment, new_segment_id
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page"]
+__all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page", "settled_revision"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -63,6 +64,17 @@ def read_only(page: Segment) -> Segment:
     """Return a descriptor of the same page for readers, which the caller owns."""
     info = SegmentInfo(page.info.id, page.info.nbytes, page.info.device, "read", page.info.mechanism)
     return Segment.owning(info, os.open(f"/proc/self/fd/{page.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
+
+
+def settled_revision(page: Segment) -> int | None:
+    """Return the revision in a page, which need not be mapped here; None while a process writes to the object's memory."""
+    revision = int.from_bytes(os.pread(page.fileno(), 8, 0), sys.byteorder)
+    return None if revision % 2 and _is_locked(page.fileno()) else revision
+
+
+def _is_locked(page: int) -> bool:
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return bool(_FLOCK.unpack(fcntl.fcntl(page, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 
 class Page:
@@ -122,9 +134,7 @@ class Page:
 
     def _check_writer(self, seen: int) -> None:
         self._refuse_own_update("wait for")
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        answer = _FLOCK.unpack(fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_GETLK, asked))
-        if answer[0] != fcntl.F_UNLCK or self.revision != seen:
+        if _is_locked(self._descriptor.number) or self.revision != seen:
             return
         pid = int(self._pid.value)
         raise UpdateInterrupted(

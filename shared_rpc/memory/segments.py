@@ -15,6 +15,7 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import after_fork
+from shared_rpc.memory.closing import CLOSER, LARGE, THREAD
 from shared_rpc.protocol.records import EXPORTER_OWNED, Access, SegmentInfo
 
 __all__ = ["Backend", "Segment", "gpu_support", "new_segment_id"]
@@ -31,6 +32,8 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
     """
 
     number: int
+    #: The memory that it keeps, None for a descriptor of another kind.
+    info: SegmentInfo | None = None
 
     @classmethod
     def opened(cls, function: Callable[..., int], *arguments: Any) -> Descriptor:
@@ -50,7 +53,11 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
 
     def __del__(self) -> None:
         if self.number >= 0:  # not by close(): with fewer instructions, a signal handler can interrupt less
-            os.close(self.number)
+            info = self.info
+            if info is None or info.nbytes < LARGE or not THREAD.spared:
+                os.close(self.number)
+            else:
+                CLOSER.submit(self.number, info.nbytes, info.device)
 
 
 class Segment(msgspec.Struct, eq=False, weakref=True):
@@ -66,7 +73,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
     @classmethod
     def owning(cls, info: SegmentInfo, fd: int) -> Segment:
         """Make an owner of a descriptor."""
-        segment = cls(info, Descriptor(fd))
+        segment = cls(info, Descriptor(fd, info))
         segment._note()
         return segment
 
@@ -75,12 +82,13 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
         """Make an owner of the descriptor that a function returns, see :meth:`Descriptor.opened`."""
         segment = cls(info)
         segment.descriptor = Descriptor.opened(function, *arguments)
+        segment.descriptor.info = info
         segment._note()
         return segment
 
     def adopt(self, fds: list[int]) -> None:
         """Own the first of some descriptors from here on, and take it out of their list."""
-        descriptor = Descriptor(-1)
+        descriptor = Descriptor(-1, self.info)
         # No call from here on, after which a signal handler could raise: the number is in the list or has an owner.
         descriptor.number = fds[0]
         del fds[0]
@@ -152,12 +160,33 @@ class Backend(Protocol):
         :raises CapabilityError: if the device has not enough memory.
         """
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
         """Map a segment and return its address. The descriptor is borrowed, and may be closed afterwards.
 
         :param made: takes the address as soon as there is a mapping. On the host no signal handler runs in between.
+        :param at: the address of a range of as many bytes that :meth:`vacate` has left, and that stays so if this fails. Where
+            the device has :attr:`replaces`, also that of a mapping, whose place the new one takes without a moment in between.
         :raises CapabilityError: if this process cannot reach the memory in that way.
         """
+
+    @property
+    def vacates(self) -> bool:
+        """Whether :meth:`vacate` is possible."""
+
+    @property
+    def replaces(self) -> bool:
+        """Whether :meth:`map` can take the place of another mapping in one step."""
+
+    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Unmap as :meth:`unmap` does, but keep the range of addresses for a later :meth:`map`: nothing else comes there.
+
+        A touch of it ends this process, on a GPU its context.
+
+        :raises CapabilityError: if the mechanism has no addresses of its own choice; nothing has changed then.
+        """
+
+    def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Give the range of a vacated mapping back; ``done`` is as that of :meth:`unmap`."""
 
     def seal(self, fd: int) -> None:
         """Refuse every later writable mapping, where the device can; mappings that exist stay as they are."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -96,6 +98,34 @@ def test_buffers_come_from_a_worker_and_outlive_it(app: BrokerApp) -> None:
     another_worker(client, first)
     assert client.create_buffer(4096, zero=True).value.sum() == 0
     assert {device["kind"] for device in client.list_devices()} == {"cuda", "cpu"}
+
+
+@pytest.mark.parametrize("to", ["host", "file"])
+def test_cold_objects_outlive_the_worker_that_copied_them(app: BrokerApp, tmp_path: Path, to: Literal["host", "file"]) -> None:
+    """The broker keeps their bytes without CUDA; the next worker restores them, every byte."""
+    app.write(
+        ON_GPU,
+        """
+        @provider.share(managed=True)
+        def numbers(count):
+            return torch.arange(count, dtype=torch.int32, device="cuda")
+        """,
+    )
+    app.start("--spill-dir", str(tmp_path))
+    client = connect(app)
+    count = 40 << 20
+    with client.call("numbers", count) as handle:
+        object_id = handle.object_id
+    [move] = client.evict(object_id, to)
+    assert (move["object_id"], move["tier"]) == (object_id, to)
+    assert move["nbytes"] == move["copied"] >= 4 * count
+    first = worker_pids(client)[0]
+    os.kill(first, signal.SIGKILL)
+    another_worker(client, first)
+    with connect(app).call("numbers", count) as handle:
+        assert handle.object_id == object_id
+        assert torch.equal(handle.value, torch.arange(count, dtype=torch.int32, device="cuda"))
+    assert client.get_object_info(object_id)["tier"] == "device"
 
 
 @pytest.mark.whole_gpu

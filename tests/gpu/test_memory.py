@@ -18,6 +18,7 @@ from shared_rpc.protocol.records import Mechanism
 from tests.kit import segment_peer
 from tests.kit.bound_host import BACKEND
 from tests.kit.conformance import BackendConformance
+from tests.kit.kernel_maps import rights
 from tests.kit.processes import Child, python
 
 
@@ -46,6 +47,7 @@ class TestBoundHost(BackendConformance):
 
     seals = False
     remaps = False
+    vacates = False
     survives_maker = False
     protects = False
     held = 1
@@ -133,10 +135,51 @@ class TestVmm(BackendConformance):
         assert "CUDA_VISIBLE_DEVICES" in line
 
 
+@pytest.mark.gpu
+class TestHostVmm(BackendConformance):
+    """Host memory that a GPU's driver makes."""
+
+    seals = False
+    # Only who copies maps it, and does so for writing.
+    protects = False
+    # Of a host's memory, other processes use some meanwhile: a leak of one segment in each of 200 rounds is more.
+    slack = 1 << 30
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """That of the first GPU that is visible."""
+        from shared_rpc.memory.backends.cuda import attribute
+
+        backend: Any = _gpu_backend("vmm")
+        if not attribute(backend.ordinal, "HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
+            pytest.skip("the driver makes no host memory by virtual memory management")
+        return backend_for(backend.uuid, "host_vmm")
+
+    def footprint(self, backend: Backend) -> int:
+        """Bytes of host memory in use, by whatever process."""
+        with open("/proc/meminfo", encoding="ascii") as file:
+            amounts = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+        return amounts["MemTotal"] - amounts["MemAvailable"]
+
+    def test_a_gpu_copies_from_and_to_it(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """What it copies there, the processor reads."""
+        import torch
+
+        address = mapped(segment)
+        there = torch.arange(4, dtype=torch.uint8, device="cuda")
+        backend.copy(address, there.data_ptr(), 4, torch.cuda.current_stream().cuda_stream)
+        torch.cuda.synchronize()
+        assert segment_peer.load(backend, address, 4) == bytes(range(4))
+        segment_peer.store(backend, address, b"back")
+        backend.copy(there.data_ptr(), address, 4, torch.cuda.current_stream().cuda_stream)
+        assert bytes(there.tolist()) == b"back"
+
+
 class _Bound(TestVmm):
     """What both mechanisms share whose memory ends with its maker."""
 
     remaps = False
+    vacates = False
     survives_maker = False
     protects = False
     held = 1
@@ -254,6 +297,16 @@ def test_a_gpu_that_was_full_is_asked_for_rdma_again(
         vmm.create(1).close()
     vmm.create(1).close()
     assert rdma_capable == [False, True]
+
+
+def test_host_ranges_are_given_back() -> None:
+    """A vacated range is there until it is freed, as the kernel lists it."""
+    with closing(HOST.create(1)) as segment:
+        address = HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
+        HOST.vacate(address, segment.info.nbytes)
+        assert rights(address) == "---p"
+        HOST.free_range(address, segment.info.nbytes)
+        assert rights(address) == ""
 
 
 def test_host_size_is_fixed() -> None:

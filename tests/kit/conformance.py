@@ -76,6 +76,8 @@ class BackendConformance:
     survives_maker: ClassVar[bool] = True
     #: Whether a mapping for reading refuses writes. Legacy IPC has no such mapping, and pools not for their own GPU.
     protects: ClassVar[bool] = True
+    #: Whether memory can be unmapped and mapped again at its address. Legacy IPC and pools choose the address.
+    vacates: ClassVar[bool] = True
     #: Descriptors that a mapping holds. Where the maker must learn of the last user, each mapping is one that it counts.
     held: ClassVar[int] = 0
     #: ``module:name`` of the backend, where it is none of the library's.
@@ -283,6 +285,171 @@ class BackendConformance:
             with closing(backend.create(4 * backend.granularity)) as segment:
                 nbytes = segment.info.nbytes
                 backend.unmap(backend.map(segment.fileno(), nbytes, "read_write"), nbytes)
+
+    # Vacating.
+
+    @pytest.fixture
+    def vacated(self, backend: Backend) -> Iterator[Callable[..., int]]:
+        """``vacated(segment, access)`` maps and vacates; what is there at the end is unmapped, and the range given back."""
+        if not self.vacates:
+            pytest.skip("the mechanism chooses the addresses")
+        with ExitStack() as stack:
+
+            def vacated(segment: Segment, access: str = "read_write") -> int:
+                nbytes = segment.info.nbytes
+                address = backend.map(segment.fileno(), nbytes, access)
+                stack.callback(backend.free_range, address, nbytes)
+                backend.vacate(address, nbytes)
+                return address
+
+            yield vacated
+
+    def fill(self, backend: Backend, segment: Segment, address: int, access: str = "read_write") -> None:
+        """Map a segment at a vacated address."""
+        assert backend.map(segment.fileno(), segment.info.nbytes, access, at=address) == address
+
+    def empty(self, backend: Backend, segment: Segment, address: int) -> None:
+        """Vacate what was filled."""
+        assert backend.synchronize()
+        backend.vacate(address, segment.info.nbytes)
+
+    def test_vacated_memory_is_mapped_again_where_it_was(
+        self, nothing_left: None, backend: Backend, segment: Segment, vacated: Callable[..., int]
+    ) -> None:
+        """At the same address with the same bytes, as often as wanted: whatever has the address is good again."""
+        address = vacated(segment)
+        for word in (b"once", b"more"):
+            self.fill(backend, segment, address)
+            segment_peer.store(backend, address, word)
+            self.empty(backend, segment, address)
+            self.fill(backend, segment, address)
+            assert segment_peer.load(backend, address, 4) == word
+            self.empty(backend, segment, address)
+
+    def test_other_memory_comes_to_a_vacated_address(
+        self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int], vacated: Callable[..., int]
+    ) -> None:
+        """The range is no segment's own: another one of its size is seen through what has the address."""
+        address = vacated(segment)
+        with closing(backend.create(segment.info.nbytes)) as other:
+            segment_peer.store(backend, mapped(other), b"other")
+            self.fill(backend, other, address)
+            assert segment_peer.load(backend, address, 5) == b"other"
+            self.empty(backend, other, address)
+
+    def test_a_vacated_mapping_keeps_no_memory(self, nothing_left: None, backend: Backend, vacated: Callable[..., int]) -> None:
+        """The memory is given back when the descriptor closes, though the range is kept."""
+        before = self.footprint(backend)
+        with closing(backend.create(32 << 20)) as segment:
+            vacated(segment)
+        eventually(lambda: self.footprint(backend) <= before + self.slack, what=f"footprint back to {before}")
+
+    def test_nothing_else_comes_to_a_vacated_range(
+        self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int], vacated: Callable[..., int]
+    ) -> None:
+        """Mappings that are made meanwhile lie beside it."""
+        address = vacated(segment)
+        for other in [mapped(segment) for _ in range(8)]:
+            assert not address <= other < address + segment.info.nbytes
+
+    def test_a_range_stays_vacated_where_mapping_fails(
+        self, nothing_left: None, backend: Backend, segment: Segment, vacated: Callable[..., int]
+    ) -> None:
+        """What is no segment is refused there too, and the right one still comes to its place."""
+        address = vacated(segment)
+        with open(os.devnull) as foreign, pytest.raises(CapabilityError):
+            backend.map(foreign.fileno(), segment.info.nbytes, "read_write", at=address)
+        self.fill(backend, segment, address)
+        self.empty(backend, segment, address)
+
+    def test_touching_a_vacated_range_ends_the_process_alone(
+        self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
+    ) -> None:
+        """Another process that has the memory mapped reads on."""
+        if not (self.vacates and self.protects):
+            pytest.skip("the mechanism chooses the addresses, or does not watch over them")
+        address = mapped(segment)
+        segment_peer.store(backend, address, b"intact")
+        culprit = peer()
+        culprit.give(segment)
+        culprit.ask("map read_write")
+        culprit.ask("vacate")
+        culprit.tell(f"write 0 {b'broken'.hex()}")
+        self.assert_died_of_write(*culprit.close())
+        assert segment_peer.load(backend, address, 6) == b"intact"
+
+    def test_access_counts_where_it_is_mapped_again(
+        self, backend: Backend, segment: Segment, mapped: Callable[..., int], peer: Callable[[], Peer]
+    ) -> None:
+        """Memory that comes back for reading refuses writes as before."""
+        if not (self.vacates and self.protects):
+            pytest.skip("the mechanism chooses the addresses, or does not watch over them")
+        address = mapped(segment)
+        segment_peer.store(backend, address, b"intact")
+        culprit = peer()
+        culprit.give(segment)
+        culprit.ask("map read")
+        culprit.ask("vacate")
+        assert culprit.ask("fill read") == "filled"
+        assert bytes.fromhex(culprit.ask("read 0 6")) == b"intact"
+        culprit.tell(f"write 0 {b'broken'.hex()}")
+        self.assert_died_of_write(*culprit.close())
+        assert segment_peer.load(backend, address, 6) == b"intact"
+
+    def test_a_killed_process_takes_its_ranges_along(
+        self, nothing_left: None, backend: Backend, segment: Segment, peer: Callable[[], Peer]
+    ) -> None:
+        """SIGKILL of a process with a vacated range leaves nothing of it."""
+        if not self.vacates:
+            pytest.skip("the mechanism chooses the addresses")
+        victim = peer()
+        victim.give(segment)
+        victim.ask("map read_write")
+        victim.ask("vacate")
+        victim.kill()
+
+    def test_a_mapping_is_replaced_in_one_step(
+        self, nothing_left: None, backend: Backend, segment: Segment, mapped: Callable[..., int]
+    ) -> None:
+        """Where the device can, other memory takes a mapping's place under a thread that reads: it sees one or the other."""
+        if not backend.replaces:
+            pytest.skip("the device has to be waited for")
+        address, nbytes = mapped(segment), segment.info.nbytes
+        with closing(backend.create(nbytes)) as other:
+            segment_peer.store(backend, address, b"one")
+            segment_peer.store(backend, mapped(other), b"two")
+            seen, over = set(), threading.Event()
+
+            def read() -> None:
+                while not over.is_set():
+                    seen.add(segment_peer.load(backend, address, 3))
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            for _ in range(200):
+                self.fill(backend, other, address)
+                self.fill(backend, segment, address)
+            over.set()
+            reader.join()
+        assert seen <= {b"one", b"two"}
+        assert segment_peer.load(backend, address, 3) == b"one"
+
+    def test_what_cannot_be_vacated_says_so(self, backend: Backend, segment: Segment, mapped: Callable[..., int]) -> None:
+        """Where the mechanism chooses addresses, nothing is unmapped, and the error names the mechanism that can."""
+        if self.vacates:
+            assert backend.vacates
+            return
+        address = mapped(segment)
+        segment_peer.store(backend, address, b"stays")
+        for refused in (
+            lambda: backend.vacate(address, segment.info.nbytes),
+            lambda: backend.map(segment.fileno(), segment.info.nbytes, "read_write", at=address),
+            lambda: backend.free_range(address, segment.info.nbytes),
+        ):
+            with pytest.raises(CapabilityError, match="mechanism='vmm'"):
+                refused()
+        assert not backend.vacates
+        assert segment_peer.load(backend, address, 5) == b"stays"
 
     # Refusing what is no segment. Each way of failing must leave the descriptor to its owner and nothing else.
 

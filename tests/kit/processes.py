@@ -93,13 +93,16 @@ def python(code: str, *, environ: dict[str, str] | None = None, fresh: bool = Fa
     return Child("-c", textwrap.dedent(code), environ=environ, fresh=fresh)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0, what: str = "") -> float:
-    """Wait until another process or thread has made ``condition`` true; the seconds it took."""
+def eventually(condition: Callable[[], bool], seconds: float = 10.0, what: str = "", every: float = 0.002) -> float:
+    """Wait until another process or thread has made ``condition`` true; the seconds it took.
+
+    :param every: seconds between two looks: more of them for a look that is itself work for several processes.
+    """
     begin = time.monotonic()
     while not condition():
         if time.monotonic() - begin > seconds:
             raise AssertionError(f"not within {seconds} s: {what or condition}")
-        time.sleep(0.002)
+        time.sleep(every)
     return time.monotonic() - begin
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -19,7 +20,9 @@ from ray.cluster_utils import Cluster
 
 from shared_rpc import Client
 from shared_rpc.cluster.client import Cluster as SharedCluster
-from shared_rpc.cluster.membership import connect
+from shared_rpc.cluster.directory import Rules
+from shared_rpc.cluster.directory_actor import DirectoryActor
+from shared_rpc.cluster.membership import actor_name, connect, find_or_create
 from shared_rpc.memory.devices import device_id, device_tag
 from tests.kit.processes import PYTHONPATH, Child, eventually, python
 
@@ -38,6 +41,9 @@ _QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+#: Seconds between two looks at what nodes do. Each look is work for a server or the directory, and takes from what is awaited.
+_LOOK = 0.05
 
 #: The app of every site: each build is written down, and waits at a gate while there is one.
 APP = """
@@ -240,9 +246,10 @@ class Sites:
     """A Ray cluster on this machine.
 
     :param gpus: how many GPUs the sites use, in turns; 0 for the host's memory.
+    :param rules: the directory's, if they are to be other ones.
     """
 
-    def __init__(self, store: int = 150 << 20, port: int | None = None, gpus: int = 0) -> None:
+    def __init__(self, store: int = 150 << 20, port: int | None = None, gpus: int = 0, rules: Rules | None = None) -> None:
         self._gpus = gpus
         self.root = Path(tempfile.mkdtemp(prefix="rs-", dir="/tmp"))
         # Nodes and their agents have the environment of this process.
@@ -256,6 +263,7 @@ class Sites:
         self.sites: list[Site] = []
         self._store = store
         self._count = 0
+        self._numbers = itertools.count()
         self._head = {"num_cpus": 1, "object_store_memory": store, "include_dashboard": False, "_system_config": _SYSTEM}
         if port is not None:
             self._head["gcs_server_port"] = port
@@ -263,18 +271,30 @@ class Sites:
         self._free: list[Any] = [self.cluster.head_node]
         self.address = str(self.cluster.address)
         connect(self.address)
+        if rules is not None:
+            directory = actor_name(self.name, "directory")
+            find_or_create(DirectoryActor, directory, str(self.cluster.head_node.node_id), self.name, rules)
 
     def add(
-        self, *options: str, store: int | None = None, serve: bool = True, beside: Site | None = None, **named: Any
+        self,
+        *options: str,
+        store: int | None = None,
+        serve: bool = True,
+        beside: Site | None = None,
+        node_environ: dict[str, str] | None = None,
+        **named: Any,
     ) -> Site:
-        """One more node with its broker; or a broker ``beside`` that of another site, on the same node."""
+        """One more node with its broker; or a broker ``beside`` that of another site, on the same node.
+
+        :param node_environ: the environment that agents of the node have beside that of this process.
+        """
         node = (
             beside.ray_node
             if beside is not None
             else (
                 self._free.pop()
-                if self._free and store is None
-                else self.cluster.add_node(num_cpus=1, object_store_memory=store or self._store)
+                if self._free and store is None and node_environ is None
+                else self.cluster.add_node(num_cpus=1, object_store_memory=store or self._store, env_vars=node_environ)
             )
         )
         self._count += 1
@@ -296,7 +316,7 @@ class Sites:
     def all_joined(self) -> None:
         """Wait until every site has joined."""
         for site in self.sites:
-            eventually(site.joined, 40.0, f"{site.name} has joined")
+            until(site.joined, f"{site.name} has joined")
 
     def gate(self, name: str, site: Site | None = None) -> Path:
         """Close a gate for builds of a name, at one site or at all; ``unlink()`` opens it."""
@@ -325,11 +345,17 @@ class Sites:
         keys = [key for key in self.status()["keys"] if f"'{name}'" in key["cache_key"]]
         return keys[0] if keys else {"waiting": [], "receiving": [], "nodes": {}, "building": None, "left_out": {}}
 
-    def hold(self, what: str, site: Site) -> Path:
-        """Have the agent of a site wait before it gives (``"give"``) or takes a part, or damage those it gives."""
+    def hold(self, what: str, site: Site, parts: int | None = None) -> Path:
+        """Have the agent of a site wait before it gives (``"give"``) or takes a part, or damage those that it gives or takes.
+
+        :param parts: it waits after so many parts, or damages so many; None for all.
+        """
         path = self.root / f"{site.node_id}-{what}"
-        path.touch()
-        return path
+        (self.root / f"{path.name}-begun").unlink(missing_ok=True)
+        # Whole at once, as it is read meanwhile; the parts are counted anew each time.
+        new = self.root / f"{path.name}-new"
+        new.write_text("" if parts is None else f"{parts} {next(self._numbers)}")
+        return new.rename(path)
 
     def held(self, what: str, site: Site) -> bool:
         """Whether it waits there."""
@@ -370,4 +396,4 @@ def loading(sites: Sequence[Site], *args: Any) -> list[Got]:
 
 def until(condition: Callable[[], bool], what: str = "") -> None:
     """Wait for what several processes do."""
-    eventually(condition, 40.0, what)
+    eventually(condition, 40.0, what, _LOOK)

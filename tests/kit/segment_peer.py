@@ -5,6 +5,8 @@ segment's info as its bytes. Commands on standard input, one answer on standard 
 
     create <device> <mechanism> <nbytes>    make a segment and send it
     unmap                       undo the last map
+    vacate                      undo it, and keep the range of addresses
+    fill <access>               map it there again
     close                       close the descriptor
     receive                     take a descriptor; nothing is mapped yet
     map <access>                map it
@@ -109,6 +111,15 @@ def main(path: str, own: str = "") -> None:
                     backend.synchronize()
                     backend.unmap(address, segment.info.nbytes)
                     answer = "unmapped"
+                case ["vacate"]:
+                    backend = backend_of(segment.info.device, segment.info.mechanism)
+                    backend.synchronize()
+                    backend.vacate(address, segment.info.nbytes)
+                    answer = "vacated"
+                case ["fill", access]:
+                    backend = backend_of(segment.info.device, segment.info.mechanism)
+                    filled = backend.map(segment.fileno(), segment.info.nbytes, access, at=address)
+                    answer = "filled" if filled == address else f"mapped at {filled:#x}, not at {address:#x}"
                 case ["close"]:
                     segment.close()
                     answer = "closed"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from shared_rpc.cluster import nixl_mover
+from shared_rpc.cluster.agreement import movers_of
 from shared_rpc.cluster.holdings import Holdings, Listed
 from shared_rpc.cluster.memo import Memo
-from shared_rpc.cluster.movers import LARGEST_PART, ObjectStoreMover, Part, mover_of, part_nbytes, parts_of
+from shared_rpc.cluster.movers import LARGEST_PART, ObjectStoreMover, Part, part_nbytes, parts_of, smaller
 from shared_rpc.cluster.orders import Build, Group, Key, Version
 from shared_rpc.cluster.place import facts_here
 from shared_rpc.errors import ConfigurationError
@@ -31,7 +34,7 @@ def test_parts_cover_every_byte_once() -> None:
     assert parts == [(0, 0, 4), (0, 4, 4), (0, 8, 2), (1, 0, 3), (2, 0, 4), (2, 4, 4)]
 
 
-@pytest.mark.parametrize(("store", "nbytes"), [(10 << 30, LARGEST_PART), (80 << 20, 10 << 20), (0, 1 << 20)])
+@pytest.mark.parametrize(("store", "nbytes"), [(10 << 30, LARGEST_PART), (80 << 20, 8 << 20), (0, 1 << 20)])
 def test_parts_are_small_for_a_small_store(store: int, nbytes: int) -> None:
     """Several are under way at a time."""
     assert part_nbytes(store) == nbytes
@@ -39,12 +42,51 @@ def test_parts_are_small_for_a_small_store(store: int, nbytes: int) -> None:
 
 def test_a_mover_is_found_by_its_name_or_its_class() -> None:
     """What is neither is an error that names both forms."""
-    assert mover_of("objects") is ObjectStoreMover
-    assert mover_of("shared_rpc.cluster.movers:ObjectStoreMover") is ObjectStoreMover
+    assert type(movers_of("objects", "cpu").make("objects")) is ObjectStoreMover
+    own = "tests.unit.test_agent_parts:OwnMover"
+    found = movers_of(own, "cpu")
+    assert found.wanted == (own, "objects")
+    assert type(found.make(own)) is OwnMover
     for wrong in ("nothing", "no_such_module:Mover", "shared_rpc.cluster.movers:NoMover"):
         with pytest.raises(ConfigurationError, match="SHARED_TENSOR_CLUSTER_MOVER"):
-            mover_of(wrong)
-    assert Part(0, 1, 2).nbytes == 2
+            movers_of(wrong, "cpu")
+
+
+class OwnMover(ObjectStoreMover):
+    """A mover of a user's."""
+
+
+def test_two_agents_agree_on_the_first_mover_that_both_have() -> None:
+    """Every one has the object store."""
+    objects, own = movers_of("objects", "cpu"), movers_of("tests.unit.test_agent_parts:OwnMover", "cpu")
+    assert own.agree(own.wanted) == "tests.unit.test_agent_parts:OwnMover"
+    assert objects.agree(own.wanted) == own.agree(objects.wanted) == "objects"
+
+
+def test_nixl_is_wanted_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it is not for the host's memory, nor where nothing but TCP is between the hosts; but others may ask for it."""
+    monkeypatch.setattr(nixl_mover, "lacking", lambda: "")
+    assert movers_of("nixl", "cpu").wanted == ("nixl", "objects")
+    monkeypatch.setattr(nixl_mover, "_RDMA", Path("/nowhere"))
+    assert movers_of("auto", "an H200").wanted == ("objects",)
+    monkeypatch.setattr(nixl_mover, "_RDMA", Path("/dev"))
+    assert movers_of("auto", "an H200").wanted == ("nixl", "objects")
+    here = movers_of("auto", "cpu")
+    assert (here.wanted, here.agree(("nixl", "objects"))) == (("objects",), "nixl")
+    assert movers_of("objects", "an H200").agree(("nixl", "objects")) == "objects"
+
+
+def test_nixl_that_is_not_installed_is_said_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no error: the object store does it."""
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    asked, best = movers_of("nixl", "cpu"), movers_of("auto", "an H200")
+    assert asked.wanted == best.wanted == ("objects",)
+    assert "not installed" in asked.lacking and not best.lacking
+
+
+def test_parts_that_are_too_large_are_cut() -> None:
+    """Every byte is in one of them."""
+    assert smaller([Part(0, 4, 10), Part(1, 0, 3)], 4) == [(0, 4, 4), (0, 8, 4), (0, 12, 2), (1, 0, 3)]
 
 
 def test_a_memo_outlives_its_agent(tmp_path: Path) -> None:
@@ -105,9 +147,9 @@ def test_what_the_broker_drops_or_replaces_is_lost(tmp_path: Path) -> None:
 
 def test_settings_of_a_cluster() -> None:
     """Unset and empty variables are the defaults."""
-    assert cluster_settings({"SHARED_TENSOR_CLUSTER_NAME": " "}) == ClusterSettings("default", "", "", "objects")
+    assert cluster_settings({"SHARED_TENSOR_CLUSTER_NAME": " "}) == ClusterSettings("default", "", "", "auto")
     variables = {"SHARED_TENSOR_CLUSTER_NAME": "prod", "RAY_ADDRESS": "a:1", "SHARED_TENSOR_CLUSTER_NODE": "ab"}
-    assert cluster_settings(variables) == ClusterSettings("prod", "a:1", "ab", "objects")
+    assert cluster_settings(variables) == ClusterSettings("prod", "a:1", "ab", "auto")
     with pytest.raises(ConfigurationError, match="slash"):
         cluster_settings({"SHARED_TENSOR_CLUSTER_NAME": "a/b"})
 

@@ -86,6 +86,117 @@ def test_a_source_on_the_same_host_is_preferred() -> None:
     assert cluster.order(Fetch).source == "c1"
 
 
+def relaying() -> Cluster:
+    """Node ``a`` has it and sends it to ``b``, who relays it to ``c``, who relays it to ``d``."""
+    cluster = Cluster(*"abcd", fan_out=1, relay=True)
+    cluster.miss(*"abcd")
+    cluster.answer(cluster.order(Build))
+    assert [(fetch.node, fetch.source, fetch.relay) for fetch in cluster.ordered(Fetch)] == [
+        ("b", "a", False),
+        ("c", "b", True),
+        ("d", "c", True),
+    ]
+    return cluster
+
+
+def sources(cluster: Cluster) -> dict[str, str]:
+    """From whom each node is receiving."""
+    return {fetch.node: fetch.source for fetch in cluster.ordered(Fetch)}
+
+
+def test_a_node_relays_while_it_receives() -> None:
+    """Where those who have all of it have no room; and all get it."""
+    cluster = relaying()
+    cluster.carry_out()
+    assert cluster.versions() == dict.fromkeys("abcd", 1)
+
+
+def test_of_relays_on_a_host_the_nearest_to_all_bytes_is_asked() -> None:
+    """Whatever the order in which they joined."""
+    cluster = Cluster(relay=True, fan_out=2)
+    for node in "abc":
+        cluster.join(node, host="one")
+    cluster.miss("c", "b", "a")
+    cluster.answer(cluster.order(Build))
+    assert sources(cluster) == {"a": "c", "b": "c"}
+
+
+def test_who_is_asked_for_parts_by_others_gets_another_source_and_keeps_them() -> None:
+    """Damage on the way to a relay is seen there: those behind it wait, and nobody else is blamed or asked anew."""
+    cluster = relaying()
+    cluster.join("e", held())
+    [to_b, to_c, to_d] = cluster.ordered(Fetch)
+    cluster.fail(to_b, Blame.SOURCE, "the digests do not fit")
+    assert sources(cluster) == {"b": "e", "c": "b", "d": "c"}
+    assert {to_c, to_d} < set(cluster.orders)
+    cluster.carry_out()
+    # That it has relayed counts for nothing against it later.
+    cluster.join("f")
+    cluster.miss("f")
+    assert cluster.order(Fetch).source != "a"
+
+
+def test_a_relay_that_waits_for_a_source_and_is_lost_is_replaced() -> None:
+    """Those behind it do not wait for ever."""
+    cluster = relaying()
+    cluster.join("e", misses=[KEY])
+    cluster.fail(cluster.order(Fetch, "c"), Blame.SOURCE)
+    assert sources(cluster)["d"] == "c"
+    cluster.lose("c")
+    cluster.answer(cluster.order(Fetch, "b"))
+    assert sources(cluster)["d"] in ("a", "b")
+    cluster.carry_out()
+    assert cluster.versions() == dict.fromkeys("abde", 1)
+
+
+def test_a_relay_that_no_bytes_reach_is_left_out_and_replaced() -> None:
+    """Its callers get the error, and those behind it another source."""
+    cluster = relaying()
+    while fetch := next(iter(cluster.ordered(Fetch, "b")), None):
+        cluster.fail(fetch, Blame.SOURCE)
+    assert set(cluster.failed) == {"b"}
+    assert sources(cluster) == {"c": "a", "d": "c"}
+
+
+def test_a_relay_whose_callers_gave_up_is_replaced() -> None:
+    """While it had no source, and others waited for its parts."""
+    cluster = relaying()
+    cluster.join("e", misses=[KEY])
+    cluster.fail(cluster.order(Fetch, "c"), Blame.SOURCE)
+    assert "c" not in sources(cluster)
+    cluster.handle(MissWithdrawn("c", KEY))
+    cluster.answer(cluster.order(Fetch, "b"))
+    assert sources(cluster)["d"] in ("a", "b")
+
+
+def test_a_relay_that_gives_up_is_not_to_blame() -> None:
+    """Another one is asked in its place, as often as that happens; it goes on to be a source as good as any."""
+    cluster = Cluster(*"abcd", fan_out=2, relay=True, transfers=2)
+    cluster.miss(*"abcd")
+    cluster.answer(cluster.order(Build))
+    assert sources(cluster) == {"b": "a", "c": "a", "d": "b"}
+    cluster.fail(cluster.order(Fetch, "d"), Blame.RELAY)
+    assert sources(cluster)["d"] == "c"
+    cluster.fail(cluster.order(Fetch, "d"), Blame.RELAY)
+    assert "d" not in sources(cluster)  # until a node that has all of it has room
+    cluster.join("f", misses=[KEY])
+    assert sources(cluster)["f"] == "b"
+    cluster.carry_out()
+    assert (cluster.versions(), cluster.failed) == (dict.fromkeys("abcdf", 1), {})
+
+
+def test_relays_that_were_tried_are_not_all_that_there_is() -> None:
+    """Who could not get it from a relay waits for room at a node that has all of it, and does not ask the relay again."""
+    cluster = Cluster(*"abcd", fan_out=1, relay=True)
+    cluster.miss(*"abc")
+    cluster.answer(cluster.order(Build))
+    assert sources(cluster) == {"b": "a", "c": "b"}
+    cluster.fail(cluster.order(Fetch, "c"), Blame.RELAY)
+    assert sources(cluster) == {"b": "a"}
+    cluster.answer(cluster.order(Fetch, "b"))
+    assert sources(cluster) == {"c": "a"}
+
+
 def test_a_builder_that_is_lost_is_replaced_by_the_next_who_waits() -> None:
     """It is no error for anybody."""
     cluster = Cluster("a", "b", "c")
@@ -167,6 +278,19 @@ def test_a_source_without_the_bytes_is_not_asked_again() -> None:
     first = cluster.order(Fetch)
     cluster.fail(first, Blame.SOURCE, "the digest of part 3 does not fit")
     assert cluster.order(Fetch).source != first.source
+
+
+def test_a_source_that_was_blamed_keeps_nobody_from_the_others() -> None:
+    """Those that have room are asked, whichever had it first."""
+    cluster = Cluster("a", "b", "c")
+    cluster.miss("a", "b")
+    cluster.answer(cluster.order(Build))
+    fetch = cluster.order(Fetch)
+    cluster.join("d", held())
+    cluster.fail(fetch, Blame.SOURCE)
+    cluster.carry_out()
+    cluster.miss("c")
+    assert cluster.order(Fetch).source in ("b", "d")
 
 
 def test_a_node_that_no_bytes_reach_gets_the_error() -> None:
@@ -614,3 +738,17 @@ def test_rules_are_frozen() -> None:
     cluster = Cluster()
     with pytest.raises(dataclasses.FrozenInstanceError):
         cluster.rules.fan_out = 3
+
+
+def test_a_node_that_was_left_out_of_a_version_that_is_lost_is_left_out_of_nothing() -> None:
+    """Two nodes in turn have built candidates, and have not promoted them."""
+    cluster = Cluster("a", "b")
+    cluster.refresh("a", "r1")
+    cluster.answer(cluster.order(BuildCandidate), "d1")
+    cluster.join("c")
+    cluster.refresh("b", "r2")
+    cluster.fail(cluster.order(ChangeOver), Blame.NODE)
+    cluster.answer(cluster.order(BuildCandidate), "d2")
+    cluster.lose("b")
+    cluster.wait(60)
+    assert cluster.status()["left_out"] == {}

@@ -282,8 +282,10 @@ class DirectoryModel(RuleBasedStateMachine):
         del self.nodes[order.node].orders[order.id]
         if isinstance(order, Build):
             self.nodes[order.node].misses.discard(order.key)  # its run has failed there
-        elif (blame is Blame.ENDPOINT and not isinstance(order, BuildCandidate)) or (
-            blame is Blame.SOURCE and not isinstance(order, Fetch)
+        elif (
+            (blame is Blame.ENDPOINT and not isinstance(order, BuildCandidate))
+            or (blame is Blame.SOURCE and not isinstance(order, Fetch))
+            or (blame is Blame.RELAY and not (isinstance(order, Fetch) and order.relay))
         ):
             blame = Blame.NODE
         self.send(OrderFailed(order, "it failed", blame))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from shared_rpc.broker import dispatch
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import ConnectionClosed, WorkerCrashed
@@ -223,3 +225,73 @@ def test_a_task_has_the_memory_of_its_submitter(setting: Setting) -> None:
     setting.said(w.RunFailed("error", "", {}, [7]), number)
     assert setting.transfer.returned() == [7]
     assert setting.peers[0].arenas == {}
+
+
+class Freeing:
+    """Memory that is being freed, as the dispatcher sees it."""
+
+    def __init__(self) -> None:
+        self.notified: list[Callable[[], object]] = []
+        self.notify = self.notified.append
+
+
+@pytest.fixture
+def freeing(monkeypatch: pytest.MonkeyPatch) -> Freeing:
+    """There is such memory, and new memory may not fit beside it."""
+    freeing = Freeing()
+    monkeypatch.setattr(dispatch, "CLOSER", freeing)
+    monkeypatch.setattr(dispatch, "lacks_room", lambda: True)
+    return freeing
+
+
+def on_a_loop(play: Callable[[], None]) -> None:
+    """Run a function on a loop, to the end of all that it has the loop call."""
+
+    async def run() -> None:
+        play()
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+
+
+def test_a_result_with_memory_of_its_own_waits_for_room(setting: Setting, freeing: Freeing) -> None:
+    """For what was being freed when it was asked for, and for nothing that is dropped after that."""
+
+    def play() -> None:
+        setting.start_with(Arguments(), SESSION, pooled=False)
+        assert setting.peers[0].sent == []
+        setting.dispatcher.send_waiting()
+        assert setting.peers[0].sent == []
+        (freed,) = freeing.notified
+        freed()
+
+    on_a_loop(play)
+    assert [type(message) for message, _ in setting.peers[0].sent] == [w.StartRun]
+    assert len(freeing.notified) == 1
+
+
+def test_a_result_in_a_pool_waits_for_no_room(setting: Setting, freeing: Freeing) -> None:
+    """Its memory is there: a short call is as short as ever."""
+    on_a_loop(lambda: setting.start() and None)
+    assert [type(message) for message, _ in setting.peers[0].sent] == [w.StartRun]
+    assert freeing.notified == []
+
+
+def test_a_run_that_waits_for_room_can_be_withdrawn(setting: Setting, freeing: Freeing) -> None:
+    """It is in the backlog like any other."""
+
+    def play() -> None:
+        run = setting.start_with(Arguments(), SESSION, pooled=False)
+        assert setting.dispatcher.withdraw(run)
+        freeing.notified[0]()
+
+    on_a_loop(play)
+    assert setting.peers[0].sent == []
+
+
+def test_memory_that_is_free_when_the_loop_has_ended(setting: Setting, freeing: Freeing) -> None:
+    """Nothing waits for it any more."""
+    on_a_loop(lambda: setting.start_with(Arguments(), SESSION, pooled=False) and None)
+    freeing.notified[0]()
+    assert setting.peers[0].sent == []

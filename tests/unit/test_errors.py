@@ -93,7 +93,8 @@ def test_the_docstring_draws_the_tree() -> None:
     drawn, path = {}, []
     for line in (errors.__doc__ or "").splitlines():
         entry = re.match(
-            r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed|Cancelled|Interrupted))\b", line
+            r"    ([│ ]*(?:[├└]── )?)(\w+(?:Error|Closed|Exceeded|NotFound|Busy|Crashed|Cancelled|Interrupted|Suspended))\b",
+            line,
         )
         if entry is None:
             continue

@@ -311,3 +311,12 @@ def test_the_stricter_access_counts() -> None:
     record = header(segments=segments)
     assert accesses(record, "read_write") == ["read_write", "read", "private", "copy"]
     assert accesses(record, "read") == ["read", "read", "private", "copy"]
+
+
+def test_incarnations_of_a_segment_have_one_name() -> None:
+    """New memory with its bytes has an id of its own, whichever incarnation that is counted from."""
+    first = SegmentInfo("0123456789abcdef", PAGE, "cpu", "read")
+    third = first.incarnation(1).incarnation(2)
+    assert third == SegmentInfo("0123456789abcdef.2", PAGE, "cpu", "read")
+    assert (first.name, third.name) == (first.id, first.id)
+    assert third.incarnation(0) == first

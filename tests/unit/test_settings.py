@@ -215,7 +215,10 @@ def test_options_travel_as_one_word() -> None:
     flag, text = options.words
     assert (flag, ServeOptions.of(text)) == ("--options", options)
     assert ServeOptions().words == ["--options", "{}"]
+    for amount in (0.5, 1.0, 1 << 40):
+        travelled = ServeOptions.of(ServeOptions(when_full="evict", host_quota=amount).words[1])
+        assert (travelled.host_quota, type(travelled.host_quota)) == (amount, type(amount))
     assert [options.device_of(number) for number in range(3)] == ["cuda:0", "cpu", "cuda:0"]
-    for wrong in ("", '{"workers": "two"}', '{"worker": 2}'):
+    for wrong in ('{"when_full": "wait"}', "", '{"workers": "two"}', '{"worker": 2}'):
         with pytest.raises(ConfigurationError, match="--options"):
             ServeOptions.of(wrong)

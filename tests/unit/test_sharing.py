@@ -106,6 +106,8 @@ def test_get_endpoint(provider: Provider) -> None:
         "idle_ttl": 60,
         "is_async": False,
         "doc": "Build ones.",
+        "host_copy": "on_evict",
+        "pinned": False,
     }
     assert len(parameters) == 1
     assert len(bytes.fromhex(fingerprint)) == 16

@@ -12,9 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
+from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, Tier
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
@@ -105,6 +106,41 @@ def test_a_lease_is_a_session_and_an_object() -> None:
     assert not leases.release("b", "y")
     assert not leases.release("nobody", "x")
     assert leases.release("b", "x") and leases.holders("x") == {"a"}
+
+
+def test_a_lease_is_active_unless_it_is_suspended() -> None:
+    """Until it is resumed, or its session gets another handle; a session that ends leaves nothing suspended."""
+    leases = LeaseTable()
+    for session in "ab":
+        leases.grant(session, "x")
+    assert leases.suspend("a", "x") and not leases.suspend("a", "x") and not leases.suspend("c", "x")
+    assert (leases.active("x"), leases.holders("x")) == ({"b"}, {"a", "b"})
+    assert leases.resume("a", "x") and not leases.resume("c", "x") and leases.active("x") == {"a", "b"}
+    leases.suspend("a", "x")
+    leases.grant("a", "x")
+    assert leases.active("x") == {"a", "b"}
+    leases.suspend("a", "x")
+    assert leases.release("a", "x") and leases.active("x") == {"b"} and leases.suspend("a", "x") is False
+    leases.end_session("a")
+    leases.grant("a", "x")
+    assert leases.active("x") == {"a", "b"}
+
+
+def test_whoever_moves_an_object_hears_of_its_use() -> None:
+    """Of every handle that is granted and every lease that is resumed, and not of the ends of leases."""
+    leases, heard = LeaseTable(), []
+    leases.watch("x", lambda: heard.append("x"))
+    leases.grant("a", "x")
+    leases.grant("a", "y")
+    leases.suspend("a", "x")
+    leases.resume("a", "x")
+    leases.grant("a", "x")
+    leases.end_session("a")
+    assert heard == ["x"] * 3
+    leases.unwatch("x")
+    leases.unwatch("x")
+    leases.grant("a", "x")
+    assert heard == ["x"] * 3
 
 
 def test_the_end_of_a_session_gives_everything_back() -> None:
@@ -409,7 +445,7 @@ def test_the_end_drops_everything_once(shelf: Shelf) -> None:
 def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
     """Every key that users rely on, in plain values."""
     stored = shelf.add("f(1)", "one", "two", holders="a", endpoint="f")
-    assert stored.info("server", 1, shelf.clock) == {
+    assert stored.info("server", 1, 0, shelf.clock) == {
         "object_id": stored.object_id,
         "server_id": "server",
         "endpoint": "f",
@@ -424,7 +460,16 @@ def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
         "created_at": 1000.0,
         "last_accessed_at": 1000.0,
         "stale": False,
+        "tier": "device",
+        "active": 0,
+        "pinned": False,
+        "copies": {},
     }
+
+
+def ids_of(stored: StoredObject) -> list[str]:
+    """The segments that an object lies in."""
+    return [segment.info.id for segment in stored.record.segments]
 
 
 SESSIONS, KEYS, SEGMENTS = st.sampled_from("abc"), st.sampled_from(["f(1)", "f(2)", "g(1)"]), st.sampled_from("stuvw")
@@ -449,8 +494,8 @@ class StoreModel(RuleBasedStateMachine):
         return any(object_id == stored.object_id and count for (_, object_id), count in self.handles.items())
 
     def bytes_of(self, objects: list[StoredObject]) -> int:
-        """Distinct segments."""
-        return len({segment.info.id for stored in objects for segment in stored.record.segments}) * 100
+        """Distinct segments of objects that are on their device."""
+        return len({segment.info.id for stored in objects if not stored.cold for segment in stored.record.segments}) * 100
 
     def unlist(self, matching: Callable[[StoredObject], bool]) -> int:
         """Take objects out of the model's cache."""
@@ -474,7 +519,7 @@ class StoreModel(RuleBasedStateMachine):
         for candidate in sorted(self.listed.values(), key=lambda stored: self.used[stored.object_id]):
             if self.max_bytes is None or self.bytes_of(list(self.alive.values())) <= self.max_bytes:
                 return
-            if not self.held(candidate):
+            if not self.held(candidate) and not candidate.cold:
                 self.unlist(lambda stored, candidate=candidate: stored is candidate)
 
     @rule(
@@ -522,6 +567,32 @@ class StoreModel(RuleBasedStateMachine):
             self.handles[session, stored.object_id] -= 1
             self.shelf.store.settle(stored.object_id)
             self.settle(stored)
+
+    def group(self, stored: StoredObject) -> list[StoredObject]:
+        """Those that share memory, found the slow way."""
+        group, segments = {stored.object_id: stored}, set(ids_of(stored))
+        while joining := {i: o for i, o in self.alive.items() if i not in group and segments & set(ids_of(o))}:
+            group.update(joining)
+            segments.update(*map(ids_of, joining.values()))
+        return list(group.values())
+
+    @precondition(lambda self: self.alive)
+    @rule(number=st.integers(0, 20), tier=st.sampled_from(["host", "file"]))
+    def move(self, number: int, tier: Tier) -> None:
+        """An object is evicted with those that share its memory, or restored with them."""
+        stored = list(self.alive.values())[number % len(self.alive)]
+        group, store = self.shelf.store.group(stored), self.shelf.store
+        assert {each.object_id for each in group} == {each.object_id for each in self.group(stored)}
+        infos = {segment.info.id: segment.info for each in group for segment in each.record.segments}
+        if stored.cold:
+            store.warm(group, record_of(*infos).segments)
+            store.settle()
+            self.settle()
+            return
+        for info in infos.values():
+            store.copies.add(info, LowerCopy(record_of("copy").segments[0], tier))
+        assert sum(store.evict(group, tier).values()) == 100 * len(infos)
+        assert not set(infos) & set().union(*map(ids_of, group))
 
     @rule(session=SESSIONS)
     def end_session(self, session: str) -> None:
@@ -581,13 +652,26 @@ class StoreModel(RuleBasedStateMachine):
         assert len(dropped) == len(set(dropped))
         assert not set(dropped) & set(self.alive)
         assert self.shelf.open_descriptors(self.shelf.dropped) == 0
-        assert self.shelf.open_descriptors(self.alive.values()) == sum(len(s.record.segments) for s in self.alive.values())
+        warm = [stored for stored in self.alive.values() if not stored.cold]
+        assert self.shelf.open_descriptors(self.alive.values()) == sum(len(s.record.segments) for s in warm)
+
+    @invariant()
+    def memory_and_copies_count_as_descriptors(self) -> None:
+        """Each once. A cold object has a copy of each of its segments, and nothing else has any that is not there."""
+        store, alive = self.shelf.store, self.alive.values()
+        memory = {segment_id for stored in alive if not stored.cold for segment_id in ids_of(stored)}
+        assert store.descriptors.used == len(memory) + len(store.copies)
+        assert set(store.segments()) == memory
+        cold = {segment_id for stored in alive if stored.cold for segment_id in ids_of(stored)}
+        assert all(store.copies.of(segment_id) for segment_id in cold)
+        assert len(store.copies) == sum(len(store.copies.of(segment_id)) for segment_id in memory | cold)
+        assert sum(store.copies.usage().values()) == 100 * len(store.copies)
 
     @invariant()
     def the_budget_is_kept(self) -> None:
         """Except by what is held."""
         if self.max_bytes is not None and self.shelf.store.nbytes > self.max_bytes:
-            assert all(self.held(stored) for stored in self.alive.values())
+            assert all(self.held(stored) for stored in self.alive.values() if not stored.cold)
 
     def teardown(self) -> None:
         """The server stops."""
@@ -595,6 +679,7 @@ class StoreModel(RuleBasedStateMachine):
             self.shelf.store.clear()
             assert len(self.shelf.dropped) == len({stored.object_id for stored in self.shelf.dropped})
             assert self.shelf.open_descriptors(self.shelf.dropped) == 0
+            assert self.shelf.store.descriptors.used == len(self.shelf.store.copies) == 0
 
 
 TestStoreModel = StoreModel.TestCase

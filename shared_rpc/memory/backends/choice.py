@@ -190,7 +190,7 @@ def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
 
 @functools.cache
 def _backend_for(device: str, mechanism: Mechanism) -> Backend:
-    if (device == "cpu") != (mechanism == "memfd"):
+    if mechanism == "file" or (device == "cpu") != (mechanism == "memfd"):
         raise CapabilityError(f"device {device} does not share memory by the mechanism {mechanism!r}")
     if mechanism == "memfd":
         from shared_rpc.memory.backends.host import HOST
@@ -205,6 +205,10 @@ def _backend_for(device: str, mechanism: Mechanism) -> Backend:
             from shared_rpc.memory.backends.pool_ipc import PoolBackend
 
             return PoolBackend(device)
+        if mechanism == "host_vmm":
+            from shared_rpc.memory.backends.host_vmm import HostVmmBackend
+
+            return HostVmmBackend(device)
         from shared_rpc.memory.backends.vmm import VmmBackend
 
         return VmmBackend(device)

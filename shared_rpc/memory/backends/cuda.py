@@ -335,6 +335,6 @@ class CudaBackend:
         current = torch.cuda.current_stream(self.ordinal).cuda_stream
         return (*self._pool, driver.CUstream(current)) if current else self._pool
 
-    def view(self, address: int, nbytes: int) -> DeviceBytes:
+    def view(self, address: int, nbytes: int) -> object:
         """Return the bytes as a CUDA array."""
         return DeviceBytes(address, nbytes)

@@ -147,11 +147,15 @@ class ExporterOwnedBackend(ABC):
                 raise
         return Segment.owning(SegmentInfo(new_segment_id(), size, self.uuid, mechanism=self.mechanism), fd)
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
+    vacates = replaces = False
+
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
         """Return the address of the memory here, one for all mappings of a segment. ``access="read"`` is not enforced.
 
         :raises CapabilityError: if the descriptor is of another mechanism, its memory is smaller, or its maker has ended.
         """
+        if at is not None:
+            raise CapabilityError(self._no_ranges())
         exported = export_descriptor_of(fd)
         if (exported.mechanism, exported.device) != (self.mechanism, self.uuid):
             raise CapabilityError(
@@ -209,6 +213,26 @@ class ExporterOwnedBackend(ABC):
             finally:
                 os.close(copy)
         self._free_waiting()
+
+    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Refuse: the driver chooses the address anew each time that memory is opened.
+
+        :raises CapabilityError: always.
+        """
+        raise CapabilityError(self._no_ranges())
+
+    def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Refuse: there is no vacated range.
+
+        :raises CapabilityError: always.
+        """
+        raise CapabilityError(self._no_ranges())
+
+    def _no_ranges(self) -> str:
+        return (
+            f"memory on GPU {self.uuid} that is shared by the mechanism {self.mechanism!r} cannot be unmapped and mapped again "
+            f"at its address, because the driver chooses the address: Provider(mechanism='vmm') makes memory that can"
+        )
 
     def _unused(self, token: bytes) -> None:
         """Free the memory: no copy of the descriptor is left anywhere."""

@@ -22,6 +22,10 @@ __all__ = ["HOST", "MemfdBackend"]
 
 # asm-generic/mman-common.h; Python's mmap lacks it.
 _MAP_NORESERVE = 0x4000
+# linux/mman.h and asm-generic/mman-common.h, for addresses that are given; Python's mmap lacks them.
+_MAP_FIXED = 0x10
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_PROT_NONE = 0
 # linux/fcntl.h; Python's fcntl has the seals, but F_SEAL_FUTURE_WRITE from 3.13 on only.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
@@ -30,6 +34,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -63,7 +69,9 @@ class MemfdBackend:
             raise CapabilityError(f"cannot make a host segment of {size} bytes: {error}") from error
         return segment
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
+    vacates = replaces = True
+
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
         """Map ``nbytes`` bytes of ``fd``, shared; with ``access="copy"`` each page until it is written to.
 
         :raises CapabilityError: if the descriptor is smaller than that, or sealed against writing.
@@ -84,6 +92,23 @@ class MemfdBackend:
         # Copies of pages are rare: memory for all of them is not reserved, and a mapping is not refused for lack of it.
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == "copy" else mmap.MAP_SHARED
         made = made if made is not None else []
+        if at is None:
+            return self._mapped(fd, nbytes, protection, flags, made)
+        # Mapped elsewhere and moved: a refused mmap(2) with MAP_FIXED may have unmapped what was there, and left a hole.
+        elsewhere: list[int] = []
+        try:
+            address = self._mapped(fd, nbytes, protection, flags, elsewhere)
+            made.extend(starmap(_libc.mremap, ((address, nbytes, nbytes, _MREMAP_MAYMOVE | _MREMAP_FIXED, at),)))
+            if made[0] == _MAP_FAILED:
+                made.clear()
+                code = ctypes.get_errno()
+                raise CapabilityError(f"cannot map {nbytes} bytes of host memory at {at:#x}: {os.strerror(code)}")
+        finally:
+            if elsewhere and not made:
+                self.unmap(elsewhere[0], nbytes)
+        return at
+
+    def _mapped(self, fd: int, nbytes: int, protection: int, flags: int, made: list[int]) -> int:
         made.extend(starmap(_libc.mmap, ((None, nbytes, protection, flags, fd, 0),)))
         address = made[0]
         if address == _MAP_FAILED:
@@ -93,6 +118,19 @@ class MemfdBackend:
                 raise CapabilityError("the segment is shared read-only: map it with access='read'")
             raise CapabilityError(f"cannot map {nbytes} bytes of host memory: {os.strerror(code)}")
         return address
+
+    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Put pages that nobody may touch, and that take no memory, in the mapping's place."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        done = done if done is not None else []
+        done.extend(starmap(_libc.mmap, ((address, nbytes, _PROT_NONE, flags, -1, 0),)))
+        if done[0] == _MAP_FAILED:
+            done.clear()
+            raise OSError(ctypes.get_errno(), f"mmap({address:#x}, {nbytes}, PROT_NONE)")
+
+    def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Unmap those pages."""
+        self.unmap(address, nbytes, done)
 
     def seal(self, fd: int) -> None:
         """Refuse later writable mappings (F_SEAL_FUTURE_WRITE, Linux 5.1)."""

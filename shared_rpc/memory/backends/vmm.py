@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from cuda.bindings import driver
 
@@ -24,7 +24,7 @@ from shared_rpc.memory.backends.cuda import (
     visible_gpus,
 )
 from shared_rpc.memory.segments import Segment, new_segment_id
-from shared_rpc.protocol.records import Access, SegmentInfo
+from shared_rpc.protocol.records import Access, Mechanism, SegmentInfo
 
 __all__ = ["VmmBackend"]
 
@@ -32,22 +32,36 @@ __all__ = ["VmmBackend"]
 class VmmBackend(CudaBackend):
     """Segments on one GPU."""
 
+    mechanism: ClassVar[Mechanism] = "vmm"
+    #: Whether the memory is the GPU's own.
+    on_gpu: ClassVar[bool] = True
+
     def __init__(self, uuid: str) -> None:
         super().__init__(uuid)
+        self._location = self.location()
         #: Whether memory is made so that network cards can read and write it (GPUDirect RDMA). Allocations of virtual memory
         #: management need a flag for that, those of cudaMalloc do not; without it, registering a segment with a card (NIXL,
         #: UCX, NCCL) fails with "Bad address".
-        self._rdma = bool(attribute(self.ordinal, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"))
+        self._rdma = self.on_gpu and bool(attribute(self.ordinal, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"))
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = int(
             self._with_allocation(lambda allocation: driver.cuMemGetAllocationGranularity(allocation, smallest))
         )
 
+    def location(self) -> Any:
+        """Return where memory is made, as the driver's structures name it."""
+        return location_of(self.ordinal)
+
+    @property
+    def where(self) -> str:
+        """The memory's place, for people."""
+        return f"on GPU {self.uuid}"
+
     def _allocation(self, rdma: bool) -> Any:
         allocation = driver.CUmemAllocationProp()
         allocation.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         allocation.requestedHandleTypes = POSIX_FD
-        allocation.location = location_of(self.ordinal)
+        allocation.location = self._location
         if rdma:
             allocation.allocFlags.gpuDirectRDMACapable = 1
         return allocation
@@ -73,23 +87,26 @@ class VmmBackend(CudaBackend):
         try:
             handle = self._with_allocation(lambda allocation: driver.cuMemCreate(size, allocation, 0))
         except DriverError as error:
-            raise CapabilityError(f"cannot allocate {size} bytes on GPU {self.uuid}: {error}") from error
+            raise CapabilityError(f"cannot allocate {size} bytes {self.where}: {error}") from error
         try:
             fd = int(check(driver.cuMemExportToShareableHandle(handle, POSIX_FD, 0)))
         finally:
             # From here on, the descriptor keeps the memory.
             check(driver.cuMemRelease(handle))
         os.set_inheritable(fd, False)
-        return Segment.owning(SegmentInfo(id=new_segment_id(), nbytes=size, device=self.uuid, mechanism="vmm"), fd)
+        return Segment.owning(SegmentInfo(id=new_segment_id(), nbytes=size, device=self.uuid, mechanism=self.mechanism), fd)
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None) -> int:
+    vacates = True
+    replaces = False
+
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
         """Import the allocation behind ``fd`` and map it for this backend's GPU, and for its peers."""
         address = handle = None
         mapped = False
         with self.current():
             try:
                 handle = check(driver.cuMemImportFromShareableHandle(fd, POSIX_FD))
-                address = check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))
+                address = at if at is not None else check(driver.cuMemAddressReserve(nbytes, 0, 0, 0))
                 check(driver.cuMemMap(address, nbytes, 0, handle, 0))
                 mapped = True
                 self._allow(address, nbytes, access)
@@ -99,14 +116,14 @@ class VmmBackend(CudaBackend):
                 if not made:
                     if mapped:
                         check(driver.cuMemUnmap(address, nbytes))
-                    if address is not None:
+                    if address is not None and at is None:
                         check(driver.cuMemAddressFree(address, nbytes))
                 if not isinstance(error, DriverError):
                     raise
                 raise CapabilityError(
-                    f"cannot map {nbytes} bytes of GPU {self.uuid} on GPU "
-                    f"{visible_gpus()[self.ordinal]} of this process by the mechanism 'vmm': {error}; compare the output of "
-                    f"'shared-rpc doctor' here and where the memory was made"
+                    f"cannot map {nbytes} bytes {self.where} on GPU {visible_gpus()[self.ordinal]} of this process by the "
+                    f"mechanism {self.mechanism!r}: {error}; compare the output of 'shared-rpc doctor' here and where the "
+                    f"memory was made"
                 ) from error
             finally:
                 if handle is not None:
@@ -127,4 +144,18 @@ class VmmBackend(CudaBackend):
             done += (0,)  # before the call: an interrupted unmap is not repeated, when another mapping may have the range
         with self.current():
             check(driver.cuMemUnmap(address, nbytes))
+            check(driver.cuMemAddressFree(address, nbytes))
+
+    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Unmap, and keep the address range: what has these addresses, as a CUDA graph, is good again after :meth:`map`."""
+        if done is not None:
+            done += (0,)  # before the call, as in unmap()
+        with self.current():
+            check(driver.cuMemUnmap(address, nbytes))
+
+    def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Give the address range back."""
+        if done is not None:
+            done += (0,)
+        with self.current():
             check(driver.cuMemAddressFree(address, nbytes))

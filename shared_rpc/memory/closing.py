@@ -1,0 +1,112 @@
+"""Closing of large memory for threads that must not wait for it.
+
+Memory is freed by the close(2) of its last descriptor, in the thread that calls it: a tenth of a second and more for each GiB
+of host memory. A server's loop would answer no client meanwhile, so another thread closes what ends there.
+
+A dropped object counts as gone at once; where its memory is needed, :meth:`Closer.wait` waits until it is free.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from shared_rpc.forks import after_fork
+from shared_rpc.lifecycle.finalizer import FinalizerThread
+
+__all__ = ["CLOSER", "LARGE", "THREAD", "Closer"]
+
+#: Bytes of memory above which closing takes longer than waking another thread for it.
+LARGE = 1 << 20
+
+
+class _Thread(threading.local):
+    """Facts of the current thread. Reading one calls no function, before which a signal handler could run."""
+
+    #: Whether it must not wait, see :meth:`Closer.spare_this_thread`.
+    spared = False
+
+
+THREAD = _Thread()
+
+
+class _Closing(NamedTuple):
+    """A descriptor to be closed. ``file`` is the device and the inode of what it opens."""
+
+    number: int
+    file: tuple[int, int]
+    nbytes: int
+    device: str
+
+
+class Closer:
+    """The thread that closes, and the descriptors that it has yet to close."""
+
+    def __init__(self) -> None:
+        self._thread = FinalizerThread("shared-rpc-closer")
+        #: The first one is being closed.
+        self._left: deque[_Closing] = deque()
+        after_fork(self._after_fork)
+
+    @contextmanager
+    def spare_this_thread(self) -> Iterator[None]:
+        """Have another thread close the large memory that ends in this one while the block runs. All is closed at its end."""
+        self._thread.start()
+        THREAD.spared = True
+        try:
+            yield
+        finally:
+            THREAD.spared = False
+            self.wait()
+
+    def submit(self, number: int, nbytes: int, device: str) -> None:
+        """Have a descriptor of memory closed. Safe in a finaliser."""
+        status = os.fstat(number)
+        self._left.append(_Closing(number, (status.st_dev, status.st_ino), nbytes, device))
+        self._thread.submit(self._close_first)
+
+    def _close_first(self) -> None:
+        try:
+            os.close(self._left[0].number)
+        finally:
+            self._left.popleft()
+
+    def left(self) -> dict[str, int]:
+        """Sum the bytes that are yet to be freed, by device."""
+        nbytes: Counter[str] = Counter()
+        for closing in tuple(self._left):
+            nbytes[closing.device] += closing.nbytes
+        return nbytes
+
+    def __len__(self) -> int:
+        """Count the descriptors that are yet to be closed."""
+        return len(self._left)
+
+    def wait(self) -> None:
+        """Wait until everything submitted so far is closed."""
+        if self._left:
+            closed = threading.Event()
+            self.notify(closed.set)
+            closed.wait()
+
+    def notify(self, function: Callable[[], object]) -> None:
+        """Call a function, in the closing thread, when everything submitted so far is closed."""
+        self._thread.start()
+        self._thread.submit(function)
+
+    def _after_fork(self) -> None:
+        # The child's copies would keep the memory. The first one may be closed already, and its number another file's.
+        THREAD.spared = False
+        left, self._left = self._left, deque()
+        for closing in left:
+            with suppress(OSError):
+                status = os.fstat(closing.number)
+                if (status.st_dev, status.st_ino) == closing.file:
+                    os.close(closing.number)
+
+
+CLOSER = Closer()

@@ -1,0 +1,257 @@
+"""Copies of objects in lower tiers: the same bytes at another place, made of segments and made into segments again.
+
+A copy is a segment too: its descriptor keeps it. Host memory and files are copied here, descriptor to descriptor; what needs
+a GPU's driver is :mod:`shared_rpc.memory.gpu_copies`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from shared_rpc.errors import CapabilityError, RecordError
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.digests import DIGEST, PART
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
+
+__all__ = [
+    "FLUSHED",
+    "ON_HOST",
+    "Cancelled",
+    "CopyCancelled",
+    "CopyOrder",
+    "LowerCopy",
+    "Progress",
+    "Steps",
+    "Written",
+    "check_part",
+    "closing_all",
+    "copy_on_host",
+    "never",
+    "nobody",
+    "read_exactly",
+    "reading",
+    "write_exactly",
+    "writing",
+]
+
+#: Mechanisms whose bytes need no GPU to be copied.
+ON_HOST: frozenset[Mechanism] = frozenset({"memfd", "file"})
+
+#: Bytes of a step between two descriptors: they are still in the processor's cache when they are written.
+_STEP = 4 << 20
+#: Bytes after which a file's disk is waited for.
+FLUSHED = 256 << 20
+
+#: Called with how many bytes of how many are copied.
+Progress = Callable[[int, int], None]
+#: Asked between the steps of a copy, whether it is not wanted any more.
+Cancelled = Callable[[], bool]
+
+
+def nobody(done: int, total: int) -> None:
+    """Take the progress of a copy for which nobody waits."""
+
+
+def never() -> bool:
+    """Return False: the copy is wanted."""
+    return False
+
+
+class CopyCancelled(Exception):
+    """The copy was not wanted any more; nothing is left of it."""
+
+
+class LowerCopy(msgspec.Struct, eq=False):
+    """The bytes of a segment in a lower tier. It owns the copy's descriptor.
+
+    ``digest`` has the digests of its parts, where it is a file. ``revision`` is the number of the object's page before the
+    bytes were copied, and is its owner's to set.
+    """
+
+    segment: Segment
+    tier: Tier
+    digest: bytes = b""
+    revision: int = 0
+
+    def close(self) -> None:
+        """Let the copy go; closing twice is harmless."""
+        self.segment.close()
+
+
+class CopyOrder(msgspec.Struct, eq=False):
+    """One segment to be copied. What it refers to is borrowed.
+
+    :param wanted: the segment to be made; for host memory of a GPU's driver, another kind of host memory may be made.
+    :param digest: the digests of the source's parts, where that is a file.
+    :param target: the segment to be written, where it is there already, as a file is.
+    """
+
+    source: Segment
+    wanted: SegmentInfo
+    digest: bytes = b""
+    target: Segment | None = None
+
+
+class Written(NamedTuple):
+    """A segment with the bytes, and the digests of its parts if it is a file. Whoever gets it owns the segment."""
+
+    segment: Segment
+    digest: bytes
+
+
+class Steps:
+    """Account of a copy that goes on.
+
+    :param total: bytes of all that is to be copied.
+    """
+
+    def __init__(self, total: int, progress: Progress, cancelled: Cancelled) -> None:
+        self._total = total
+        self._done = 0
+        self._progress = progress
+        self._cancelled = cancelled
+
+    def check(self) -> None:
+        """Check that the copy is still wanted.
+
+        :raises CopyCancelled: if it is not.
+        """
+        if self._cancelled():
+            raise CopyCancelled
+
+    def count(self, nbytes: int) -> None:
+        """Tell that so many more bytes are copied.
+
+        :raises CopyCancelled: if the copy is not wanted any more.
+        """
+        self._done += nbytes
+        self._progress(self._done, self._total)
+        self.check()
+
+
+@contextmanager
+def closing_all(made: Iterable[Written]) -> Iterator[None]:
+    """Close what was made, if the block fails."""
+    try:
+        yield
+    except BaseException:
+        for one in made:
+            one.segment.close()
+        raise
+
+
+def copy_on_host(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
+    """Copy host memory to files, and files to host memory. From any thread; it holds the interpreter's lock for no step.
+
+    :raises CapabilityError: if there is no room.
+    :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written.
+    :raises CopyCancelled: if it is not wanted any more.
+    """
+    made: list[Written] = []
+    buffer = memoryview(bytearray(min(_STEP, max((order.wanted.nbytes for order in orders), default=0))))
+    with closing_all(made):
+        for order in orders:
+            target = order.target.duplicate() if order.target is not None else _host_segment(order.wanted)
+            made.append(Written(target, b""))
+            made[-1] = Written(target, _copy(order, target, buffer, steps))
+            if order.wanted.mechanism == "memfd" and order.wanted.access != "read_write":
+                HOST.seal(target.fileno())
+    return made
+
+
+def _host_segment(wanted: SegmentInfo) -> Segment:
+    segment = HOST.create(wanted.nbytes)
+    segment.info = wanted
+    return segment
+
+
+def _copy(order: CopyOrder, target: Segment, buffer: memoryview, steps: Steps) -> bytes:
+    """Copy the bytes of one segment in steps; return the digests of its parts, if it is or becomes a file."""
+    nbytes = order.wanted.nbytes
+    to_file = target.info.mechanism == "file"
+    digests: list[bytes] = []
+    for start in range(0, nbytes, PART):
+        end = min(start + PART, nbytes)
+        found = xxhash.xxh3_128()
+        for offset in range(start, end, len(buffer)):
+            piece = buffer[: min(len(buffer), end - offset)]
+            with reading(order.source):
+                read_exactly(order.source.fileno(), piece, offset)
+            # Of the very bytes that are written: others may write to the memory meanwhile.
+            found.update(piece)
+            with writing(order.wanted):
+                write_exactly(target.fileno(), piece, offset)
+        digests.append(found.digest())
+        if order.source.info.mechanism == "file":
+            check_part(order, start, end, digests[-1])
+        if to_file and (end == nbytes or end % FLUSHED == 0):
+            # What the disk refuses is noticed while the memory is still there.
+            with writing(order.wanted):
+                os.fdatasync(target.fileno())
+        steps.count(end - start)
+    return b"".join(digests) if to_file else b""
+
+
+def read_exactly(fd: int, piece: memoryview, offset: int) -> None:
+    """Read so many bytes as are wanted.
+
+    :raises OSError: also if there are fewer.
+    """
+    done = 0
+    while done < len(piece):
+        count = os.preadv(fd, [piece[done:]], offset + done)
+        if not count:
+            raise OSError(0, f"it ends after {offset + done} bytes")
+        done += count
+
+
+def write_exactly(fd: int, piece: memoryview, offset: int) -> None:
+    """Write all bytes."""
+    done = 0
+    while done < len(piece):
+        done += os.pwrite(fd, piece[done:], offset + done)
+
+
+@contextmanager
+def reading(source: Segment) -> Iterator[None]:
+    """Turn an error of the file system into one that says what could not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"cannot read the copy of {source.info.nbytes} bytes, segment {source.info.id}: {error.strerror}",
+            reason="unreadable",
+        ) from error
+
+
+@contextmanager
+def writing(wanted: SegmentInfo) -> Iterator[None]:
+    """Turn an error of the file system into one that says what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        place = "the spill directory" if wanted.mechanism == "file" else "host memory"
+        raise CapabilityError(
+            f"cannot write a copy of {wanted.nbytes} bytes, segment {wanted.id}, to {place}: {error.strerror}"
+        ) from error
+
+
+def check_part(order: CopyOrder, start: int, end: int, found: bytes) -> None:
+    """Check the digest of a part that was read from a file.
+
+    :raises RecordError: if it is another one.
+    """
+    number = start // PART
+    if found != order.digest[number * DIGEST : (number + 1) * DIGEST]:
+        raise RecordError(
+            f"the copy of segment {order.wanted.name} in the spill directory is damaged: bytes {start} to {end} are not those "
+            f"that were written",
+            reason="damaged",
+        )

@@ -1,0 +1,338 @@
+"""Copies that a GPU's driver makes: between a GPU, host memory and files.
+
+Memory is made and mapped while what was made before is copied. Host memory stays mapped until it is told that the copy is gone:
+mapping it takes as long as copying it (measured on an H200: 0.3 s for 8 GiB).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
+
+import msgspec
+from cuda.bindings import driver
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, check, relaxed_captures
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.copies import (
+    FLUSHED,
+    CopyOrder,
+    Steps,
+    Written,
+    check_part,
+    closing_all,
+    read_exactly,
+    reading,
+    write_exactly,
+    writing,
+)
+from shared_rpc.memory.digests import PART, digest
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import Mechanism, SegmentInfo
+
+__all__ = ["GpuCopies"]
+
+#: Copies that are queued at once: while one runs, the memory of the next one is made.
+_STREAMS = 2
+#: CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTALLOC_PORTABLE (cuda.h): every context of the process may use the memory.
+_PORTABLE = 1
+#: Mechanisms of host memory, which stays mapped.
+_KEPT: frozenset[Mechanism] = frozenset({"host_vmm", "memfd"})
+
+
+class _Mapped(msgspec.Struct, eq=False):
+    """Host memory that is mapped for a GPU, for who copies now and for the next time."""
+
+    address: int
+    unmap: Callable[[], None]
+    users: int = 0
+    #: Whether the copy is gone, so that the last user unmaps it.
+    forgotten: bool = False
+
+
+class GpuCopies:
+    """Copies of objects of this process's GPUs. From any thread; copies of several threads run side by side."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[str, str], _Mapped] = {}
+        #: GPUs whose driver makes no host memory.
+        self._without: set[str] = set()
+
+    def copy(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
+        """Make the ordered segments, those of each GPU after one another.
+
+        :raises CapabilityError: if there is no room, or the driver fails.
+        :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written.
+        :raises CopyCancelled: if the copies are not wanted any more.
+        """
+        by_gpu: dict[str, list[CopyOrder]] = {}
+        for order in orders:
+            by_gpu.setdefault(_gpu_of(order), []).append(order)
+        made: dict[int, Written] = {}
+        with closing_all(made.values()):
+            try:
+                for uuid, some in by_gpu.items():
+                    self._copy_all(some, uuid, made, steps)
+            except BaseException:
+                self.forget([one.segment.info.id for one in made.values()])
+                raise
+        return [made[id(order)] for order in orders]
+
+    def _copy_all(self, orders: Sequence[CopyOrder], uuid: str, made: dict[int, Written], steps: Steps) -> None:
+        """Make the segments of one GPU."""
+        try:
+            with _streams(uuid) as streams:
+                for number, order in enumerate(orders):
+                    self._copy(order, uuid, streams, number % _STREAMS, made, steps)
+                for number in range(_STREAMS):
+                    streams[(len(orders) + number) % _STREAMS].finish()
+        except DriverError as error:
+            raise CapabilityError(f"cannot copy memory of GPU {uuid}: {error}") from error
+
+    def _copy(
+        self, order: CopyOrder, uuid: str, streams: Sequence[_Stream], number: int, made: dict[int, Written], steps: Steps
+    ) -> None:
+        """Make one segment, and queue its bytes."""
+        stream = streams[number]
+        stream.finish()
+        steps.check()
+        target = order.target.duplicate() if order.target is not None else self._create(order.wanted, uuid)
+        made[id(order)] = Written(target, b"")
+        if target.info.mechanism == "file":
+            memory = self._map(order.source, uuid, stream, keep=False)
+            made[id(order)] = Written(target, _to_file(order, memory, target, streams, steps))
+        elif order.source.info.mechanism == "file":
+            _from_file(order, self._map(target, uuid, stream, keep=False), streams, steps)
+        else:
+            nbytes = order.wanted.nbytes
+            source, into = (self._map(segment, uuid, stream, keep=True) for segment in (order.source, target))
+            stream.copy(into, source, nbytes)
+            stream.then(functools.partial(steps.count, nbytes))
+
+    def _create(self, wanted: SegmentInfo, uuid: str) -> Segment:
+        if wanted.mechanism == "host_vmm":
+            return self._create_host_memory(wanted, uuid)
+        segment = backend_for(wanted.device, wanted.mechanism).create(wanted.nbytes)
+        segment.info = wanted
+        return segment
+
+    def _create_host_memory(self, wanted: SegmentInfo, uuid: str) -> Segment:
+        """Make host memory by the driver, or by the kernel where the driver makes none."""
+        if uuid not in self._without:
+            try:
+                backend = backend_for(uuid, "host_vmm")
+                if wanted.nbytes % backend.granularity == 0:
+                    segment = backend.create(wanted.nbytes)
+                    segment.info = wanted
+                    return segment
+            except (CapabilityError, DriverError) as error:
+                problem = error if isinstance(error, DriverError) else error.__cause__
+                if isinstance(problem, DriverError) and problem.code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                    raise  # the kernel would make it, and end a process for it when it is written
+                self._without.add(uuid)
+        segment = HOST.create(wanted.nbytes)
+        segment.info = msgspec.structs.replace(wanted, device="cpu", mechanism="memfd", nbytes=segment.info.nbytes)
+        return segment
+
+    def _map(self, segment: Segment, uuid: str, stream: _Stream, *, keep: bool) -> int:
+        """Map a segment until the stream's copy has ended, and return its address.
+
+        :param keep: whether host memory stays mapped, until its copy is gone.
+        """
+        info = segment.info
+        if info.mechanism not in _KEPT:
+            backend = backend_for(info.device, info.mechanism)
+            address = backend.map(segment.fileno(), info.nbytes, "read_write")
+            stream.holds(functools.partial(backend.unmap, address, info.nbytes))
+            return address
+        key = info.id, uuid
+        with self._lock:
+            mapped = self._mapped.get(key)
+            if mapped is None:
+                mapped = _map_host_memory(segment, uuid)
+                mapped.forgotten = not keep
+                if keep:
+                    self._mapped[key] = mapped
+            mapped.users += 1
+        stream.holds(functools.partial(self._leave, mapped))
+        return mapped.address
+
+    def _leave(self, mapped: _Mapped) -> None:
+        with self._lock:
+            mapped.users -= 1
+            unused = mapped.forgotten and not mapped.users
+        if unused:
+            mapped.unmap()
+
+    def forget(self, copies: Sequence[str]) -> None:
+        """Unmap host memory of copies that are gone; this may take as long as it took to map it."""
+        gone = set(copies)
+        with self._lock:
+            found = [(key, mapped) for key, mapped in self._mapped.items() if key[0] in gone]
+            for key, mapped in found:
+                del self._mapped[key]
+                mapped.forgotten = True
+            unused = [mapped for _, mapped in found if not mapped.users]
+        for mapped in unused:
+            mapped.unmap()
+
+    def __len__(self) -> int:
+        return len(self._mapped)
+
+
+class _Buffer(NamedTuple):
+    """Host memory that the driver has pinned, between a GPU and a file."""
+
+    address: int
+    view: memoryview
+
+
+class _Stream:
+    """A stream of a GPU, with what its queued copy needs. The GPU's context is current."""
+
+    def __init__(self) -> None:
+        self.handle = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._held: list[Callable[[], None]] = []
+        self._then: Callable[[], None] | None = None
+        self._buffer: _Buffer | None = None
+
+    @property
+    def buffer(self) -> _Buffer:
+        """Memory for a part of a file."""
+        if self._buffer is None:
+            address = int(check(driver.cuMemHostAlloc(PART, _PORTABLE)))
+            self._buffer = _Buffer(address, HOST.view(address, PART))
+        return self._buffer
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Queue a copy between any two kinds of memory."""
+        check(driver.cuMemcpyAsync(target, source, nbytes, self.handle))
+
+    def wait(self) -> None:
+        """Wait for the queued copies."""
+        check(driver.cuStreamSynchronize(self.handle))
+
+    def holds(self, release: Callable[[], None]) -> None:
+        """Have something called when the queued copies have ended."""
+        self._held.append(release)
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have something called when the queued copies have succeeded."""
+        self._then = call
+
+    def finish(self) -> None:
+        """Wait for the queued copies, and let go of what they needed."""
+        self.wait()
+        self._release()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.pop()()
+
+    def close(self) -> None:
+        """End the stream, whatever has become of its copies."""
+        with suppress(DriverError):  # of the copies, or of a context that is broken
+            self.wait()
+        while self._held:
+            with suppress(DriverError):
+                self._release()
+        if self._buffer is not None:
+            driver.cuMemFreeHost(self._buffer.address)
+        driver.cuStreamDestroy(self.handle)
+
+
+@contextmanager
+def _streams(uuid: str) -> Iterator[list[_Stream]]:
+    """Yield streams of a GPU, whose context is current in the block."""
+    with _gpu(uuid).current(), relaxed_captures(), ExitStack() as stack:
+        streams = []
+        for _ in range(_STREAMS):
+            streams.append(_Stream())
+            stack.callback(streams[-1].close)
+        yield streams
+
+
+@functools.cache
+def _gpu(uuid: str) -> CudaBackend:
+    return CudaBackend(uuid)
+
+
+def _gpu_of(order: CopyOrder) -> str:
+    devices = [info.device for info in (order.source.info, order.wanted) if info.device != "cpu"]
+    if not devices:
+        raise CapabilityError(f"segment {order.source.info.id} of {order.source.info.mechanism!r} memory is on no GPU")
+    return devices[0]
+
+
+def _map_host_memory(segment: Segment, uuid: str) -> _Mapped:
+    """Map host memory so that the GPU copies to and from it. Its context is current."""
+    fd, nbytes = segment.fileno(), segment.info.nbytes
+    if segment.info.mechanism == "host_vmm":
+        backend = backend_for(uuid, "host_vmm")
+        address = backend.map(fd, nbytes, "read_write")
+        return _Mapped(address, functools.partial(backend.unmap, address, nbytes))
+    address = HOST.map(fd, nbytes, "read_write")
+    # Where the driver does not pin it, the driver copies through memory of its own.
+    pinned = driver.cuMemHostRegister(address, nbytes, _PORTABLE)[0] == driver.CUresult.CUDA_SUCCESS
+
+    def unmap() -> None:
+        if pinned:
+            with _gpu(uuid).current():
+                driver.cuMemHostUnregister(address)
+        HOST.unmap(address, nbytes)
+
+    return _Mapped(address, unmap)
+
+
+def _parts(nbytes: int) -> list[tuple[int, int]]:
+    return [(start, min(start + PART, nbytes)) for start in range(0, nbytes, PART)]
+
+
+def _to_file(order: CopyOrder, memory: int, target: Segment, streams: Sequence[_Stream], steps: Steps) -> bytes:
+    """Write memory to a file; return the digests of its parts. While one part is written, the next one comes."""
+    parts, digests = _parts(order.wanted.nbytes), []
+
+    def fetch(number: int) -> None:
+        start, end = parts[number]
+        stream = streams[number % _STREAMS]
+        stream.copy(stream.buffer.address, memory + start, end - start)
+
+    fetch(0)
+    for number, (start, end) in enumerate(parts):
+        stream = streams[number % _STREAMS]
+        stream.wait()
+        if number + 1 < len(parts):
+            fetch(number + 1)
+        piece = stream.buffer.view[: end - start]
+        digests.append(digest(piece))
+        with writing(order.wanted):
+            write_exactly(target.fileno(), piece, start)
+            if end == parts[-1][1] or end % FLUSHED == 0:
+                os.fdatasync(target.fileno())
+        steps.count(end - start)
+    return b"".join(digests)
+
+
+def _from_file(order: CopyOrder, memory: int, streams: Sequence[_Stream], steps: Steps) -> None:
+    """Read a file to memory. While one part is on its way, the next one is read."""
+    for number, (start, end) in enumerate(_parts(order.wanted.nbytes)):
+        stream = streams[number % _STREAMS]
+        stream.wait()
+        piece = stream.buffer.view[: end - start]
+        with reading(order.source):
+            read_exactly(order.source.fileno(), piece, start)
+        check_part(order, start, end, digest(piece))
+        stream.copy(memory + start, stream.buffer.address, end - start)
+        steps.count(end - start)
+    for stream in streams:
+        stream.wait()

@@ -1,0 +1,82 @@
+"""A directory for copies of objects: files without a name, which end with their last descriptor."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.errors.interrupts import is_of_handler
+from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.protocol.records import SegmentInfo
+
+__all__ = ["SpillDirectory"]
+
+#: No file can be linked into the directory afterwards (O_EXCL): nobody but who gets its descriptor reads it.
+_FLAGS = os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC
+
+
+class SpillDirectory:
+    """A directory in which a server makes files of objects. Not even a killed process leaves one there: they have no names.
+
+    :raises ConfigurationError: if this process cannot make such files in it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        try:
+            os.close(os.open(self.path, _FLAGS, 0o600))
+        except OSError as error:
+            if is_of_handler(error):
+                raise
+            raise ConfigurationError(f"cannot spill objects to {self.path}: {self._why(error)}") from error
+
+    def _why(self, error: OSError) -> str:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return "it is no directory: create it first, for this user alone"
+        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            return (
+                f"its file system ({_file_system_of(self.path)}) has no files without a name (O_TMPFILE): use a directory on "
+                f"ext4, xfs, btrfs or tmpfs"
+            )
+        return f"{error.strerror} (uid {os.geteuid()})"
+
+    def create(self, nbytes: int) -> Segment:
+        """Make a file of so many bytes, which has its place on the disk already. The caller owns it. Called in a thread.
+
+        :raises CapabilityError: if there is no room for it.
+        """
+        info = SegmentInfo(new_segment_id(), nbytes, "cpu", mechanism="file")
+        try:
+            segment = Segment.opened(info, os.open, self.path, _FLAGS, 0o600)
+        except OSError as error:
+            raise CapabilityError(f"cannot make a file in the spill directory {self.path}: {error.strerror}") from error
+        try:
+            os.posix_fallocate(segment.fileno(), 0, nbytes)
+        except OSError as error:
+            segment.close()
+            raise CapabilityError(
+                f"the spill directory {self.path} has no room for {nbytes} bytes ({error.strerror}; {_free(self.path)} are "
+                f"free): free space there, or start the server with another --spill-dir"
+            ) from error
+        except BaseException:
+            segment.close()
+            raise
+        return segment
+
+
+def _free(path: str) -> int:
+    there = os.statvfs(path)
+    return there.f_bavail * there.f_frsize
+
+
+def _file_system_of(path: str) -> str:
+    """Return the type of the file system that a directory is on, as the kernel names it."""
+    try:
+        number = os.stat(path).st_dev
+        device = f"{os.major(number)}:{os.minor(number)}"
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+            found = [line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == device]
+    except (OSError, IndexError):
+        found = []
+    return found[-1] if found else "of an unknown type"

@@ -1,0 +1,351 @@
+"""Suspended objects on a GPU: memory that goes and comes back under tensors and CUDA graphs that have its address."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.kit.brokers import BrokerApp
+from tests.kit.processes import Child, python
+
+pytestmark = pytest.mark.gpu
+
+#: A process with the tensor ``value``, which is what the published ``record`` of object "a" holds; its mechanism is vmm.
+PROCESS = """
+import torch
+from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.backends.choice import choose_mechanism
+from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.mapping import MAPPINGS
+
+choose_mechanism("vmm", device_id("cuda"))
+
+def shared(size, access="read_write", object_id="a"):
+    made = torch.arange(size, device="cuda", dtype=torch.int32)
+    record = publish(made, "cuda", access, "e")
+    del made
+    return record, decode_result(record.skeleton, record.table, record.segments, object_id=object_id)
+
+def copied(record):
+    "The segments of a record, as they are after an eviction: other memory with the same bytes, the next incarnation."
+    from shared_rpc.memory.backends.choice import backend_for
+    from shared_rpc.memory.segments import Segment
+    new = []
+    for segment in record.segments:
+        info = segment.info
+        backend = backend_for(info.device, info.mechanism)
+        source = backend.map(segment.fileno(), info.nbytes, "read")
+        made = backend.create(info.nbytes)
+        target = backend.map(made.fileno(), info.nbytes, "read_write")
+        backend.copy(target, source, info.nbytes)
+        assert backend.synchronize()
+        backend.unmap(target, info.nbytes)
+        backend.unmap(source, info.nbytes)
+        new.append(Segment(info.incarnation(1), made.descriptor))
+        made.close()
+    return new
+
+"""
+
+
+def process(code: str) -> Child:
+    """A child that goes on so."""
+    return python(PROCESS + textwrap.dedent(code))
+
+
+def test_a_graph_captured_before_gives_the_same_bits_after(children: list[Child]) -> None:
+    """Tensors and CUDA graphs are good again, over other memory too, and the GPU has the memory back meanwhile."""
+    child = process(
+        """
+        record, value = shared(64 << 20)
+        whole = value.nbytes
+        out = torch.empty(1, device="cuda", dtype=torch.int64)
+        warm = torch.cuda.Stream()
+        with torch.cuda.stream(warm):
+            out.copy_(value[::4096].sum())
+        warm.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out.copy_(value[::4096].sum())
+        graph.replay()
+        before, address = out.item(), value.data_ptr()
+        new = copied(record)
+        record.close()
+        torch.cuda.synchronize()
+        mapped, _ = torch.cuda.mem_get_info()
+        MAPPINGS.suspend("a")
+        vacated, _ = torch.cuda.mem_get_info()
+        MAPPINGS.resume("a", new)
+        out.zero_()
+        graph.replay()
+        same = out.item() == before and value.data_ptr() == address and value[-1].item() == value.numel() - 1
+        print("same:", same, "given back:", vacated - mapped >= whole)
+        for segment in new:
+            segment.close()
+        """
+    )
+    children.append(child)
+    assert child.expect("same:") == "same: True given back: True"
+
+
+def test_nothing_is_suspended_while_a_graph_is_captured(children: list[Child]) -> None:
+    """The error says so, the capture is unharmed, and afterwards the object is suspended."""
+    child = process(
+        """
+        record, value = shared(1 << 20)
+        out = torch.empty_like(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out.copy_(value + 1)
+            try:
+                MAPPINGS.suspend("a")
+            except CapabilityError as error:
+                told = "graph" in str(error)
+        graph.replay()
+        torch.cuda.synchronize()
+        right = bool((out == value + 1).all())
+        print("told:", told, "right:", right, "after:", MAPPINGS.suspend("a"))
+        record.close()
+        """
+    )
+    children.append(child)
+    assert child.expect("told:") == "told: True right: True after: True"
+
+
+def test_a_kernel_ends_before_its_memory_is_suspended(children: list[Child]) -> None:
+    """What was queued before reads the memory, not the empty range."""
+    child = process(
+        """
+        record, value = shared(1 << 20)
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        copy = value.clone()
+        MAPPINGS.suspend("a")
+        print("right:", torch.equal(copy.cpu(), torch.arange(1 << 20, dtype=torch.int32)))
+        record.close()
+        """
+    )
+    children.append(child)
+    assert child.expect("right:") == "right: True"
+
+
+def test_peers_reach_what_came_back(children: list[Child]) -> None:
+    """A tensor of memory that was suspended and resumed is copied to another GPU as before."""
+    from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
+
+    if len(visible_gpus()) < 2 or not peer_capable(1, 0):
+        pytest.skip("needs two GPUs that are peers")
+    child = process(
+        """
+        record, value = shared(1 << 20)
+        MAPPINGS.suspend("a")
+        MAPPINGS.resume("a", record.segments)
+        away = value.to("cuda:1")
+        there = torch.empty_like(away)
+        there.copy_(value)
+        print("right:", torch.equal(away.cpu(), value.cpu()), torch.equal(there.cpu(), value.cpu()))
+        record.close()
+        """
+    )
+    children.append(child)
+    assert child.expect("right:") == "right: True True"
+
+
+# Handles of objects of a broker.
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp, tmp_path: Path) -> BrokerApp:
+    """A broker with an object on the GPU, which it evicts to host memory and to files."""
+    broker_app.write(
+        """
+        provider.device = "cuda"
+        provider.mechanism = "vmm"
+
+        @provider.share(managed=True)
+        def weights():
+            return torch.arange(64 << 20, device="cuda", dtype=torch.int32)
+
+        @provider.share(managed=True, access="read")
+        def read_only():
+            return torch.arange(64 << 20, device="cuda", dtype=torch.int32)
+        """
+    )
+    broker_app.start("--spill-dir", str(tmp_path))
+    return broker_app
+
+
+#: A client process with a graph over an object of the broker, whose result is in ``out``.
+CLIENT = """
+import torch
+from shared_rpc import Client
+client = Client(device="cuda", timeout=60.0)
+
+def graphed(endpoint):
+    handle = client.call(endpoint)
+    value = handle.value
+    out = torch.empty(1, device=value.device, dtype=torch.int64)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        out.copy_(value[::4096].sum())
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(value[::4096].sum())
+    return handle, value, graph, out
+
+def replayed(graph, out):
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return out.item()
+
+"""
+
+
+def client_process(code: str, environ: dict[str, str] | None = None) -> Child:
+    """A client of the broker that goes on so."""
+    return python(CLIENT + textwrap.dedent(code), environ=environ)
+
+
+@pytest.mark.parametrize("endpoint", ["weights", "read_only"])
+@pytest.mark.parametrize("to", ["", "host", "file"])
+def test_a_replayed_graph_has_the_same_bits_after_an_eviction(
+    app: BrokerApp, children: list[Child], endpoint: str, to: str
+) -> None:
+    """Suspended, evicted to each tier or to none, and resumed: the graph reads what is at the address now."""
+    child = client_process(
+        f"""
+        handle, value, graph, out = graphed({endpoint!r})
+        before, address = replayed(graph, out), value.data_ptr()
+        same = []
+        for _ in range(3):
+            handle.suspend()
+            if {to!r}:
+                (moved,) = client.evict(handle, {to!r} or None)
+                assert moved["tier"] == {to!r}
+            handle.resume(60.0)
+            same.append(replayed(graph, out) == before and value.data_ptr() == address and int(value[-1]) == (64 << 20) - 1)
+        print("same:", same)
+        """
+    )
+    children.append(child)
+    assert child.expect("same:") == "same: [True, True, True]"
+
+
+def test_an_eviction_frees_the_gpu_where_all_have_suspended(app: BrokerApp, children: list[Child]) -> None:
+    """The object's bytes are back with the driver, and come back for two processes once."""
+    other = client_process(
+        """
+        handle, value, graph, out = graphed("weights")
+        before = replayed(graph, out)
+        handle.suspend()
+        print("suspended", flush=True)
+        input()
+        handle.resume(60.0)
+        print("same:", replayed(graph, out) == before, flush=True)
+        input()
+        """
+    )
+    children.append(other)
+    other.expect("suspended")
+    child = client_process(
+        """
+        handle, value, graph, out = graphed("weights")
+        before, whole = replayed(graph, out), value.nbytes
+        full, _ = torch.cuda.mem_get_info()
+        handle.suspend()
+        client.evict(handle, "host")
+        empty, _ = torch.cuda.mem_get_info()
+        handle.resume(60.0)
+        again, _ = torch.cuda.mem_get_info()
+        # The first copy takes a tenth of a GiB of the GPU in the worker.
+        print("told", empty - full >= whole // 2, abs(again - full) < whole // 2, replayed(graph, out) == before, flush=True)
+        input()
+        """
+    )
+    children.append(child)
+    assert child.expect("told") == "told True True True"
+    other.tell("go on")
+    assert other.expect("same:") == "same: True"
+
+
+def test_a_reader_on_another_gpu_suspends_and_resumes(app: BrokerApp, children: list[Child]) -> None:
+    """A process that sees another GPU alone has the memory mapped as a peer, and has it back after an eviction."""
+    from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus
+
+    seen = visible_gpus()
+    if len(seen) < 2 or not peer_capable(1, 0):
+        pytest.skip("needs two GPUs that are peers")
+    with app.connect(device="cuda:0", timeout=60.0) as here:
+        path = here.socket_path
+    child = client_process(
+        f"""
+        client = Client(socket_path={path!r}, timeout=60.0)
+        handle, value, graph, out = graphed("weights")
+        before = replayed(graph, out)
+        handle.suspend()
+        client.evict(handle, "host")
+        handle.resume(60.0)
+        print("same:", replayed(graph, out) == before, int(value[-1]) == (64 << 20) - 1)
+        """,
+        environ={"CUDA_VISIBLE_DEVICES": seen[1]},
+    )
+    children.append(child)
+    assert child.expect("same:") == "same: True True"
+
+
+def test_a_client_that_captures_a_graph_stays_as_it_is(app: BrokerApp, children: list[Child]) -> None:
+    """Suspending is refused until the capture has ended, the handle is active, and the server knows nothing of it."""
+    child = client_process(
+        """
+        from shared_rpc.errors import CapabilityError
+        handle, value, _, out = graphed("weights")
+        graph, told = torch.cuda.CUDAGraph(), False
+        with torch.cuda.graph(graph):
+            out.copy_(value[:4].sum())
+            try:
+                handle.suspend()
+            except CapabilityError as error:
+                told = "graph" in str(error)
+        right = replayed(graph, out) == 6
+        print("told:", told, right, handle.suspended, handle.get_object_info()["active"])
+        """
+    )
+    children.append(child)
+    assert child.expect("told:") == "told: True True False 1"
+
+
+def test_memory_of_legacy_ipc_is_not_suspended(broker_app: BrokerApp, children: list[Child]) -> None:
+    """The driver chooses its address: the error names the mechanism that can, and the value can be used on."""
+    from shared_rpc.memory.backends.choice import survey
+    from shared_rpc.memory.backends.cuda import visible_gpus
+
+    lacks = survey(visible_gpus()[0])["ipc"]
+    if lacks:
+        pytest.skip(f"the GPU has {lacks}")
+    broker_app.write(
+        """
+        provider.device = "cuda"
+        provider.mechanism = "ipc"
+
+        @provider.share(managed=True)
+        def weights():
+            return torch.arange(1 << 20, device="cuda", dtype=torch.int32)
+        """
+    )
+    broker_app.start()
+    child = client_process(
+        """
+        from shared_rpc.errors import CapabilityError
+        with client.call("weights") as handle:
+            try:
+                handle.suspend()
+            except CapabilityError as error:
+                print("refused:", "mechanism='vmm'" in str(error), handle.suspended, int(handle.value[-1]) == (1 << 20) - 1)
+        """
+    )
+    children.append(child)
+    assert child.expect("refused:") == "refused: True False True"

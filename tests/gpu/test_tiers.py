@@ -1,0 +1,116 @@
+"""Objects of a GPU that go to host memory and to files, and come back: by a broker and its worker, and by one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.protocol.infos import DeviceInfo
+from tests.kit.brokers import BrokerApp
+from tests.kit.processes import Child
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = """
+import numpy
+
+provider.device = "cuda"
+
+@provider.share(managed=True)
+def weights(value):
+    return torch.full((1 << 20,), float(value), device="cuda")
+
+@provider.share(managed=True, access="read")
+def frozen(value):
+    return torch.full((1 << 20,), float(value), device="cuda")
+
+@provider.share(managed=True)
+def mixed():
+    module = torch.nn.Linear(64, 64, device="cuda")
+    torch.nn.init.constant_(module.weight, 3)
+    module.table = numpy.arange(1 << 16)
+    return module
+"""
+
+#: How many bytes the tensors of ``weights`` and ``frozen`` have.
+NBYTES = 4 << 20
+
+
+@pytest.fixture(params=["broker", "in-process"])
+def client(request: pytest.FixtureRequest, broker_app: BrokerApp, children: list[Child], tmp_path: Path) -> Client:
+    """A client on the GPU, of a broker or of a server that runs its endpoints itself."""
+    broker_app.write(ON_GPU)
+    broker_app.start("--spill-dir", str(tmp_path), *(["--in-process"] if request.param == "in-process" else []))
+    return broker_app.connect(device="cuda", timeout=120.0)
+
+
+def gpu_of(client: Client) -> DeviceInfo:
+    """What the server has on its GPU."""
+    return next(info for info in client.list_devices() if info["kind"] == "cuda")
+
+
+def released(client: Client, endpoint: str, *args: Any) -> str:
+    """The id of an object that nobody holds, nor has mapped here."""
+    with client.call(endpoint, *args) as handle:
+        object_id = str(handle.object_id)
+    del handle
+    MAPPINGS.drain()
+    return object_id
+
+
+@pytest.mark.parametrize("to", ["host", "file"])
+def test_an_object_is_evicted_and_restored(client: Client, to: Any) -> None:
+    """The server has nothing on the GPU meanwhile; the next caller gets the same object with its bytes, written ones too."""
+    with client.call("weights", 7) as handle:
+        handle.value[5] = 42
+        torch.cuda.synchronize()
+        object_id = handle.object_id
+    del handle
+    (moved,) = client.evict(object_id, to)
+    assert (moved["tier"], moved["nbytes"] >= NBYTES, moved["copied"] >= NBYTES) == (to, True, True)
+    assert (gpu_of(client)["used"], gpu_of(client)["copies"]) == (0, {to: moved["nbytes"]})
+    with client.call("weights", 7) as handle:
+        assert handle.object_id == object_id
+        assert handle.value[5] == 42 and handle.value.sum() == 7 * (1 << 20) + 35
+    assert gpu_of(client)["used"] == moved["nbytes"]
+    assert client.get_server_info()["builds"] == 1
+
+
+def test_a_cold_object_goes_on_to_a_file(client: Client) -> None:
+    """One step for each eviction; from the file it comes back to the GPU."""
+    object_id = released(client, "weights", 3)
+    assert [client.evict(object_id)[0]["tier"] for _ in range(2)] == ["host", "file"]
+    assert client.evict(object_id) == []
+    assert list(gpu_of(client)["copies"]) == ["file"]
+    with client.call("weights", 3) as handle:
+        assert bool((handle.value == 3).all())
+
+
+def test_a_good_copy_is_used_again(client: Client) -> None:
+    """What nobody can write to is copied once."""
+    object_id = released(client, "frozen", 3)
+    assert client.evict(object_id)[0]["copied"] >= NBYTES
+    assert len(client.restore(object_id)) == 1
+    assert client.get_object_info(object_id)["copies"] == {"host": gpu_of(client)["used"]}
+    assert client.evict(object_id)[0]["copied"] == 0
+    with client.call("frozen", 3) as handle:
+        assert bool((handle.value == 3).all())
+
+
+@pytest.mark.parametrize("to", ["host", "file"])
+def test_memory_of_the_host_goes_with_its_object(client: Client, to: Any) -> None:
+    """An object of both is whole again: host memory is its own copy on the host."""
+    object_id = released(client, "mixed")
+    for _ in range(2):
+        assert client.evict(object_id, to)[0]["tier"] == to
+        with client.call("mixed") as handle:
+            assert handle.object_id == object_id
+            assert handle.value.weight.sum() == 3 * 64 * 64
+            assert handle.value.table.sum() == sum(range(1 << 16))
+        del handle
+        MAPPINGS.drain()

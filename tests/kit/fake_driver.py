@@ -1,0 +1,392 @@
+"""A CUDA driver of host memory: two GPUs whose allocations are memfds, with streams that do at once what they are told.
+
+It has the functions of ``cuda.bindings.driver`` that virtual memory management and copies need. :func:`install` puts it there,
+before the library's modules of the driver are loaded: in a process that has no GPU, or that is not to use it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import itertools
+import mmap
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from shared_rpc.memory.backends import choice, host
+
+#: As nvidia-smi prints them.
+GPUS = ("GPU-fa4e0000-0000-0000-0000-000000000000", "GPU-fa4e0000-0000-0000-0000-000000000001")
+GRANULARITY = 1 << 16
+
+_libc = host._libc
+_FIXED, _NONE = 0x10, 0  # MAP_FIXED, PROT_NONE
+
+
+class CUresult(enum.IntEnum):
+    """Those that are used."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_NOT_SUPPORTED = 801
+
+
+OK = (CUresult.CUDA_SUCCESS,)
+INVALID = (CUresult.CUDA_ERROR_INVALID_VALUE, None)
+
+
+def _enum(name: str, **values: int) -> type[enum.IntEnum]:
+    return enum.IntEnum(name, values)
+
+
+CUmemAllocationHandleType = _enum("CUmemAllocationHandleType", CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
+CUmemAllocationType = _enum("CUmemAllocationType", CU_MEM_ALLOCATION_TYPE_PINNED=1)
+CUmemLocationType = _enum("CUmemLocationType", CU_MEM_LOCATION_TYPE_DEVICE=1, CU_MEM_LOCATION_TYPE_HOST_NUMA=3)
+CUmemAccess_flags = _enum("CUmemAccess_flags", CU_MEM_ACCESS_FLAGS_PROT_READ=1, CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+CUmemAllocationGranularity_flags = _enum("CUmemAllocationGranularity_flags", CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+CUstreamCaptureStatus = _enum("CUstreamCaptureStatus", CU_STREAM_CAPTURE_STATUS_NONE=0)
+CUstreamCaptureMode = _enum("CUstreamCaptureMode", CU_STREAM_CAPTURE_MODE_GLOBAL=0, CU_STREAM_CAPTURE_MODE_RELAXED=2)
+CUstream_flags = _enum("CUstream_flags", CU_STREAM_DEFAULT=0, CU_STREAM_NON_BLOCKING=1)
+CUevent_flags = _enum("CUevent_flags", CU_EVENT_DISABLE_TIMING=2)
+CUdevice_attribute = _enum(
+    "CUdevice_attribute",
+    CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING=41,
+    CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=102,
+    CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103,
+    CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID=134,
+)
+_ATTRIBUTES = {41: 1, 102: 1, 103: 1, 134: 0}
+
+
+class CUmemAllocationProp(SimpleNamespace):
+    """With the flags that it always has."""
+
+    def __init__(self) -> None:
+        super().__init__(allocFlags=SimpleNamespace(gpuDirectRDMACapable=0))
+
+
+class CUmemLocation(SimpleNamespace):
+    """A type and an id."""
+
+
+class CUmemAccessDesc(SimpleNamespace):
+    """A location and its rights."""
+
+
+class CUstream(int):
+    """Its number."""
+
+
+class CUdeviceptr(int):
+    """An address."""
+
+
+class Driver:
+    """What the driver knows of this process. A test may change how it answers.
+
+    :ivar calls: names of the calls that made, mapped or copied memory.
+    :ivar refuses: results of the next call of a function, by its name, in place of what it does.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.refuses: dict[str, CUresult] = {}
+        self.handles: dict[int, int] = {}
+        self.mapped: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}
+        self.pinned: dict[int, mmap.mmap] = {}
+        self.registered: dict[int, int] = {}
+        self.streams: set[int] = set()
+        self.numbers = itertools.count(1)
+
+    def counts(self) -> dict[str, int]:
+        """What there is of each kind."""
+        kinds = ("handles", "mapped", "reserved", "pinned", "registered", "streams")
+        return {kind: len(getattr(self, kind)) for kind in kinds}
+
+
+STATE = Driver()
+
+
+def _call(function):
+    """A function of the driver, which fails if the test says so."""
+
+    def call(*arguments):
+        STATE.calls.append(function.__name__)
+        code = STATE.refuses.get(function.__name__)
+        return (code, None) if code is not None else function(*arguments)
+
+    return call
+
+
+def cuInit(flags):
+    """Nothing to do."""
+    return OK
+
+
+def cuDeviceGetCount():
+    """Two."""
+    return *OK, len(GPUS)
+
+
+def cuDeviceGet(ordinal):
+    """A device is its ordinal."""
+    return *OK, ordinal
+
+
+def cuDeviceGetUuid(device):
+    """Its bytes."""
+    return *OK, SimpleNamespace(bytes=bytes.fromhex(GPUS[device].removeprefix("GPU-").replace("-", "")))
+
+
+def cuDeviceGetName(size, device):
+    """A name with its end."""
+    return *OK, b"fake GPU\0"
+
+
+def cuDeviceTotalMem(device):
+    """A GiB."""
+    return *OK, 1 << 30
+
+
+def cuDeviceGetAttribute(attribute, device):
+    """What virtual memory management needs, and nothing else."""
+    return *OK, _ATTRIBUTES.get(int(attribute), 0)
+
+
+def cuDeviceCanAccessPeer(device, other):
+    """Never."""
+    return *OK, 0
+
+
+def cuDevicePrimaryCtxRetain(device):
+    """A context is its device."""
+    return *OK, device
+
+
+def cuDevicePrimaryCtxGetState(device):
+    """There is none until it is retained, and none of it is counted."""
+    return *OK, 0, 0
+
+
+def cuCtxPushCurrent(context):
+    """Nothing to do."""
+    return OK
+
+
+def cuCtxPopCurrent():
+    """Nothing to do."""
+    return *OK, 0
+
+
+def cuCtxSynchronize():
+    """Nothing is queued."""
+    return OK
+
+
+def cuThreadExchangeStreamCaptureMode(mode):
+    """The mode that it was."""
+    return *OK, mode
+
+
+def cuGetErrorName(code):
+    """As the enumeration has it."""
+    return *OK, CUresult(code).name.encode()
+
+
+def cuMemGetAllocationGranularity(allocation, flags):
+    """Small."""
+    return *OK, GRANULARITY
+
+
+@_call
+def cuMemCreate(size, allocation, flags):
+    """A memfd; a handle is a number."""
+    if size > 1 << 40:
+        return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+    kind = "host" if allocation.location.type == CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA else "gpu"
+    fd = os.memfd_create(f"fake-{kind}", os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return *OK, _handle(fd)
+
+
+def _handle(fd):
+    number = next(STATE.numbers)
+    STATE.handles[number] = fd
+    return number
+
+
+def cuMemExportToShareableHandle(handle, kind, flags):
+    """A descriptor of its own, which is inherited as the driver's is."""
+    fd = os.dup(STATE.handles[handle])
+    os.set_inheritable(fd, True)
+    return *OK, fd
+
+
+def cuMemImportFromShareableHandle(fd, kind):
+    """Only what was exported."""
+    try:
+        if not os.readlink(f"/proc/self/fd/{int(fd)}").startswith("/memfd:fake-"):
+            return INVALID
+    except OSError:
+        return INVALID
+    return *OK, _handle(os.dup(int(fd)))
+
+
+def cuMemRelease(handle):
+    """The mapping keeps the memory."""
+    os.close(STATE.handles.pop(handle))
+    return OK
+
+
+def cuMemAddressReserve(size, alignment, address, flags):
+    """A range that nothing can touch."""
+    start = _libc.mmap(None, size, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    STATE.reserved[start] = size
+    return *OK, start
+
+
+def cuMemAddressFree(address, size):
+    """The whole range."""
+    assert STATE.reserved.pop(int(address)) == size
+    _libc.munmap(int(address), size)
+    return OK
+
+
+@_call
+def cuMemMap(address, size, offset, handle, flags):
+    """At the address, which is in a reserved range."""
+    fd = STATE.handles[handle]
+    if os.fstat(fd).st_size < size or size % GRANULARITY:
+        return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+    _libc.mmap(int(address), size, _NONE, mmap.MAP_SHARED | _FIXED, fd, 0)
+    STATE.mapped[int(address)] = size
+    return OK
+
+
+def cuMemSetAccess(address, size, rights, count):
+    """For writing too where one of the rights says so."""
+    assert len(rights) == count
+    write = any(right.flags == CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE for right in rights)
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+    _libc.mprotect(ctypes.c_void_p(int(address)), ctypes.c_size_t(size), protection)
+    return OK
+
+
+def cuMemUnmap(address, size):
+    """The range stays reserved."""
+    assert STATE.mapped.pop(int(address)) == size
+    _libc.mmap(int(address), size, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED, -1, 0)
+    return OK
+
+
+def cuStreamCreate(flags):
+    """A number."""
+    number = next(STATE.numbers)
+    STATE.streams.add(number)
+    return *OK, CUstream(number)
+
+
+def cuStreamDestroy(stream):
+    """It must be there."""
+    STATE.streams.remove(int(stream))
+    return OK
+
+
+@_call
+def cuStreamSynchronize(stream):
+    """Nothing is queued."""
+    return OK
+
+
+def cuStreamQuery(stream):
+    """Nothing is queued."""
+    return OK
+
+
+def cuStreamIsCapturing(stream):
+    """Never."""
+    return *OK, CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+
+@_call
+def cuMemcpyAsync(target, source, nbytes, stream):
+    """At once."""
+    ctypes.memmove(int(target), int(source), nbytes)
+    return OK
+
+
+cuMemcpyDtoDAsync = cuMemcpyAsync
+
+
+@_call
+def cuMemHostAlloc(nbytes, flags):
+    """Memory of this process."""
+    memory = mmap.mmap(-1, nbytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    STATE.pinned[address] = memory
+    return *OK, address
+
+
+def cuMemFreeHost(address):
+    """It ends with its last view."""
+    del STATE.pinned[address]
+    return OK
+
+
+@_call
+def cuMemHostRegister(address, nbytes, flags):
+    """Noted."""
+    STATE.registered[address] = nbytes
+    return OK
+
+
+def cuMemHostUnregister(address):
+    """It must be there."""
+    del STATE.registered[address]
+    return OK
+
+
+def module() -> types.ModuleType:
+    """The driver as a module."""
+    made = types.ModuleType("cuda.bindings.driver")
+    made.__dict__.update({name: value for name, value in globals().items() if name[:2] in ("cu", "CU")})
+    return made
+
+
+def install() -> None:
+    """Put it where the library looks for the driver."""
+    bindings = types.ModuleType("cuda.bindings")
+    bindings.driver = module()
+    cuda = types.ModuleType("cuda")
+    cuda.bindings = bindings
+    sys.modules.update({"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.driver": bindings.driver})
+
+
+@contextmanager
+def installed() -> Iterator[Driver]:
+    """Have the library meet this driver in the block, also where it has met another one; yield what it knows."""
+    global STATE
+    ours = {f"shared_rpc.memory.backends.{name}" for name in ("cuda", "vmm", "host_vmm", "legacy_ipc", "pool_ipc")}
+    ours.add("shared_rpc.memory.gpu_copies")
+
+    def take_out() -> dict[str, types.ModuleType]:
+        names = [name for name in sys.modules if name.partition(".")[0] == "cuda" or name in ours]
+        choice._backend_for.cache_clear()
+        return {name: sys.modules.pop(name) for name in names}
+
+    before, chosen, STATE = take_out(), choice._chosen, Driver()
+    choice._chosen = {}
+    try:
+        install()
+        yield STATE
+    finally:
+        take_out()
+        sys.modules.update(before)
+        choice._chosen = chosen

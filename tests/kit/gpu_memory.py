@@ -1,0 +1,64 @@
+"""Memory of a GPU and of copies, as tests write and read it: by the driver, whatever that is made of."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from shared_rpc.lifecycle.finalizer import FINALIZER
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.segments import Segment
+from tests.kit.processes import eventually
+
+
+def settle() -> None:
+    """Wait until host memory of closed copies is unmapped, in a thread of its own."""
+    waiting, done = "shared-rpc-unmapping", threading.Event()
+    FINALIZER.start()
+    FINALIZER.submit(done.set)
+    assert done.wait(30)
+    eventually(lambda: waiting not in {thread.name for thread in threading.enumerate()}, what=f"no thread {waiting}")
+
+
+def write(segment: Segment, data: bytes, offset: int = 0) -> None:
+    """Have the driver write to memory."""
+    _copy(segment, data, offset)
+
+
+def bytes_of(segment: Segment) -> bytes:
+    """Have the driver read memory."""
+    return _copy(segment, None, 0)
+
+
+def _copy(segment: Segment, data: bytes | None, offset: int) -> bytes:
+    from cuda.bindings import driver
+
+    from shared_rpc.memory.backends.cuda import check
+    from shared_rpc.memory.backends.host import HOST
+
+    backend: Any = backend_for(segment.info.device, segment.info.mechanism)
+    size = len(data) if data is not None else segment.info.nbytes
+    address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
+    if segment.info.device == "cpu":
+        view = backend.view(address, segment.info.nbytes)
+        if data is not None:
+            view[offset : offset + size] = data
+        found = bytes(view)
+        HOST.unmap(address, segment.info.nbytes)
+        return found
+    with backend.current():
+        staging = int(check(driver.cuMemHostAlloc(size, 0)))
+        view = HOST.view(staging, size)
+        stream = check(driver.cuStreamCreate(1))
+        if data is not None:
+            view[:] = data
+            check(driver.cuMemcpyAsync(address + offset, staging, size, stream))
+        else:
+            check(driver.cuMemcpyAsync(staging, address, size, stream))
+        check(driver.cuStreamSynchronize(stream))
+        found = bytes(view)
+        del view
+        check(driver.cuStreamDestroy(stream))
+        check(driver.cuMemFreeHost(staging))
+    backend.unmap(address, segment.info.nbytes)
+    return found

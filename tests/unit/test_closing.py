@@ -1,0 +1,260 @@
+"""Descriptors of large memory are closed by another thread, for threads that must not wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.closing import CLOSER, LARGE
+from shared_rpc.memory.segments import Segment
+from shared_rpc.server import device_memory, freeing
+from shared_rpc.server.device_memory import DeviceMemory
+from shared_rpc.server.state.descriptors import Descriptors
+from tests.kit.closings import late_closings
+from tests.kit.processes import ROOT
+
+
+class Closes(list[tuple[int, str]]):
+    """The numbers that were closed, each with the thread's name."""
+
+    def threads(self, number: int) -> list[str]:
+        """The threads that closed one."""
+        return [thread for closed, thread in self if closed == number]
+
+
+@pytest.fixture
+def closes(monkeypatch: pytest.MonkeyPatch) -> Closes:
+    """What this process closes."""
+    close, seen = os.close, Closes()
+
+    def noted(number: int) -> None:
+        seen.append((number, threading.current_thread().name))
+        close(number)
+
+    monkeypatch.setattr(os, "close", noted)
+    return seen
+
+
+@pytest.fixture
+def spared() -> Iterator[None]:
+    """This thread is one that must not wait."""
+    with CLOSER.spare_this_thread():
+        yield
+
+
+def close(nbytes: int) -> int:
+    """Make memory, and close its descriptor: the number that it had."""
+    with HOST.create(nbytes) as segment:
+        return segment.fileno()
+
+
+def is_open(link: str) -> bool:
+    """Whether this process has a descriptor of what a link in /proc named."""
+    return any(_read(number) == link for number in os.listdir("/proc/self/fd"))
+
+
+def _read(number: str | int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return ""
+
+
+def test_another_thread_closes_large_memory(spared: None, closes: Closes) -> None:
+    """And this one goes on."""
+    with late_closings():
+        number = close(LARGE)
+        assert closes.threads(number) == []
+        assert len(CLOSER) == 1
+        assert CLOSER.left() == {"cpu": LARGE}
+    assert closes.threads(number) == ["shared-rpc-closer"]
+    assert len(CLOSER) == 0
+
+
+def test_the_last_owner_decides(spared: None, closes: Closes) -> None:
+    """Memory that a reply still holds is closed by another thread when that is sent."""
+    segment = HOST.create(LARGE)
+    reply, number = segment.duplicate(), segment.fileno()
+    segment.close()
+    assert len(CLOSER) == 0
+    reply.close()
+    CLOSER.wait()
+    assert closes.threads(number) == ["shared-rpc-closer"]
+
+
+def test_small_memory_is_closed_at_once(spared: None, closes: Closes) -> None:
+    """Waking another thread would take longer."""
+    number = close(LARGE - 4096)
+    assert closes.threads(number) == [threading.current_thread().name]
+
+
+def test_a_thread_that_may_wait_closes_at_once(closes: Closes) -> None:
+    """So a client's memory is free when it has been released."""
+    number = close(LARGE)
+    assert closes.threads(number) == [threading.current_thread().name]
+
+
+@pytest.mark.parametrize("how", ["owning", "opened", "adopt"])
+def test_every_way_to_own_a_descriptor(how: str, spared: None, closes: Closes) -> None:
+    """However a segment came by it, it is memory."""
+    with HOST.create(LARGE) as first:
+        if how == "opened":
+            segment = Segment.opened(first.info, os.dup, first.fileno())
+        elif how == "owning":
+            segment = Segment.owning(first.info, os.dup(first.fileno()))
+        else:
+            segment = Segment(first.info)
+            segment.adopt([os.dup(first.fileno())])
+        number = segment.fileno()
+        segment.close()
+    CLOSER.wait()
+    assert closes.threads(number) == ["shared-rpc-closer"]
+
+
+def test_all_is_closed_at_the_end_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has ended has no memory."""
+    with late_closings() as free:
+        wait = CLOSER.wait
+        monkeypatch.setattr(CLOSER, "wait", lambda: (free.set(), wait()))
+        with CLOSER.spare_this_thread():
+            segment = HOST.create(LARGE)
+            link = _read(segment.fileno())
+            segment.close()
+            assert is_open(link)
+        assert not is_open(link)
+
+
+def test_a_forked_child_has_no_memory_that_is_being_closed(tmp_path: Path) -> None:
+    """It would keep it for as long as it lives; and it closes memory itself."""
+    program = """
+import os, sys
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.closing import CLOSER, LARGE
+from tests.kit.closings import late_closings
+
+def memory():
+    return sorted(link for link in map(read, os.listdir("/proc/self/fd")) if "memfd:shared-rpc-" in link)
+
+def read(number):
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return ""
+
+with CLOSER.spare_this_thread(), late_closings():
+    for _ in range(2):
+        HOST.create(LARGE).close()
+    assert len(memory()) == 2
+    if os.fork() == 0:
+        inherited = memory()
+        HOST.create(LARGE).close()
+        os.write(1, f"{inherited} {memory()} {len(CLOSER)}".encode())
+        os._exit(0)
+    os.wait()
+    assert len(memory()) == 2
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout == "[] [] 0"
+
+
+def test_a_child_leaves_a_number_alone_that_is_another_file_s(tmp_path: Path) -> None:
+    """The kernel gives the number away as soon as it begins to close, and frees the memory after that."""
+    program = """
+import os
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.closing import CLOSER, LARGE
+from tests.kit.closings import late_closings
+
+with CLOSER.spare_this_thread(), late_closings():
+    segment = HOST.create(LARGE)
+    number = segment.fileno()
+    segment.close()
+    os.dup2(2, number)
+    if os.fork() == 0:
+        os.write(1, b"open" if os.path.exists(f"/proc/self/fd/{number}") else b"closed")
+        os._exit(0)
+    os.wait()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout == "open"
+
+
+@pytest.mark.parametrize(
+    ("left", "free", "lacks"),
+    [
+        ({}, 0, False),
+        ({"cpu": 5}, 5, False),
+        ({"cpu": 5}, 4, True),
+        ({"GPU-1": 1}, 1 << 40, True),
+        ({"cpu": 1, "GPU-1": 1}, 1 << 40, True),
+    ],
+)
+def test_room(left: dict[str, int], free: int, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's memory is allocated as a whole, the host's page by page: slower than it is freed."""
+
+    class Closer:
+        def __len__(self) -> int:
+            return len(left)
+
+        def left(self) -> dict[str, int]:
+            return left
+
+    monkeypatch.setattr(freeing, "CLOSER", Closer())
+    monkeypatch.setattr(freeing, "free_bytes", lambda device: free)
+    assert freeing.lacks_room() is lacks
+
+
+def test_new_memory_waits_for_room(spared: None, closes: Closes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was dropped for it is free before it is made."""
+    monkeypatch.setattr(freeing, "free_bytes", lambda device: 0)
+    closed_before: list[bool] = []
+
+    class Backend:
+        def create(self, nbytes: int) -> Segment:
+            closed_before.append(bool(closes.threads(number)))
+            return HOST.create(nbytes)
+
+    monkeypatch.setattr(device_memory, "backend_for", lambda device: Backend())
+    with late_closings() as free:
+        number = close(LARGE)
+        wait = CLOSER.wait
+
+        def waited() -> None:
+            free.set()
+            wait()
+
+        monkeypatch.setattr(CLOSER, "wait", waited)
+        DeviceMemory("cpu").allocate("cpu", 4096).close()
+    assert closed_before == [True]
+
+
+def test_descriptors_that_are_being_closed_are_not_scarce() -> None:
+    """Or each new client would push objects out until the first ones are closed."""
+    closing = [0]
+    descriptors = Descriptors(lambda: 1600, closing=lambda: closing[0])
+    assert not descriptors.are_scarce(1499)
+    assert descriptors.are_scarce(1500)
+    closing[0] = 64
+    assert not descriptors.are_scarce(1500)
+    assert descriptors.are_scarce(1564)

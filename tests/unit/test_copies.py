@@ -1,0 +1,242 @@
+"""Copies of host memory in files, and back: the same bytes, or an error that leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from shared_rpc.errors import CapabilityError, ConfigurationError, RecordError
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.copies import CopyCancelled, LowerCopy
+from shared_rpc.memory.digests import DIGEST, PART
+from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.spill import SpillDirectory
+from shared_rpc.server.device_memory import DeviceMemory
+from tests.kit.processes import open_fds
+
+PAGE = HOST.granularity
+MEMORY = DeviceMemory("cpu")
+
+
+@pytest.fixture
+def spill(tmp_path: Path) -> SpillDirectory:
+    """A directory for files."""
+    return SpillDirectory(str(tmp_path))
+
+
+@pytest.fixture
+def filled() -> Iterator[Callable[..., Segment]]:
+    """``filled(nbytes, access)`` is host memory with bytes that no other has."""
+    with ExitStack() as stack:
+
+        def filled(nbytes: int, access: str = "read_write") -> Segment:
+            segment = HOST.create(nbytes)
+            stack.callback(segment.close)
+            os.pwrite(segment.fileno(), os.urandom(nbytes), 0)
+            if access != "read_write":
+                HOST.seal(segment.fileno())
+            return segment.duplicate(access)
+
+        yield filled
+
+
+@pytest.fixture
+def spilled(filled: Callable[..., Segment], spill: SpillDirectory) -> Iterator[Callable[..., tuple[Segment, LowerCopy]]]:
+    """``spilled(nbytes)`` is host memory, and its copy in a file."""
+    with ExitStack() as stack:
+
+        def spilled(nbytes: int, access: str = "read_write") -> tuple[Segment, LowerCopy]:
+            segment = filled(nbytes, access)
+            stack.callback(segment.close)
+            [copy] = MEMORY.lower([segment], "file", spill)
+            stack.callback(copy.close)
+            return segment, copy
+
+        yield spilled
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fails if descriptors remain. Request it before what opens them."""
+    gc.collect()
+    before = open_fds()
+    yield
+    gc.collect()
+    assert open_fds() == before
+
+
+def bytes_of(segment: Segment) -> bytes:
+    """Those of host memory or of a file."""
+    return os.pread(segment.fileno(), segment.info.nbytes, 0)
+
+
+def digests_of(data: bytes) -> bytes:
+    """The digests of the parts, as the library has them."""
+    return b"".join(xxhash.xxh3_128_digest(data[start : start + PART]) for start in range(0, len(data), PART))
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, PART, PART + 3 * PAGE])
+def test_bytes_come_back(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]], nbytes: int) -> None:
+    """Those of a last part that is smaller too."""
+    segment, copy = spilled(nbytes)
+    assert (copy.tier, copy.segment.info.mechanism, copy.segment.info.nbytes) == ("file", "file", nbytes)
+    assert copy.digest == digests_of(bytes_of(segment))
+    [again] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again):
+        assert again.info == segment.info.incarnation(1)
+        assert bytes_of(again) == bytes_of(segment)
+        assert not os.path.sameopenfile(again.fileno(), segment.fileno())
+
+
+def test_segments_come_back_in_their_order(nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+    """And each is what it is told to be."""
+    segments = [filled(count * PAGE) for count in (3, 1, 2)]
+    copies = MEMORY.lower(segments, "file", spill)
+    infos = [segment.info.incarnation(number) for number, segment in enumerate(segments)]
+    again = MEMORY.raise_(copies, infos)
+    assert [one.info for one in again] == infos
+    assert [bytes_of(one) for one in again] == [bytes_of(one) for one in segments]
+    for one in (*copies, *again, *segments):
+        one.close()
+
+
+@pytest.mark.parametrize(("access", "writable"), [("read_write", True), ("read", False), ("copy", False)])
+def test_memory_is_sealed_as_it_was(
+    nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]], access: str, writable: bool
+) -> None:
+    """What is shared for reading cannot be mapped for writing after it has come back either."""
+    segment, copy = spilled(PAGE, access)
+    [again] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again):
+        if writable:
+            HOST.unmap(HOST.map(again.fileno(), PAGE, "read_write"), PAGE)
+        else:
+            with pytest.raises(CapabilityError, match="shared read-only"):
+                HOST.map(again.fileno(), PAGE, "read_write")
+
+
+def test_a_copy_comes_back_twice(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]]) -> None:
+    """It stays as it is: memory that was made of it can be written to."""
+    segment, copy = spilled(PAGE)
+    [first] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
+    os.pwrite(first.fileno(), b"changed", 0)
+    [second] = MEMORY.raise_([copy], [segment.info.incarnation(2)])
+    with closing(first), closing(second):
+        assert bytes_of(second) == bytes_of(segment) != bytes_of(first)
+
+
+def test_host_memory_is_its_own_copy_on_the_host(nothing_left: None, filled: Callable[..., Segment]) -> None:
+    """For objects of a GPU with something in host memory: nothing is copied."""
+    segment = filled(PAGE)
+    [copy] = MEMORY.lower([segment], "host")
+    [again] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again), closing(copy.segment):
+        assert copy.tier == "host"
+        assert again.info == segment.info.incarnation(1)
+        assert os.path.sameopenfile(again.fileno(), segment.fileno())
+    segment.close()
+
+
+def test_progress_is_told_in_bytes(nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+    """Of all segments together, up to their sum."""
+    told: list[tuple[int, int]] = []
+    segments = [filled(PART + PAGE), filled(PAGE)]
+    total = PART + 2 * PAGE
+    for copy in MEMORY.lower(segments, "file", spill, lambda done, of: told.append((done, of))):
+        copy.close()
+    for segment in segments:
+        segment.close()
+    assert told == [(PART, total), (PART + PAGE, total), (total, total)]
+
+
+def test_a_copy_that_is_not_wanted_any_more(
+    nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory, tmp_path: Path
+) -> None:
+    """It ends between two steps, and leaves nothing."""
+    done: list[int] = []
+    segment = filled(2 * PART)
+    with closing(segment), pytest.raises(CopyCancelled):
+        MEMORY.lower([segment], "file", spill, lambda count, of: done.append(count), lambda: bool(done))
+    assert done == [PART]
+
+
+@pytest.mark.parametrize("place", [0, PART, 2 * PART - 1], ids=["first", "second", "last-byte"])
+def test_damage_is_noticed(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]], place: int) -> None:
+    """The error says where; nothing is made of a damaged file."""
+    segment, copy = spilled(2 * PART)
+    os.pwrite(copy.segment.fileno(), bytes([os.pread(copy.segment.fileno(), 1, place)[0] ^ 1]), place)
+    start = place // PART * PART
+    with pytest.raises(RecordError, match=f"{segment.info.name}.*bytes {start} to {start + PART} are not") as caught:
+        MEMORY.raise_([copy], [segment.info.incarnation(1)])
+    assert caught.value.reason == "damaged"
+
+
+def test_a_file_that_is_too_short(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]]) -> None:
+    """As after an error of its disk."""
+    segment, copy = spilled(2 * PAGE)
+    os.ftruncate(copy.segment.fileno(), PAGE)
+    with pytest.raises(RecordError, match=f"ends after {PAGE} bytes") as caught:
+        MEMORY.raise_([copy], [segment.info.incarnation(1)])
+    assert caught.value.reason == "unreadable"
+
+
+def test_no_room_for_a_file(nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+    """It is noticed before anything is copied, and the error says what to do."""
+    segment = filled(2 * PAGE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
+    try:
+        with closing(segment), pytest.raises(CapabilityError, match=rf"{spill.path} has no room.*--spill-dir"):
+            MEMORY.lower([segment], "file", spill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_later_segment_has_no_room(nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+    """The copies of those before it are closed."""
+    segments = [filled(PAGE), filled(2 * PAGE)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
+    try:
+        with pytest.raises(CapabilityError, match="has no room for"):
+            MEMORY.lower(segments, "file", spill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        for segment in segments:
+            segment.close()
+
+
+def test_no_directory(nothing_left: None, filled: Callable[..., Segment]) -> None:
+    """The error names the option."""
+    with closing(filled(PAGE)) as segment, pytest.raises(CapabilityError, match="--spill-dir"):
+        MEMORY.lower([segment], "file")
+
+
+def test_files_have_no_name(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]], tmp_path: Path) -> None:
+    """Nobody else can open them, or give them one."""
+    _, copy = spilled(PAGE)
+    assert os.listdir(tmp_path) == []
+    fd = copy.segment.fileno()
+    with pytest.raises(OSError, match="No such file"):
+        os.link(f"/proc/self/fd/{fd}", tmp_path / "named", src_dir_fd=fd, follow_symlinks=True)
+    assert len(copy.digest) == DIGEST
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/proc", r"its file system \(proc\) has no files without a name"),
+        ("missing", "it is no directory: create it first"),
+    ],
+)
+def test_a_directory_that_cannot_be_used(nothing_left: None, tmp_path: Path, path: str, why: str) -> None:
+    """It is refused at once, with the reason."""
+    with pytest.raises(ConfigurationError, match=why):
+        SpillDirectory(str(tmp_path / path))

@@ -1,0 +1,530 @@
+"""Mappings of suspended objects: nothing is mapped, the address is kept, and whatever memory comes back comes there."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError
+from shared_rpc.memory import mapping as mapping_module
+from shared_rpc.memory.backends.host import HOST, MemfdBackend
+from shared_rpc.memory.mapping import Mapping, MappingTable
+from shared_rpc.memory.remap_hooks import REMAP_HOOKS, MappedRange, RemapHook, on_remap
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import Access
+from tests.kit.bound_host import BoundHost
+from tests.kit.kernel_maps import rights
+from tests.kit.processes import open_fds
+
+Make = Callable[..., Segment]
+
+
+class User:
+    """Something that lives over mapped memory."""
+
+
+class Device(MemfdBackend):
+    """Host memory that has to be waited for, as a GPU's, and that no mapping of which is replaced in one step."""
+
+    unmaps_in_background = False
+    replaces = False
+
+    def __init__(self) -> None:
+        self.idle = True
+        self.events: list[str] = []
+
+    def synchronize(self) -> bool:
+        """Whether the device could be waited for."""
+        self.events.append("synchronize")
+        return self.idle
+
+    def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Vacate, and note it."""
+        self.events.append("vacate")
+        super().vacate(address, nbytes, done)
+
+
+@pytest.fixture
+def table() -> MappingTable:
+    """A table of its own, so that nothing else is in it."""
+    return MappingTable()
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """``make(text, of)`` makes a segment that begins with a text; as the next incarnation of another one, if there is one."""
+    with ExitStack() as stack:
+
+        def segment(text: bytes = b"", of: Segment | None = None, access: Access = "read_write") -> Segment:
+            made = stack.enter_context(closing(HOST.create(1)))
+            address = HOST.map(made.fileno(), made.info.nbytes, "read_write")
+            HOST.view(address, len(text))[:] = text
+            HOST.unmap(address, made.info.nbytes)
+            if of is None and access == "read_write":
+                return made
+            info = made.info
+            if of is not None:
+                _, _, number = of.info.id.partition(".")
+                info = of.info.incarnation(int(number or 0) + 1)
+            described = Segment(info.__class__(info.id, info.nbytes, info.device, access, info.mechanism), made.descriptor)
+            return stack.enter_context(closing(described))
+
+        yield segment
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The device of all segments that the table maps in this test."""
+    device = Device()
+    monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: device)
+    return device
+
+
+@pytest.fixture
+def hooked() -> Iterator[Callable[..., RemapHook]]:
+    """``hooked(before=, after=)`` registers a hook until the end of the test."""
+    with ExitStack() as stack:
+        yield lambda **called: stack.enter_context(closing(on_remap(**called)))
+
+
+def use(table: MappingTable, segments: list[Segment], object_id: str) -> tuple[User, list[Mapping]]:
+    """Attach segments as an object of that id does, which lives as long as the first of the answer."""
+    user = User()
+    with table.attach(segments) as mappings:
+        table.keep_for([(mapping, user) for mapping in mappings], object_id)
+    return user, mappings
+
+
+def text(mapping: Mapping, length: int) -> bytes:
+    """What is there."""
+    return bytes(HOST.view(mapping.address, length))
+
+
+def test_a_suspended_object_comes_back_where_it_was(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """Its memory is unmapped, with its address kept, and is there again with the bytes that it has by then."""
+    segment = make(b"first")
+    user, [mapping] = use(table, [segment], "a")
+    address = mapping.address
+    assert table.suspend("a")
+    assert (rights(address), mapping.vacated, mapping.descriptor) == ("---p", True, None)
+    with table_writer(segment) as writer:
+        writer[:5] = b"later"
+    assert table.resume("a", [segment]) == [MappedRange(address, segment.info.nbytes, "cpu")]
+    assert (mapping.address, mapping.vacated, text(mapping, 5)) == (address, False, b"later")
+    del user
+    table.drain()
+    assert rights(address) == ""
+
+
+class table_writer:
+    """The bytes of a segment, as another process has them."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+    def __enter__(self) -> Any:
+        self.address = HOST.map(self.segment.fileno(), self.segment.info.nbytes, "read_write")
+        return HOST.view(self.address, self.segment.info.nbytes)
+
+    def __exit__(self, *_: object) -> None:
+        HOST.unmap(self.address, self.segment.info.nbytes)
+
+
+def test_suspending_and_resuming_twice_is_harmless(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """The second time changes nothing."""
+    segment = make(b"same")
+    user, [mapping] = use(table, [segment], "a")
+    assert table.suspend("a") and table.suspend("a")
+    assert len(table.resume("a", [segment])) == 1
+    assert table.resume("a", [segment]) == []
+    assert text(mapping, 4) == b"same"
+    del user
+    table.drain()
+
+
+def test_restored_memory_takes_the_place_of_what_was_evicted(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """Another incarnation of the segment comes to the address, and is known by its own id from then on."""
+    segment = make(b"first")
+    second = make(b"other", of=segment)
+    user, [mapping] = use(table, [segment], "a")
+    table.suspend("a")
+    table.resume("a", [second])
+    assert (text(mapping, 5), mapping.info.id) == (b"other", second.info.id)
+    assert table.knows(second.info) and not table.knows(segment.info)
+    with table.attach([second]) as [again]:
+        assert again is mapping
+    del user
+    table.drain()
+
+
+def test_attaching_a_suspended_segment_maps_it_at_its_address(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """Another result over the same memory, or over what it became, is built where the first one was."""
+    segment = make(b"first")
+    user, [mapping] = use(table, [segment], "a")
+    address = mapping.address
+    for current in (segment, make(b"other", of=segment)):
+        table.suspend("a")
+        other, [again] = use(table, [current], "a")
+        assert again is mapping
+        assert (again.address, again.vacated, again.info.id) == (address, False, current.info.id)
+    assert text(mapping, 5) == b"other"
+    del user, other
+    table.drain()
+
+
+# What stays mapped.
+
+
+@pytest.mark.parametrize("other", ["", "b"])
+def test_memory_that_another_object_uses_stays_until_that_ends(
+    no_leaks: None, table: MappingTable, make: Make, other: str
+) -> None:
+    """It is the other one's as well, or of none that the server knows; with its end the memory goes at the next drain."""
+    segment = make(b"both")
+    user, [mapping] = use(table, [segment], "a")
+    neighbour, _ = use(table, [segment], other)
+    assert table.suspend("a")
+    assert (mapping.vacated, text(mapping, 4)) == (False, b"both")
+    del neighbour
+    table.drain()
+    assert mapping.vacated
+    table.resume("a", [segment])
+    assert text(mapping, 4) == b"both"
+    del user
+    table.drain()
+
+
+def test_memory_of_two_objects_goes_when_both_are_suspended(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """And is there again when the first of them is resumed."""
+    segment = make(b"both")
+    users = [use(table, [segment], name) for name in "ab"]
+    mapping = users[0][1][0]
+    table.suspend("a")
+    assert not mapping.vacated
+    table.suspend("b")
+    assert mapping.vacated
+    table.resume("b", [segment])
+    assert text(mapping, 4) == b"both"
+    table.resume("a", [segment])
+    del users
+    table.drain()
+
+
+def test_memory_that_a_block_has_attached_stays_until_its_end(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """A result that is just being rebuilt over the memory is not disturbed."""
+    segment = make(b"block")
+    user, [mapping] = use(table, [segment], "a")
+    with table.attach([segment]):
+        table.suspend("a")
+        assert text(mapping, 5) == b"block"
+    table.drain()
+    assert mapping.vacated
+    del user
+    table.drain()
+
+
+def test_copies_on_write_stay(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """The pages that the process has written to are nowhere else."""
+    shared, private = make(b"shared"), make(b"before", access="copy")
+    user, [mapping, copy] = use(table, [shared, private], "a")
+    copy.view()[:6] = b"mine  "
+    table.suspend("a")
+    assert (mapping.vacated, copy.vacated) == (True, False)
+    table.resume("a", [shared, make(b"before", of=private, access="copy")])
+    assert text(copy, 6) == b"mine  "
+    del user
+    table.drain()
+
+
+def test_an_object_that_is_needed_after_all_is_not_suspended(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """Whoever began to use it meanwhile is asked last, when later ones see that it is being suspended."""
+    segment = make(b"used")
+    user, [mapping] = use(table, [segment], "a")
+    seen: list[bool] = []
+
+    def in_use() -> bool:
+        seen.append("a" in table.suspended)
+        return True
+
+    assert not table.suspend("a", in_use)
+    assert (seen, table.suspended, text(mapping, 4)) == ([True], frozenset(), b"used")
+    del user
+    table.drain()
+
+
+# Refusing.
+
+
+def test_a_device_that_cannot_be_waited_for_changes_nothing(
+    no_leaks: None, table: MappingTable, make: Make, device: Device
+) -> None:
+    """As while a CUDA graph is captured: the error says so, and the object is as it was."""
+    segment = make(b"busy")
+    user, [mapping] = use(table, [segment], "a")
+    device.idle = False
+    with pytest.raises(CapabilityError, match=r"cannot suspend now.*graph is being captured"):
+        table.suspend("a")
+    assert (device.events, table.suspended, text(mapping, 4)) == (["synchronize"], frozenset(), b"busy")
+    device.idle = True
+    assert table.suspend("a")
+    assert device.events[1:] == ["synchronize", "vacate"]
+    table.resume("a", [segment])
+    del user
+    table.drain()
+
+
+def test_memory_without_addresses_of_its_own_is_refused(
+    table: MappingTable, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the mechanism chooses the address, nothing of the object is unmapped; the error names a mechanism that can."""
+    backend = BoundHost()
+    monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend if mechanism == "pool" else HOST)
+    with closing(backend.create(1)) as bound:
+        user, mappings = use(table, [make(b"host"), bound], "a")
+        with pytest.raises(CapabilityError, match="mechanism='vmm'"):
+            table.suspend("a")
+        assert [mapping.vacated for mapping in mappings] == [False, False]
+        assert (table.suspended, text(mappings[0], 4)) == (frozenset(), b"host")
+    del user, mappings
+    table.drain()
+
+
+def test_an_object_that_cannot_be_mapped_again_stays_suspended(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """None of its memory is mapped then, and the next attempt succeeds."""
+    segments = [make(b"one"), make(b"two")]
+    lost = make(b"lost", of=segments[1])
+    lost.close()
+    user, mappings = use(table, segments, "a")
+    table.suspend("a")
+    fds = open_fds()
+    with pytest.raises(ValueError, match="is closed"):
+        table.resume("a", [segments[0], lost])
+    assert [mapping.vacated for mapping in mappings] == [True, True]
+    assert ("a" in table.suspended, open_fds()) == (True, fds)
+    table.resume("a", segments)
+    assert [text(mapping, 3) for mapping in mappings] == [b"one", b"two"]
+    del user, mappings
+    table.drain()
+
+
+def test_memory_that_does_not_come_is_noticed(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """A server that sends other segments than the object's, or of another size, is refused before anything is mapped."""
+    segments = [make(b"one"), make(b"two")]
+    user, mappings = use(table, segments, "a")
+    table.suspend("a")
+    with pytest.raises(ProtocolError, match="did not send the memory of object a"):
+        table.resume("a", segments[:1])
+    assert [mapping.vacated for mapping in mappings] == [True, True]
+    del user, mappings
+    table.drain()
+
+
+# Ends.
+
+
+def test_the_last_object_over_it_gives_the_address_back(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """A suspended object that is collected leaves no range and no name behind."""
+    user, [mapping] = use(table, [make()], "a")
+    table.suspend("a")
+    del user
+    table.drain()
+    assert (len(table), rights(mapping.address), table.suspended) == (0, "", frozenset())
+    use(table, [make()], "a")
+    table.drain()
+
+
+def test_a_vacated_address_is_found_by_nobody(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """Whoever looks a tensor's memory up is about to use it, and learns what to do instead."""
+    segment = make()
+    user, [mapping] = use(table, [segment], "a")
+    mapping.label("object a of get()")
+    table.suspend("a")
+    with pytest.raises(HandleSuspended, match=r"object a of get\(\).*resume\(\)"):
+        table.find(mapping.address + 7)
+    assert not table.knows(segment.info)
+    table.resume("a", [segment])
+    assert table.find(mapping.address + 7) == (mapping, 7)
+    del user
+    table.drain()
+
+
+# Incarnations.
+
+
+def test_an_earlier_incarnation_gives_way_to_that_of_the_resumed_object(
+    no_leaks: None, table: MappingTable, make: Make
+) -> None:
+    """Where another object's tensors kept it mapped, both are over the new memory then."""
+    segment = make(b"first")
+    second = make(b"other", of=segment)
+    user, [mapping] = use(table, [segment], "a")
+    neighbour, _ = use(table, [segment], "b")
+    table.suspend("a")
+    assert text(mapping, 5) == b"first"
+    table.resume("a", [second])
+    assert (text(mapping, 5), mapping.info.id) == (b"other", second.info.id)
+    del user, neighbour
+    table.drain()
+
+
+def test_a_device_is_waited_for_before_an_earlier_incarnation_goes(
+    no_leaks: None, table: MappingTable, make: Make, device: Device
+) -> None:
+    """Kernels may still read it; and where the device cannot be waited for, it stays."""
+    segment = make(b"first")
+    second = make(b"other", of=segment)
+    user, [mapping] = use(table, [segment], "a")
+    neighbour, _ = use(table, [segment], "b")
+    table.suspend("a")
+    device.events.clear()
+    device.idle = False
+    with pytest.raises(CapabilityError, match="cannot resume now"):
+        table.resume("a", [second])
+    assert text(mapping, 5) == b"first"
+    device.idle = True
+    table.resume("a", [second])
+    assert (device.events, text(mapping, 5)) == (["synchronize", "synchronize", "vacate"], b"other")
+    del user, neighbour
+    table.drain()
+
+
+def test_a_new_incarnation_is_not_mixed_up_with_the_old_one(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """Who has the old memory mapped, and did not suspend it, gets the new one beside it."""
+    segment = make(b"first")
+    second = make(b"other", of=segment)
+    user, [old] = use(table, [segment], "a")
+    assert table.outdated([second.info]) and not table.outdated([segment.info])
+    late, [new] = use(table, [second], "a")
+    assert (text(old, 5), text(new, 5)) == (b"first", b"other")
+    assert not table.outdated([second.info])
+    table.suspend("a")
+    assert old.vacated and new.vacated
+    third = make(b"third", of=second)
+    table.resume("a", [third])
+    assert (text(old, 5), text(new, 5), old.key != new.key) == (b"third", b"third", True)
+    del user, late, old, new
+    table.drain()
+    assert len(table) == 0
+
+
+# Hooks.
+
+
+def test_hooks_see_the_memory_before_and_after(
+    no_leaks: None, table: MappingTable, make: Make, hooked: Callable[..., RemapHook]
+) -> None:
+    """What deregisters it still finds it mapped, and what registers it finds it mapped again; a closed hook is not called."""
+    segment = make(b"bytes")
+    user, [mapping] = use(table, [segment], "a")
+    seen: list[tuple[str, Any, bytes]] = []
+    hook = hooked(
+        before=lambda ranges: seen.append(("before", list(ranges), text(mapping, 5))),
+        after=lambda ranges: seen.append(("after", list(ranges), text(mapping, 5))),
+    )
+    table.suspend("a")
+    REMAP_HOOKS.after(table.resume("a", [segment]))
+    assert seen == [(name, [mapping.range], b"bytes") for name in ("before", "after")]
+    hook.close()
+    table.suspend("a")
+    assert len(seen) == 2
+    with table.attach([segment]):
+        pass
+    del user
+    table.drain()
+
+
+def test_a_hook_is_told_of_memory_that_is_mapped_for_another_result(
+    no_leaks: None, table: MappingTable, make: Make, hooked: Callable[..., RemapHook]
+) -> None:
+    """An attach that fills the range is a way back too."""
+    segment = make()
+    user, [mapping] = use(table, [segment], "a")
+    seen: list[MappedRange] = []
+    hooked(after=seen.extend)
+    table.suspend("a")
+    with table.attach([segment]):
+        assert seen == [mapping.range]
+    del user
+    table.drain()
+
+
+def test_memory_that_cannot_be_deregistered_stays(
+    no_leaks: None, table: MappingTable, make: Make, hooked: Callable[..., RemapHook]
+) -> None:
+    """The hook's error is the caller's, nothing was unmapped, and hooks that came before it are told to register again."""
+    segment = make(b"stays")
+    user, [mapping] = use(table, [segment], "a")
+    seen: list[str] = []
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    hooked(before=lambda _: seen.append("before"), after=lambda _: seen.append("after"))
+    hooked(before=fail, after=lambda _: seen.append("never"))
+    with pytest.raises(ZeroDivisionError):
+        table.suspend("a")
+    assert (seen, table.suspended, text(mapping, 5)) == (["before", "after"], frozenset(), b"stays")
+    del user
+    table.drain()
+
+
+def test_all_hooks_are_called_whatever_one_raises(hooked: Callable[..., RemapHook]) -> None:
+    """Memory that is there again is registered by all who can; the first error is the caller's."""
+    seen: list[str] = []
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    hooked(after=fail)
+    hooked(after=lambda _: seen.append("after"))
+    with pytest.raises(ZeroDivisionError):
+        REMAP_HOOKS.after([MappedRange(0, 1, "cpu")])
+    assert seen == ["after"]
+
+
+# All at once.
+
+
+def test_many_threads_suspend_resume_and_attach(no_leaks: None, table: MappingTable, make: Make) -> None:
+    """Whoever attaches reads the bytes, whatever others do to the objects; at the end nothing is left."""
+    segments = [make(bytes([number]) * 8) for number in range(3)]
+    failures: list[object] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            for _ in range(150):
+                number = chance.randrange(3)
+                name = f"object {number}"
+                what = chance.randrange(3)
+                if what == 0:
+                    table.suspend(name)
+                elif what == 1:
+                    table.resume(name, [segments[number]])
+                else:
+                    user = User()
+                    with table.attach([segments[number]]) as [mapping]:
+                        table.keep_for([(mapping, user)], name)
+                        if text(mapping, 8) != bytes([number]) * 8:
+                            failures.append((number, text(mapping, 8)))
+        except BaseException as error:
+            failures.append(error)
+
+    kept = [use(table, [segment], f"object {number}") for number, segment in enumerate(segments)]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for number, place in enumerate(mapping for _, [mapping] in kept):
+        table.resume(f"object {number}", [segments[number]])
+        assert text(place, 8) == bytes([number]) * 8
+    del kept
+    table.drain()
+    assert (len(table), table.suspended) == (0, frozenset())

@@ -1,0 +1,131 @@
+"""The rules of tiers: where an object is moved to, and which copies have its bytes. No memory of a device, no clock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.copies import LowerCopy
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import Access, HostCopy, SegmentInfo, Tier
+from shared_rpc.server.state.descriptors import Descriptors
+from shared_rpc.server.state.tiers import Copies, Incarnations, is_good, next_tier, outlives_use
+
+GPU = "GPU-1"
+
+
+def copy_of(tier: Tier, nbytes: int = 100, **facts: Any) -> LowerCopy:
+    """A copy with a descriptor of its own."""
+    segment = Segment.owning(SegmentInfo("copy", nbytes, "cpu"), os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    return LowerCopy(segment, tier, **facts)
+
+
+@pytest.fixture
+def copies() -> Iterator[Copies]:
+    """None yet."""
+    copies = Copies(Descriptors())
+    yield copies
+    for segment_id in ("a", "b", "a.1"):
+        copies.discard(segment_id)
+
+
+@pytest.mark.parametrize(
+    ("current", "devices", "to", "files", "chosen"),
+    [
+        ("device", {GPU}, "", False, "host"),
+        ("device", {GPU}, "", True, "host"),
+        ("device", {GPU, "cpu"}, "host", False, "host"),
+        ("device", {GPU}, "file", True, "file"),
+        ("device", {"cpu"}, "", True, "file"),
+        ("device", {"cpu"}, "file", True, "file"),
+        ("host", {GPU}, "", True, "file"),
+        ("host", {GPU}, "", False, None),
+        ("host", {GPU}, "host", True, None),
+        ("file", {GPU}, "host", True, None),
+        ("file", {GPU}, "", True, None),
+        ("file", {"cpu"}, "", False, None),
+    ],
+)
+def test_the_tier_to_which_an_object_is_moved(current: Tier, devices: set[str], to: str, files: bool, chosen: Any) -> None:
+    """The one that was asked for, or the next one; none if it is there or lower."""
+    assert next_tier(current, devices, to, files=files) == chosen
+
+
+@pytest.mark.parametrize(
+    ("devices", "to", "says"),
+    [({"cpu"}, "", "--spill-dir"), ({GPU}, "file", "--spill-dir"), ({"cpu"}, "host", "to='file'"), ({GPU}, "disk", "'disk'")],
+)
+def test_there_is_no_such_tier(devices: set[str], to: str, says: str) -> None:
+    """The error says what to do."""
+    with pytest.raises(CapabilityError, match=says):
+        next_tier("device", devices, to, files=False)
+
+
+@pytest.mark.parametrize(
+    ("accesses", "host_copy", "outlives"),
+    [
+        (["read", "read"], "on_evict", True),
+        (["read", "private"], "on_evict", True),
+        (["read", "read_write"], "on_evict", False),
+        (["read_write"], "at_build", True),
+    ],
+)
+def test_a_copy_outlives_the_use_of_its_object(accesses: list[Access], host_copy: HostCopy, outlives: bool) -> None:
+    """Where nobody can write, or the app has promised that every write has a revision."""
+    assert outlives_use([SegmentInfo("a", 1, "cpu", access) for access in accesses], host_copy) is outlives
+
+
+def test_a_copy_is_good_for_its_revision() -> None:
+    """Not for a later one, and not while the memory is written to."""
+    copy = copy_of("file", revision=4)
+    assert is_good(copy, 4)
+    assert not is_good(copy, 6) and not is_good(copy, None) and not is_good(None, 0)
+    copy.close()
+
+
+def test_the_next_memory_has_an_id_that_no_other_had() -> None:
+    """And the same name. Numbers go on where an earlier server's ended."""
+    incarnations, info = Incarnations(), SegmentInfo("a", 1, "cpu", "read")
+    first = incarnations.after(info)
+    assert (first.id, first.name, first.access) == ("a.1", "a", "read")
+    assert incarnations.after(first).id == "a.2"
+    assert incarnations.after(info).id == "a.3"
+    incarnations.note(SegmentInfo("b.7", 1, "cpu"))
+    incarnations.note(SegmentInfo("b", 1, "cpu"))
+    assert incarnations.after(info).id == "a.8"
+
+
+def test_copies_are_counted_by_tier_and_device(copies: Copies) -> None:
+    """Each has a descriptor; one takes the place of another of its tier."""
+    on_gpu, on_host = SegmentInfo("a", 100, GPU), SegmentInfo("b", 50, "cpu")
+    copies.add(on_gpu, copy_of("host"))
+    copies.add(on_gpu, copy_of("file"))
+    copies.add(on_host, copy_of("file", 50))
+    assert (copies.usage(), copies.usage(GPU), copies.nbytes("file", "cpu")) == (
+        {"host": 100, "file": 150},
+        {"host": 100, "file": 100},
+        50,
+    )
+    earlier = copies.highest("a")
+    copies.add(on_gpu, copy_of("host", 60))
+    assert earlier.segment.closed and copies.nbytes("host") == 60 and len(copies) == 3
+    copies.discard("a", "host")
+    assert copies.highest("a").tier == "file" and copies.usage() == {"file": 150}
+    copies.discard("a")
+    assert copies.of("a") == [] and copies.get("a", "file") is None and len(copies) == 1
+
+
+def test_copies_go_with_their_segment_to_its_next_id(copies: Copies) -> None:
+    """They stay what they are."""
+    descriptors = copies._descriptors
+    copies.add(SegmentInfo("a", 100, GPU), copy_of("host"))
+    copies.rename("a", "a.1")
+    copies.rename("b", "b.1")
+    assert copies.of("a") == [] and copies.highest("a.1").tier == "host"
+    assert (copies.usage(GPU), descriptors.used) == ({"host": 100}, 1)
+    copies.discard("a.1")
+    assert (copies.usage(), descriptors.used) == ({}, 0)
