@@ -17,6 +17,7 @@ from shared_rpc.broker.daemon import daemonize
 from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.lifecycle.signals import End, wait_for_signal
+from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.events import HookFactory, add_hook
 from shared_rpc.observability.logs import configure
 from shared_rpc.observability.stderr import LogHandler
@@ -47,11 +48,12 @@ def main() -> int:
             from shared_rpc.observability.exporter import Exporter
 
             exporter = Exporter(options.metrics_port, options.metrics_host, "--metrics-port")
+        spill = SpillDirectory(options.spill_dir) if options.spill_dir is not None else None
         inherited = inherit(take_service_variables())
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
         return 1
-    broker = Broker(WorkerCommand(words.target, options), on_end=end, inherited=inherited, exporter=exporter)
+    broker = Broker(WorkerCommand(words.target, options), on_end=end, inherited=inherited, exporter=exporter, spill=spill)
 
     def begin() -> Broker:
         broker.start(asked.wait)

@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -27,15 +27,18 @@ from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
+from shared_rpc.memory.closing import CLOSER
+from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ReloadedServiceInfo, ReloadInfo, StopInfo
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import EXPORTER_OWNED
+from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.endpoints import Registry
 from shared_rpc.server.engine import USES_UVLOOP
+from shared_rpc.server.limits import resolve_host_quota
 from shared_rpc.server.measures import Measures, measures
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.descriptors import Descriptors
@@ -58,6 +61,7 @@ class Broker:
     :param on_end: called in its thread with the reason when it ends because it is idle, has failed, or a client asked it to.
     :param inherited: descriptors passed by a service manager; see :class:`shared_rpc.broker.systemd.Inherited`.
     :param exporter: serves metrics, None for no metrics; it is closed in the end.
+    :param spill: where objects are evicted to files, None if they are not.
     """
 
     def __init__(
@@ -67,10 +71,12 @@ class Broker:
         on_end: Callable[[str], None] = lambda why: None,
         inherited: Inherited | None = None,
         exporter: Exporter | None = None,
+        spill: SpillDirectory | None = None,
     ) -> None:
         self._command = command
         self._options = command.options
-        self._descriptors = Descriptors()
+        self._descriptors = Descriptors(closing=CLOSER.__len__)
+        self._spill = spill
         self._on_end = on_end
         self._services: dict[str, Service] = {}
         self._manager = ServiceManager(inherited or Inherited())
@@ -139,7 +145,8 @@ class Broker:
 
     def _run(self) -> None:
         try:
-            anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
+            with CLOSER.spare_this_thread():
+                anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
         except BaseException as error:
             problem = _only(error)
             if not self._ready.done():
@@ -162,6 +169,8 @@ class Broker:
             w.RunFinished: self._ran,
             w.ChunksReturned: self._returned,
             w.Allocated: self._memory.answered,
+            **self._memory.copies.handlers,
+            w.SegmentsCopied: self._copied,
         }
         self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote, handlers)
         with anyio.CancelScope() as self._scope:
@@ -221,7 +230,10 @@ class Broker:
             max_tasks=self._options.max_tasks,
             result_ttl=self._options.result_ttl,
             quotas=message.quotas,
+            when_full=self._options.when_full,
+            host_quota=resolve_host_quota(self._options.host_quota),
             memory=RelayedMemory(self._memory, message.devices),
+            spill=self._spill,
             mechanism=message.mechanism,
             socket_path=message.socket_path,
             server_id=server_id,
@@ -273,10 +285,18 @@ class Broker:
     # Messages of workers.
 
     def _ran(self, worker: Worker, message: w.RunFinished, frame: Frame) -> None:
-        bound = {info.id for info in message.segments if info.mechanism in EXPORTER_OWNED}
+        self._bind(worker, message.segments)
+        self._dispatcher.ended(worker, message, frame)
+
+    def _copied(self, worker: Worker, message: w.SegmentsCopied, frame: Frame) -> None:
+        self._bind(worker, message.segments)
+        self._memory.copies.answered(worker, message, frame)
+
+    def _bind(self, worker: Worker, segments: Sequence[SegmentInfo]) -> None:
+        """Note the segments that end with their worker."""
+        bound = {info.id for info in segments if info.mechanism in EXPORTER_OWNED}
         if bound:
             self._bound.setdefault(worker, set()).update(bound)
-        self._dispatcher.ended(worker, message, frame)
 
     def _returned(self, worker: Worker, message: w.ChunksReturned, frame: Frame) -> None:
         service = self._services.get(message.key)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
@@ -22,6 +23,7 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ExecutorInfo, ZygoteInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.executor import Owner
+from shared_rpc.server.freeing import lacks_room
 from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.session_transfer import Transfers
 from shared_rpc.server.state.descriptors import open_limit
@@ -48,6 +50,9 @@ class _Place:
     worker: Worker | None = None
     #: Whether the run is in the backlog.
     waits: bool = False
+    #: Whether it waits for memory of dropped objects to be freed, and whether it has done so.
+    awaits_room: bool = False
+    has_room: bool = False
     awaiting: bool = False
     #: Whether a worker ended before the run had begun there.
     again: bool = False
@@ -135,7 +140,8 @@ class Dispatcher:
         if self._send_or_end(run):
             return
         try:
-            self._waiting.check(run, _awaited(self._able(run)))
+            freed = "memory of dropped objects is being freed: call again"
+            self._waiting.check(run, freed if run.place.awaits_room else _awaited(self._able(run)))
         except ServerBusy as error:
             self._end(run, Failure.of(error))
         else:
@@ -163,6 +169,8 @@ class Dispatcher:
         A worker that does not read gets nothing more: a waiting run can be withdrawn, or sent to another one.
         """
         worker, able = None, self._able(run)
+        if able and not run.pooled and self._lacks_room(run):
+            return False
         for one in able:
             if not one.congested and (worker is None or len(one.runs) < len(worker.runs)):
                 worker = one
@@ -179,6 +187,24 @@ class Dispatcher:
         self._waiting.remove(run)
         self._end(run, Failure.of(refusal))
         return True
+
+    def _lacks_room(self, run: Run[Any]) -> bool:
+        """Return whether a run waits for memory of dropped objects: it does so once, if its result may not fit otherwise."""
+        place: _Place = run.place
+        if not (place.has_room or place.awaits_room) and lacks_room():
+            place.awaits_room = True
+            loop = asyncio.get_running_loop()
+
+            def freed() -> None:
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._has_room, run)
+
+            CLOSER.notify(freed)
+        return place.awaits_room
+
+    def _has_room(self, run: Run[Any]) -> None:
+        run.place.awaits_room, run.place.has_room = False, True
+        self.send_waiting()
 
     def _send(self, run: Run[Any], worker: Worker) -> None:
         place: _Place = run.place

@@ -1,4 +1,4 @@
-"""Memory for buffers: the host's is the broker's own, a GPU's is asked of a worker."""
+"""Memory for buffers and restored objects: the host's is the broker's own, a GPU's is asked of a worker."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 
+from shared_rpc.broker.copying import CopyRequests
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, WorkerCrashed
+from shared_rpc.memory.copies import CopyOrder, Steps, Written
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.specs import DeviceSpec
 from shared_rpc.server.device_memory import DeviceMemory
+from shared_rpc.server.freeing import wait_for_room
 
 __all__ = ["MemoryRequests", "RelayedMemory"]
 
@@ -31,6 +34,7 @@ class MemoryRequests:
         self._workers = workers
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.cycle(range(1, 1 << 32))
+        self.copies = CopyRequests(workers)
         self._asked: dict[int, tuple[Worker, asyncio.Future[tuple[w.Allocated, list[int]]]]] = {}
 
     def ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
@@ -78,6 +82,7 @@ class MemoryRequests:
 
     def lost(self, worker: Worker) -> None:
         """Fail the requests to a worker that has ended."""
+        self.copies.lost(worker)
         for asked, future in tuple(self._asked.values()):
             if asked is worker and not future.done():
                 future.set_exception(WorkerCrashed(f"the worker (pid {worker.pid}) ended during a request for memory"))
@@ -112,6 +117,15 @@ class RelayedMemory(DeviceMemory):
         """Make zeroed memory, here or in a worker."""
         if device == "cpu":
             return super().allocate(device, nbytes)
+        wait_for_room()
         answer, fds = self._requests.ask(w.Allocate(device, nbytes))
         assert answer.segment is not None, "an answer without an error has a segment"
         return Segment.owning(answer.segment, fds[0])
+
+    def _copy_of_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
+        """Have a worker make the segments that a GPU's driver has to do with."""
+        return self._requests.copies.copy(orders, steps)
+
+    def _forget(self, copy_id: str) -> None:
+        """Have the worker that made a copy unmap it."""
+        self._requests.copies.forget(copy_id)

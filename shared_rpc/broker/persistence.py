@@ -6,12 +6,14 @@ removes by name alone::
     service-<digest of the key>-<revision>   a worker's first message about a provider, and the server's id
     object-<object id>-<revision>            a record without its memory: of a cached result, or of a buffer with its terms
     segment-<segment id>                     memory, once for all the objects that lie in it
+    copy-<tier>-<segment id>                 the bytes of memory in a lower tier, where the objects in it are cold
     page-<object id>                         the page of an object's revision, where it has one
 
 The first two are sealed memfds with MessagePack in them, after a line that names the format. Of each the highest revision
-counts: a new one is stored before the old one is removed. An object is there when its own entry is and those of its segments
-and its page are; they are stored before it and removed after it, so that a broker which is killed in between leaves nothing
-half. Without its page an object is not restored: processes that have the page would not see what others write.
+counts: a new one is stored before the old one is removed. An object is there when its own entry is and those of its segments,
+or of their copies if it is cold, and its page are; they are stored before it and removed after it, so that a broker which is
+killed in between leaves nothing half. Without its page an object is not restored: processes that have the page would not see
+what others write.
 """
 
 from __future__ import annotations
@@ -20,31 +22,33 @@ import fcntl
 import hashlib
 import logging
 import os
+import stat
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import msgspec
 
 from shared_rpc.broker.systemd import Notifier, Passed
+from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.revisions import restored_page
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo
+from shared_rpc.protocol.records import EXPORTER_OWNED, HostCopy, SegmentInfo, Tier
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.buffers import Terms
 from shared_rpc.server.state.objects import StoredObject
 
-__all__ = ["Persistence", "RestoredService", "code_of"]
+__all__ = ["Persistence", "RestoredObject", "RestoredService", "code_of"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 #: The first bytes of an entry. The number is raised with every change of the format.
-_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 5\n"
+_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 6\n"
 #: The largest entry in bytes; the skeleton of a large module has some millions.
 _LIMIT = 1 << 30
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -68,6 +72,9 @@ class _Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     created_at: float
     idle_ttl: float | None
     managed: bool
+    tier: Tier
+    host_copy: HostCopy
+    pinned: bool
 
 
 class _Value(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -80,6 +87,15 @@ class _Value(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     private_nbytes: int
 
 
+class _Copy(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A :class:`LowerCopy` of the segment with that number."""
+
+    segment: int
+    tier: Tier
+    info: SegmentInfo
+    digest: bytes
+
+
 class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """An object. ``key`` is the provider's, ``code`` the :func:`code_of` its endpoint."""
 
@@ -88,17 +104,27 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     facts: _Facts
     value: _Value
     segments: list[SegmentInfo]
+    copies: list[_Copy]
     has_page: bool
     terms: tuple[float | None, int | None, bool] | None
 
 
 @dataclass
+class RestoredObject:
+    """An object as it was kept: a buffer with its terms, one that was cold with the copies of its segments."""
+
+    stored: StoredObject
+    terms: Terms | None
+    copies: list[tuple[SegmentInfo, LowerCopy]]
+
+
+@dataclass
 class RestoredService:
-    """A provider as it was served, and its objects in the order they were made, buffers with their terms."""
+    """A provider as it was served, and its objects in the order they were made."""
 
     server_id: str
     serve: w.Serve
-    objects: list[tuple[StoredObject, Terms | None]] = field(default_factory=list)
+    objects: list[RestoredObject] = field(default_factory=list)
 
 
 def code_of(spec: EndpointSpec | None) -> str:
@@ -120,9 +146,11 @@ class Persistence:
         #: Names of entries by their subject, a provider's key or an object's id; and the contents of the providers' entries.
         self._names: dict[str, str] = {}
         self._said: dict[str, bytes] = {}
-        #: Objects in each stored segment, and the segments of each object.
+        #: Objects by the name of each stored segment or copy, and these names by object.
         self._users: defaultdict[str, set[str]] = defaultdict(set)
-        self._segments: dict[str, list[str]] = {}
+        self._memory: dict[str, list[str]] = {}
+        #: The files behind these names, None for a GPU's memory.
+        self._files: dict[str, tuple[int, int] | None] = {}
         #: Objects with a stored page.
         self._pages: set[str] = set()
 
@@ -151,19 +179,31 @@ class Persistence:
         self._said.pop(key, None)
         self._remove_entry(key)
 
-    def keep(self, key: str, stored: StoredObject, code: str, terms: Terms | None) -> None:
+    def keep(
+        self, key: str, stored: StoredObject, code: str, terms: Terms | None, copies: Mapping[str, Sequence[LowerCopy]]
+    ) -> None:
         """Store an object, or its changes. An object whose memory ends with a process is not stored.
 
         :param code: see :func:`code_of`.
+        :param copies: of a cold object, by the ids of its segments.
         """
         record = stored.record
         if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in record.segments):
             return
-        for segment in record.segments:
-            if segment.info.id not in self._users:
-                self._notifier.store(f"segment-{segment.info.id}", segment.fileno())
-            self._users[segment.info.id].add(stored.object_id)
-        self._segments[stored.object_id] = [segment.info.id for segment in record.segments]
+        infos = [segment.info for segment in record.segments]
+        memory = {f"segment-{segment.info.id}": segment for segment in record.segments if not stored.cold}
+        for segment_id in {info.id for info in infos} if stored.cold else ():
+            memory.update({f"copy-{copy.tier}-{segment_id}": copy.segment for copy in copies[segment_id]})
+        before, self._memory[stored.object_id] = self._memory.get(stored.object_id, []), list(memory)
+        former = [name for name in before if name not in memory]
+        for name, segment in memory.items():
+            if name not in self._users:
+                # The manager takes an open file once: host memory that is its own copy, and has another name from now on.
+                file = self._files[name] = _file_of(segment)
+                same = [each for each in former if file is not None and self._files.get(each) == file]
+                self._remove_memory(stored.object_id, same)
+                self._notifier.store(name, segment.fileno())
+            self._users[name].add(stored.object_id)
         if stored.page is not None and stored.object_id not in self._pages:
             self._notifier.store(f"page-{stored.object_id}", stored.page.fileno())
             self._pages.add(stored.object_id)
@@ -172,11 +212,17 @@ class Persistence:
             code,
             msgspec.convert(stored, _Facts, from_attributes=True),
             _Value(record.skeleton, bytes(record.table), record.nbytes, record.device, record.private_nbytes),
-            [segment.info for segment in record.segments],
+            infos,
+            [
+                _Copy(number, copy.tier, copy.segment.info, copy.digest)
+                for number, info in enumerate(infos if stored.cold else ())
+                for copy in copies[info.id]
+            ],
             stored.page is not None,
             (terms.expires_at, terms.accesses_left, terms.kept) if terms is not None else None,
         )
         self._store(stored.object_id, f"object-{stored.object_id}", _OBJECT + msgspec.msgpack.encode(entry))
+        self._remove_memory(stored.object_id, former)
 
     def remove(self, object_id: str) -> None:
         """Remove an object that is listed no more."""
@@ -186,12 +232,18 @@ class Persistence:
         if object_id in self._pages:
             self._pages.discard(object_id)
             self._notifier.remove(f"page-{object_id}")
-        for segment_id in self._segments.pop(object_id, ()):
-            users = self._users.get(segment_id, set())
+        self._remove_memory(object_id, self._memory.pop(object_id, []))
+
+    def _remove_memory(self, object_id: str, names: Iterable[str]) -> None:
+        for name in names:
+            users = self._users.get(name)
+            if users is None:
+                continue
             users.discard(object_id)
             if not users:
-                self._users.pop(segment_id, None)
-                self._notifier.remove(f"segment-{segment_id}")
+                del self._users[name]
+                self._files.pop(name, None)
+                self._notifier.remove(name)
 
     def _store(self, about: str, name: str, data: bytes) -> None:
         self._revision += 1
@@ -215,15 +267,16 @@ class Persistence:
 
     def restore(self, passed: Iterable[Passed]) -> list[RestoredService]:
         """Return an earlier broker's services and objects. An unreadable entry is logged and removed."""
-        segments: dict[str, int] = {}
+        memory: dict[str, int] = {}
         pages: dict[str, int] = {}
         services: dict[str, RestoredService] = {}
         objects: list[tuple[Passed, _Object]] = []
         seen: set[str] = set()
         for entry in sorted(passed, key=lambda entry: _revision_of(entry.name), reverse=True):
             kind, _, rest = entry.name.partition("-")
-            if kind in ("segment", "page"):
-                if (segments if kind == "segment" else pages).setdefault(rest, entry.fd) != entry.fd:
+            if kind in ("segment", "copy", "page"):
+                found_fds, name = (pages, rest) if kind == "page" else (memory, entry.name)
+                if found_fds.setdefault(name, entry.fd) != entry.fd:
                     os.close(entry.fd)
                 continue
             try:
@@ -245,14 +298,14 @@ class Persistence:
                 os.close(entry.fd)
         for entry, found in sorted(objects, key=lambda pair: pair[1].facts.created_at):
             try:
-                self._restore(entry, found, services, segments, pages)
+                self._restore(entry, found, services, memory, pages)
             except (ValueError, OSError) as error:
                 self._throw_away(entry.name, error)
-        for kind, found_fds, users in (("segment", segments, self._users), ("page", pages, self._pages)):
+        for prefix, found_fds, users in (("", memory, self._users), ("page-", pages, self._pages)):
             for name, fd in found_fds.items():
                 os.close(fd)
                 if name not in users:
-                    self._notifier.remove(f"{kind}-{name}")
+                    self._notifier.remove(f"{prefix}{name}")
         return list(services.values())
 
     def _restore(
@@ -260,19 +313,29 @@ class Persistence:
         entry: Passed,
         found: _Object,
         services: dict[str, RestoredService],
-        segments: dict[str, int],
+        memory: dict[str, int],
         pages: dict[str, int],
     ) -> None:
         service = services.get(found.key)
         if service is None:
             raise ValueError(f"its provider {found.key!r} is not stored")
-        missing = [info.id for info in found.segments if info.id not in segments]
-        if missing:
-            raise ValueError(f"its segments {', '.join(missing)} are not stored")
         facts = found.facts
+        cold = facts.tier != "device"
+        copied = {copy.segment for copy in found.copies}
+        parts = [(f"copy-{copy.tier}-{found.segments[copy.segment].id}", copy.info) for copy in found.copies]
+        parts += [(f"segment-{info.id}", info) for info in found.segments if not cold]
+        missing = [name for name, _ in parts if name not in memory]
+        if missing or (cold and copied != set(range(len(found.segments)))):
+            raise ValueError(f"its {', '.join(missing) or 'copies'} are not stored")
         if found.has_page and facts.object_id not in pages:
             raise ValueError("its revision page is not stored")
-        record = Record(segments=_duplicates(found.segments, segments), **msgspec.structs.asdict(found.value))
+        made = _duplicates([(info, memory[name]) for name, info in parts])
+        copies = [
+            (found.segments[copy.segment], LowerCopy(segment, copy.tier, copy.digest))
+            for copy, segment in zip(found.copies, made, strict=False)
+        ]
+        segments = [Segment(info) for info in found.segments] if cold else made
+        record = Record(segments=segments, **msgspec.structs.asdict(found.value))
         specs = {spec.name: spec for spec in service.serve.endpoints}
         stored = StoredObject(
             record=record,
@@ -283,11 +346,12 @@ class Persistence:
         if found.has_page:
             stored.page = restored_page(os.dup(pages[facts.object_id]))
             self._pages.add(facts.object_id)
-        service.objects.append((stored, Terms(*found.terms) if found.terms is not None else None))
+        service.objects.append(RestoredObject(stored, Terms(*found.terms) if found.terms is not None else None, copies))
         self._names[facts.object_id] = entry.name
-        self._segments[facts.object_id] = [info.id for info in found.segments]
-        for info in found.segments:
-            self._users[info.id].add(facts.object_id)
+        self._memory[facts.object_id] = [name for name, _ in parts]
+        for (name, _), segment in zip(parts, made, strict=True):
+            self._users[name].add(facts.object_id)
+            self._files[name] = _file_of(segment)
 
     def _throw_away(self, name: str, error: Exception) -> None:
         _log.error("the stored entry %s is unusable and is removed: %s", name, error)
@@ -303,6 +367,12 @@ def _claim(about: str, seen: set[str]) -> None:
     if about in seen:
         raise ValueError("a newer entry has the same subject")
     seen.add(about)
+
+
+def _file_of(segment: Segment) -> tuple[int, int] | None:
+    """Return the file of host memory or of a copy, None for a GPU's memory: all of that is the driver's device."""
+    found = os.fstat(segment.fileno())
+    return (found.st_dev, found.st_ino) if stat.S_ISREG(found.st_mode) else None
 
 
 def _sealed(name: str, data: bytes) -> int:
@@ -331,13 +401,13 @@ def _read(entry: Passed, begin: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data[len(begin) :], type=kind)
 
 
-def _duplicates(infos: Iterable[SegmentInfo], segments: dict[str, int]) -> list[Segment]:
+def _duplicates(parts: Iterable[tuple[SegmentInfo, int]]) -> list[Segment]:
     made: list[Segment] = []
     try:
-        for info in infos:
-            if info.mechanism == "memfd" and os.fstat(segments[info.id]).st_size < info.nbytes:
+        for info, fd in parts:
+            if info.mechanism in ("memfd", "file") and os.fstat(fd).st_size < info.nbytes:
                 raise ValueError(f"its segment {info.id} has fewer than {info.nbytes} bytes")
-            made.append(Segment.owning(info, os.dup(segments[info.id])))
+            made.append(Segment.owning(info, os.dup(fd)))
     except BaseException:
         for segment in made:
             segment.close()

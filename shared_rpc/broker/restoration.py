@@ -64,8 +64,8 @@ class Restoration:
         for restored in self._manager.restore():
             service = self._add(restored.serve, restored.server_id)
             service.restored = True
-            for stored, terms in restored.objects:
-                service.core.restore(stored, terms)
+            for each in restored.objects:
+                service.core.restore(each.stored, each.terms, each.copies)
             service.core.objects.settle()  # the budget may have changed
 
     def reconcile(self, worker: Worker) -> None:
@@ -99,7 +99,7 @@ class Restoration:
                 _log.error("cannot serve a provider of the app: %s", error)
         else:
             service.facts, service.core.mechanism = message, message.mechanism
-            service.core.quotas.set_limits(message.quotas)
+            service.core.room.set_limits(message.quotas)
             facts = service.core.replace_endpoints(specs, "changed")
             _log.info("restored %s: %d objects kept, %d dropped", key, len(service.core.objects), facts["dropped"])
 

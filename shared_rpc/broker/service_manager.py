@@ -102,7 +102,9 @@ class _Storing:
         """Store an object."""
         specs = {spec.name: spec for spec in self._core.registry.all()}
         terms = self._core.buffers.table.terms(stored.object_id) if stored.kind == "buffer" else None
-        self._persistence.keep(self._key, stored, code_of(specs.get(stored.endpoint)), terms)
+        copies = self._core.objects.copies
+        of_segments = {segment.info.id: copies.of(segment.info.id) for segment in stored.record.segments if stored.cold}
+        self._persistence.keep(self._key, stored, code_of(specs.get(stored.endpoint)), terms, of_segments)
 
     def unlisted(self, stored: StoredObject) -> None:
         """Remove an object."""

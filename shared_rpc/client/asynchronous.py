@@ -18,8 +18,9 @@ from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import Connection
 from shared_rpc.client.exchange import PROMPT
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
-from shared_rpc.client.session import ClientSession, Search, Takeover, held_of
+from shared_rpc.client.session import ClientSession, Search, Takeover, held_of, to_suspend
 from shared_rpc.client.steps import (
     CoroutineMethods,
     Lend,
@@ -32,14 +33,17 @@ from shared_rpc.client.steps import (
     Tell,
     Within,
     Work,
+    drive,
     goes_to_operation,
 )
+from shared_rpc.client.suspension import lease_ended
 from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
 
 __all__ = ["CoroutineDriver"]
 
@@ -102,6 +106,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             return
         with suppress(SharedRPCError):  # the connection has ended, and the session's leases with it
             await channel.exchange(Request(m.Release([object_id]), "release"))
+            await self._run(lease_ended(self, [object_id]))
             await _drain()
 
     def _end_lease(self, object_id: str, session: object) -> None:
@@ -109,17 +114,33 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         if session is self._session and isinstance(session, ClientSession):
             with suppress(SharedRPCError, OSError):
                 self._tell(session, m.Release([object_id]))
+                drive(lease_ended(self, [object_id]), functools.partial(self._perform_apart, session))
+
+    def _has_lease(self, handle: Lease[Any]) -> bool:
+        return handle.in_session(self._session)
 
     def _return_chunks(self, chunks: list[int]) -> None:
         if self._session is not None:
             self._tell(self._session, m.Free(chunks))
 
     def _tell(self, session: ClientSession, message: m.Message) -> None:
+        self._exchange_apart(session, Request(message, "a message"))
+
+    def _exchange_apart(self, session: ClientSession, request: Request) -> Reply:
         connection = Connection(self.socket_path).open(session.token, 1.0)
         try:
-            connection.exchange(Request(message, "a message"), time.monotonic() + 1.0)
+            return connection.exchange(request, time.monotonic() + 1.0)
         finally:
             connection.close()
+
+    def _perform_apart(self, session: ClientSession, step: Step) -> Any:
+        """Do what an operation asks for that ends no lease, and is in no coroutine."""
+        match step:
+            case Request():
+                return self._exchange_apart(session, step)
+            case Work():
+                return step.function()
+        return None
 
     # Driving of operations.
 
@@ -222,6 +243,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             unwanted = takeover.move(self._session)
             if unwanted:
                 channel.notify(m.Release(unwanted))
+            asleep = to_suspend(takeover.moving, self._session)
+            if asleep:
+                channel.notify(t.Suspend(asleep))
             if ended is not None:
                 await anyio.to_thread.run_sync(ended.transfer.close)
         return channel

@@ -9,7 +9,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from shared_rpc.client.connection import Connection
 from shared_rpc.client.exchange import PROMPT
@@ -18,6 +18,7 @@ from shared_rpc.client.sending import send
 from shared_rpc.client.session import ClientSession, LeaseBook
 from shared_rpc.client.steps import Driver, Lend, Operation, Reply
 from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
+from shared_rpc.client.suspension import Suspensions
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.forks import after_fork
@@ -69,6 +70,7 @@ class BaseClient(Driver):
     None of its parts refers to it, so that it ends with the last of its users: see :meth:`__del__`.
     """
 
+    _lets_go: ClassVar[bool] = False
     #: The subscriptions of on_refresh, None before the first one.
     _watch: Subscriptions | None = None
 
@@ -89,6 +91,7 @@ class BaseClient(Driver):
         #: Values that live in this process, by object id: an object is rebuilt once, as it is built once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
+        self._suspensions = Suspensions(self._leases)
         self._begin()
         preload_codec()
         after_fork(self._after_fork)
@@ -106,6 +109,10 @@ class BaseClient(Driver):
     @abstractmethod
     def _begin(self) -> None:
         """Get ready to connect."""
+
+    @abstractmethod
+    def _has_lease(self, handle: Lease[Any]) -> bool:
+        """Return whether a handle's lease is in the session that this client has."""
 
     def _transfers(self) -> Callable[[], ClientTransfer]:
         """Return a function that makes the pools of a new session."""
@@ -129,6 +136,7 @@ class BaseClient(Driver):
         self._values = weakref.WeakValueDictionary()
         self._watch = None
         self._leases = LeaseBook()
+        self._suspensions = Suspensions(self._leases)
 
     @abstractmethod
     def _end_job(self) -> Job | None:

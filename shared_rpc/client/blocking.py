@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.exchange import PROMPT
+from shared_rpc.client.handle import Lease
 from shared_rpc.client.pool import ConnectionPool, Turn
 from shared_rpc.client.session import ClientSession
 from shared_rpc.client.steps import (
@@ -26,6 +27,7 @@ from shared_rpc.client.steps import (
     drive,
     reached,
 )
+from shared_rpc.client.suspension import lease_ended
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, passed_over
 from shared_rpc.lifecycle.finalizer import Job, weakly
@@ -76,11 +78,16 @@ class BlockingDriver(BaseClient, BlockingMethods):
             return
         with passed_over(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
             self._run(ask(Request(m.Release([object_id]), "release"), m.Count), patience=0)
+            self._run(lease_ended(self, [object_id]), patience=0)
             MAPPINGS.drain()
 
     def _interrupted(self, session: object) -> None:
         if isinstance(session, ClientSession):
             self._pool.retire_session(session)
+
+    def _has_lease(self, handle: Lease[Any]) -> bool:
+        # A session that was retired keeps its leases until another one has them.
+        return any(handle.in_session(session) for session in (self._pool.session, *self._pool.retired) if session is not None)
 
     # Driving of operations.
 

@@ -41,6 +41,14 @@ class SegmentBytes:
         """The number of bytes."""
         return self.info.nbytes
 
+    @property
+    def address(self) -> int:
+        """The address of the bytes in this process, as the segment's device has it.
+
+        :raises StaleHandleError: if the record was closed.
+        """
+        return self._mapped().mapping.address
+
     def tensor(self) -> torch.Tensor:
         """Return the bytes as a flat tensor of dtype uint8 on the segment's device, without a copy. It keeps the memory.
 

@@ -8,17 +8,28 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from shared_rpc.errors import CapabilityError, SharedRPCError, StaleHandleError
+from shared_rpc.errors import CapabilityError, HandleSuspended, SharedRPCError, StaleHandleError
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.ticket import Ticket
 
-__all__ = ["AsyncHandle", "AsyncIssuer", "Handle", "Issuer", "Lease", "forgone", "unreachable", "updating", "updating_async"]
+__all__ = [
+    "AsyncHandle",
+    "AsyncIssuer",
+    "Handle",
+    "Issuer",
+    "Lease",
+    "forgone",
+    "interrupted",
+    "unreachable",
+    "updating",
+    "updating_async",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,6 +67,18 @@ class Issuer(Giver, Protocol):
     def revision_page(self, object_id: str) -> Page:
         """Map the page that the object's revision is on."""
 
+    def suspend(self, handle: Handle[Any]) -> None:
+        """Suspend the handle."""
+
+    def resume(self, handle: Handle[Any], timeout: float | None = None) -> None:
+        """Resume the handle."""
+
+    def _begin_block(self, handle: Handle[Any], timeout: float | None) -> None:
+        """Begin a block that needs the handle active."""
+
+    def _end_block(self, handle: Handle[Any]) -> None:
+        """End such a block."""
+
 
 class AsyncIssuer(Giver, Protocol):
     """The issuer of an :class:`AsyncHandle`: :class:`Issuer` for coroutines."""
@@ -75,6 +98,18 @@ class AsyncIssuer(Giver, Protocol):
     async def revision_page(self, object_id: str) -> Page:
         """Map the page that the object's revision is on."""
 
+    async def suspend(self, handle: AsyncHandle[Any]) -> None:
+        """Suspend the handle."""
+
+    async def resume(self, handle: AsyncHandle[Any], timeout: float | None = None) -> None:
+        """Resume the handle."""
+
+    async def _begin_block(self, handle: AsyncHandle[Any], timeout: float | None) -> None:
+        """Begin a block that needs the handle active."""
+
+    async def _end_block(self, handle: AsyncHandle[Any]) -> None:
+        """End such a block."""
+
 
 class Lease(Generic[T]):
     """A lease on an object of the server, and the object itself: the base of all handles."""
@@ -93,6 +128,10 @@ class Lease(Generic[T]):
         self._lock = threading.Lock()
         #: The object's revision page, None before its first use.
         self._page: Page | None = None
+        #: Whether it is suspended, whether it is to be outside of blocks that need it, and how many such blocks there are.
+        self._suspended = False
+        self._resting = False
+        self._blocks = 0
         FINALIZER.start()
 
     @property
@@ -100,9 +139,20 @@ class Lease(Generic[T]):
         """Return the object, as the endpoint returned it.
 
         :raises StaleHandleError: once the handle was released.
+        :raises HandleSuspended: while the handle is suspended.
         """
         self._check_held()
+        if self._suspended:
+            raise HandleSuspended(
+                f"the handle of object {self.object_id} is suspended, and its memory may not be touched: resume() it first, or "
+                f"use its value in a block 'with handle.active() as value:'"
+            )
         return self._value
+
+    @property
+    def suspended(self) -> bool:
+        """Return whether the handle is suspended: :attr:`value` cannot be used before it is resumed."""
+        return self._suspended and not self._released
 
     @property
     def released(self) -> bool:
@@ -123,6 +173,69 @@ class Lease(Generic[T]):
             if not self._released:
                 self._session = session
             return not self._released
+
+    # States of a suspension, see shared_rpc.client.suspension.
+
+    def _rest(self) -> bool:
+        """Note that the handle is to be suspended, outside of blocks; return whether that is to be done now.
+
+        :raises StaleHandleError: if it was released.
+        """
+        self._check_held()
+        with self._lock:
+            self._resting = True
+            return not self._suspended and not self._blocks
+
+    def _fall_asleep(self) -> bool:
+        """Become suspended, if that is wanted still."""
+        with self._lock:
+            if self._released or self._blocks or not self._resting:
+                return False
+            self._suspended = True
+            return True
+
+    def _end_rest(self) -> None:
+        """Note that the handle is to be active.
+
+        :raises StaleHandleError: if it was released.
+        """
+        self._check_held()
+        self._resting = False
+
+    def _wake(self, *, for_good: bool = False) -> None:
+        """Become active; ``for_good`` if no end of a block is to suspend it again."""
+        with self._lock:
+            self._suspended = False
+            if for_good:
+                self._resting = False
+
+    def _let_go(self) -> None:
+        """Drop the value, while the handle is suspended."""
+        nothing: Any = None
+        with self._lock:
+            if self._suspended:
+                self._value = nothing
+
+    def _take(self, value: T) -> None:
+        """Have the object's present value, before the handle wakes."""
+        with self._lock:
+            if not self._released:
+                self._value = value
+
+    def _enter_block(self) -> None:
+        """Begin a block that needs the handle active.
+
+        :raises StaleHandleError: if it was released.
+        """
+        self._check_held()
+        with self._lock:
+            self._blocks += 1
+
+    def _leave_block(self) -> bool:
+        """End such a block; return whether the handle is to be suspended now."""
+        with self._lock:
+            self._blocks -= 1
+            return self._resting and not self._blocks and not self._released
 
     def _forgo(self) -> bool:
         """Drop the value; return whether there is a lease to release."""
@@ -148,7 +261,7 @@ class Lease(Generic[T]):
             FINALIZER.submit(lambda: issuer._end_lease(object_id, session))
 
     def __repr__(self) -> str:
-        state = "released" if self._released else type(self._value).__name__
+        state = "released" if self._released else "suspended" if self._suspended else type(self._value).__name__
         return f"<{type(self).__name__} {self.object_id} generation {self.generation}: {state}>"
 
 
@@ -222,6 +335,52 @@ class Handle(Lease[T]):
         """
         value, socket_path = self.value, self._issuer.socket_path
         return _issued(Ticket.of(value, self.get_object_info(), socket_path), path)
+
+    def suspend(self) -> None:
+        """Give the object's memory up for a while: it is unmapped in this process, and the handle keeps its lease.
+
+        The process promises not to touch tensors of :attr:`value` until :meth:`resume`: a touch on the host ends it by SIGSEGV,
+        a kernel's on a GPU breaks its context. Their addresses are kept, so that they, and CUDA graphs over them, are good
+        again then. Memory goes when no handle of the object is active in this process, and nothing of another object lies in
+        it; copies that the process has of its own stay (``tensors="parameters"``, and pages of arrays that it wrote to). Then
+        the server may evict the object. In a block of :meth:`active` it takes effect at the block's end. A tensor that outlives
+        its handle is unmapped too, while another handle of the object is suspended and none is active.
+
+        Suspending twice is harmless. Everything that does not touch the memory can be used meanwhile, as :attr:`revision`,
+        :meth:`latest` and :meth:`release`.
+
+        In the process that has run the endpoint, as in the local role, the object is the endpoint's own result, which others
+        there may refer to: nothing is unmapped, and the suspended handle drops its value instead. The resumed one has the same
+        object again or, if it was evicted meanwhile, one over the restored memory; tensors that were taken from the earlier one
+        keep the memory that was evicted.
+
+        :raises StaleHandleError: if the lease has ended, so that nothing would bring the memory back. Nothing has changed then.
+        :raises CapabilityError: if the memory cannot be mapped again at its address, as that of legacy CUDA IPC and of pools,
+            or while a CUDA graph is captured. Nothing has changed then.
+        """
+        self._issuer.suspend(self)
+
+    def resume(self, timeout: float | None = None) -> None:
+        """Have the object's memory back, at its address: the server restores it first if it was evicted.
+
+        Resuming twice is harmless.
+
+        :param timeout: seconds to wait at most, until there is room on the device; None for the client's own timeout.
+        :raises ServerBusy: if there was no room on the device until then; the message says who uses what. The handle is still
+            suspended, as after any error here.
+        :raises DeadlineExceeded: if the wait was for anything else, as the copy itself.
+        :raises StaleHandleError: if the server does not own the object any more, or the lease has ended.
+        :raises CapabilityError: if this process cannot map the memory now.
+        """
+        self._issuer.resume(self, timeout)
+
+    def active(self, timeout: float | None = None) -> AbstractContextManager[T]:
+        """Use the value in a block, ``with handle.active() as value:``. The handle is suspended again if it was before.
+
+        Blocks may be nested, and run in several threads: the first one resumes, and the last one suspends. For ``timeout`` and
+        what is raised see :meth:`resume` and :meth:`suspend`.
+        """
+        return _active(self, timeout)
 
     @property
     def revision(self) -> int:
@@ -327,6 +486,18 @@ class AsyncHandle(Lease[T]):
         facts = await self.get_object_info()
         return await to_thread.run_sync(lambda: _issued(Ticket.of(value, facts, socket_path), path))
 
+    async def suspend(self) -> None:
+        """Behave as :meth:`Handle.suspend`."""
+        await self._issuer.suspend(self)
+
+    async def resume(self, timeout: float | None = None) -> None:
+        """Behave as :meth:`Handle.resume`."""
+        await self._issuer.resume(self, timeout)
+
+    def active(self, timeout: float | None = None) -> AbstractAsyncContextManager[T]:
+        """Behave as :meth:`Handle.active`: ``async with handle.active() as value:``."""
+        return _active_async(self, timeout)
+
     @property
     def revision(self) -> Coroutine[Any, Any, int]:
         """Return :attr:`Handle.revision`: ``await handle.revision``. Only the first one waits for anything."""
@@ -375,13 +546,20 @@ def _issued(ticket: Ticket, path: str | os.PathLike[str] | None) -> Ticket:
     return ticket
 
 
-def forgone(handles: Iterable[Lease[Any] | str]) -> list[str]:
-    """Drop handles; return their object ids, without those released before. Ids are returned as they are."""
+def forgone(handles: Iterable[Lease[Any] | str]) -> list[tuple[str, object]]:
+    """Drop handles; return their object ids and sessions, without those released before. Ids are returned with None."""
     return [
-        handle if isinstance(handle, str) else handle.object_id
+        (handle, None) if isinstance(handle, str) else (handle.object_id, handle._session)
         for handle in handles
         if isinstance(handle, str) or handle._forgo()
     ]
+
+
+def interrupted(handles: Iterable[Lease[Any] | str]) -> None:
+    """Have the leases of dropped handles end whose release may not have been sent."""
+    for handle in handles:
+        if isinstance(handle, Handle) and handle.released:
+            handle._issuer._interrupted(handle._session)
 
 
 def unreachable(server_id: str, error: Exception) -> StaleHandleError:
@@ -393,6 +571,29 @@ def unreachable(server_id: str, error: Exception) -> StaleHandleError:
 
 def _until(timeout: float | None) -> float:
     return time.monotonic() + timeout if timeout is not None else math.inf
+
+
+@contextmanager
+def _active(handle: Handle[T], timeout: float | None) -> Iterator[T]:
+    handle._enter_block()
+    try:
+        handle._issuer._begin_block(handle, timeout)
+        yield handle.value
+    finally:
+        handle._issuer._end_block(handle)
+
+
+@asynccontextmanager
+async def _active_async(handle: AsyncHandle[T], timeout: float | None) -> AsyncIterator[T]:
+    from anyio import CancelScope
+
+    handle._enter_block()
+    try:
+        await handle._issuer._begin_block(handle, timeout)
+        yield handle.value
+    finally:
+        with CancelScope(shield=True):  # a cancelled block gives the memory up too
+            await handle._issuer._end_block(handle)
 
 
 @contextmanager

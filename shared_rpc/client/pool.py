@@ -12,13 +12,14 @@ from collections.abc import Callable
 import msgspec
 
 from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
-from shared_rpc.client.session import RETRY, ClientSession, LeaseBook, Search, Takeover, held_of, to_hold
+from shared_rpc.client.session import RETRY, ClientSession, LeaseBook, Search, Takeover, held_of, to_hold, to_suspend
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
 
 __all__ = ["ConnectionPool", "Turn"]
 
@@ -153,6 +154,9 @@ class ConnectionPool:
                 unwanted = self._leases.move(moving, held, new) if new.server_id == session.server_id else held
                 if unwanted:
                     self.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT, 0, turn).frame.close()
+                asleep = to_suspend(moving, new)
+                if asleep:
+                    self.exchange(Request(t.Suspend(asleep), "suspend"), time.monotonic() + PROMPT, 0, turn).frame.close()
                 self._spare(new)
             self._moved()
         except (DeadlineExceeded, ConnectError) as error:
@@ -413,6 +417,10 @@ class ConnectionPool:
         if unwanted:
             with passed_over(SharedRPCError):
                 connection.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT)
+        asleep = to_suspend(takeover.moving, current)
+        if asleep:
+            with passed_over(SharedRPCError):
+                connection.exchange(Request(t.Suspend(asleep), "suspend"), time.monotonic() + PROMPT)
         return current, connection
 
 

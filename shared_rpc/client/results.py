@@ -99,7 +99,8 @@ def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
             return rebuild_argument(result.skeleton, message.table, result.chunk, pooled[result.chunk.number])
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
         # In a list that is emptied: an error that the object's own code has kept refers to this frame.
-        value = [decode_result(result.skeleton, message.table, result.segments, message.owner, pooled, message.arenas, label)]
+        origin = message.owner, pooled, message.arenas, label, message.object_id
+        value = [decode_result(result.skeleton, message.table, result.segments, *origin)]
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
                 value.append(values.setdefault(result.message.object_id, value[0]))

@@ -22,7 +22,7 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.protocol import messages as m
 
-__all__ = ["RETRY", "ClientSession", "LeaseBook", "Search", "Takeover", "held_of", "to_hold"]
+__all__ = ["RETRY", "ClientSession", "LeaseBook", "Search", "Takeover", "held_of", "to_hold", "to_suspend"]
 
 #: Seconds between two attempts to reach a server that is not there yet.
 RETRY = 0.05
@@ -70,6 +70,11 @@ class LeaseBook:
         with self._lock:
             return [handle for handle in self._handles if handle.in_session(session)]
 
+    def of_object(self, object_id: str) -> list[Lease[Any]]:
+        """Return the handles of an object, without those released."""
+        with self._lock:
+            return [handle for handle in self._handles if handle.object_id == object_id and not handle.released]
+
     @staticmethod
     def move(handles: Iterable[Lease[Any]], held: Iterable[str], session: object) -> list[str]:
         """Put handles into another session, as far as it has leases for them; return the ids of unwanted leases."""
@@ -78,6 +83,12 @@ class LeaseBook:
             if left[handle.object_id] and handle.move_to(session):
                 left[handle.object_id] -= 1
         return list(left.elements())
+
+
+def to_suspend(handles: Iterable[Lease[Any]], session: object) -> list[str]:
+    """Return the ids of objects to suspend in a session that has taken handles over: those without an active handle."""
+    moved = [handle for handle in handles if handle.in_session(session)]
+    return list({handle.object_id for handle in moved} - {handle.object_id for handle in moved if not handle.suspended})
 
 
 def to_hold(handles: Sequence[Lease[Any]]) -> Request:

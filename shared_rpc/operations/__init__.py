@@ -11,6 +11,7 @@ from shared_rpc.operations.records import RecordOperations
 from shared_rpc.operations.server import ServerOperations
 from shared_rpc.operations.sources import SourceOperations
 from shared_rpc.operations.tasks import TaskOperations
+from shared_rpc.operations.tiers import TierOperations
 
 __all__ = ["Operations"]
 
@@ -24,5 +25,6 @@ class Operations(
     RecordOperations,
     ServerOperations,
     SourceOperations,
+    TierOperations,
 ):
     """All operations."""

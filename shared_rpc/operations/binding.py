@@ -8,10 +8,10 @@ import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, SegmentBytes
-from shared_rpc.client.handle import AsyncHandle, Handle, Lease
+from shared_rpc.client.handle import AsyncHandle, Handle, Lease, interrupted
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
     BlockingMethods,
@@ -27,12 +27,14 @@ from shared_rpc.client.steps import (
     ask,
 )
 from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.client.suspension import Suspensions, awakened, outdated, remapped
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors.interrupts import is_interrupt
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import RecordHeader
 
-__all__ = ["Context", "Exporting", "Leased", "Steps", "bound", "carrying", "id_of", "lending", "operation", "taken"]
+__all__ = ["Context", "Exporting", "Leased", "Steps", "bound", "carrying", "id_of", "lending", "lent", "operation", "taken"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,6 +60,12 @@ class Context(ABC):
 
     #: Values that live in this process, by object id: an object is rebuilt once, as it is built once in the server.
     _values: weakref.WeakValueDictionary[str, Any]
+    _suspensions: Suspensions
+    _lets_go: ClassVar[bool]
+
+    @abstractmethod
+    def _has_lease(self, handle: Lease[Any]) -> bool:
+        """Return whether a handle's lease is in the session of this process with the server."""
 
     @property
     @abstractmethod
@@ -176,40 +184,71 @@ def taken(
     :param transfer: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
     """
     if reply.live:
-        return (yield from _taken_live(reply))
+        return (yield from _taken_live(ctx, reply))
     result = result_of(what, reply, transfer, held)
     message = result.message
     value = ctx._values.get(message.object_id) if message.object_id else None
-    if value is not None:
+    if value is not None and outdated(message.object_id, message.segments):
+        ctx._values.pop(message.object_id, None)
+        value = None
+    if value is None:
+        try:
+            nbytes = len(result.skeleton) + len(message.table)
+            value = yield Work(functools.partial(rebuild, result, ctx._values), nbytes)
+        except GeneratorExit:
+            result.close()
+            raise
+        except BaseException as error:
+            result.close()
+            if message.managed and not is_interrupt(error):
+                yield from ask(Request(m.Release([message.object_id]), "release"), m.Count)
+            elif message.managed:  # cancelled or interrupted: the release must not wait
+                yield Tell(m.Release([message.object_id]))
+            raise
+    elif message.managed or message.object_id not in MAPPINGS.suspended:
         result.close()
-        return (yield Lend(message, value)) if message.managed else value
-    try:
-        nbytes = len(result.skeleton) + len(message.table)
-        value = yield Work(functools.partial(rebuild, result, ctx._values), nbytes)
-    except GeneratorExit:
-        result.close()
-        raise
-    except BaseException as error:
-        result.close()
-        if message.managed and not is_interrupt(error):
-            yield from ask(Request(m.Release([message.object_id]), "release"), m.Count)
-        elif message.managed:  # cancelled or interrupted: the release must not wait
-            yield Tell(m.Release([message.object_id]))
-        raise
-    return (yield Lend(message, value)) if message.managed else value
+    else:
+        try:
+            yield Work(functools.partial(remapped, message.object_id, result.segments, message.owner))
+        finally:
+            result.close()
+    return (yield from lent(ctx, message, value)) if message.managed else value
 
 
-def _taken_live(reply: Reply) -> Operation[Any]:
+def lent(ctx: Context, message: m.Result, value: Any) -> Operation[Any]:
+    """Return the handle of a value that came with a lease, with its memory back if it is of a suspended object."""
+    handle: Lease[Any] = yield Lend(message, value)
+    return (yield from _awake(ctx, handle))
+
+
+def _awake(ctx: Context, handle: Lease[Any]) -> Operation[Any]:
+    if ctx._suspensions.concerns(handle.object_id):
+        try:
+            yield from awakened(ctx, handle)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if handle._forgo() and not is_interrupt(error):
+                release = m.Release([handle.object_id])
+                yield from ask(Request(release, "release", at_once=True, sessions=[handle._session]), m.Count)
+            else:
+                interrupted([handle])
+            raise
+    return handle
+
+
+def _taken_live(ctx: Context, reply: Reply) -> Operation[Any]:
     assert isinstance(reply.message, m.Result), "only a Result has a value"
     if not reply.message.managed:
         return reply.value
     try:
-        return (yield Lend(reply.message, reply.value))
+        handle: Lease[Any] = yield Lend(reply.message, reply.value)
     except GeneratorExit:
         raise
     except BaseException:
         yield Tell(m.Release([reply.message.object_id]))
         raise
+    return (yield from _awake(ctx, handle))
 
 
 def id_of(handle: Lease[Any] | str) -> str:

@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from shared_rpc.client.handle import Lease, forgone, unreachable
+from shared_rpc.client.handle import Lease, forgone, interrupted, unreachable
 from shared_rpc.client.steps import Request, Work, ask
-from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
+from shared_rpc.client.suspension import lease_ended
+from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g
@@ -28,12 +29,21 @@ def _server() -> Steps[ServerInfo]:
     return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
 
 
-def released(handles: Iterable[Lease[Any] | str]) -> Steps[int]:
+def released(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
     """Give leases back in one round trip; return how many of them this process held."""
-    object_ids = forgone(handles)
-    count = 0
-    if object_ids:
-        count = int((yield from ask(Request(m.Release(object_ids), "release"), m.Count)).count)
+    handles, count = tuple(handles), 0
+    try:
+        leases = forgone(handles)
+        if leases:
+            message = m.Release([object_id for object_id, _ in leases])
+            request = Request(message, "release", sessions=[session for _, session in leases])
+            count = int((yield from ask(request, m.Count)).count)
+    except SharedRPCError:
+        raise
+    except BaseException:
+        interrupted(handles)
+        raise
+    yield from lease_ended(ctx, [object_id for object_id, _ in leases])
     if MAPPINGS.has_unused:  # for a GPU this waits for the device
         yield Work(MAPPINGS.drain)
     return count
@@ -85,12 +95,12 @@ class ObjectOperations:
     @operation
     def release(ctx: Context, handle: Lease[Any] | str) -> Steps[bool]:
         """Give one lease back, of a handle or an object id; return whether this process held it."""
-        return (yield from released([handle])) == 1
+        return (yield from released(ctx, [handle])) == 1
 
     @operation
     def release_many(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
         """Give several leases back in one round trip; return how many of them this process held."""
-        return (yield from released(handles))
+        return (yield from released(ctx, handles))
 
     @lending
     def open_ticket(ctx: Context, ticket: Ticket | str | os.PathLike[str]) -> Steps[Leased[Any]]:

@@ -14,7 +14,7 @@ from shared_rpc.client.sending import lower
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Tell, Work, ask, message_of, reached
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Context, Exporting, Leased, Steps, carrying, id_of, lending, operation
+from shared_rpc.operations.binding import Context, Exporting, Leased, Steps, carrying, id_of, lending, lent, operation
 from shared_rpc.operations.objects import released
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
@@ -53,7 +53,7 @@ class RecordOperations:
             header = RecordHeader.from_bytes(frame.payload)
             if len(frame.fds) != len(header.segments):
                 raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
-            lease = yield Lend(_lent(message.object_id, message.generation), None)
+            lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
             segments = [Segment(info) for info in header.segments]
             for segment in segments:
                 segment.adopt(frame.fds)
@@ -256,7 +256,7 @@ def given(
                 if lease._forgo():
                     yield Tell(m.Release([lease.object_id]))
         raise
-    yield from released(room._unmap())
+    yield from released(ctx, room._unmap())
     return answer
 
 

@@ -80,6 +80,7 @@ class ServerOperations:
         :returns: the server's counts at its end.
         :raises ServerBusy: with ``if_idle``, if other processes use it.
         :raises ConfigurationError: if the server is a part of another program, such as a script in the server role.
+        :raises CapabilityError: in the local role, which has no server.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
         yield from reached(ctx._known())

@@ -10,6 +10,7 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol import sources as s
+from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 
@@ -83,6 +84,8 @@ _KINDS: dict[int, type[m.Message]] = {
     73: w.Allocated,
     74: w.Refused,
     75: w.RunWithdrawn,
+    76: w.CopyProgress,
+    77: w.SegmentsCopied,
     80: w.StartRun,
     81: w.Withdraw,
     82: w.Stop,
@@ -94,6 +97,9 @@ _KINDS: dict[int, type[m.Message]] = {
     88: w.Allocate,
     89: w.FreeBytes,
     90: g.GetObject,
+    91: w.CopySegments,
+    92: w.StopCopy,
+    93: w.ForgetCopies,
     95: m.Goodbye,
     100: mo.ListSessions,
     101: mo.ListRuns,
@@ -120,6 +126,12 @@ _KINDS: dict[int, type[m.Message]] = {
     147: s.ReportStatus,
     148: s.DetachSource,
     150: m.KeepSegments,
+    160: t.Suspend,
+    161: t.Resume,
+    162: t.Resumed,
+    163: t.Evict,
+    164: t.Restore,
+    165: t.Moved,
 }
 #: The kind byte by the message's class.
 NUMBERS = {kind: number for number, kind in _KINDS.items()}

@@ -7,7 +7,7 @@ Sizes are in bytes, times in Unix seconds, and durations in seconds. A device is
 
 from typing import Any, Literal, NotRequired, TypedDict
 
-from shared_rpc.protocol.records import Access, Tensors
+from shared_rpc.protocol.records import Access, HostCopy, Tensors, Tier
 
 __all__ = [
     "BufferInfo",
@@ -21,6 +21,8 @@ __all__ = [
     "JoinerInfo",
     "ListedObjectInfo",
     "MechanismInfo",
+    "MoveInfo",
+    "MovingInfo",
     "ObjectInfo",
     "PoolInfo",
     "ProgressInfo",
@@ -113,8 +115,8 @@ class ClusterStatus(TypedDict, total=False):
     """Status that a source of records publishes, for people and for metrics; no key is required.
 
     ``cluster`` and ``node`` are names, ``state`` is a word such as ``"joined"``, and ``nodes`` the number of nodes. ``objects``
-    counts those that the cluster has. ``bytes_received`` and ``bytes_sent`` only ever grow. ``activity`` has a line for each
-    thing that the source is doing.
+    counts those that the cluster has. ``bytes_received`` and ``bytes_sent`` only ever grow; ``bytes_by_mover`` has the received
+    ones by what has carried them. ``activity`` has a line for each thing that the source is doing.
     """
 
     cluster: str
@@ -124,6 +126,7 @@ class ClusterStatus(TypedDict, total=False):
     objects: int
     bytes_received: int
     bytes_sent: int
+    bytes_by_mover: dict[str, int]
     activity: list[str]
 
 
@@ -159,9 +162,10 @@ class SourceInfo(TypedDict):
 class ServerInfo(ExecutorInfo, ServerStatistics):
     """A server, as ``get_server_info`` returns it.
 
-    ``endpoints`` are names. ``objects`` counts ``buffers`` too, and ``nbytes`` is what they lie in together. ``leases`` counts
-    pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each status.
-    ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of
+    ``endpoints`` are names. ``objects`` counts ``buffers`` too, and ``nbytes`` is what they lie in together on their
+    devices, ``copies`` what their copies take by tier, and ``waiting`` the number of requests that wait for room on a device.
+    ``leases`` counts pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each
+    status. ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of
     records is attached.
     """
 
@@ -174,6 +178,8 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
     objects: int
     buffers: int
     nbytes: int
+    copies: dict[Tier, int]
+    waiting: int
     descriptors: DescriptorInfo
     leases: int
     pools: PoolInfo
@@ -225,6 +231,8 @@ class EndpointInfo(TypedDict):
     is_async: bool
     doc: str
     fingerprint: str
+    host_copy: HostCopy
+    pinned: bool
 
 
 class EndpointStatistics(TypedDict):
@@ -259,6 +267,30 @@ class BufferInfo(TypedDict):
     accesses_left: int | None
 
 
+class MovingInfo(TypedDict):
+    """A move of an object between tiers that goes on: ``done`` of ``total`` bytes are copied."""
+
+    to: Tier
+    done: int
+    total: int
+
+
+class MoveInfo(TypedDict):
+    """An object that has changed its tier.
+
+    ``tier`` is where it is now. ``nbytes`` is what was freed on its device, or taken there; ``copied`` the bytes that were
+    copied for it, 0 where a good copy was there; and ``seconds`` the time that it took.
+    """
+
+    object_id: str
+    endpoint: str
+    cache_key: str | None
+    tier: Tier
+    nbytes: int
+    copied: int
+    seconds: float
+
+
 class ObjectInfo(TypedDict):
     """An object of a server, as ``get_object_info`` returns it.
 
@@ -266,6 +298,9 @@ class ObjectInfo(TypedDict):
     endpoint's next caller gets this object, ``stale`` whether the endpoint's code has changed since. ``leases`` is the number
     of sessions that hold it. Where the memory ends with the process that made it, ``lifetime`` says so. ``candidate`` is there,
     and true, where it may be promoted.
+
+    ``tier`` is where its bytes are. ``active`` is the number of sessions that hold it and have not suspended it, ``pinned``
+    whether it is never evicted, ``copies`` the bytes of its good copies in lower tiers. ``moving`` is there while it is moved.
 
     A buffer has the keys of :class:`~shared_rpc.protocol.infos.BufferInfo` as well.
     """
@@ -284,6 +319,11 @@ class ObjectInfo(TypedDict):
     created_at: float
     last_accessed_at: float
     stale: bool
+    tier: Tier
+    active: int
+    pinned: bool
+    copies: dict[Tier, int]
+    moving: NotRequired[MovingInfo]
     candidate: NotRequired[bool]
     lifetime: NotRequired[str]
     state: NotRequired[str]
@@ -353,6 +393,7 @@ class DeviceInfo(TypedDict):
     """A device that a server has memory on; its ``kind`` is ``"cpu"`` or ``"cuda"``.
 
     ``free`` is None where it is not known; ``used`` by the server's objects and buffers; ``limit`` is the quota, or None.
+    ``copies`` has the bytes of copies of its objects in lower tiers.
     """
 
     id: str
@@ -362,6 +403,7 @@ class DeviceInfo(TypedDict):
     free: int | None
     used: int
     limit: int | None
+    copies: dict[Tier, int]
 
 
 class ReloadedServiceInfo(TypedDict):

@@ -14,12 +14,14 @@ __all__ = [
     "ONE_TENSOR",
     "Access",
     "BufferEntry",
+    "HostCopy",
     "Mechanism",
     "SegmentInfo",
     "StorageEntry",
     "TensorEntry",
     "TensorTable",
     "Tensors",
+    "Tier",
     "list_of_tensors",
 ]
 
@@ -29,8 +31,14 @@ __all__ = [
 Access = Literal["read_write", "read", "copy", "private"]
 #: Which tensors of a result are the same memory in every process: all, or those that parameters use.
 Tensors = Literal["all", "parameters"]
-#: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool.
-Mechanism = Literal["memfd", "vmm", "ipc", "pool"]
+#: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool. Copies of
+#: objects that are not on their device: host memory that a GPU's driver made, and a nameless file.
+Mechanism = Literal["memfd", "vmm", "ipc", "pool", "host_vmm", "file"]
+#: Where the bytes of an object are: on its device, in host memory (of objects of a GPU), or in a file. Each one is lower than
+#: the one before it.
+Tier = Literal["device", "host", "file"]
+#: When an object gets a copy in a lower tier: never, when it is evicted, or right after it was made.
+HostCopy = Literal["never", "on_evict", "at_build"]
 #: Mechanisms whose memory belongs to the process that made it, and ends with it.
 EXPORTER_OWNED: frozenset[Mechanism] = frozenset({"ipc", "pool"})
 
@@ -41,6 +49,8 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity),
     ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it, ``mechanism`` how it was
     made and is opened.
+
+    New memory with the bytes of a segment that is gone has the same :attr:`name`, but an id of its own: an incarnation.
     """
 
     id: str
@@ -48,6 +58,15 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     device: str
     access: Access = "read_write"
     mechanism: Mechanism = "memfd"
+
+    @property
+    def name(self) -> str:
+        """The id without the number of the incarnation."""
+        return self.id.partition(".")[0]
+
+    def incarnation(self, number: int) -> SegmentInfo:
+        """Return the description of another incarnation; 0 is the one that was made first."""
+        return msgspec.structs.replace(self, id=f"{self.name}.{number}" if number else self.name)
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True):

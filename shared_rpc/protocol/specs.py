@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shared_rpc.protocol.records import Access, Tensors
+from shared_rpc.protocol.records import Access, HostCopy, Tensors
 
 __all__ = ["DeviceSpec", "EndpointSpec", "Parameter"]
 
@@ -51,3 +51,5 @@ class EndpointSpec(msgspec.Struct, frozen=True):
     is_async: bool = False
     doc: str = ""
     fingerprint: str = ""
+    host_copy: HostCopy = "on_evict"
+    pinned: bool = False

@@ -139,6 +139,27 @@ class Allocated(Message):
     error: str = ""
 
 
+class CopyProgress(Message):
+    """Bytes of a :class:`CopySegments` that are copied."""
+
+    done: int
+
+
+class SegmentsCopied(Message):
+    """The segments of a :class:`CopySegments`, in their order, and the digests of the parts of those that are files.
+
+    The descriptors of the others come with the frame. If nothing was made, ``error`` is the code of an error, with ``text`` and
+    ``detail``, or ``stopped`` is true, because that was asked for.
+    """
+
+    segments: list[SegmentInfo]
+    digests: list[bytes]
+    error: str = ""
+    text: str = ""
+    detail: dict[str, str] = msgspec.field(default_factory=dict)
+    stopped: bool = False
+
+
 # Messages of the broker.
 
 
@@ -203,3 +224,25 @@ class FreeBytes(Message):
     """Request for :class:`Allocated` with ``free``: free bytes of a device."""
 
     device: str
+
+
+class CopySegments(Message):
+    """Request for :class:`SegmentsCopied`: segments with the bytes of others; a :class:`CopyProgress` may come before.
+
+    Descriptors come with the frame: those of ``sources``, and then of the ``wanted`` that are files, which are there already.
+    ``digests`` are of the parts of sources that are files. Host memory stays mapped until :class:`ForgetCopies`.
+    """
+
+    sources: list[SegmentInfo]
+    digests: list[bytes]
+    wanted: list[SegmentInfo]
+
+
+class StopCopy(Message):
+    """A :class:`CopySegments` is not wanted any more; it is answered all the same."""
+
+
+class ForgetCopies(Message):
+    """Host memory with these ids is no copy any more: unmap it."""
+
+    copies: list[str]

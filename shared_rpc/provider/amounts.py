@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
 
-__all__ = ["check_quotas", "in_bytes", "quotas_of"]
+__all__ = ["amount_of", "check_quotas", "in_bytes", "quotas_of"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 _UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -27,12 +27,23 @@ def in_bytes(option: str, text: str) -> int:
     return int(float(number) * _UNITS[unit and unit.upper()])
 
 
+def amount_of(option: str, text: str) -> int | float:
+    """Return bytes, or a fraction: a number with a point and no unit is one, and any other is a size, see :func:`in_bytes`.
+
+    :param option: the option with its value, for the error.
+    :raises ConfigurationError: for an invalid amount.
+    """
+    if not _FRACTION.fullmatch(text.strip()):
+        return in_bytes(option, text)
+    if 0 < float(text) <= 1:
+        return float(text)
+    raise ConfigurationError(f"{option}: a fraction is more than 0 and at most 1.0; bytes are whole, or have a unit")
+
+
 def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
     """Parse ``quotas`` of a server, from texts like ``cuda:0=0.8`` and ``cpu=8GiB``.
 
-    A number with a point and no unit is a fraction of the device's memory; any other is a size, see :func:`in_bytes`.
-
-    :raises ConfigurationError: for another form, and for a device that is named twice.
+    :raises ConfigurationError: for another form, see :func:`amount_of`, and for a device that is named twice.
     """
     quotas: dict[str, int | float] = {}
     for text in texts:
@@ -42,12 +53,7 @@ def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
             raise ConfigurationError(f"{option}: write device=amount, as in cuda:0=0.8 or cpu=8GiB")
         if device in quotas:
             raise ConfigurationError(f"{option}: {device} has a quota already")
-        if not _FRACTION.fullmatch(amount):
-            quotas[device] = in_bytes(option, amount)
-        elif 0 < float(amount) <= 1:
-            quotas[device] = float(amount)
-        else:
-            raise ConfigurationError(f"{option}: a fraction is more than 0 and at most 1.0; bytes are whole, or have a unit")
+        quotas[device] = amount_of(option, amount)
     return quotas
 
 
@@ -57,7 +63,7 @@ def check_quotas(texts: Iterable[str], device: str) -> None:
     :param device: the id of the server's device.
     :raises ConfigurationError: if not; it names the option.
     """
-    from shared_rpc.server.buffers import resolve_quotas
+    from shared_rpc.server.limits import resolve_quotas
 
     given: list[str] = []
     for text in texts:

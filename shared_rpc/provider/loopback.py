@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -25,10 +25,12 @@ import msgspec
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
+from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Step, Tell, Within, Work, drive
 from shared_rpc.client.subscriptions import NewsSource, Subscriptions
+from shared_rpc.client.suspension import Suspensions, lease_ended
 from shared_rpc.context import CURRENT_RUN
-from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed
+from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Descriptor, Segment
@@ -38,6 +40,7 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
+from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import SegmentInfo
@@ -59,6 +62,7 @@ _SESSION = "local"
 _OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.PrepareCandidate}
 #: Requests that are not answered at once: the loop, which answers them, cannot wait for the answer.
 _WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes, s.AwaitMisses, s.BuildMiss}
+_WAITS |= {t.Resume, t.Evict, t.Restore}
 _NO_TABLE = msgspec.Raw(b"")
 #: The message of a reply with a value and no lease, and the frame of one without descriptors.
 _VALUE = m.Result("", 1, False, _NO_TABLE, [])
@@ -90,13 +94,40 @@ class _Foreign:
         return cls(stored.object_id, record.skeleton, record.table, memory)
 
 
-class _Turn:
-    """One operation: its time, and its request until it has the answer."""
+def _value_of(stored: StoredObject, live: Any) -> Any:
+    """Return what the process of the endpoints gets of an object: the value that they have made, or its memory."""
+    return _Foreign.of(stored) if stored.kind == "buffer" or stored.adopted else live
 
-    __slots__ = ("caller", "until")
+
+class _LocalLease:
+    """The lease of one handle, which is given back once, however often that is asked for. On the loop."""
+
+    __slots__ = ("core", "object_id", "over")
+
+    def __init__(self, core: Core, object_id: str) -> None:
+        self.core = core
+        self.object_id = object_id
+        self.over = False
+
+    def end(self) -> bool:
+        """Note that it is given back; return False if it was before."""
+        was, self.over = self.over, True
+        return not was
+
+    def give_back(self) -> None:
+        """Give it back."""
+        if self.end():
+            self.core.release(_SESSION, [self.object_id])
+
+
+class _Turn:
+    """One operation: its time, its request until it has the answer, and the lease that came with the last answer."""
+
+    __slots__ = ("caller", "lease", "until")
 
     def __init__(self) -> None:
         self.caller: _LocalCaller | None = None
+        self.lease: _LocalLease | None = None
         self.until = math.inf
 
 
@@ -113,6 +144,8 @@ class _LocalCaller:
         self.answered: concurrent.futures.Future[Reply] = concurrent.futures.Future()
         self.answered.set_running_or_notify_cancel()  # a waiting coroutine must not cancel it
         self._waiter: Waiter | None = None
+        #: The lease that came with the answer.
+        self.lease: _LocalLease | None = None
         #: The updates before the answer, and None after the last, if a callback gets them.
         self.events: queue.SimpleQueue[TaskInfo | None] | None = None
         if request.on_event is not None:
@@ -121,7 +154,11 @@ class _LocalCaller:
 
     def ask(self) -> None:
         """Pass the request to its handler. On the loop."""
-        answer(self, self.request.message)
+        message = self.request.message
+        if isinstance(message, m.Release) and self.request.sessions:
+            leases = zip(message.object_ids, self.request.sessions, strict=True)
+            message = m.Release([name for name, lease in leases if not isinstance(lease, _LocalLease) or lease.end()])
+        answer(self, message)
 
     def stop_waiting(self) -> bool:
         """Stop waiting; return False if the answer is there. On the loop."""
@@ -135,13 +172,22 @@ class _LocalCaller:
         self.answered.set_exception(concurrent.futures.CancelledError())  # a waiting thread must end
         return True
 
+    def give_up(self) -> SharedRPCError | None:
+        """Stop waiting when the time is over; return the error of that, None if the answer is there. On the loop."""
+        busy = self.core.waits_for(self._waiter) if self._waiter is not None else ""
+        if not self.stop_waiting():
+            return None
+        return ServerBusy(busy) if busy else too_late(self.request.what)
+
     def withdraw(self) -> None:
         """Stop waiting, and release the lease that came with the answer. On the loop."""
         if not self.stop_waiting() and self.answered.exception() is None:
             reply = self.answered.result()
             reply.frame.close()
             unwanted = release_for(reply.message, self.request)
-            if unwanted is not None:
+            if self.lease is not None:
+                self.lease.give_back()
+            elif unwanted is not None:
                 _LocalCaller(self.core, Request(unwanted, "the release of an unwanted lease")).ask()
 
     @property
@@ -158,7 +204,12 @@ class _LocalCaller:
         return self._waiter
 
     def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
-        return self._end(Reply(message, Frame(0, 0, b"", payload, [os.dup(fd) for fd in fds])))
+        frame = Frame(0, 0, b"", payload, [os.dup(fd) for fd in fds])
+        if isinstance(self.request.message, t.Resume) and isinstance(message, t.Resumed):
+            stored = self.core.objects.get(self.request.message.object_id)
+            if stored is not None:
+                return self._end(Reply(message, frame, live=True, value=_value_of(stored, stored.live)))
+        return self._end(Reply(message, frame))
 
     def fail(self, failure: Failure) -> None:
         if not self.answered.done():
@@ -172,11 +223,12 @@ class _LocalCaller:
         message, value, stored = _VALUE, outcome.live, outcome.stored
         if outcome.managed and stored is not None:
             message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
+            self.lease = _LocalLease(self.core, stored.object_id)
         if stored is not None and self.request.bare:
             infos, fds = [each.info for each in stored.record.segments], [each.fileno() for each in stored.record.segments]
             return self.reply(msgspec.structs.replace(message, segments=infos), stored.record.skeleton, tuple(fds))
-        if stored is not None and (stored.kind == "buffer" or stored.adopted):
-            value = _Foreign.of(stored)
+        if stored is not None:
+            value = _value_of(stored, value)
         return self._end(Reply(message, _NO_FRAME, live=True, value=value))
 
     def notify(self, message: m.Message) -> None:
@@ -205,6 +257,8 @@ class LoopbackDriver(BlockingMethods):
     There is no timeout but an operation's own.
     """
 
+    _lets_go: ClassVar[bool] = True
+
     def __init__(self, engine: Engine, device: str) -> None:
         self.server_id = engine.core.server_id
         self.device = device
@@ -212,6 +266,8 @@ class LoopbackDriver(BlockingMethods):
         #: Tensors of buffers that live in this process, by object id: a tensor is rebuilt once, as in a client.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._watch: Subscriptions | None = None
+        self._leases = LeaseBook()
+        self._suspensions = Suspensions(self._leases)
 
     # Facts for operations.
 
@@ -260,6 +316,7 @@ class LoopbackDriver(BlockingMethods):
             case Request():
                 turn.caller = _LocalCaller(self._engine.core, step)
                 reply = self._answer(turn.caller, turn.until)
+                turn.lease = turn.caller.lease
                 if type(reply.value) is _Foreign:
                     reply = Reply(reply.message, reply.frame, live=True, value=self._attached(reply.value))
                 return reply
@@ -267,7 +324,7 @@ class LoopbackDriver(BlockingMethods):
                 return step.function()
             case Lend():
                 turn.caller = caller  # until the handle exists
-                handle = self._lend(step.message, step.value)
+                handle = self._lend(step.message, step.value, turn.lease)
                 turn.caller = None
                 return handle
             case Notify():
@@ -276,8 +333,12 @@ class LoopbackDriver(BlockingMethods):
                 turn.until = step.deadline(time.monotonic())
             case Tell():
                 with suppress(ConnectionClosed):
-                    request = Request(step.message, "a message")
-                    self._engine.post(_LocalCaller(self._engine.core, request).ask)
+                    lease = turn.lease
+                    if isinstance(step.message, m.Release) and lease is not None and lease.object_id in step.message.object_ids:
+                        self._engine.post(lease.give_back)  # a handle may have been made, which gives it back too
+                    else:
+                        request = Request(step.message, "a message")
+                        self._engine.post(_LocalCaller(self._engine.core, request).ask)
         return None
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -292,7 +353,7 @@ class LoopbackDriver(BlockingMethods):
             value = reply.value
             if type(value) is _Foreign:
                 value = await anyio.to_thread.run_sync(self._attached, value)
-            return self._lend(reply.message, value) if reply.message.managed else value
+            return self._lend(reply.message, value, caller.lease) if reply.message.managed else value
         except BaseException:
             self._withdraw(caller)
             raise
@@ -310,6 +371,8 @@ class LoopbackDriver(BlockingMethods):
             if type(request.message) in _WAITS:
                 raise ConfigurationError(_on_the_loop(request))
             caller.ask()
+            if caller.stop_waiting():  # for an object that is restored first
+                raise ConfigurationError(_on_the_loop(request))
             return caller.answered.result()
         self._engine.post(caller.ask)
         if CURRENT_RUN.get() is None or type(request.message) not in _OF_ENDPOINTS:
@@ -325,12 +388,15 @@ class LoopbackDriver(BlockingMethods):
                 request.on_event(info)
         if until < math.inf and not request.at_once:
             concurrent.futures.wait([caller.answered], max(until - time.monotonic(), 0))
-            if not caller.answered.done() and self._engine.ask(lambda _: caller.stop_waiting()):
-                raise too_late(request.what)
+            if not caller.answered.done() and (error := self._engine.ask(lambda _: caller.give_up())) is not None:
+                raise error
         return caller.answered.result()
 
-    def _lend(self, message: m.Result, value: Any) -> Lease[Any]:
-        return self._handle(message, value, self.server_id, self)
+    def _lend(self, message: m.Result, value: Any, lease: _LocalLease | None) -> Lease[Any]:
+        session = lease or _LocalLease(self._engine.core, message.object_id)
+        handle = self._handle(message, value, self.server_id, session)
+        self._leases.add(handle)
+        return handle
 
     def _attached(self, foreign: _Foreign) -> Any:
         """Return a value over memory that is mapped here as in any other process that has it."""
@@ -342,7 +408,9 @@ class LoopbackDriver(BlockingMethods):
             try:
                 # Kept, so that an endpoint of this process can return the memory itself.
                 with MAPPINGS.attach(segments, keep=True, owner=self.server_id):
-                    value = decode_result(foreign.skeleton, foreign.table, segments, self.server_id)
+                    value = decode_result(
+                        foreign.skeleton, foreign.table, segments, self.server_id, object_id=foreign.object_id
+                    )
             finally:
                 for segment in segments:
                     segment.close()
@@ -353,11 +421,18 @@ class LoopbackDriver(BlockingMethods):
     # Requests of handles.
 
     def _end_lease(self, object_id: str, session: object) -> None:
+        assert isinstance(session, _LocalLease), "the lease of a handle of this process"
         with suppress(ConnectionClosed):  # without the engine there is no lease
-            self._engine.post(lambda: self._engine.core.release(_SESSION, [object_id]))
+            self._engine.post(session.give_back)
+            self._run(lease_ended(self, [session.object_id]))
+
+    def _has_lease(self, handle: Lease[Any]) -> bool:
+        lease = handle._session
+        return isinstance(lease, _LocalLease) and lease.core is self._engine.core and not lease.over
 
     def _interrupted(self, session: object) -> None:
-        """Do nothing: the lease is this process's own, and ends with it."""
+        """Give the lease back, which may have been given back before the interruption."""
+        self._end_lease("", session)
 
 
 @bound
@@ -376,8 +451,8 @@ class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
         :raises CapabilityError: in the local role, which has none.
         """
         raise CapabilityError(
-            "this process plays the local role, so no other process can use its objects: for tickets, serve them with "
-            "SHARED_TENSOR_ROLE=server or shared-rpc serve"
+            "this process plays the local role: there is no server to be stopped, or to have tickets for its objects; serve "
+            "the endpoints with SHARED_TENSOR_ROLE=server or shared-rpc serve"
         )
 
 

@@ -131,6 +131,8 @@ class _Options(TypedDict, total=False):
     access: Literal["read_write", "read"]
     tensors: Literal["all", "parameters"]
     idle_ttl: float | None
+    host_copy: Literal["never", "on_evict", "at_build"]
+    pinned: bool
 
 
 @bound
@@ -277,6 +279,9 @@ class Provider(BlockingOperations):
             own on the same device, with the bytes of the moment in which the endpoint returned, to be written to with
             ``access="read"`` too. The process that ran the endpoint keeps its own. The default is ``"all"``.
         :param idle_ttl: seconds after which a cached result that no process holds or asks for is dropped; by default never.
+        :param host_copy: when a result gets a copy in a lower tier, to be restored from: ``"at_build"``,
+            in the background, right after it was made; ``"never"``, so that it is not evicted; the default is ``"on_evict"``.
+        :param pinned: whether results stay on their device: nothing evicts them. By default they may be evicted.
         :raises TypeError: for an unknown option.
         :raises ConfigurationError: for a value that cannot be used, such as a template that names no argument.
         """

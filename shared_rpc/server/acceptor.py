@@ -102,7 +102,8 @@ class Acceptor:
                 except OSError as error:
                     # Without free descriptors, or when the client hung up at once. Neither may end the server.
                     _log.error("cannot accept a connection: %s", error)
-                    if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._core.quotas.relieve():
+                    full = error.errno in (errno.EMFILE, errno.ENFILE)
+                    if not full or self._core.objects.descriptors.closing() or not self._core.quotas.relieve():
                         await anyio.sleep(0.05)
                     continue
                 self._admit(sock)

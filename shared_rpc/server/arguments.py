@@ -121,7 +121,7 @@ def _find_kept(
         if found is None:
             unknown.append(segment_id[:100])
         elif segments[number] is None:
-            # Mapped for writing, as it is mapped here already.
-            segments[number] = found.duplicate("read_write")
+            # Mapped for writing, as it is mapped here already; but restored memory is mapped as it is shared: it may be sealed.
+            segments[number] = found.duplicate("read_write" if found.info.id == found.info.name else None)
     if unknown:
         raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)

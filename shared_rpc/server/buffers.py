@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
-from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.inventory import devices_of, facts_of
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.infos import DeviceInfo
-from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable, list_of_tensors
+from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable, Tier, list_of_tensors
 from shared_rpc.protocol.specs import DeviceSpec
 from shared_rpc.server.device_memory import DeviceMemory
+from shared_rpc.server.device_room import Room, SetAside
 from shared_rpc.server.outcomes import Completed, Failure
-from shared_rpc.server.runs import Delivery, Waiter, tell
+from shared_rpc.server.runs import Delivery, Restorer, Waiter, tell
 from shared_rpc.server.state.buffers import BufferTable
-from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.threads import Job, WorkerThreads
 
-__all__ = ["Buffers", "resolve_quotas"]
+__all__ = ["Buffers"]
 
 #: Seconds. A century: timers do not take more.
 _LONGEST = 100 * 365 * 86400.0
@@ -36,19 +34,32 @@ class Buffers:
     :param device: the id of the server's device.
     :param memory: where they are made.
     :param wake_within: called when a buffer may expire in so many seconds.
+    :param restorer: restores buffers that are cold.
+    :param copied: returns the bytes of copies of a device's objects, by tier.
     """
 
     def __init__(
-        self, device: str, table: BufferTable, quotas: Quotas, memory: DeviceMemory, wake_within: Callable[[float], None]
+        self,
+        device: str,
+        table: BufferTable,
+        room: Room,
+        memory: DeviceMemory,
+        wake_within: Callable[[float], None],
+        restorer: Restorer,
+        copied: Callable[[str], dict[Tier, int]],
     ) -> None:
         self.table = table
         self._device = device
         self._memory = memory
-        self._quotas = quotas
+        self._room = room
         self._wake_within = wake_within
+        self._restorer = restorer
+        self._copied = copied
         self._threads = WorkerThreads(1)
         #: Waiters for jobs of the thread.
         self._waiting: set[Waiter] = set()
+        #: Waiters for room.
+        self._asking: set[Waiter] = set()
         #: Buffers that are being allocated.
         self._coming = 0
         self._stopped = False
@@ -71,12 +82,29 @@ class Buffers:
     def _allocate(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent, facts: DeviceSpec) -> None:
         self.table.check_capacity(self._coming)
         size = -(-extent.nbytes // facts.granularity) * facts.granularity
-        self._quotas.promise(facts.id, size, facts.total)
         self._coming += 1
+        self._asking.add(waiter)
+        self._room.ask(
+            waiter,
+            {facts.id: size},
+            lambda aside: self._make(waiter, message, extent, facts, aside),
+            lambda failure: self._refuse(waiter, failure),
+            descriptors=1,
+            totals={facts.id: facts.total},
+        )
+
+    def _refuse(self, waiter: Waiter, failure: Failure) -> None:
+        self._coming -= 1
+        self._asking.discard(waiter)
+        tell(waiter, failure)
+
+    def _make(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent, facts: DeviceSpec, aside: SetAside) -> None:
+        """Make a buffer for which there is room."""
+        self._asking.discard(waiter)
 
         def ended() -> None:
             self._coming -= 1
-            self._quotas.redeem(facts.id, size)
+            self._room.redeem(aside)
 
         def keep(made: Completed) -> None:
             assert made.record is not None, "a buffer has a record"
@@ -105,10 +133,14 @@ class Buffers:
         tell(waiter, Delivery(stored.record, None, stored, True))
 
     def get(self, waiter: Waiter, object_id: str) -> None:
-        """Hand a buffer out, at once.
+        """Hand a buffer out, at once if it is on its device.
 
         :raises BufferNotFound: if it is not listed.
         """
+        listed = self.table.listed(object_id)
+        if listed is not None and (listed.cold or self._restorer.must_wait(waiter, listed)):
+            self._restorer.when_warm(waiter, listed, lambda: self.get(waiter, object_id))
+            return
         stored = self.table.get(waiter.session, object_id)
         tell(waiter, Delivery(stored.record, None, stored, True))
 
@@ -128,12 +160,16 @@ class Buffers:
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that no longer waits; the buffer made for it is dropped."""
         self._waiting.discard(waiter)
+        if waiter in self._asking:
+            self._asking.discard(waiter)
+            self._room.leave(waiter)
+            self._coming -= 1
 
     def stop(self) -> None:
         """Notify all waiters. Later requests are refused."""
         self._stopped = True
-        for waiter in tuple(self._waiting):
-            self._waiting.discard(waiter)
+        for waiter in (*self._waiting, *self._asking):
+            self.leave(waiter)
             tell(waiter, _gone())
 
     def close(self) -> None:
@@ -153,8 +189,9 @@ class Buffers:
             "name": facts.name,
             "total": facts.total,
             "free": free,
-            "used": self._quotas.used(facts.id),
-            "limit": self._quotas.limit(facts.id),
+            "used": self._room.used(facts.id),
+            "limit": self._room.limit(facts.id),
+            "copies": self._copied(facts.id),
         }
 
     def _new_record(self, extent: Extent, device: str) -> Record:
@@ -229,30 +266,6 @@ def _whole(segments: Sequence[Segment]) -> Record:
             segment.close()
         raise
     return Record(list_of_tensors(len(own)), msgspec.msgpack.encode(table), own, sum(sizes), private_nbytes=0)
-
-
-def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:
-    """Return the quotas that a server was given, in bytes by device id.
-
-    :param device: the id of the server's device.
-    :raises ConfigurationError: for a device that is not the server's, and for an amount that is neither bytes nor a fraction.
-    """
-    resolved: dict[str, int] = {}
-    for name, amount in quotas.items():
-        chosen = device_id(name)
-        if chosen not in devices_of(device):
-            raise ConfigurationError(f"quotas[{name!r}]: use a device of this server: {', '.join(devices_of(device))}")
-        if chosen in resolved:
-            raise ConfigurationError(f"quotas[{name!r}]: another name of {chosen} has a quota already")
-        if isinstance(amount, float) and 0 < amount <= 1:
-            resolved[chosen] = int(facts_of(chosen).total * amount)
-        elif isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
-            resolved[chosen] = amount
-        else:
-            raise ConfigurationError(
-                f"quotas[{name!r}]={amount!r}: use bytes as an int, or a fraction of the device's memory as a float up to 1.0"
-            )
-    return resolved
 
 
 def _check_terms(ttl: float | None, max_accesses: int | None, keep: bool) -> None:

@@ -10,21 +10,25 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
 from shared_rpc.memory.backends.choice import lifetime
+from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Arguments
+from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import MechanismInfo, ObjectInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.protocol.values import count_args, decode_call
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.device_memory import DeviceMemory
+from shared_rpc.server.device_room import Room
 from shared_rpc.server.endpoints import Registry, check_chain, identity_of, key_of, takes
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
@@ -44,6 +48,7 @@ from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
+from shared_rpc.server.tiers import Tiers
 
 if TYPE_CHECKING:
     from shared_rpc.server.joiner import Joiner
@@ -66,7 +71,10 @@ class Core:
     :param max_tasks: tasks that may be pending or running.
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
     :param quotas: see :class:`Quotas`.
-    :param memory: where buffers are made; by default in this process.
+    :param when_full: what becomes of requests for which a quota has no room; see :class:`~shared_rpc.server.device_room.Room`.
+    :param host_quota: bytes of host copies, None for any amount.
+    :param memory: where buffers are made, and objects are restored; by default in this process.
+    :param spill: where objects are evicted to files, None if they are not.
     :param socket_path: where other processes connect, if they can.
     :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param descriptors: those of the process; by default no other server of it has objects.
@@ -89,7 +97,10 @@ class Core:
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
         quotas: Mapping[str, int] | None = None,
+        when_full: Literal["evict", "refuse"] = "refuse",
+        host_quota: int | None = None,
         memory: DeviceMemory | None = None,
+        spill: SpillDirectory | None = None,
         mechanism: MechanismInfo | None = None,
         socket_path: str | None = None,
         server_id: str | None = None,
@@ -109,12 +120,37 @@ class Core:
         self._clock = clock = clock or BootClock()
         self._sweeper = Sweeper(clock)
         self.leases = LeaseTable(self._told.given, self._told.ended)
-        self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._told.added, descriptors)
+        self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._added, descriptors)
         self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, self.sessions.pid_of)
         buffers = BufferTable(self.objects, self.leases, clock)
-        self.buffers = Buffers(device, buffers, self.quotas, memory or DeviceMemory(device), self._sweeper.wake_within)
-        self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim)
+        memory = memory or DeviceMemory(device)
+        self.room = Room(
+            self.objects,
+            self.leases,
+            self.quotas,
+            clock,
+            self._sweeper.wake_within,
+            self.sessions.pid_of,
+            lambda: self.tiers,
+            when_full=when_full,
+            host_quota=host_quota,
+        )
+        self.tiers = Tiers(
+            self.objects,
+            self.leases,
+            self.room,
+            memory,
+            spill,
+            self.sessions.pid_of,
+            self._settle,
+            executor.reclaim,
+            self._told.moved,
+        )
+        self.buffers = Buffers(
+            device, buffers, self.room, memory, self._sweeper.wake_within, self.tiers, self.objects.copies.usage
+        )
+        self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim, self.tiers)
         self.sources = Sources(
             lambda: self.runs,
             clock,
@@ -129,10 +165,11 @@ class Core:
             self.objects,
             self.leases,
             self._settle,
-            self.quotas.admit,
+            self.room,
             self.generations.announce,
             self.sources.ask,
             self.sources.unasked,
+            self.tiers,
             self.server_id,
         )
         self.records = Records(
@@ -151,7 +188,13 @@ class Core:
             self.server_id, clock, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
         )
         self.tasks = Tasks(
-            table, self.runs, self.objects, self.leases, self.release, lambda: self._sweeper.wake_within(result_ttl)
+            table,
+            self.runs,
+            self.objects,
+            self.leases,
+            self.release,
+            lambda: self._sweeper.wake_within(result_ttl),
+            self.tiers,
         )
         self._began = clock.now()
         self.started_at = clock.unix(self._began)
@@ -170,7 +213,11 @@ class Core:
                 self._joiner.start()
             started.set()
             await self._sweeper.run(
-                self.objects.expire, self.tasks.table.expire, self.buffers.table.expire, self.sources.expire
+                self.objects.expire,
+                self.tasks.table.expire,
+                self.buffers.table.expire,
+                self.sources.expire,
+                self.room.expire,
             )
         finally:
             self.stop()
@@ -178,9 +225,11 @@ class Core:
     def stop(self) -> None:
         """Release every waiter and drop every object. Calls that come later are refused."""
         self.stopped = True
+        self.room.stop()
         self.runs.stop()
         self.buffers.stop()
         gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped"))
+        self.tiers.stop()
         self.generations.stop(gone)
         self.sources.stop(gone)
         if self._joiner is not None:
@@ -191,6 +240,7 @@ class Core:
     def close(self) -> None:
         """End the threads: the loop has ended."""
         self.buffers.close()
+        self.tiers.close()
         if self._joiner is not None:
             self._joiner.close()
 
@@ -211,17 +261,23 @@ class Core:
         try:
             spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
             if spec.execution == "task":
-                if self.runs.answer_from_cache(waiter, spec, key):
-                    close_arguments(arguments)
-                    return
-                task = self.tasks.submit(spec, key, arguments, chain, waiter, kept=False)
-                self.tasks.watch(waiter, task)
+                self._call_task(waiter, spec, key, arguments, chain)
                 return
         except BaseException as error:
             close_arguments(arguments)
             tell(waiter, Failure.of(error))
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
+
+    def _call_task(
+        self, waiter: Waiter, spec: EndpointSpec, key: str | None, arguments: CallArguments, chain: frozenset[str]
+    ) -> None:
+        def again() -> None:
+            self._call_task(waiter, spec, key, arguments, chain)
+
+        if not self.runs.answer_from_cache(waiter, spec, key, arguments, chain, again):
+            task = self.tasks.submit(spec, key, arguments, chain, waiter, kept=False)
+            self.tasks.watch(waiter, task)
 
     def refresh(
         self,
@@ -332,8 +388,16 @@ class Core:
         self.tasks.leave(waiter)
         self.runs.leave(waiter)
         self.buffers.leave(waiter)
+        self.tiers.leave(waiter)
         self.generations.leave(waiter)
         self.sources.leave(waiter)
+
+    def waits_for(self, waiter: Waiter) -> str:
+        """Return which room a waiter waits for and who has it, for people; ``""`` if it does not wait for room."""
+        # Whoever waits for a task is told how the task is, and not what it waits for: it goes on.
+        task = waiter.task.waiter if waiter.task is not None and not waiter.task.kept else None
+        owners = [waiter, waiter.run, task.run if task is not None else None]
+        return next((why for owner in owners if owner is not None and (why := self.room.why(owner))), "")
 
     def end_session(self, session: str, *, clean: bool = True) -> None:
         """Give back all that the session held.
@@ -409,11 +473,17 @@ class Core:
         self.registry.replace(specs)
         return {"endpoints": list(new), "changed": sorted(changed), "dropped": dropped}
 
-    def restore(self, stored: StoredObject, terms: Terms | None) -> None:
+    def restore(self, stored: StoredObject, terms: Terms | None, copies: Iterable[tuple[SegmentInfo, LowerCopy]] = ()) -> None:
         """Keep an object that an earlier server of this id kept; its leases ended with that one's sessions.
 
         :param terms: a buffer's.
+        :param copies: of one that is cold, with the segments that they are copies of. They belong to this object now.
         """
+        for info, copy in copies:
+            if self.objects.copies.get(info.id, copy.tier) is None:
+                self.objects.copies.add(info, copy)
+            else:  # another object's, in the same segment
+                copy.close()
         if terms is None:
             self.objects.restore(stored)
         else:
@@ -441,7 +511,11 @@ class Core:
 
     def info_of(self, stored: StoredObject) -> ObjectInfo:
         """Describe an object."""
-        info = stored.info(self.server_id, len(self.leases.holders(stored.object_id)), self._clock)
+        holders, active = self.leases.holders(stored.object_id), self.tiers.active(stored.object_id)
+        info = stored.info(self.server_id, len(holders), len(active), self._clock)
+        info["copies"], moving = self.tiers.info(stored)
+        if moving is not None:
+            info["moving"] = moving
         if stored.candidate and not stored.invalidated:
             info["candidate"] = True
         bound = lifetime(stored.record.segments)
@@ -461,6 +535,8 @@ class Core:
             "objects": len(self.objects),
             "buffers": len(self.buffers.table),
             "nbytes": self.objects.nbytes,
+            "copies": self.objects.copies.usage(),
+            "waiting": len(self.room),
             "descriptors": self.objects.descriptors.info(),
             "leases": len(self.leases),
             "pools": self.transfers.info(),
@@ -492,6 +568,7 @@ class Core:
                 key = key_of(spec, *_read(lowered, arguments))
             if chain:
                 check_chain(spec, key, chain)
+                waiter.inner = True
         except BaseException:
             self.runs.statistics.refused += 1
             raise
@@ -507,6 +584,7 @@ class Core:
             if lingers is not None:
                 self._sweeper.wake_within(lingers)
         self.objects.settle(*object_ids)
+        self.room.changed()
         for object_id in object_ids:
             stored = self.objects.get(object_id)
             if stored is not None and stored.idle_ttl is not None:
@@ -515,12 +593,18 @@ class Core:
     def _forget_task(self, task: Task[Waiter]) -> None:
         self.tasks.forget(task)
 
+    def _added(self, stored: StoredObject) -> None:
+        self._told.added(stored)
+        if stored.host_copy == "at_build":
+            self.tiers.copy_ahead(stored)
+
     def _dropped(self, stored: StoredObject) -> None:
         stored.live = None
         stored.close()
         if stored.record.segments:
             self._executor.reclaim()
         self._told.freed(stored)
+        self.room.changed()
 
 
 def _joiner_of(cluster: str, socket_path: str | None) -> Joiner | None:

@@ -100,6 +100,8 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "cache": (True, False),
     "managed": (True, False),
     "singleflight": (True, False),
+    "host_copy": ("on_evict", "never", "at_build"),
+    "pinned": (False, True),
 }
 _OPTIONS = {*_ALLOWED, "cache_format_key", "idle_ttl"}
 

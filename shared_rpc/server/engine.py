@@ -18,6 +18,7 @@ import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.forks import after_fork, fork_safe_lock
+from shared_rpc.memory.closing import CLOSER
 from shared_rpc.server.core import Core
 from shared_rpc.server.executor import Executor
 
@@ -127,17 +128,18 @@ class Engine:
             self._thread.join(_STOP_TIMEOUT)
 
     def _run(self) -> None:
-        try:
-            anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
-        except BaseException:
-            _log.exception("%s failed", self._name)
-        finally:
-            with self._posting:
-                self._ended = True
-            self._run_posted()
-            self._executor.close()
-            self.core.close()
-            self._ready.set()
+        with CLOSER.spare_this_thread():
+            try:
+                anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
+            except BaseException:
+                _log.exception("%s failed", self._name)
+            finally:
+                with self._posting:
+                    self._ended = True
+                self._run_posted()
+                self._executor.close()
+                self.core.close()
+                self._ready.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.outcomes import Failure
-from shared_rpc.server.runs import Delivery, Waiter, tell
+from shared_rpc.server.runs import Delivery, Restorer, Waiter, tell
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.quotas import Quotas
@@ -52,6 +52,7 @@ class Generations:
 
     :param release: gives leases back: session, object ids.
     :param reclaim: gives memory back that only a value of the executor held.
+    :param restorer: restores objects that are cold.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class Generations:
         leases: LeaseTable,
         release: Callable[[str, Iterable[str]], object],
         reclaim: Callable[[], None],
+        restorer: Restorer,
     ) -> None:
         self._server_id = server_id
         self._objects = objects
         self._leases = leases
         self._release = release
         self._reclaim = reclaim
+        self._restorer = restorer
         #: The latest generation of each key with its position, in order of positions.
         self._latest: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
         self._position = 0
@@ -158,7 +161,7 @@ class Generations:
         return self.of(stored)
 
     def deliver_latest(self, waiter: Waiter, object_id: str) -> None:
-        """Deliver the current object of an object's key, at once, with a lease.
+        """Deliver the current object of an object's key with a lease, at once if it is on its device.
 
         :raises StaleHandleError: if the server does not own the object, or nothing of its key is current.
         """
@@ -171,10 +174,10 @@ class Generations:
                 f"{stored.cache_key} was invalidated and has no current generation: call the endpoint again",
                 reason="invalidated",
             )
-        self._deliver(waiter, current)
+        self._deliver(waiter, current, lambda: self.deliver_latest(waiter, object_id))
 
     def deliver_object(self, waiter: Waiter, object_id: str, cache_key: str) -> None:
-        """Hand an object out that is there, current or not, at once, with a lease.
+        """Hand an object out that is there, current or not, with a lease; at once if it is on its device.
 
         :param cache_key: its key, for the reason of an error, ``""`` if it has none.
         :raises StaleHandleError: if the server does not own the object any more.
@@ -183,7 +186,7 @@ class Generations:
         if stored is not None:
             if stored.listed and stored.cache_key is not None:
                 self._objects.lookup(stored.cache_key)  # this counts as an access
-            self._deliver(waiter, stored)
+            self._deliver(waiter, stored, lambda: self.deliver_object(waiter, object_id, cache_key))
             return
         current = self._objects.lookup(cache_key)
         if current is not None:
@@ -198,7 +201,10 @@ class Generations:
             reason="object_gone",
         )
 
-    def _deliver(self, waiter: Waiter, stored: StoredObject) -> None:
+    def _deliver(self, waiter: Waiter, stored: StoredObject, again: Callable[[], None]) -> None:
+        if stored.cold or self._restorer.must_wait(waiter, stored):
+            self._restorer.when_warm(waiter, stored, again)
+            return
         self._leases.grant(waiter.session, stored.object_id)
         tell(waiter, Delivery(stored.record, stored.live, stored, True))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from shared_rpc.protocol.infos import SourceInfo
-from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.protocol.records import SegmentInfo, Tier
 from shared_rpc.server.core import Core
 from shared_rpc.server.state.objects import usage_of
+from shared_rpc.server.state.tiers import LOWER
 
 __all__ = ["Measures", "measures"]
 
@@ -44,6 +45,7 @@ def measures(cores: Iterable[Core]) -> Measures:
         found["objects"]["result",] += len(core.objects) - buffers
         found["objects"]["buffer",] += buffers
         found["object_bytes"][core.device,] += 0
+        _add_tiers(found, core)
         segments |= core.objects.segments()
         for status, count in core.tasks.table.counts().items():
             found["tasks"][status,] += count
@@ -61,6 +63,18 @@ def measures(cores: Iterable[Core]) -> Measures:
     return found
 
 
+def _add_tiers(found: Measures, core: Core) -> None:
+    for tier in get_args(Tier):
+        found["tier_objects"][tier,] += 0
+    for tier in LOWER:
+        found["copy_bytes"][tier,] += core.objects.copies.nbytes(tier)
+    for stored in core.objects:
+        found["tier_objects"][stored.tier,] += 1
+        found["active_objects"][()] += bool(core.tiers.active(stored.object_id))
+    found["active_objects"][()] += 0
+    found["room_waiting"][()] += len(core.room)
+
+
 def _add_source(found: Measures, source: SourceInfo | None) -> None:
     status = source["status"] if source is not None else {}
     joiner = source["joiner"] if source is not None else None
@@ -71,3 +85,6 @@ def _add_source(found: Measures, source: SourceInfo | None) -> None:
         found[name][()] = max(found[name][()], number)
     found["cluster_received_bytes"][()] += status.get("bytes_received", 0)
     found["cluster_sent_bytes"][()] += status.get("bytes_sent", 0)
+    found["cluster_moved_bytes"]["objects",] += 0
+    for mover, nbytes in status.get("bytes_by_mover", {}).items():
+        found["cluster_moved_bytes"][mover,] += nbytes

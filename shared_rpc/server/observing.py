@@ -13,10 +13,14 @@ from shared_rpc.observability.events import (
     CallStarted,
     LeaseEnded,
     LeaseGiven,
+    MoveReason,
+    ObjectEvicted,
     ObjectFreed,
     ObjectPublished,
+    ObjectRestored,
     Outcome,
 )
+from shared_rpc.protocol.records import Tier
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.objects import StoredObject
 
@@ -77,6 +81,35 @@ class Listeners:
         """Tell that nothing keeps an object any more."""
         if HOOKS.registered:
             HOOKS.emit(ObjectFreed(**self._object(stored)))
+
+    def moved(
+        self,
+        stored: StoredObject,
+        from_tier: Tier,
+        to_tier: Tier,
+        *,
+        nbytes: int,
+        copied: int,
+        seconds: float,
+        reason: MoveReason,
+    ) -> None:
+        """Tell that an object has changed its tier."""
+        if HOOKS.registered:
+            kind = ObjectRestored if to_tier == "device" else ObjectEvicted
+            HOOKS.emit(
+                kind(
+                    server_id=self._server_id,
+                    object_id=stored.object_id,
+                    endpoint=stored.endpoint,
+                    device=stored.record.device,
+                    from_tier=from_tier,
+                    to_tier=to_tier,
+                    nbytes=nbytes,
+                    copied=copied,
+                    seconds=seconds,
+                    reason=reason,
+                )
+            )
 
     def _object(self, stored: StoredObject) -> dict[str, Any]:
         return {

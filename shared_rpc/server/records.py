@@ -168,6 +168,8 @@ class Records:
             managed=spec.managed,
             adopted=True,
             candidate=not current,
+            host_copy=spec.host_copy,
+            pinned=spec.pinned,
         )
         if not current:
             self._leases.grant(session, stored.object_id)
@@ -227,6 +229,8 @@ class Records:
                     f"buffer {object_id[:100]} for segment {number} of the record is none that this session holds",
                     reason="unknown",
                 )
+            if stored.cold:
+                raise RecordError(f"buffer {object_id} for segment {number} was evicted: resume its handle", reason="room")
             found = stored.record.segments[0].info if stored.record.segments else None
             if found is None or found.device != device or found.nbytes < info.nbytes or not stored.listed:
                 raise RecordError(

@@ -199,13 +199,11 @@ class RemoteCaller(msgspec.Struct, eq=False):
         """Give up an earlier request. One that is not there has its reply on the way."""
         caller = self._client.waiting.get(self._number)
         if caller is not None:
+            assert caller._waiter is not None, "only a waiting request is cancelled"
+            busy = self.core.waits_for(caller._waiter) or caller._out_of_memory
             caller.leave()
             text = "the caller has cancelled the call"
-            caller.reply(
-                m.Error(ServerBusy.code, caller._out_of_memory)
-                if caller._out_of_memory
-                else m.Error(DeadlineExceeded.code, text)
-            )
+            caller.reply(m.Error(ServerBusy.code, busy) if busy else m.Error(DeadlineExceeded.code, text))
 
     def out_of_memory(self, why: str) -> None:
         self._out_of_memory = why

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
-from shared_rpc.errors import ConnectionClosed, SharedRPCError
+from shared_rpc.errors import ConnectionClosed
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol.infos import ProgressInfo, RunInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
+from shared_rpc.server.device_room import Room, SetAside
 from shared_rpc.server.executor import Executor
 from shared_rpc.server.observing import Observed
 from shared_rpc.server.outcomes import Completed, Failure
@@ -27,9 +29,12 @@ from shared_rpc.server.state.runs import CallArguments, Run, RunTable
 from shared_rpc.server.state.tasks import TASK_SESSION, Task
 from shared_rpc.server.statistics import Statistics
 
-__all__ = ["CallArguments", "Delivery", "Runs", "Waiter", "close_arguments", "tell"]
+__all__ = ["CallArguments", "Delivery", "Restorer", "Runs", "Waiter", "close_arguments", "tell"]
 
 _log = logging.getLogger("shared_rpc.server")
+
+#: The keys built last, whose sizes are known.
+_KNOWN_SIZES = 1 << 14
 
 
 @dataclass(slots=True)
@@ -60,6 +65,8 @@ class Waiter:
     :param on_progress: called with the endpoint's progress.
     :param on_out_of_memory: called with why, if the result has to wait for memory.
     :param on_leave: called when it no longer waits, if the core does not know it.
+    :param inner: whether it is the call of an endpoint that runs: where others wait for room, it goes before them, because what
+        they wait for may be what that endpoint uses.
     :param pooled: whether it takes a result that lies in its session's pool.
     :param on_event: of a waiter for a task: called with every change.
     :param request_id: identifies its request in logs and errors.
@@ -79,6 +86,7 @@ class Waiter:
     on_progress: Callable[[Progress], None] | None = None
     on_out_of_memory: Callable[[str], None] | None = None
     on_leave: Callable[[], None] | None = None
+    inner: bool = False
     pooled: bool = False
     on_event: Callable[[TaskInfo], None] | None = None
     request_id: str = ""
@@ -87,14 +95,43 @@ class Waiter:
     task: Task[Waiter] | None = field(default=None, repr=False)
 
 
+class Restorer(Protocol):
+    """The restoration of cold objects."""
+
+    def when_warm(
+        self,
+        waiter: Waiter,
+        stored: StoredObject,
+        then: Callable[[], None],
+        otherwise: Callable[[Failure | None], None] | None = None,
+        *,
+        rebuilds: bool = False,
+    ) -> None:
+        """Call ``then`` when a cold object is on its device. The waiter gets errors, also of ``then``, unless it leaves before.
+
+        :param otherwise: called in place of ``then``, if that is not: with the failure, or None if the waiter has left.
+        :param rebuilds: whether ``then`` is called too where the object cannot be restored any more, and was dropped.
+        """
+
+    def must_wait(self, waiter: Waiter, stored: StoredObject) -> bool:
+        """Return whether a waiter that is to use an object has to ask for it by :meth:`when_warm`, though it is on its device.
+
+        That is so while others wait for room there, so that the objects in use come to rest.
+        """
+
+    def leave(self, waiter: Waiter) -> None:
+        """Forget a waiter that no longer waits."""
+
+
 class Runs:
     """All runs of a server. On its loop only.
 
     :param settle: called with the ids of objects whose leases changed, or which were added.
-    :param admit: called with a record before it is kept; its error becomes the outcome.
+    :param room: is asked before a result is kept, and before it is built anew; its error becomes the outcome.
     :param listed: called with an object that the cache lists from now on.
     :param ask: called with a run whose object a source of records may have; True if it waits for that, see :meth:`begin`.
     :param unasked: called with a run that waits for a source, and is dropped.
+    :param restorer: restores results that are cold.
     :param server_id: the server's, for events.
     """
 
@@ -104,10 +141,11 @@ class Runs:
         objects: ObjectStore,
         leases: LeaseTable,
         settle: Callable[[str], None],
-        admit: Callable[[Record], None],
+        room: Room,
         listed: Callable[[StoredObject], None],
         ask: Callable[[Run[Waiter]], bool],
         unasked: Callable[[Run[Waiter]], None],
+        restorer: Restorer,
         server_id: str,
     ) -> None:
         self.calls: RunTable[Waiter] = RunTable()
@@ -116,19 +154,27 @@ class Runs:
         self._objects = objects
         self._leases = leases
         self._settle = settle
-        self._admit = admit
+        self._room = room
+        #: Results that wait for room to be kept, by their runs.
+        self._awaiting: dict[Run[Waiter], Completed] = {}
+        #: What the latest results of keys took, in bytes by device: a result that is built anew takes as much.
+        self._sizes: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._listed = listed
         self._ask = ask
         self._unasked = unasked
+        self._restorer = restorer
         self._server_id = server_id
         #: For each serialized endpoint, the run whose turn it is, and the runs in line after it.
         self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
 
     def stop(self) -> None:
         """Release every waiter."""
+        for outcome in self._awaiting.values():
+            self._discard(outcome.record)
+        self._awaiting.clear()
         gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped before the call ended"))
         for run in self.calls:
-            if not run.running:
+            if not run.over and not run.running:
                 self._withdraw(run)
             self._close(run, gone)
         self._lines.clear()
@@ -141,8 +187,7 @@ class Runs:
         :param arguments: descriptors in them belong to this object now.
         """
         fresh = waiter.refreshes or waiter.prepares
-        if key is not None and not fresh and self.answer_from_cache(waiter, spec, key):
-            close_arguments(arguments)
+        if key is not None and not fresh and self.answer_from_cache(waiter, spec, key, arguments, chain):
             return
         if spec.singleflight and (key is not None or waiter.refreshes) and not waiter.prepares:
             run = self.calls.join_refresh(waiter.arguments, waiter) if waiter.refreshes else self.calls.join(key, waiter)
@@ -174,13 +219,31 @@ class Runs:
         self.calls.open(run)
         if spec.managed and key is not None and not waiter.refreshes and self._ask(run):
             return
-        if spec.concurrency == "parallel" or self._has_turn(run):
-            self._executor.start(run, self)
+        self.begin(run)
 
     def begin(self, run: Run[Waiter]) -> None:
         """Build what the source of records was asked for. The place of a serialized endpoint's run in line is from here on."""
         if run.spec.concurrency == "parallel" or self._has_turn(run):
+            self._start(run)
+
+    def _start(self, run: Run[Waiter]) -> None:
+        """Have a run's work done, once there is room for what its key's latest result took."""
+        sizes = self._sizes.get(run.key or run.former_key or "")
+        if sizes is None or not self._room.waits:
             self._executor.start(run, self)
+            return
+
+        def granted(aside: SetAside) -> None:
+            run.aside = aside
+            self._executor.start(run, self)
+
+        inner = any(waiter.inner for waiter in run.waiters)
+        self._room.ask(run, sizes, granted, functools.partial(self._not_begun, run), first=inner)
+
+    def _not_begun(self, run: Run[Waiter], failure: Failure) -> None:
+        """End a run that has no room for its result."""
+        close_arguments(run.arguments)
+        self.ended(run, failure)
 
     def _has_turn(self, run: Run[Waiter]) -> bool:
         """Get a run of a serialized endpoint in line; return whether it is the first."""
@@ -219,23 +282,52 @@ class Runs:
         if run.progress is not None and waiter.on_progress is not None:
             waiter.on_progress(run.progress)
 
-    def answer_from_cache(self, waiter: Waiter, spec: EndpointSpec, key: str | None) -> bool:
-        """Deliver the cached result of a key, if there is one."""
+    def answer_from_cache(
+        self,
+        waiter: Waiter,
+        spec: EndpointSpec,
+        key: str | None,
+        arguments: CallArguments,
+        chain: frozenset[str],
+        again: Callable[[], None] | None = None,
+    ) -> bool:
+        """Deliver the cached result of a key, if there is one: now, or when it is restored.
+
+        :param arguments: descriptors in them belong to this object then.
+        :param again: called when it is restored, or lost; by default :meth:`enter`.
+        """
         stored = self._objects.lookup(key) if key is not None else None
         if stored is None:
             return False
+        if stored.tier != "device" or (self._objects.contended and self._restorer.must_wait(waiter, stored)):
+            again = again or functools.partial(self.enter, waiter, spec, key, arguments, chain)
+            self._restorer.when_warm(
+                waiter, stored, again, functools.partial(self._not_restored, spec, arguments), rebuilds=True
+            )
+            return True
         self.statistics.of(spec.name)["hits"] += 1
         if waiter.observed is not None:
             waiter.observed.how = "hit"
         self._deliver([waiter], spec, stored.record, stored.live, stored)
+        close_arguments(arguments)
         return True
+
+    def _not_restored(self, spec: EndpointSpec, arguments: CallArguments, failure: Failure | None) -> None:
+        close_arguments(arguments)
+        if failure is not None:
+            self.statistics.of(spec.name)["errors"] += 1
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that no longer waits. Work that has not begun is dropped with its last."""
         run, waiter.run = waiter.run, None
         if run is None:
+            self._restorer.leave(waiter)
             return
-        if self.calls.leave(run, waiter):
+        unwanted = self.calls.leave(run, waiter)
+        if run in self._awaiting:
+            if not run.waiters:
+                self._give_up_room(run)
+        elif unwanted:
             self.drop(run)
         elif not run.waiters and not run.over and not run.miss:
             self._abandon(run)
@@ -245,7 +337,9 @@ class Runs:
         run.over = True
         if run.miss:
             self._unasked(run)
-        self._executor.withdraw(run)
+        if not self._room.leave(run):
+            self._executor.withdraw(run)
+        self._give_back_room(run)
         close_arguments(run.arguments)
 
     def _abandon(self, run: Run[Waiter]) -> None:
@@ -254,6 +348,7 @@ class Runs:
             run.over = True
             self.calls.close(run)
             self._count_build(run)
+            self._give_back_room(run)
             self._next_turn(run)
 
     def infos(self, limit: int) -> list[RunInfo]:
@@ -338,26 +433,67 @@ class Runs:
         if not line:
             del self._lines[spec.name]
         elif had_turn:
-            self._executor.start(line[0], self)
+            self._start(line[0])
 
     def _finish(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
+        had_room = self._give_back_room(run)
         if isinstance(outcome, Failure):
             self._close(run, outcome)
             return
-        spec, key, record = run.spec, run.key, outcome.record
-        waiters = self.calls.close(run)
-        kept = key is not None or (spec.managed and waiters) or any(waiter.keeps or waiter.prepares for waiter in waiters)
+        record, waiters = outcome.record, run.waiters
+        kept = run.key is not None or (run.spec.managed and waiters) or any(one.keeps or one.prepares for one in waiters)
         if record is None or not kept:
-            self._deliver(waiters, spec, record, outcome.live, None)
+            self._deliver(self.calls.close(run), run.spec, record, outcome.live, None)
             if record is not None:
                 record.close()
             return
-        refusal = self._refusal(record)
-        if refusal is not None:
+        self._awaiting[run] = outcome
+        sizes, descriptors = self._room.needs_of(record)
+        self._room.ask(
+            run,
+            sizes,
+            functools.partial(self._keep, run),
+            functools.partial(self._refuse, run),
+            descriptors=descriptors,
+            first=had_room or any(waiter.inner for waiter in waiters),
+        )
+        if not run.waiters:
+            self._give_up_room(run)
+
+    def _give_back_room(self, run: Run[Waiter]) -> bool:
+        """Give back the room that was set aside for a run's result; False if there was none."""
+        aside, run.aside = run.aside, None
+        if aside is not None:
+            self._room.redeem(aside)
+        return aside is not None
+
+    def _give_up_room(self, run: Run[Waiter]) -> None:
+        """Drop the result of a run without waiters, if it waits for room: it must not hold up those who wait for theirs."""
+        outcome = self._awaiting.pop(run, None)
+        if outcome is not None:
+            self._room.leave(run)
+            self.calls.close(run)
+            self._discard(outcome.record)
+
+    def _refuse(self, run: Run[Waiter], refusal: Failure) -> None:
+        """End a run whose result cannot be kept."""
+        self._discard(self._awaiting.pop(run).record)
+        self._close(run, refusal)
+
+    def _discard(self, record: Record | None) -> None:
+        if record is not None:
             record.close()
-            self._executor.reclaim()
-            self._tell_all(spec.name, waiters, refusal)
-            return
+        self._executor.reclaim()
+
+    def _keep(self, run: Run[Waiter], aside: SetAside) -> None:
+        """Keep the result of a run, for which there is room."""
+        outcome = self._awaiting.pop(run)
+        spec, key, record = run.spec, run.key, outcome.record
+        assert record is not None, "a result without a record takes no room"
+        waiters = self.calls.close(run)
+        if self._room.waits and (key or run.former_key):
+            self._remember(key or run.former_key or "", record)
+        self._room.redeem(aside)
         stored = self._objects.add(
             spec.name,
             key or run.former_key,
@@ -369,6 +505,8 @@ class Runs:
             managed=spec.managed,
             adopted=run.adopted,
             candidate=run.prepares,
+            host_copy=spec.host_copy,
+            pinned=spec.pinned,
         )
         stored.invalidated = run.invalidated
         self._deliver(waiters, spec, record, outcome.live, stored)
@@ -376,13 +514,12 @@ class Runs:
             self._listed(stored)
         self._settle(stored.object_id)
 
-    def _refusal(self, record: Record) -> Failure | None:
-        """Return why a result cannot be kept, where that is so."""
-        try:
-            self._admit(record)
-        except SharedRPCError as error:
-            return Failure.of(error)
-        return None
+    def _remember(self, key: str, record: Record) -> None:
+        """Note what a key's result took."""
+        self._sizes.pop(key, None)
+        self._sizes[key] = self._room.needs_of(record)[0]
+        if len(self._sizes) > _KNOWN_SIZES:
+            self._sizes.popitem(last=False)
 
     def _close(self, run: Run[Waiter], failure: Failure) -> None:
         self._tell_all(run.spec.name, self.calls.close(run), failure)

@@ -7,19 +7,21 @@ import os
 import resource
 from collections.abc import Collection, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.lifecycle.signals import wait_for_signal
+from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_tag
 from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.infos import MechanismInfo, ServerInfo
 from shared_rpc.server.acceptor import Acceptor
-from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.core import Core
 from shared_rpc.server.endpoints import Endpoint, Registry
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.in_process import InProcessExecutor
+from shared_rpc.server.limits import check_when_full, resolve_host_quota, resolve_quotas
 from shared_rpc.server.measures import measures
 from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
 from shared_rpc.server.transfer import transfers_of
@@ -58,7 +60,7 @@ class App(Protocol):
 
 
 class Server:
-    """A server of a provider's endpoints at a Unix socket, in a thread of its own.
+    r"""A server of a provider's endpoints at a Unix socket, in a thread of its own.
 
     :param provider: whose endpoints to serve; those shared later are served too.
     :param socket_path: where to listen; by default by the provider's base path and device.
@@ -68,8 +70,14 @@ class Server:
     :param max_tasks: tasks that may be pending or running; further submits fail with :class:`ServerBusy`.
     :param result_ttl: seconds a finished task is remembered, and its result kept until a client fetches it.
     :param quotas: how much memory objects and buffers may take together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``):
-        bytes as an int, or a fraction of the device's memory as a float up to 1.0. Objects beyond it are refused, unless
-        cached objects without holders can make room.
+        bytes as an int, or a fraction of the device's memory as a float up to 1.0.
+    :param when_full: what becomes of an object for which a quota has no room: it is ``"refuse"``\ d, unless cached objects
+        without holders can be dropped for it; or the server ``"evict"``\ s what nobody uses to a lower tier, and the request
+        waits for room until its deadline.
+    :param host_quota: how much memory host copies of evicted objects may take: bytes as an int, or a fraction of the host's
+        memory as a float; by default any amount.
+    :param spill_dir: a directory of this user, where objects are evicted to files without names; None for no files. Objects in
+        host memory are evicted there alone.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
     :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
@@ -93,6 +101,9 @@ class Server:
         max_tasks: int = 1000,
         result_ttl: float = 3600.0,
         quotas: Mapping[str, int | float] | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
+        when_full: Literal["evict", "refuse"] = "refuse",
+        host_quota: float | None = None,
         max_connections: int = 8192,
         pool: PoolOptions | None = None,
         allow_uids: Collection[int] = (),
@@ -108,6 +119,10 @@ class Server:
         self._max_tasks = max_tasks
         self._result_ttl = result_ttl
         self._quotas = dict(quotas or {})
+        self._spill_dir = spill_dir
+        check_when_full(when_full, self._quotas)
+        self._when_full = when_full
+        self._host_quota = host_quota
         self._max_connections = max_connections
         self._pool = pool
         self._uids = {os.geteuid(), *allow_uids}
@@ -156,7 +171,7 @@ class Server:
         Raises this process's soft limit of open files to the hard one: every client and every segment needs some.
 
         :raises ConfigurationError: if the socket cannot be had; a live server's pid is named. So it is if the port for metrics
-            cannot, or the package that they need, or what the cluster needs.
+            cannot, or the package that they need, or what the cluster needs; or the spill directory.
         """
         if self.running:
             raise ConfigurationError(f"this server is running already, at {self.socket_path}")
@@ -178,9 +193,12 @@ class Server:
             max_tasks=self._max_tasks,
             result_ttl=self._result_ttl,
             quotas=resolve_quotas(self._quotas, device),
+            spill=SpillDirectory(os.fspath(self._spill_dir)) if self._spill_dir is not None else None,
+            when_full=self._when_full,
+            host_quota=resolve_host_quota(self._host_quota),
             mechanism=mechanism,
             socket_path=path,
-            descriptors=Descriptors(mapped=mapped_limit()),
+            descriptors=Descriptors(mapped=mapped_limit(), closing=CLOSER.__len__),
             cluster=self._provider.cluster if self._cluster is None else self._cluster,
             source_grace=self._source_grace,
         )

@@ -11,9 +11,9 @@ from shared_rpc.observability.events import HOOKS, TaskChanged
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskStatus
 from shared_rpc.server.outcomes import Failure
-from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
+from shared_rpc.server.runs import CallArguments, Delivery, Restorer, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.state.leases import LeaseTable
-from shared_rpc.server.state.objects import ObjectStore
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.tasks import TASK_SESSION, Task, TaskTable
 
 __all__ = ["Tasks"]
@@ -29,6 +29,7 @@ class Tasks:
 
     :param release: gives leases back: session, object ids.
     :param changed: called when a task ended: there may be one more to expire.
+    :param restorer: restores results that are cold.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Tasks:
         leases: LeaseTable,
         release: Callable[[str, list[str]], object],
         changed: Callable[[], None],
+        restorer: Restorer,
     ) -> None:
         self.table = table
         self._runs = runs
@@ -46,6 +48,7 @@ class Tasks:
         self._leases = leases
         self._release = release
         self._changed = changed
+        self._restorer = restorer
 
     def submit(
         self,
@@ -104,6 +107,9 @@ class Tasks:
         """
         stored = self._objects.get(claimed)
         if stored is not None and waiter.session in self._leases.holders(claimed):
+            if stored.cold:
+                self._restorer.when_warm(waiter, stored, lambda: self.fetch(waiter, task_id, claimed))
+                return
             if stored.managed:
                 self._leases.grant(waiter.session, claimed)
             tell(waiter, Delivery(stored.record, stored.live, stored, stored.managed))
@@ -147,7 +153,7 @@ class Tasks:
         waiter = task.waiter
         assert waiter is not None, "a task that has not ended has a waiter"
         run = waiter.run
-        if run is not None and run.running and len(run.waiters) == 1:
+        if run is not None and run.running and not run.over and len(run.waiters) == 1:
             if not task.info.cancel_requested:
                 self.table.update(task, cancel_requested=True)
                 self._runs.ask_to_stop(run)
@@ -185,6 +191,10 @@ class Tasks:
         waiters, task.watchers = list(waiters), []
         outcome = task.failure or self._result(task)
         takers = [waiter for waiter in waiters if not waiter.looks]
+        if isinstance(outcome, Delivery) and outcome.stored is not None and outcome.stored.cold:
+            for waiter in takers:
+                self._deliver_warm(task, waiter, outcome.stored)
+            takers, waiters = [], [waiter for waiter in waiters if waiter.looks]
         if isinstance(outcome, Delivery) and outcome.stored is not None:
             for waiter in waiters:
                 if waiter.claims or (outcome.managed and not waiter.looks):
@@ -194,6 +204,20 @@ class Tasks:
             tell(waiter, outcome)
         if takers and isinstance(outcome, Delivery):
             self.forget(task)
+
+    def _deliver_warm(self, task: Task[Waiter], waiter: Waiter, stored: StoredObject) -> None:
+        """Deliver a cold result when it is restored. Its session holds it until then: another taker ends the task's lease."""
+
+        def release(failure: Failure | None = None) -> None:
+            self._release(waiter.session, [stored.object_id])
+
+        def then() -> None:
+            self._deliver(task, [waiter])
+            release()
+
+        waiter.task = None
+        self._leases.grant(waiter.session, stored.object_id)
+        self._restorer.when_warm(waiter, stored, then, release)
 
     def _result(self, task: Task[Waiter]) -> Delivery | Failure:
         stored = self._objects.get(task.info.object_id or "")

@@ -36,14 +36,15 @@ from shared_rpc.provider.overrides import Overrides
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.runtime import Runtime
 from shared_rpc.server.arguments import read_arguments
-from shared_rpc.server.buffers import resolve_quotas
 from shared_rpc.server.engine import USES_UVLOOP
 from shared_rpc.server.in_process import InProcessExecutor
+from shared_rpc.server.limits import resolve_quotas
 from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.runs import Run
 from shared_rpc.server.stream import FramedStream
 from shared_rpc.server.threads import Job, WorkerThreads
 from shared_rpc.server.transfer import ServerTransfer, transfers_of
+from shared_rpc.worker.copying import Copying
 from shared_rpc.worker.runtime import WorkerRuntime
 
 __all__ = ["WorkerHost"]
@@ -94,6 +95,7 @@ class WorkerHost:
             w.Reclaim: self._reclaim,
             w.Allocate: self._allocate,
             w.FreeBytes: self._free_bytes,
+            **Copying(self._send, self._on_loop).handlers,
         }
         self._stream: FramedStream
         self._hang_up: asyncio.Event
@@ -396,6 +398,9 @@ class WorkerHost:
         chunks = given_back(hosted, session)
         if chunks:
             self._stream.send(w.ChunksReturned(hosted.key, session, chunks))
+
+    def _send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        self._stream.send(message, number, payload, fds)
 
     def _on_loop(self, job: Callable[[], None]) -> None:
         with suppress(RuntimeError):

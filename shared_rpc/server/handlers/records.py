@@ -13,11 +13,19 @@ from shared_rpc.server.outcomes import Failure
 @handles(x.ExportObject)
 def export(caller: Caller, message: x.ExportObject) -> None:
     core = caller.core
+
+    def exported() -> None:
+        stored = core.stored(message.object_id)
+        header = core.records.export(caller.session, stored)
+        fds = tuple(segment.fileno() for segment in stored.record.segments)
+        if not caller.reply(x.Exported(stored.object_id, stored.generation), header.to_bytes(), fds):
+            core.release(caller.session, [stored.object_id])
+
     stored = core.stored(message.object_id)
-    header = core.records.export(caller.session, stored)
-    fds = tuple(segment.fileno() for segment in stored.record.segments)
-    if not caller.reply(x.Exported(stored.object_id, stored.generation), header.to_bytes(), fds):
-        core.release(caller.session, [stored.object_id])
+    if stored.cold:
+        core.tiers.when_warm(caller.wait(), stored, exported)
+    else:
+        exported()
 
 
 @handles(x.CheckRecord)

@@ -156,6 +156,11 @@ class BufferTable:
                 self._tell(stored)
         return stored
 
+    def listed(self, object_id: str) -> StoredObject | None:
+        """Return a listed buffer, None for any other. That is no access."""
+        stored = self._objects.get(object_id)
+        return stored if stored is not None and self._current(object_id) is not None else None
+
     def free(self, object_id: str) -> bool:
         """Unlist a buffer; False if it was not listed, or not any more."""
         if self._current(object_id) is None:

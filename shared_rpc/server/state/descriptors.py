@@ -40,10 +40,17 @@ class Descriptors:
 
     :param available: how many descriptors the process may have now; it can be changed while it runs.
     :param mapped: how many mappings it may have, if it maps kept objects.
+    :param closing: how many descriptors of dropped objects are being closed.
     """
 
-    def __init__(self, available: Callable[[], int] = open_limit, mapped: int | None = None) -> None:
+    def __init__(
+        self,
+        available: Callable[[], int] = open_limit,
+        mapped: int | None = None,
+        closing: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.available = available
+        self.closing = closing
         self._mapped = mapped
         #: Descriptors that objects have or have reserved.
         self.used = 0
@@ -54,9 +61,11 @@ class Descriptors:
         return min(self.available(), self._mapped or sys.maxsize) // _SHARE
 
     def are_scarce(self, newest: int) -> bool:
-        """Return whether few are left, by the number of one opened just now: the kernel gives the lowest that is free."""
+        """Return whether few are left, by the number of one opened just now: the kernel gives the lowest that is free. Those
+        that are being closed are left too.
+        """
         available = self.available()
-        return newest >= available - available // _RESERVE
+        return newest - self.closing() >= available - available // _RESERVE
 
     def info(self) -> DescriptorInfo:
         """Return how many objects have, how many they may have, and how many the process may."""

@@ -1,4 +1,8 @@
-"""Leases. A lease is a session and an object; it counts the handles the session was given."""
+"""Leases. A lease is a session and an object; it counts the handles the session was given.
+
+It is active, unless the session has suspended the object: then the session promises not to touch the object's memory until it
+resumes it. Being granted another handle is resuming.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,17 @@ class LeaseTable:
         self._on_end = on_end
         self._by_session: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._by_object: defaultdict[str, set[str]] = defaultdict(set)
+        #: The sessions that have suspended an object that they hold, by object.
+        self._suspended: defaultdict[str, set[str]] = defaultdict(set)
+        self._watched: dict[str, Callable[[], None]] = {}
 
     def grant(self, session: str, object_id: str) -> None:
         """Count one more handle of the session."""
         held = self._by_session[session]
         held[object_id] += 1
         self._by_object[object_id].add(session)
+        if self._suspended or self._watched:
+            self._activate(session, object_id)
         if self._on_give is not None and held[object_id] == 1:
             self._on_give(session, object_id)
 
@@ -40,6 +49,45 @@ class LeaseTable:
         if held[object_id] == 0:
             self._end(session, object_id)
         return True
+
+    def suspend(self, session: str, object_id: str) -> bool:
+        """Make a lease inactive. False if the session holds no lease on the object, or an inactive one."""
+        if session not in self._by_object.get(object_id, ()) or session in self._suspended.get(object_id, ()):
+            return False
+        self._suspended[object_id].add(session)
+        return True
+
+    def resume(self, session: str, object_id: str) -> bool:
+        """Make a lease active. False if the session holds none on the object."""
+        if session not in self._by_object.get(object_id, ()):
+            return False
+        self._activate(session, object_id)
+        return True
+
+    def active(self, object_id: str) -> frozenset[str]:
+        """Return the sessions that hold an object and have not suspended it."""
+        return self.holders(object_id).difference(self._suspended.get(object_id, ()))
+
+    def watch(self, object_id: str, on_active: Callable[[], None]) -> None:
+        """Have a function called whenever a session gets a lease on an object, or resumes it, until :meth:`unwatch`."""
+        self._watched[object_id] = on_active
+
+    def unwatch(self, object_id: str) -> None:
+        """End :meth:`watch`, if there was any."""
+        self._watched.pop(object_id, None)
+
+    def _activate(self, session: str, object_id: str) -> None:
+        self._wake(session, object_id)
+        on_active = self._watched.get(object_id)
+        if on_active is not None:
+            on_active()
+
+    def _wake(self, session: str, object_id: str) -> None:
+        suspended = self._suspended.get(object_id)
+        if suspended is not None:
+            suspended.discard(session)
+            if not suspended:
+                del self._suspended[object_id]
 
     def end_session(self, session: str) -> list[str]:
         """Give back all that the session held; the ids of those objects."""
@@ -76,6 +124,7 @@ class LeaseTable:
         del self._by_session[session][object_id]
         if not self._by_session[session]:
             del self._by_session[session]
+        self._wake(session, object_id)
         self._by_object[object_id].discard(session)
         if not self._by_object[object_id]:
             del self._by_object[object_id]

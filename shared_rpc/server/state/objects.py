@@ -5,6 +5,10 @@ invalidation, when its ``idle_ttl`` passes without a lease or an access, or when
 room: then the least recently used objects without a lease go first. Leased objects are never evicted, so ``max_bytes`` may
 be exceeded by what clients hold.
 
+An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. Its segments
+have no descriptors meanwhile, and the ids that their next memory will have; its bytes are in :class:`Copies`. Objects that
+share a segment are cold together.
+
 Raw buffers are objects too. They are listed without a key, which the cache does not touch:
 :mod:`shared_rpc.server.state.buffers`.
 """
@@ -14,17 +18,20 @@ from __future__ import annotations
 import re
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+import msgspec
 
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.infos import ObjectInfo
-from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.tiers import LOWER, Copies, Incarnations
 
 __all__ = ["OBJECT_ID", "ListingObserver", "ObjectStore", "StoredObject", "usage_of"]
 
@@ -70,6 +77,15 @@ class StoredObject:
     #: Whether it may be made the current one of its key, and whether that was invalidated meanwhile.
     candidate: bool = False
     invalidated: bool = False
+    #: Where its bytes are; when it gets a copy in a lower tier; and whether it is never evicted.
+    tier: Tier = "device"
+    host_copy: HostCopy = "on_evict"
+    pinned: bool = False
+
+    @property
+    def cold(self) -> bool:
+        """Whether its bytes are in a lower tier alone: it is restored before anyone gets it."""
+        return self.tier != "device"
 
     @property
     def current(self) -> bool:
@@ -82,7 +98,7 @@ class StoredObject:
         if self.page is not None:
             self.page.close()
 
-    def info(self, server_id: str, leases: int, clock: Clock) -> ObjectInfo:
+    def info(self, server_id: str, leases: int, active: int, clock: Clock) -> ObjectInfo:
         """Return the facts that every object has."""
         return {
             "object_id": self.object_id,
@@ -99,6 +115,10 @@ class StoredObject:
             "created_at": self.created_at,
             "last_accessed_at": clock.unix(self.last_accessed_at),
             "stale": self.stale,
+            "tier": self.tier,
+            "active": active,
+            "pinned": self.pinned,
+            "copies": {},
         }
 
 
@@ -139,6 +159,11 @@ class ObjectStore:
         descriptors: Descriptors | None = None,
     ) -> None:
         self.descriptors = descriptors or Descriptors()
+        self.copies = Copies(self.descriptors)
+        self._incarnations = Incarnations()
+        #: Whether requests wait for room: then whoever is to use an object anew may have to wait too, see
+        #: :meth:`shared_rpc.server.device_room.Room.must_wait`.
+        self.contended = False
         self._leases = leases
         self._clock = clock
         self._on_drop = on_drop
@@ -148,7 +173,7 @@ class ObjectStore:
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
         #: Builds by key; the count of a long unused key starts again.
         self._generations: OrderedDict[str, int] = OrderedDict()
-        #: Segments by object id. Objects may share segments, by one descriptor.
+        #: Segments by id, one for each object in it. Objects may share segments, by one descriptor; none has one while cold.
         self._segments: dict[str, list[Segment]] = {}
         #: Bytes of the segments, by device.
         self._nbytes: Counter[str] = Counter()
@@ -161,8 +186,8 @@ class ObjectStore:
         return self._nbytes.total()
 
     def segments(self) -> dict[str, SegmentInfo]:
-        """Return all segments, by id."""
-        return {segment_id: copies[0].info for segment_id, copies in self._segments.items()}
+        """Return all segments that have memory, by id."""
+        return {segment_id: shares[0].info for segment_id, shares in self._segments.items() if not shares[0].closed}
 
     def held_by(self, session: str) -> dict[str, SegmentInfo]:
         """Return the segments that a session holds objects in, by id."""
@@ -171,6 +196,7 @@ class ObjectStore:
             for object_id in self._leases.of_session(session)
             if object_id in self._objects
             for segment in self._objects[object_id].record.segments
+            if not segment.closed
         }
 
     def used(self, device: str) -> int:
@@ -179,8 +205,8 @@ class ObjectStore:
 
     def segment(self, segment_id: str) -> Segment | None:
         """Return a segment that an object lies in; it stays the object's."""
-        copies = self._segments.get(segment_id)
-        return copies[0] if copies else None
+        shares = self._segments.get(segment_id)
+        return shares[0] if shares and not shares[0].closed else None
 
     def add(
         self,
@@ -196,6 +222,8 @@ class ObjectStore:
         kind: Literal["result", "buffer"] = "result",
         adopted: bool = False,
         candidate: bool = False,
+        host_copy: HostCopy = "on_evict",
+        pinned: bool = False,
     ) -> StoredObject:
         """Keep a record; with a key the cache lists it, in place of an object of that key whose run began earlier.
 
@@ -219,6 +247,8 @@ class ObjectStore:
             run=run,
             adopted=adopted,
             candidate=candidate,
+            host_copy=host_copy,
+            pinned=pinned,
         )
         current = self.current(key)
         listed = listed and not (current is not None and current.run > run)
@@ -230,6 +260,8 @@ class ObjectStore:
     def restore(self, stored: StoredObject) -> None:
         """Take an object in that an earlier server listed, as it was; the time in between was no idle time."""
         stored.last_accessed_at = self._clock.now()
+        for segment in stored.record.segments:
+            self._incarnations.note(segment.info)
         if stored.cache_key is not None:
             self._generations[stored.cache_key] = stored.generation
         stored.listed = True
@@ -262,15 +294,73 @@ class ObjectStore:
 
     def _share(self, segment: Segment) -> Segment:
         """Return the segment, by the descriptor that is there if another object lies in it."""
-        copies = self._segments.setdefault(segment.info.id, [])
-        if copies:
+        shares = self._segments.setdefault(segment.info.id, [])
+        if shares and not segment.closed:
             with segment:
-                segment = copies[0].duplicate(segment.info.access)
-        else:
-            self.descriptors.used += 1
-            self._nbytes[segment.info.device] += segment.info.nbytes
-        copies.append(segment)
+                segment = shares[0].duplicate(segment.info.access)
+        elif not segment.closed:
+            self._count(segment.info, 1)
+        shares.append(segment)
         return segment
+
+    def _count(self, info: SegmentInfo, sign: int) -> None:
+        self.descriptors.used += sign
+        self._nbytes[info.device] += sign * info.nbytes
+
+    def group(self, stored: StoredObject) -> list[StoredObject]:
+        """Return an object and those that share segments with it, directly or through others: their tiers change together."""
+        group, known = [stored], {segment.info.id for segment in stored.record.segments}
+        if all(len(self._segments.get(segment_id, ())) <= 1 for segment_id in known):  # it may have been dropped
+            return group
+        others = [other for other in self._objects.values() if other is not stored]
+        for member in group:  # it grows meanwhile
+            known.update(segment.info.id for segment in member.record.segments)
+            group += (joined := [each for each in others if any(s.info.id in known for s in each.record.segments)])
+            others = [other for other in others if other not in joined]
+        return group
+
+    def evict(self, group: Sequence[StoredObject], tier: Tier) -> dict[str, int]:
+        """Close the memory of a whole group, whose bytes are in copies of a tier; return the bytes freed, by device.
+
+        Copies of the segments stay theirs, under the ids that the segments have from now on; those in between go.
+        """
+        freed: Counter[str] = Counter()
+        for segment_id in {segment.info.id for stored in group for segment in stored.record.segments}:
+            shares = self._segments.pop(segment_id)
+            if not shares[0].closed:
+                following = self._incarnations.after(shares[0].info)
+                self._count(shares[0].info, -1)
+                freed[shares[0].info.device] += shares[0].info.nbytes
+                self.copies.rename(segment_id, following.id)
+                for segment in shares:
+                    segment.close()
+                    segment.info = msgspec.structs.replace(following, access=segment.info.access)
+            self._segments[shares[0].info.id] = shares
+            for between in LOWER[: LOWER.index(tier)]:
+                self.copies.discard(shares[0].info.id, between)
+        for stored in group:
+            stored.tier = tier
+            if freed:
+                # Its maker's value lies in the memory that is gone: from now on all get it as from another process.
+                stored.live, stored.adopted = None, True
+        self._changed(group)
+        return dict(freed)
+
+    def warm(self, group: Sequence[StoredObject], segments: Iterable[Segment]) -> None:
+        """Take the new memory of a whole group that was cold: its segments, each once, which belong to this object now."""
+        for segment in segments:
+            with segment:
+                for share in self._segments[segment.info.id]:
+                    share.descriptor = segment.descriptor
+            self._count(segment.info, 1)
+        for stored in group:
+            stored.tier = "device"
+        self._changed(group)
+
+    def _changed(self, group: Iterable[StoredObject]) -> None:
+        for stored in group:
+            if stored.listed and self.watcher is not None:
+                self.watcher.listed(stored)
 
     def add_page(self, stored: StoredObject, page: Segment) -> None:
         """Give an object its page of revisions, which belongs to it."""
@@ -344,16 +434,20 @@ class ObjectStore:
             self.unlist(stored)
         return len(matching)
 
-    def make_room(self, amount: int, size: Callable[[SegmentInfo], int]) -> bool:
+    def make_room(self, amount: int, size: Callable[[SegmentInfo], int], *, of_copy: int = 0) -> bool:
         """Evict cached objects without a lease, the least recently used first, until segments are gone that ``amount`` is the
         size of. False, and nothing is evicted, where all of them are not enough.
 
-        :param size: the counted bytes of a segment; 0 for none.
+        :param size: the counted bytes of a segment that has memory; 0 for none.
+        :param of_copy: what a copy in a lower tier counts.
         """
         evicted: list[StoredObject] = []
         users: Counter[str] = Counter()
         for stored in self._by_key.values() if amount > 0 else ():
-            counted = {segment.info.id: size(segment.info) for segment in stored.record.segments}
+            counted = {
+                segment.info.id: size(segment.info) * (not segment.closed) + of_copy * len(self.copies.of(segment.info.id))
+                for segment in stored.record.segments
+            }
             if self._leases.held(stored.object_id) or not any(counted.values()):
                 continue
             evicted.append(stored)
@@ -390,7 +484,7 @@ class ObjectStore:
         if self._max_bytes is None or self.nbytes <= self._max_bytes:
             return
         for stored in list(self._by_key.values()):
-            if not self._leases.held(stored.object_id):
+            if not self._leases.held(stored.object_id) and not stored.cold:
                 self.unlist(stored)
                 if self.nbytes <= self._max_bytes:
                     return
@@ -409,15 +503,20 @@ class ObjectStore:
             self._drop(stored)
 
     def _drop(self, stored: StoredObject) -> None:
+        if stored.page is not None and not stored.cold and len(self.copies):
+            # The copies of those that share its memory count its revision.
+            for segment in (segment for member in self.group(stored)[1:] for segment in member.record.segments):
+                self.copies.discard(segment.info.id)
         del self._objects[stored.object_id]
         self.descriptors.used -= stored.page is not None
         for segment in stored.record.segments:
-            copies = self._segments[segment.info.id]
-            copies.remove(segment)
-            if not copies:
+            shares = self._segments[segment.info.id]
+            shares.remove(segment)
+            if not shares:
                 del self._segments[segment.info.id]
-                self.descriptors.used -= 1
-                self._nbytes[segment.info.device] -= segment.info.nbytes
+                if not segment.closed:
+                    self._count(segment.info, -1)
+                self.copies.discard(segment.info.id)
         self._on_drop(stored)
 
     def __iter__(self) -> Iterator[StoredObject]:

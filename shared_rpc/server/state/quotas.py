@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 
 from shared_rpc.errors import CapabilityError, ServerBusy
-from shared_rpc.memory.records import Record
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore
 from shared_rpc.server.state.tasks import TASK_SESSION
@@ -19,6 +18,8 @@ _QUOTA, _ALL = "the quota (Server(quotas=...))", "the device's memory"
 
 class Quotas:
     """The limits, the used bytes, and the bytes reserved for memory that is being made.
+
+    Memory of a dropped object is free here at once, though it may take time to free it: see :mod:`shared_rpc.server.freeing`.
 
     Where a limit would be exceeded, cached objects without holders make room, if that is enough; else nothing is
     evicted and the asker is refused.
@@ -37,6 +38,11 @@ class Quotas:
         self._pid_of = pid_of
         self._promised: Counter[str] = Counter()
 
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The quotas in bytes, by device."""
+        return self._limits
+
     def limit(self, device: str) -> int | None:
         """Return the quota of a device in bytes, None where there is none."""
         return self._limits.get(device)
@@ -49,42 +55,23 @@ class Quotas:
         """Return the bytes of a device that objects take, or are promised."""
         return self._objects.used(device) + self._promised[device]
 
-    def promise(self, device: str, nbytes: int, total: int) -> None:
+    def promise(self, device: str, nbytes: int, total: int | None = None) -> None:
         """Set memory aside that is about to be made, until :meth:`redeem`.
 
-        :param total: the device's memory: the limit without a quota.
+        :param total: the device's memory, which is the limit without a quota; None for no limit then.
         :raises CapabilityError: if there can never be so much.
-        :raises ServerBusy: if there is not so much now, or no descriptor for it.
+        :raises ServerBusy: if there is not so much now.
         """
-        self.require_descriptors(1)
         quota = self._limits.get(device)
-        if quota is not None and quota <= total:
+        if quota is not None and (total is None or quota <= total):
             self._require(device, nbytes, quota, _QUOTA)
-        else:
+        elif total is not None:
             self._require(device, nbytes, total, _ALL)
         self._promised[device] += nbytes
-        self._objects.descriptors.used += 1
 
     def redeem(self, device: str, nbytes: int) -> None:
         """Note that promised memory was made, and is an object's now, or that it was not."""
         self._promised[device] -= nbytes
-        self._objects.descriptors.used -= 1
-
-    def admit(self, record: Record) -> None:
-        """Check that a record may be kept whose memory was made already.
-
-        :raises CapabilityError: if it is larger than a quota.
-        :raises ServerBusy: if there is no room for it now, or no descriptor.
-        """
-        infos = {segment.info.id: segment.info for segment in record.segments}.values()
-        unknown = [info for info in infos if self._objects.segment(info.id) is None]
-        self.require_descriptors(len(unknown))
-        new: Counter[str] = Counter()
-        for info in unknown:
-            new[info.device] += info.nbytes
-        for device, nbytes in new.items():
-            if device in self._limits:
-                self._require(device, nbytes, self._limits[device], _QUOTA)
 
     def _require(self, device: str, nbytes: int, limit: int, what: str) -> None:
         if nbytes > limit:
@@ -100,7 +87,7 @@ class Quotas:
 
     def relieve(self) -> bool:
         """Drop some cached objects without holders for their descriptors; False if there are none."""
-        return any(self._objects.make_room(count, lambda info: 1) for count in (64, 8, 1))
+        return any(self._objects.make_room(count, lambda info: 1, of_copy=1) for count in (64, 8, 1))
 
     def require_descriptors(self, count: int) -> None:
         """Check that objects may have so many descriptors more; cached objects without holders make room.
@@ -109,7 +96,7 @@ class Quotas:
         """
         kept = self._objects.descriptors
         excess = kept.used + count - kept.limit
-        if count == 0 or excess <= 0 or self._objects.make_room(excess, lambda info: 1):
+        if count == 0 or excess <= 0 or self._objects.make_room(excess, lambda info: 1, of_copy=1):
             return
         raise ServerBusy(
             f"keeping the object needs {count} more file descriptors: {kept.used} of the {kept.limit} for objects, half of the "
@@ -140,7 +127,7 @@ class Quotas:
         sessions: defaultdict[str, dict[str, int]] = defaultdict(dict)
         alone: dict[str, int] = {}
         for stored in self._objects:
-            infos = [segment.info for segment in stored.record.segments]
+            infos = [segment.info for segment in stored.record.segments if not segment.closed]
             sizes = {info.id: info.nbytes for info in infos if info.device == device}
             holders = self._leases.holders(stored.object_id)
             for session in holders:

@@ -76,6 +76,8 @@ class Run(Generic[W]):
     progress: Any = None
     #: Whether its executor has finished with the run.
     over: bool = False
+    #: The room that was set aside for its result.
+    aside: Any = None
     #: The executor's own data about the run.
     place: Any = None
 

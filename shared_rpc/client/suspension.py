@@ -1,0 +1,279 @@
+"""Suspended handles: when this process gives memory up and when it has it back, and in which order the server learns of it.
+
+A handle is suspended or not. What follows from all handles together:
+
+- an object's memory is unmapped while no handle of it is active in the whole process, of whichever client;
+- the server is told of a suspension while no handle of it is active in the session, and not before the memory is unmapped.
+
+Each client has a connection for each thread that waits, so that two messages may overtake one another. A resumption therefore
+waits for suspensions of the object that are on their way, and a suspension is not sent while a resumption is. Who gets another
+handle of the object first has the handle, and looks then whether the object is being suspended; who suspends notes that first,
+and looks for handles then: one of them sees the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Protocol
+
+from shared_rpc.client.exchange import PROMPT
+from shared_rpc.client.handle import Lease
+from shared_rpc.client.session import LeaseBook
+from shared_rpc.client.steps import Operation, Reply, Request, Tell, Within, Work, ask
+from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, StaleHandleError
+from shared_rpc.errors.interrupts import is_interrupt
+from shared_rpc.forks import after_fork, fork_safe_lock
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.remap_hooks import REMAP_HOOKS, MappedRange
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
+from shared_rpc.protocol.records import SegmentInfo
+
+__all__ = ["Suspending", "Suspensions", "awakened", "lease_ended", "outdated", "remapped", "resumed", "suspended"]
+
+#: Seconds between two looks at a suspension that is on its way.
+_MOMENT = 0.002
+
+
+# Weak sets are gone through to their end, in lists: a generator that is left before keeps a guard, and ends in a finaliser.
+
+
+class _Passage:
+    """A suspension or a resumption of an object that is on its way: until it is ended, or its operation is gone."""
+
+    def __init__(self, object_id: str) -> None:
+        self.object_id = object_id
+
+    def end(self) -> None:
+        """Note that it has arrived, or will not."""
+        self.object_id = ""
+
+
+class Suspensions:
+    """Suspended objects of one client, and those about to be. Thread-safe.
+
+    :param leases: the client's handles.
+    """
+
+    def __init__(self, leases: LeaseBook) -> None:
+        self.leases = leases
+        self._lock = fork_safe_lock()
+        #: The ids of objects of which the server was told last that the session has suspended them.
+        self.told: set[str] = set()
+        self._suspending: weakref.WeakSet[_Passage] = weakref.WeakSet()
+        self._resuming: weakref.WeakSet[_Passage] = weakref.WeakSet()
+        with _lock:
+            _clients.add(self)
+
+    def concerns(self, object_id: str) -> bool:
+        """Return whether a new handle of the object has to resume it."""
+        return object_id in self.told or object_id in MAPPINGS.suspended
+
+    def begin_suspending(self, object_id: str) -> _Passage:
+        """Note that a suspension may be sent, until the answer is ended."""
+        return self._begun(self._suspending, object_id)
+
+    def begin_resuming(self, object_id: str) -> _Passage:
+        """Note that none is to be sent, until the answer is ended."""
+        return self._begun(self._resuming, object_id)
+
+    def _begun(self, passages: weakref.WeakSet[_Passage], object_id: str) -> _Passage:
+        passage = _Passage(object_id)
+        with self._lock:
+            passages.add(passage)
+        return passage
+
+    def is_suspending(self, object_id: str) -> bool:
+        """Return whether a suspension of the object may be on its way."""
+        with self._lock:
+            return object_id in [passage.object_id for passage in self._suspending]
+
+    def is_to_tell(self, object_id: str) -> bool:
+        """Note that the server is told of a suspension; return False if the session needs the object after all."""
+        with self._lock:
+            self.told.add(object_id)
+            handles = self.leases.of_object(object_id)
+            resuming = [passage.object_id for passage in self._resuming]
+            if handles and object_id not in resuming and all(handle.suspended for handle in handles):
+                return True
+            self.told.discard(object_id)
+            return False
+
+
+#: The clients of this process, and the roles that answer themselves.
+_clients: weakref.WeakSet[Suspensions] = weakref.WeakSet()
+#: Suspended handles.
+_sleepers: weakref.WeakSet[Lease[Any]] = weakref.WeakSet()
+_lock = fork_safe_lock()
+after_fork(_sleepers.clear)
+
+
+def _needed(object_id: str) -> bool:
+    """Return whether a handle of the object is active in this process."""
+    with _lock:
+        clients = list(_clients)
+    return any(not handle.suspended for client in clients for handle in client.leases.of_object(object_id))
+
+
+def _sleeps(object_id: str) -> bool:
+    """Return whether a handle of the object is suspended in this process."""
+    if not _sleepers:
+        return False
+    with _lock:
+        return object_id in [handle.object_id for handle in _sleepers if handle.suspended]
+
+
+class Suspending(Protocol):
+    """The driver, as far as the operations here know it."""
+
+    _suspensions: Suspensions
+    #: Whether suspended handles drop their values, because those are the endpoints' own.
+    _lets_go: ClassVar[bool]
+
+    def _has_lease(self, handle: Lease[Any]) -> bool:
+        """Return whether a handle's lease is in the session of this process with the server."""
+
+
+def suspended(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
+    """Suspend a handle that is to be, unless a block needs it.
+
+    :raises StaleHandleError: if the lease has ended, so that nothing would bring the memory back.
+    :raises CapabilityError: if the memory cannot be unmapped, or not now. The handle is active then.
+    """
+    object_id = handle.object_id
+    try:
+        yield from ask(Request(m.GetObjectInfo(object_id), "suspend", again=True), m.ObjectReply)
+        if not ctx._has_lease(handle):
+            raise StaleHandleError(
+                f"the handle of object {object_id} cannot be suspended: its lease has ended, or is that of another process, "
+                f"and nothing would bring its memory back",
+                reason="released",
+            )
+    except BaseException:
+        handle._wake(for_good=True)
+        raise
+    with _lock:
+        _sleepers.add(handle)
+    yield from _settled(ctx, object_id, handle)
+
+
+def _settled(ctx: Suspending, object_id: str, handle: Lease[Any] | None = None) -> Operation[None]:
+    """Unmap what no active handle needs, and tell the server.
+
+    :param handle: the one that is suspended by that, and active again if the memory cannot be unmapped.
+    """
+    passage = ctx._suspensions.begin_suspending(object_id)
+    try:
+        if handle is None or handle._fall_asleep():
+            yield from _given_up(ctx, object_id, handle)
+    finally:
+        passage.end()
+
+
+def _given_up(ctx: Suspending, object_id: str, handle: Lease[Any] | None) -> Operation[None]:
+    yield Work(functools.partial(_unmapped, object_id, handle))
+    if handle is not None and ctx._lets_go:
+        handle._let_go()
+    if ctx._suspensions.is_to_tell(object_id):
+        with suppress(ConnectError, ConnectionClosed):  # the leases have ended; a session that takes them over begins with this
+            yield from ask(Request(t.Suspend([object_id]), "suspend", at_once=True), m.Count)
+
+
+def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
+    with MAPPINGS.changing:
+        try:
+            MAPPINGS.suspend(object_id, functools.partial(_needed, object_id))
+        except BaseException:
+            if handle is not None:
+                handle._wake(for_good=True)
+            raise
+
+
+def resumed(ctx: Suspending, handle: Lease[Any], timeout: float | None = None) -> Operation[None]:
+    """Resume a handle, if it is suspended.
+
+    :param timeout: seconds; None for those that the client has.
+    """
+    if handle.suspended:
+        if timeout is not None:
+            yield Within(timeout)
+        yield from awakened(ctx, handle)
+
+
+def awakened(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
+    """Have an object's memory back, for a handle that is active then."""
+    book, object_id = ctx._suspensions, handle.object_id
+    passage = book.begin_resuming(object_id)
+    ranges: list[MappedRange] = []
+    try:
+        until = time.monotonic() + PROMPT
+        while book.is_suspending(object_id) and time.monotonic() < until:
+            yield Work(functools.partial(time.sleep, _MOMENT))
+        reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}")
+        try:
+            if reply.live:
+                handle._take(reply.value)
+            message, segments = _segments_of(reply)
+            ranges = yield Work(functools.partial(_mapped, book, handle, segments, message.owner))
+        finally:
+            reply.frame.close()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        passage.end()
+        if is_interrupt(error):
+            yield Tell(t.Suspend([object_id]))
+        elif _sleeps(object_id):
+            yield from _settled(ctx, object_id)
+        raise
+    finally:
+        passage.end()
+    if ranges:
+        yield Work(functools.partial(REMAP_HOOKS.after, ranges))
+
+
+def _segments_of(reply: Reply) -> tuple[t.Resumed, list[Segment]]:
+    message, frame = reply.message, reply.frame
+    if not isinstance(message, t.Resumed) or len(frame.fds) != len(message.segments):
+        raise ProtocolError(f"the server answered Resume with {type(message).__name__}, not with Resumed and its descriptors")
+    segments = [Segment(info) for info in message.segments]
+    for segment in segments:
+        segment.adopt(frame.fds)
+    return message, segments
+
+
+def _mapped(book: Suspensions, handle: Lease[Any], segments: Sequence[Segment], owner: str) -> list[MappedRange]:
+    def activate() -> None:
+        handle._wake()
+        book.told.discard(handle.object_id)
+
+    try:
+        return MAPPINGS.resume(handle.object_id, segments, owner, activate)
+    finally:
+        for segment in segments:
+            segment.close()
+
+
+def remapped(object_id: str, segments: Sequence[Segment], owner: str) -> None:
+    """Map the memory of a suspended object for a value that has no lease. The segments are borrowed."""
+    REMAP_HOOKS.after(MAPPINGS.resume(object_id, segments, owner))
+
+
+def lease_ended(ctx: Suspending, object_ids: Iterable[str]) -> Operation[None]:
+    """Settle what the end of a lease leaves: only suspended handles, or none."""
+    book = ctx._suspensions
+    for object_id in object_ids:
+        if _sleeps(object_id):
+            yield from _settled(ctx, object_id)
+        elif object_id in book.told and not book.leases.of_object(object_id):
+            book.told.discard(object_id)
+
+
+def outdated(object_id: str, infos: Iterable[SegmentInfo]) -> bool:
+    """Return whether a value of this process lies in memory that the server has replaced since, and nobody brings it back."""
+    return object_id not in MAPPINGS.suspended and MAPPINGS.outdated(infos)

@@ -1,0 +1,70 @@
+"""Tiers of objects: on their devices, in host memory, or in files; and handles whose memory a process gives up for a while."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from shared_rpc.client.handle import Lease
+from shared_rpc.client.steps import Request, ask
+from shared_rpc.client.suspension import resumed, suspended
+from shared_rpc.operations.binding import Context, Steps, id_of, operation
+from shared_rpc.protocol import tiers as t
+from shared_rpc.protocol.infos import MoveInfo
+
+__all__ = ["TierOperations"]
+
+
+class TierOperations:
+    """Moves of objects between tiers, and suspended handles."""
+
+    @operation
+    def evict(ctx: Context, target: Lease[Any] | str, to: Literal["host", "file"] | None = None) -> Steps[list[MoveInfo]]:
+        """Free the memory of an object on its device, and keep its bytes in a lower tier; return the objects that were moved.
+
+        The object stays what it is: whoever asks for it next has it restored, once for all processes. A copy is made first,
+        unless there is one with the same bytes, see ``host_copy`` of :meth:`Provider.share`. Objects that share memory go
+        together.
+
+        :param target: a handle or the id of an object, or the name of an endpoint for all of its objects.
+        :param to: ``"host"``, the host's memory, for objects of a GPU; ``"file"``, a nameless file in the server's spill
+            directory; by default the next one that the server has.
+        :raises ServerBusy: if a process has an object in use, which the message names: it has to suspend or release its
+            handles; or if an object is pinned. Of an endpoint's objects, the others were moved.
+        :raises CapabilityError: if there is no lower tier for it, or no room there.
+        """
+        name = id_of(target)
+        return (yield from ask(Request(t.Evict(name, to or ""), f"evict({name!r})"), t.Moved)).moves
+
+    @operation
+    def restore(ctx: Context, target: Lease[Any] | str) -> Steps[list[MoveInfo]]:
+        """Take an object back to its device, before anyone asks for it; return the objects that were moved.
+
+        :param target: see :meth:`evict`.
+        :raises ServerBusy: if there is no room on the device now.
+        :raises StaleHandleError: if its bytes are lost, because a file is damaged; then the object was dropped.
+        """
+        name = id_of(target)
+        return (yield from ask(Request(t.Restore(name), f"restore({name!r})"), t.Moved)).moves
+
+    @operation
+    def suspend(ctx: Context, handle: Lease[Any]) -> Steps[None]:
+        """Give an object's memory up for a while, and keep the lease: see :meth:`Handle.suspend`."""
+        if handle._rest():
+            yield from suspended(ctx, handle)
+
+    @operation
+    def resume(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> Steps[None]:
+        """Have the memory of a suspended handle back, at its address: see :meth:`Handle.resume`."""
+        handle._end_rest()
+        yield from resumed(ctx, handle, timeout)
+
+    @operation
+    def _begin_block(ctx: Context, handle: Lease[Any], timeout: float | None) -> Steps[None]:
+        """Resume a handle for the block that it was entered for."""
+        yield from resumed(ctx, handle, timeout)
+
+    @operation
+    def _end_block(ctx: Context, handle: Lease[Any]) -> Steps[None]:
+        """Suspend a handle again that is to be outside of blocks."""
+        if handle._leave_block():
+            yield from suspended(ctx, handle)

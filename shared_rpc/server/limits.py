@@ -1,0 +1,60 @@
+"""Limits of memory that a server was given, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.inventory import devices_of, facts_of
+
+__all__ = ["check_when_full", "resolve_host_quota", "resolve_quotas"]
+
+
+def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:
+    """Return the quotas that a server was given, in bytes by device id.
+
+    :param device: the id of the server's device.
+    :raises ConfigurationError: for a device that is not the server's, and for an amount that is neither bytes nor a fraction.
+    """
+    resolved: dict[str, int] = {}
+    for name, amount in quotas.items():
+        chosen = device_id(name)
+        if chosen not in devices_of(device):
+            raise ConfigurationError(f"quotas[{name!r}]: use a device of this server: {', '.join(devices_of(device))}")
+        if chosen in resolved:
+            raise ConfigurationError(f"quotas[{name!r}]: another name of {chosen} has a quota already")
+        resolved[chosen] = _in_bytes(f"quotas[{name!r}]", amount, chosen)
+    return resolved
+
+
+def resolve_host_quota(amount: float | None) -> int | None:
+    """Return a limit of host copies in bytes, None for no limit.
+
+    :raises ConfigurationError: for an amount that is neither bytes nor a fraction of the host's memory.
+    """
+    return _in_bytes("host_quota", amount, "cpu") if amount is not None else None
+
+
+def check_when_full(when_full: str, quotas: Mapping[str, int | float]) -> None:
+    """Check what a server is to do when a device is full.
+
+    :raises ConfigurationError: for an unknown word, and if no device can be full, because none has a quota.
+    """
+    if when_full not in ("evict", "refuse"):
+        raise ConfigurationError(f"when_full={when_full!r}: use 'evict' or 'refuse'")
+    if when_full == "evict" and not quotas:
+        raise ConfigurationError(
+            "when_full='evict' needs a quota: without one no device is full before its driver refuses memory. Give the server "
+            "quotas={'cuda:0': 0.8}, or --quota cuda:0=0.8"
+        )
+
+
+def _in_bytes(what: str, amount: float, device: str) -> int:
+    if isinstance(amount, float) and 0 < amount <= 1:
+        return int(facts_of(device).total * amount)
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
+        return amount
+    raise ConfigurationError(
+        f"{what}={amount!r}: use bytes as an int, or a fraction of the device's memory as a float up to 1.0"
+    )

@@ -1,0 +1,142 @@
+"""Copies of segments in lower tiers: which there are, and whether they still have the bytes of the memory.
+
+A copy belongs to a segment, by the segment's id; an object that is cold has the ids that its segments will have. It is good
+for as long as the revision of the objects in the segment is the one at which it was made, see :func:`is_good`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.copies import LowerCopy
+from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
+from shared_rpc.server.state.descriptors import Descriptors
+
+__all__ = ["LOWER", "Copies", "Incarnations", "is_good", "next_tier", "outlives_use"]
+
+#: The tiers below a device, the next one first.
+LOWER: tuple[Tier, ...] = ("host", "file")
+
+
+class Incarnations:
+    """Numbers of incarnations. None is given twice: a process may still have the memory of any earlier one."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def note(self, info: SegmentInfo) -> None:
+        """Note a number that an earlier server has given."""
+        self._last = max(self._last, int(info.id.partition(".")[2] or 0))
+
+    def after(self, info: SegmentInfo) -> SegmentInfo:
+        """Return the description of the memory that will have a segment's bytes next."""
+        self._last += 1
+        return info.incarnation(self._last)
+
+
+def next_tier(current: Tier, devices: Collection[str], to: str, *, files: bool) -> Tier | None:
+    """Return the tier to which an object is moved, None if it is there already, or lower.
+
+    :param devices: those of its segments. An object of host memory alone has no tier between its own and files.
+    :param to: the tier that was asked for, ``""`` for the next one that the server has.
+    :param files: whether the server has a directory for files.
+    :raises CapabilityError: if there is no such tier for the object.
+    """
+    on_host = all(device == "cpu" for device in devices)
+    if to not in ("", *LOWER):
+        raise CapabilityError(f"objects are not evicted to {to[:100]!r}: use 'host' or 'file'")
+    if to == "host" and on_host:
+        raise CapabilityError("an object in host memory cannot be evicted to 'host', where it is: use to='file'")
+    if to == "":
+        to = "file" if on_host or (current == "host" and files) else "host"
+    tiers: tuple[Tier, ...] = ("device", *LOWER)
+    chosen = tiers[tiers.index("file" if to == "file" else "host")]
+    if tiers.index(chosen) <= tiers.index(current):
+        return None
+    if chosen == "file" and not files:
+        raise CapabilityError(
+            "there is no tier below for it, because the server has no directory for files: start it with --spill-dir "
+            "DIRECTORY, or Server(spill_dir=...)"
+        )
+    return chosen
+
+
+def outlives_use(infos: Iterable[SegmentInfo], host_copy: HostCopy) -> bool:
+    """Return whether a copy may be used again after the object was in use: if nothing writes to it without a revision.
+
+    That is so where clients cannot write, and where the app has promised it by ``host_copy="at_build"``.
+    """
+    return host_copy == "at_build" or all(info.access != "read_write" for info in infos)
+
+
+def is_good(copy: LowerCopy | None, revision: int | None) -> bool:
+    """Return whether a copy has the bytes of the memory at a revision; None for one that is being written."""
+    return copy is not None and copy.revision == revision
+
+
+class Copies:
+    """All copies of a server's objects. A copy that is added belongs to this object.
+
+    :param descriptors: those of the process: a copy has one.
+    """
+
+    def __init__(self, descriptors: Descriptors) -> None:
+        self._descriptors = descriptors
+        self._by_segment: defaultdict[str, dict[Tier, LowerCopy]] = defaultdict(dict)
+        #: Bytes by tier, and by tier and the device of the segment.
+        self._nbytes: Counter[tuple[Tier, str]] = Counter()
+        self._devices: dict[str, str] = {}
+
+    def add(self, info: SegmentInfo, copy: LowerCopy) -> None:
+        """Keep the copy of a segment, in place of an earlier one of the same tier."""
+        self.discard(info.id, copy.tier)
+        self._by_segment[info.id][copy.tier] = copy
+        self._devices[info.id] = info.device
+        self._count(info.id, copy, 1)
+
+    def get(self, segment_id: str, tier: Tier) -> LowerCopy | None:
+        """Return the copy of a segment in a tier, good or not."""
+        return self._by_segment[segment_id].get(tier) if segment_id in self._by_segment else None
+
+    def highest(self, segment_id: str) -> LowerCopy:
+        """Return the copy of a cold segment that is in the highest tier."""
+        return next(copy for tier in LOWER if (copy := self.get(segment_id, tier)) is not None)
+
+    def of(self, segment_id: str) -> list[LowerCopy]:
+        """Return the copies of a segment."""
+        return list(self._by_segment[segment_id].values()) if segment_id in self._by_segment else []
+
+    def discard(self, segment_id: str, tier: Tier | None = None) -> None:
+        """Close the copies of a segment, those of one tier or all."""
+        for copy in self.of(segment_id):
+            if tier is None or copy.tier == tier:
+                self._count(segment_id, copy, -1)
+                del self._by_segment[segment_id][copy.tier]
+                copy.close()
+        if not self._by_segment.get(segment_id, True):
+            del self._by_segment[segment_id], self._devices[segment_id]
+
+    def rename(self, old: str, new: str) -> None:
+        """Note that a segment has another id from now on."""
+        if old in self._by_segment:
+            self._by_segment[new] = self._by_segment.pop(old)
+            self._devices[new] = self._devices.pop(old)
+
+    def nbytes(self, tier: Tier, device: str | None = None) -> int:
+        """Return the bytes of the copies in a tier, of the segments of one device or of all."""
+        return sum(count for (each, of), count in self._nbytes.items() if each == tier and device in (None, of))
+
+    def usage(self, device: str | None = None) -> dict[Tier, int]:
+        """Return the bytes of the copies by tier; a tier without any is not there."""
+        found = {tier: self.nbytes(tier, device) for tier in LOWER}
+        return {tier: nbytes for tier, nbytes in found.items() if nbytes}
+
+    def __len__(self) -> int:
+        """Count the copies."""
+        return sum(map(len, self._by_segment.values()))
+
+    def _count(self, segment_id: str, copy: LowerCopy, sign: int) -> None:
+        self._descriptors.used += sign
+        self._nbytes[copy.tier, self._devices[segment_id]] += sign * copy.segment.info.nbytes

@@ -1,0 +1,832 @@
+"""Tiers of a server's objects: which sessions have them active, and the moves of their bytes between tiers.
+
+An object is evicted when no session has it active: there is a copy of it in a lower tier then, made first if need be, and the
+memory on its device goes. It is restored, once for all who ask, when anyone needs it: whatever gives an object out asks
+:meth:`Tiers.when_warm` first, if the object is cold. While the copy for an eviction is being made the object is warm still, and
+given out at once: then it is not evicted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shared_rpc.errors import (
+    CapabilityError,
+    ConnectionClosed,
+    RecordError,
+    ServerBusy,
+    SharedRPCError,
+    StaleHandleError,
+)
+from shared_rpc.memory.copies import CopyCancelled, LowerCopy
+from shared_rpc.memory.revisions import settled_revision
+from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.spill import SpillDirectory
+from shared_rpc.observability.events import MoveReason
+from shared_rpc.protocol.infos import MoveInfo, MovingInfo
+from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo, Tier
+from shared_rpc.server.device_memory import DeviceMemory
+from shared_rpc.server.device_room import Room, SetAside
+from shared_rpc.server.freeing import until_freed
+from shared_rpc.server.outcomes import Failure
+from shared_rpc.server.runs import Waiter, tell
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.room import BELOW, Below
+from shared_rpc.server.state.tasks import TASK_SESSION
+from shared_rpc.server.state.tiers import LOWER, is_good, next_tier, outlives_use
+from shared_rpc.server.threads import Job, WorkerThreads
+
+__all__ = ["Tiers"]
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: Threads that copy, each for one object: restoring one does not wait until another one is evicted.
+_THREADS = 4
+#: Copies of an object that are made in a row, while it is written to.
+_ATTEMPTS = 3
+
+
+@dataclass(eq=False)
+class _Move:
+    """A move of a group of objects that goes on, or a copy of it for a later one; each object has one at a time.
+
+    ``over`` is set when it has ended. ``cancelled`` is read by the thread that copies, which notes the progress.
+    """
+
+    group: Sequence[StoredObject]
+    to: Tier
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: bool = False
+    done: int = 0
+    total: int = 0
+
+    def cancel(self) -> None:
+        """Have the thread that copies stop: the move will not be made."""
+        self.cancelled = True
+
+    def note(self, done: int, total: int) -> None:
+        """Note the progress, in the thread that copies."""
+        self.done, self.total = done, total
+
+
+class _Made(msgspec.Struct, eq=False):
+    """The result of a thread's work: copies or segments, to be closed where nothing takes them; or an error."""
+
+    parts: Sequence[Any] = ()
+    error: BaseException | None = None
+
+    @property
+    def record(self) -> _Made:
+        """Itself: what threads close that have ended after the loop."""
+        return self
+
+    def close(self) -> None:
+        """Close the parts."""
+        for part in self.parts:
+            part.close()
+
+
+class _Wanted(NamedTuple):
+    """A waiter's wish for a cold object, see :meth:`Tiers.when_warm`."""
+
+    then: Callable[[], None]
+    otherwise: Callable[[Failure | None], None] | None
+    rebuilds: bool
+    reason: MoveReason
+
+    def give_up(self, failure: Failure | None = None) -> None:
+        """Note that the wish will not be granted."""
+        if self.otherwise is not None:
+            self.otherwise(failure)
+
+
+class Tiers:
+    """The tiers of all objects of a server. On its loop only; bytes are copied in threads.
+
+    :param memory: copies, and makes memory.
+    :param spill: where files are made, None if objects are not moved to files.
+    :param pid_of: the process behind a session, for people.
+    :param settle: called with the ids of objects that fewer sessions have active.
+    :param reclaim: called when memory was given up that the executor may have mapped.
+    :param moved: called with every object that has changed its tier.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        leases: LeaseTable,
+        room: Room,
+        memory: DeviceMemory,
+        spill: SpillDirectory | None,
+        pid_of: Callable[[str], int],
+        settle: Callable[..., None],
+        reclaim: Callable[[], None],
+        moved: Callable[..., None],
+    ) -> None:
+        self._objects = objects
+        self._leases = leases
+        self._room = room
+        self._memory = memory
+        self._spill = spill
+        self._pid_of = pid_of
+        self._settle = settle
+        self._reclaim = reclaim
+        self._moved = moved
+        self._threads = WorkerThreads(_THREADS)
+        #: Held while a copy is made for later.
+        self._copying_ahead = asyncio.Lock()
+        self._moves: dict[str, _Move] = {}
+        #: Wishes for cold objects, by the object's id, in the order of their arrival. Each such object has a task.
+        self._wanted: dict[str, dict[Waiter, _Wanted]] = {}
+        #: The tasks of waiters that asked for moves.
+        self._asked: dict[Waiter, asyncio.Task[None]] = {}
+        #: Wishes whose waiters wait for room, and the room that was set aside for objects that will be restored.
+        self._in_line: dict[Waiter, _Wanted] = {}
+        self._asides: dict[str, SetAside] = {}
+        #: Objects that are about to be moved, to make room.
+        self._ordered: set[str] = set()
+        #: The waiter whose wish is being granted.
+        self._served: Waiter | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Notify all waiters, and end all moves. Later requests are refused."""
+        self._stopped = True
+        for move in self._moves.values():
+            move.cancel()
+        for task in self._tasks:
+            task.cancel()
+        asked, wanted = list(self._asked), [pair for each in self._wanted.values() for pair in each.items()]
+        wanted += self._in_line.items()
+        self._asked.clear()
+        self._wanted.clear()
+        self._in_line.clear()
+        for waiter in asked:
+            tell(waiter, _gone())
+        for waiter, wish in wanted:
+            wish.give_up(_gone())
+            tell(waiter, _gone())
+
+    def close(self) -> None:
+        """End the threads: the loop has ended."""
+        self._threads.close()
+
+    def leave(self, waiter: Waiter) -> None:
+        """Forget a waiter that no longer waits. The moves that it has asked for end."""
+        wish = self._in_line.pop(waiter, None)
+        if wish is not None:
+            self._room.leave(waiter)
+            wish.give_up()
+        for wanted in self._wanted.values():
+            wish = wanted.pop(waiter, None)
+            if wish is not None:
+                wish.give_up()
+        task = self._asked.pop(waiter, None)
+        if task is not None:
+            task.cancel()
+
+    def info(self, stored: StoredObject) -> tuple[dict[Tier, int], MovingInfo | None]:
+        """Return the bytes of an object's good copies by tier, and its move that goes on."""
+        group = self._objects.group(stored)
+        copies: dict[Tier, int] = {
+            tier: sum(info.nbytes for info in _infos([stored]).values())
+            for tier in LOWER
+            if stored.record.segments and len(self._objects.copies) and self._has_copies(group, tier)
+        }
+        move = self._moves.get(stored.object_id)
+        return copies, {"to": move.to, "done": move.done, "total": move.total} if move is not None else None
+
+    # Sessions.
+
+    def active(self, object_id: str) -> list[str]:
+        """Return the sessions that have an object active. A task's has nothing mapped, and never has."""
+        return [session for session in self._leases.active(object_id) if not session.startswith(TASK_SESSION)]
+
+    def suspend(self, session: str, object_ids: Iterable[str]) -> int:
+        """Make the session's leases on these objects inactive; return how many of them were active."""
+        suspended = [object_id for object_id in object_ids if self._leases.suspend(session, object_id)]
+        self._settle(*suspended)
+        return len(suspended)
+
+    def resume(self, waiter: Waiter, object_id: str, answer: Callable[[StoredObject], object]) -> None:
+        """Make the lease of the waiter's session on an object active, and call ``answer`` when the object is on its device.
+
+        :raises StaleHandleError: if the session has no lease on it.
+        """
+        stored = self._objects.get(object_id)
+        if stored is None or waiter.session not in self._leases.holders(object_id):
+            raise StaleHandleError(
+                f"object {object_id[:100]} cannot be resumed: "
+                + ("the server has no such object" if stored is None else "the session has no lease on it any more"),
+                reason="object_gone" if stored is None else "released",
+            )
+        if stored.cold or self.must_wait(waiter, stored):
+            self.when_warm(waiter, stored, lambda: self.resume(waiter, object_id, answer), reason="resume")
+            return
+        self._leases.resume(waiter.session, object_id)
+        answer(stored)
+
+    # Cold objects that are needed.
+
+    def when_warm(
+        self,
+        waiter: Waiter,
+        stored: StoredObject,
+        then: Callable[[], None],
+        otherwise: Callable[[Failure | None], None] | None = None,
+        *,
+        rebuilds: bool = False,
+        reason: MoveReason = "use",
+    ) -> None:
+        """Call ``then`` when a cold object is on its device, see :class:`Restorer`.
+
+        :param reason: for events.
+        """
+        wish = _Wanted(then, otherwise, rebuilds, reason)
+        if self._stopped:
+            wish.give_up(_gone())
+            tell(waiter, _gone())
+            return
+        if self._room.waits:
+            self._line_up(waiter, stored, wish)
+        else:
+            self._want(waiter, stored, wish)
+
+    def must_wait(self, waiter: Waiter, stored: StoredObject) -> bool:
+        """Return whether a waiter has to ask for an object that is on its device, see :meth:`Restorer.must_wait`."""
+        if not self._objects.contended or waiter.inner or waiter is self._served:
+            return False
+        return self._room.must_wait(waiter.session, stored)
+
+    def _line_up(self, waiter: Waiter, stored: StoredObject, wish: _Wanted) -> None:
+        """Have a waiter wait for room."""
+        self._in_line[waiter] = wish
+
+        def granted(aside: SetAside) -> None:
+            del self._in_line[waiter]
+            if aside.reservation is not None:
+                self._asides[stored.object_id] = aside
+            if stored.cold and self._keeps(stored):
+                self._want(waiter, stored, wish)
+            else:
+                self._serve(waiter, wish)
+
+        def refused(failure: Failure) -> None:
+            del self._in_line[waiter]
+            wish.give_up(failure)
+            tell(waiter, failure)
+
+        self._room.ask_for(waiter, stored, granted, refused, first=waiter.inner)
+
+    def _serve(self, waiter: Waiter, wish: _Wanted) -> None:
+        """Grant a wish: the object is on its device, and must not leave before it is given out."""
+        earlier, self._served = self._served, waiter
+        try:
+            wish.then()
+        except SharedRPCError as error:
+            tell(waiter, Failure.of(error))
+        finally:
+            self._served = earlier
+
+    def _want(self, waiter: Waiter, stored: StoredObject, wish: _Wanted) -> None:
+        """Have an object restored for a waiter, together with others."""
+        wanted = self._wanted.get(stored.object_id)
+        if wanted is None:
+            wanted = self._wanted[stored.object_id] = {}
+            self._begin(self._warm(stored))
+        wanted[waiter] = wish
+        move = self._moves.get(stored.object_id)
+        if move is not None and move.to != "device":
+            move.cancel()
+
+    async def _warm(self, stored: StoredObject) -> None:
+        """Restore an object for those that wait for it."""
+        failure = lost = None
+        try:
+            while stored.cold and self._keeps(stored) and self._wanted[stored.object_id]:
+                await self._free(stored)
+                wishes = self._wanted[stored.object_id].values()
+                if stored.cold and self._keeps(stored) and wishes:
+                    aside = self._asides.pop(stored.object_id, None)
+                    if aside is None and self._room.waits:
+                        # It was to come with others that share its memory, and did not.
+                        for waiter, wish in self._wanted.pop(stored.object_id).items():
+                            self._line_up(waiter, stored, wish)
+                        return
+                    await self._restore(stored, next(iter(wishes)).reason, aside)
+        except StaleHandleError as error:
+            lost = Failure.of(error)
+        except SharedRPCError as error:
+            failure = Failure.of(error)
+        except Exception as error:
+            failure = _unexpected(error)
+        unused = self._asides.pop(stored.object_id, None)
+        if unused is not None:
+            self._room.redeem(unused)
+        for waiter, wanted in self._wanted.pop(stored.object_id, {}).items():
+            problem = failure or (lost if not wanted.rebuilds else None)
+            if problem is not None:
+                wanted.give_up(problem)
+                tell(waiter, problem)
+                continue
+            self._serve(waiter, wanted)
+        self._settle()
+
+    # Moves that are asked for.
+
+    def evict(self, waiter: Waiter, target: str, to: str, answer: Callable[[list[MoveInfo]], object]) -> None:
+        """Evict an object, or all of an endpoint, and call ``answer`` with those that have changed their tiers.
+
+        :param target: an object's id or an endpoint's name.
+        :param to: ``"host"``, ``"file"``, or ``""`` for the next tier that the server has.
+        """
+        self._ask(waiter, target, lambda stored: self.move_down(stored, to), answer)
+
+    def restore(self, waiter: Waiter, target: str, answer: Callable[[list[MoveInfo]], object]) -> None:
+        """Restore an object, or all of an endpoint; see :meth:`evict`."""
+        self._ask(waiter, target, functools.partial(self.move_up, waiter), answer)
+
+    def _ask(
+        self,
+        waiter: Waiter,
+        target: str,
+        move: Callable[[StoredObject], Coroutine[Any, Any, list[MoveInfo]]],
+        answer: Callable[[list[MoveInfo]], object],
+    ) -> None:
+        if self._stopped:
+            tell(waiter, _gone())
+            return
+        one = self._objects.get(target)
+        targets = [one] if one is not None else [each for each in self._objects if each.endpoint == target != ""]
+
+        async def move_all() -> None:
+            moved: list[MoveInfo] = []
+            refusals: list[SharedRPCError] = []
+            outcome: Failure | None = None
+            try:
+                for stored in targets:
+                    try:
+                        moved += await move(stored)
+                    except SharedRPCError as error:
+                        refusals.append(error)
+                if refusals:
+                    outcome = Failure.of(_together(refusals, len(moved)))
+            except Exception as error:
+                outcome = _unexpected(error)
+            if self._asked.pop(waiter, None) is None:
+                return  # it has left
+            if outcome is not None:
+                tell(waiter, outcome)
+            else:
+                answer(moved)
+
+        self._asked[waiter] = self._begin(move_all())
+
+    async def move_down(self, stored: StoredObject, to: str = "", reason: MoveReason = "request") -> list[MoveInfo]:
+        """Evict an object, with those that share its memory; return those that have changed their tiers.
+
+        :param to: see :meth:`evict`.
+        :raises ServerBusy: if a session has one of them active, if one is pinned, or if they are written to all the time.
+        :raises CapabilityError: if there is no lower tier for them, or no room there.
+        """
+        began, copied = time.monotonic(), 0
+        await self._free(stored)
+        group = self._objects.group(stored)
+        tier = self._evictable(group, to) if self._keeps(stored) else None
+        if tier is None:
+            return []
+        if tier == "host" and reason == "request" and not self.has_good_copies(group, tier):
+            self._room.require_host(sum(info.nbytes for info in _infos(group).values()), group)
+        with self._moving(group, tier) as move:
+            for member in group:
+                self._leases.watch(member.object_id, move.cancel)
+            for _ in range(_ATTEMPTS):
+                if copied == 0 and (stored.cold or _is_reusable(group)) and self._has_copies(group, tier):
+                    break
+                copied += await self._copy(move)
+                if not self._keeps(stored):
+                    return []
+                if self._has_copies(group, tier):
+                    break
+            else:
+                raise ServerBusy(f"{_named(stored)} is not evicted: it was written to during each of {_ATTEMPTS} copies of it")
+            group = self._objects.group(stored)
+            if move.cancelled or set(group) != set(move.group):
+                raise ServerBusy(f"{_named(stored)} is not evicted: others have asked for it meanwhile")
+            self._evictable(group, to)
+            before = stored.tier
+            self._objects.evict(group, tier)
+        self._reclaim()
+        moves = self._told(group, before, copied, began, reason)
+        await until_freed()
+        return moves
+
+    async def move_up(self, waiter: Waiter, stored: StoredObject) -> list[MoveInfo]:
+        """Restore an object, with those that share its memory; return those that have changed their tiers.
+
+        :param waiter: waits for room, where requests do.
+        :raises ServerBusy: if there is no room on a device now.
+        :raises CapabilityError: if there is never so much.
+        :raises WorkerCrashed: if no worker can be had that makes the memory.
+        :raises StaleHandleError: if the bytes are lost; then the objects were dropped.
+        """
+        while stored.cold and self._keeps(stored):
+            await self._free(stored)
+            if stored.cold and self._keeps(stored):
+                aside = await self._room_for(waiter, stored)
+                if aside is None or aside.reservation is not None:
+                    moves = await self._restore(stored, "request", aside)
+                    self._settle()
+                    return moves
+                await asyncio.sleep(0)  # it is on its way up for others, whose task begins with the loop's next turn
+        return []
+
+    async def _room_for(self, waiter: Waiter, stored: StoredObject) -> SetAside | None:
+        """Wait for room for an object; None in a server where nobody waits for that."""
+        if not self._room.waits:
+            return None
+        future: asyncio.Future[SetAside] = asyncio.get_running_loop().create_future()
+
+        def refused(failure: Failure) -> None:
+            assert failure.error is not None, "a failure of this process has its exception"
+            future.set_exception(failure.error)
+
+        self._room.ask_for(waiter, stored, future.set_result, refused)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not self._room.leave(waiter) and future.done() and not future.cancelled() and future.exception() is None:
+                self._room.redeem(future.result())
+            raise
+
+    # Moves that make room: this object is a mover, see :class:`~shared_rpc.server.device_room.TierMover`.
+
+    def users(self, stored: StoredObject) -> Sequence[str]:
+        """Return the sessions that use an object."""
+        return self.active(stored.object_id)
+
+    def is_moving(self, stored: StoredObject) -> bool:
+        """Return whether an object is on its way to another tier, or about to be."""
+        places = (self._moves, self._ordered, self._wanted, self._asides)
+        return any(stored.object_id in place for place in places)
+
+    def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
+        """Return the tiers below the one of a group that it can go to, the nearest first."""
+        found: list[Below] = []
+        for to in BELOW:
+            with contextlib.suppress(CapabilityError):
+                if self._lower_tier(group, to) is not None:
+                    found.append(to)
+        return tuple(found)
+
+    def has_good_copies(self, group: Sequence[StoredObject], tier: Tier) -> bool:
+        """Return whether a group could go to a tier without being copied."""
+        return _is_reusable(group) and self._has_copies(group, tier)
+
+    def make_room(self, group: Sequence[StoredObject], to: Below) -> None:
+        """Begin to move a group down."""
+        names = tuple(stored.object_id for stored in group)
+        self._ordered.update(names)
+        self._begin(self._make_room(names, group[0], to))
+
+    async def _make_room(self, names: tuple[str, ...], stored: StoredObject, to: Below) -> None:
+        try:
+            await self.move_down(stored, to, "room")
+        except Exception as error:
+            expected = isinstance(error, SharedRPCError)
+            problem = error if isinstance(error, SharedRPCError) else _unexpected(error).error
+            assert isinstance(problem, SharedRPCError), "a failure of this process has its exception"
+            _log.log(logging.INFO if expected else logging.ERROR, "%s does not make room: %s", _named(stored), problem)
+            self._ordered.difference_update(names)
+            self._room.not_moved(names, problem)
+        else:
+            self._ordered.difference_update(names)
+            self._room.moved(names)
+
+    def copy_ahead(self, stored: StoredObject) -> None:
+        """Copy an object in the background, for a later eviction, where it has a lower tier."""
+        if stored.record.segments and not self._stopped:
+            self._begin(self._copy_ahead(stored))
+
+    async def _copy_ahead(self, stored: StoredObject) -> None:
+        try:
+            async with self._copying_ahead:
+                await self._free(stored)
+                group = self._objects.group(stored)
+                tier = self._lower_tier(group, "") if self._keeps(stored) and not stored.cold else None
+                nbytes = sum(info.nbytes for info in _infos(group).values())
+                if tier is not None and not self._has_copies(group, tier):
+                    self._room.require_copies(len(_infos(group)), nbytes if tier == "host" else 0)
+                    with self._moving(group, tier) as move:
+                        await self._copy(move)
+        except SharedRPCError as error:
+            _log.info("%s is not copied ahead of its eviction: %s", _named(stored), error)
+
+    # One move.
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _keeps(self, stored: StoredObject) -> bool:
+        return self._objects.get(stored.object_id) is stored
+
+    async def _free(self, stored: StoredObject) -> None:
+        """Wait until nothing moves an object, nor those that share its memory."""
+        while moves := [move for each in self._objects.group(stored) if (move := self._moves.get(each.object_id)) is not None]:
+            await moves[0].over.wait()
+
+    @contextlib.contextmanager
+    def _moving(self, group: Sequence[StoredObject], to: Tier) -> Iterator[_Move]:
+        """Enter a move of a group, which nothing moves, for the time of the block."""
+        move = _Move(group, to)
+        members = [member.object_id for member in group]
+        self._moves.update(dict.fromkeys(members, move))
+        try:
+            yield move
+        except asyncio.CancelledError:
+            move.cancel()
+            raise
+        finally:
+            for object_id in members:
+                del self._moves[object_id]
+                self._leases.unwatch(object_id)
+            move.over.set()
+            self._room.changed()
+
+    def _lower_tier(self, group: Sequence[StoredObject], to: str) -> Tier | None:
+        """Return the tier to which a group is to be moved, None if there is nothing to move.
+
+        :raises CapabilityError: if there is none for it.
+        """
+        infos = _infos(group)
+        for stored in group:
+            if not stored.record.skeleton and not stored.record.segments:
+                raise CapabilityError(
+                    f"{_named(stored)} cannot be evicted: in the local role (pid {os.getpid()}) results lie in no shared memory"
+                )
+            if stored.host_copy == "never":
+                raise CapabilityError(f"{_named(stored)} cannot be evicted: its endpoint was shared with host_copy='never'")
+        bound = {info.mechanism for info in infos.values()} & EXPORTER_OWNED
+        if bound:
+            raise CapabilityError(
+                f"{_named(group[0])} cannot be evicted: memory that is shared by {', '.join(sorted(bound))!r} belongs to the "
+                f"process that made it; see the mechanism 'vmm'"
+            )
+        devices = {info.device for info in infos.values()}
+        try:
+            return next_tier(group[0].tier, devices, to, files=self._spill is not None) if infos else None
+        except CapabilityError as error:
+            raise CapabilityError(f"{_named(group[0])} cannot be evicted: {error}") from None
+
+    def _evictable(self, group: Sequence[StoredObject], to: str) -> Tier | None:
+        """Return the tier to which a group is to be evicted, None if it is there or lower.
+
+        :raises ServerBusy: if it may not be evicted now.
+        :raises CapabilityError: if it can never be.
+        """
+        tier = self._lower_tier(group, to)
+        for stored in group if tier is not None else ():
+            where = "" if stored is group[0] else f", whose memory {_named(group[0])} shares,"
+            if stored.pinned:
+                raise ServerBusy(f"{_named(stored)}{where} cannot be evicted: its endpoint was shared with pinned=True")
+            pids = sorted({self._pid_of(session) for session in self.active(stored.object_id)})
+            if pids:
+                raise ServerBusy(
+                    f"{_named(stored)}{where} cannot be evicted while it is in use by pid {', '.join(map(str, pids))}: suspend "
+                    f"or release the handles there"
+                )
+        return tier
+
+    def _revision(self, group: Iterable[StoredObject]) -> int | None:
+        """Return the sum of a group's revisions, None while one of them is being written."""
+        total = 0
+        for stored in group:
+            number = settled_revision(stored.page) if stored.page is not None else 0
+            if number is None:
+                return None
+            total += number
+        return total
+
+    def _has_copies(self, group: Sequence[StoredObject], tier: Tier) -> bool:
+        """Return whether a group has copies in a tier with the bytes that it has now."""
+        copies = [self._objects.copies.get(segment_id, tier) for segment_id in _infos(group)]
+        if group[0].cold:
+            return None not in copies
+        revision = self._revision(group)
+        return all(is_good(copy, revision) for copy in copies)
+
+    async def _copy(self, move: _Move) -> int:
+        """Make copies of a move's group; return how many bytes were copied. They are kept if they are good.
+
+        :raises ServerBusy: if the move was cancelled.
+        """
+        group, infos = move.group, _infos(move.group)
+        cold = group[0].cold
+        revision = self._revision(group)
+        if revision is None and not cold:
+            raise ServerBusy(f"{_named(group[0])} is not copied while it is being updated")
+        sources = []
+        for segment_id in infos:
+            segment = self._objects.segment(segment_id)
+            above = self._objects.copies.get(segment_id, "host") if segment is None else None
+            source = segment if segment is not None else above.segment if above is not None else None
+            assert source is not None, "an object has memory, or a copy in the tier above"
+            sources.append(source.duplicate())
+        work = functools.partial(self._memory.lower, sources, move.to, self._spill, move.note, lambda: move.cancelled)
+        try:
+            made: Sequence[LowerCopy] = await self._in_thread(work, sources)
+        except CopyCancelled:
+            raise ServerBusy(f"{_named(group[0])} is not evicted: others have asked for it meanwhile") from None
+        kept = all(map(self._keeps, group))
+        good = cold or self._revision(group) == revision
+        for info, copy in zip(infos.values(), made, strict=True):
+            copy.revision = revision or 0
+            if kept and good:
+                self._objects.copies.add(info, copy)
+            else:
+                copy.close()
+        return move.done
+
+    async def _restore(self, stored: StoredObject, reason: MoveReason, aside: SetAside | None) -> list[MoveInfo]:
+        """Restore an object that is cold, and that nothing moves; see :meth:`move_up`.
+
+        :param aside: the room for it, None if there is to be room now.
+        """
+        began, before = time.monotonic(), stored.tier
+        group = self._objects.group(stored)
+        infos = _infos(group)
+        # The object may be dropped meanwhile, and its copies with it.
+        kept = [self._objects.copies.highest(segment_id) for segment_id in infos]
+        copies = [LowerCopy(copy.segment.duplicate(), copy.tier, copy.digest) for copy in kept]
+        sizes: Counter[str] = Counter()
+        for info in infos.values():
+            sizes[info.device] += info.nbytes
+        borrowed = [copy.segment for copy in copies]
+        try:
+            with self._moving(group, "device") as move, self._set_aside(aside, sizes, len(infos)):
+                work = functools.partial(self._memory.raise_, copies, list(infos.values()), move.note, lambda: move.cancelled)
+                segments: Sequence[Segment] = await self._in_thread(work, borrowed)
+                left = [member for member in group if self._keeps(member)]
+                used = _infos(left)
+                for segment in segments:
+                    if segment.info.id not in used:
+                        segment.close()
+                self._objects.warm(left, [segment for segment in segments if segment.info.id in used])
+        except RecordError as error:
+            raise self._lost(group, error) from error
+        finally:
+            for segment in borrowed:
+                segment.close()
+        revision = self._revision(left)
+        keep = _is_reusable(left)
+        for segment_id in used:
+            for copy in self._objects.copies.of(segment_id):
+                copy.revision = revision if revision is not None else -1
+            if not keep:
+                self._objects.copies.discard(segment_id)
+        return self._told(left, before, move.done, began, reason)
+
+    @contextlib.contextmanager
+    def _set_aside(self, aside: SetAside | None, sizes: Mapping[str, int], descriptors: int) -> Iterator[None]:
+        """Have room set aside for the time of the block."""
+        if aside is None:
+            aside = self._room.take(sizes, descriptors)
+        else:
+            try:
+                self._room.add_descriptors(aside, descriptors)
+            except SharedRPCError:
+                self._room.redeem(aside)
+                raise
+        try:
+            yield
+        finally:
+            self._room.redeem(aside)
+
+    def _lost(self, group: Sequence[StoredObject], error: RecordError) -> StaleHandleError:
+        """Drop objects whose bytes cannot be had any more, whoever holds them."""
+        for stored in group:
+            _log.error("%s is dropped, because it cannot be restored: %s", _named(stored), error)
+            for session in self._leases.holders(stored.object_id):
+                while self._leases.release(session, stored.object_id):
+                    pass
+            if self._keeps(stored):
+                self._objects.unlist(stored)
+        return StaleHandleError(f"{_named(group[0])} was dropped: it cannot be restored: {error}", reason="object_gone")
+
+    def _told(
+        self, group: Sequence[StoredObject], before: Tier, copied: int, began: float, reason: MoveReason
+    ) -> list[MoveInfo]:
+        """Describe a move that was made."""
+        moves: list[MoveInfo] = []
+        for stored in group:
+            moves.append(
+                {
+                    "object_id": stored.object_id,
+                    "endpoint": stored.endpoint,
+                    "cache_key": stored.cache_key,
+                    "tier": stored.tier,
+                    "nbytes": sum(info.nbytes for info in _infos([stored]).values()),
+                    "copied": copied if stored is group[0] else 0,
+                    "seconds": time.monotonic() - began,
+                }
+            )
+            facts = moves[-1]
+            _log.info("%s is in tier %r, %d bytes were copied", _named(stored), stored.tier, facts["copied"])
+            self._moved(
+                stored,
+                before,
+                stored.tier,
+                nbytes=facts["nbytes"],
+                copied=facts["copied"],
+                seconds=facts["seconds"],
+                reason=reason,
+            )
+        return moves
+
+    async def _in_thread(self, work: Callable[[], Sequence[Any]], borrowed: Sequence[Segment]) -> Sequence[Any]:
+        """Do some work in a thread; return what it made. What it borrows is closed afterwards."""
+        future: asyncio.Future[_Made] = asyncio.get_running_loop().create_future()
+
+        def attempt() -> _Made:
+            try:
+                return _Made(work())
+            except BaseException as error:
+                return _Made(error=error)
+            finally:
+                _close(borrowed)
+
+        def done(made: _Made) -> None:
+            if future.cancelled():
+                made.close()
+            else:
+                future.set_result(made)
+
+        job = Job(attempt, done)
+        self._threads.start(job)
+        try:
+            made = await future
+        except asyncio.CancelledError:
+            if self._threads.withdraw(job):
+                _close(borrowed)
+            raise
+        if made.error is not None:
+            raise made.error
+        return made.parts
+
+
+def _infos(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:
+    """Return the segments of a group by id, for writing where one of its objects has them for that."""
+    infos: dict[str, SegmentInfo] = {}
+    for stored in group:
+        for segment in stored.record.segments:
+            if segment.info.access == "read_write" or segment.info.id not in infos:
+                infos[segment.info.id] = segment.info
+    return infos
+
+
+def _is_reusable(group: Iterable[StoredObject]) -> bool:
+    """Return whether copies of a group may be used again after it was in use."""
+    return all(outlives_use(_infos([member]).values(), member.host_copy) for member in group)
+
+
+def _close(segments: Iterable[Segment]) -> None:
+    for segment in segments:
+        segment.close()
+
+
+def _named(stored: StoredObject) -> str:
+    return f"object {stored.object_id} ({stored.cache_key or stored.endpoint or 'a buffer'})"
+
+
+def _together(refusals: Sequence[SharedRPCError], moved: int) -> SharedRPCError:
+    """Make one error of those of several objects."""
+    if len(refusals) == 1 and not moved:
+        return refusals[0]
+    text = "; ".join(str(error) for error in refusals)
+    return type(refusals[0]).restore(f"{moved} objects were moved, and {len(refusals)} were not: {text}", refusals[0].detail())
+
+
+def _unexpected(error: Exception) -> Failure:
+    """Return the failure of an error that is not the library's own: no free descriptor, or a failing driver."""
+    _log.error("a move between tiers failed", exc_info=error)
+    return Failure.of(CapabilityError(f"the server (pid {os.getpid()}) failed: {type(error).__name__}: {error}"))
+
+
+def _gone() -> Failure:
+    return Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped"))
