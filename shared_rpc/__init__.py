@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shared_rpc.context import cancelled, progress, raise_if_cancelled
     from shared_rpc.extras.materialize import materialize
     from shared_rpc.memory.pool import PoolOptions
+    from shared_rpc.memory.remap_hooks import MappedRange, RemapHook, on_remap
     from shared_rpc.operations.async_client import AsyncClient
     from shared_rpc.operations.client import Client
     from shared_rpc.operations.sources import AsyncSource, Source
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         EndpointStatistics,
         HolderInfo,
         ListedObjectInfo,
+        MoveInfo,
         ObjectInfo,
         ReloadInfo,
         RunInfo,
@@ -58,7 +60,9 @@ __all__ = [
     "Handle",
     "HolderInfo",
     "ListedObjectInfo",
+    "MappedRange",
     "Miss",
+    "MoveInfo",
     "ObjectInfo",
     "PoolOptions",
     "Progress",
@@ -66,6 +70,7 @@ __all__ = [
     "RecordBytes",
     "RecordHeader",
     "ReloadInfo",
+    "RemapHook",
     "RunInfo",
     "RuntimeInfo",
     "Server",
@@ -83,6 +88,7 @@ __all__ = [
     "cancelled",
     "errors",
     "materialize",
+    "on_remap",
     "progress",
     "raise_if_cancelled",
 ]
@@ -97,13 +103,14 @@ _NAMES = {
     "client.exported": "AsyncExportedRecord ExportedRecord RecordBytes",
     "client.handle": "AsyncHandle Handle",
     "memory.pool": "PoolOptions",
+    "memory.remap_hooks": "MappedRange RemapHook on_remap",
     "operations.async_client": "AsyncClient",
     "operations.client": "Client",
     "operations.sources": "AsyncSource Source",
     "protocol.exported": "RecordHeader",
     "protocol.generations": "Generation",
-    "protocol.infos": "ClusterStatus DeviceInfo EndpointInfo EndpointStatistics HolderInfo ListedObjectInfo ObjectInfo"
-    " ReloadInfo RunInfo RuntimeInfo ServerInfo SessionInfo SourceInfo StopInfo",
+    "protocol.infos": "ClusterStatus DeviceInfo EndpointInfo EndpointStatistics HolderInfo ListedObjectInfo MoveInfo"
+    " ObjectInfo ReloadInfo RunInfo RuntimeInfo ServerInfo SessionInfo SourceInfo StopInfo",
     "protocol.sources": "Miss",
     "protocol.tasks": "Progress TaskInfo TaskStatus",
     "protocol.ticket": "Ticket",

@@ -63,6 +63,7 @@ _RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
 _CLUSTER_NAME = "SHARED_TENSOR_CLUSTER_NAME"
 _CLUSTER_NODE = "SHARED_TENSOR_CLUSTER_NODE"
 _CLUSTER_MOVER = "SHARED_TENSOR_CLUSTER_MOVER"
+_BEST = "auto"
 _SWITCH = {"": None, "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 #: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
@@ -291,6 +292,9 @@ class ServeOptions(NamedTuple):
     :param build_timeout: seconds after which a run is taken for stuck.
     :param preload: whether workers may be forks of a zygote.
     :param quotas: as ``--quota`` has them: a worker resolves them, which knows the devices.
+    :param spill_dir: where objects are evicted to files, None for no files.
+    :param when_full: what becomes of requests for which a quota has no room.
+    :param host_quota: bytes of host copies, or a fraction of the host's memory.
     :param allow_uids: users beside the server's own whose clients are let in.
     :param pool_initial: bytes with which a session's pool begins; see :class:`shared_rpc.PoolOptions`.
     :param pool_limit: bytes up to which a session's pool grows.
@@ -307,6 +311,9 @@ class ServeOptions(NamedTuple):
     preload: bool = True
     max_bytes: int | None = None
     quotas: tuple[str, ...] = ()
+    spill_dir: str | None = None
+    when_full: Literal["evict", "refuse"] = "refuse"
+    host_quota: int | float | None = None
     max_tasks: int = 1000
     result_ttl: float = 3600.0
     max_connections: int = 8192
@@ -352,14 +359,14 @@ class ClusterSettings(NamedTuple):
     :param name: of the cluster: several share one Ray cluster without knowing of each other.
     :param address: of Ray, as Ray itself reads it.
     :param node: the beginning of the id of this server's Ray node, where the machine has several.
-    :param mover: what carries the bytes from node to node.
+    :param mover: what carries the bytes from node to node: ``auto``, ``objects``, ``nixl``, or ``module:class``.
     :param gpus: ``CUDA_VISIBLE_DEVICES`` of the server, None where it is not set.
     """
 
     name: str = "default"
     address: str = ""
     node: str = ""
-    mover: str = "objects"
+    mover: str = _BEST
     gpus: str | None = None
 
 
@@ -373,7 +380,7 @@ def cluster_settings(environ: Mapping[str, str] | None = None) -> ClusterSetting
     name, address, node, mover = (environ.get(name, "").strip() for name in names)
     if "/" in name:
         raise ConfigurationError(f"{_CLUSTER_NAME}={name!r}: a name has no slash")
-    return ClusterSettings(name or "default", address, node, mover or "objects", environ.get(_GPUS))
+    return ClusterSettings(name or "default", address, node, mover or _BEST, environ.get(_GPUS))
 
 
 def see_gpus(gpus: str | None) -> None:

@@ -15,11 +15,24 @@ from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.processes import command_of
 from shared_rpc.cli.records import export_object, import_file
-from shared_rpc.cli.rendering import ago, as_json, complain, contents, one_line, origin, several, size, table
+from shared_rpc.cli.rendering import (
+    ago,
+    as_json,
+    complain,
+    contents,
+    copies_of,
+    one_line,
+    origin,
+    several,
+    size,
+    table,
+    tier_of,
+)
 from shared_rpc.cli.scripts import run, zygote_table
 from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
 from shared_rpc.cli.tasks import call, cancel, tasks, wait
+from shared_rpc.cli.tiers import evict, restore
 from shared_rpc.cli.top.command import top
 from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError
@@ -111,7 +124,12 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
         as_json({"server": facts, "endpoints": endpoints})
         return
     counts = ", ".join(f"{count} {status}" for status, count in facts["tasks"].items() if count) or "none"
-    shown = facts | {"nbytes": size(facts["nbytes"]), "started_at": f"{ago(facts['started_at'])} ago", "tasks": counts}
+    shown = facts | {
+        "nbytes": size(facts["nbytes"]),
+        "copies": copies_of(facts),
+        "started_at": f"{ago(facts['started_at'])} ago",
+        "tasks": counts,
+    }
     if facts["mechanism"] is not None:
         shown["mechanism"] = "{name}: {reason}".format_map(facts["mechanism"])
     workers = [f"pid {worker['pid']} {worker['state']}, {worker['runs']} runs" for worker in facts["workers"]]
@@ -126,7 +144,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in left_out])
     table(
         "\nendpoints",
-        ["name", "managed", "cached by", "concurrency", "access", "tensors", "idle_ttl", "what it does"],
+        ["name", "managed", "cached by", "concurrency", "access", "tensors", "idle_ttl", "host copy", "what it does"],
         [
             (
                 name,
@@ -136,6 +154,7 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
                 spec["access"],
                 spec["tensors"],
                 "never" if spec["idle_ttl"] is None else f"{spec['idle_ttl']:g} s",
+                f"{spec['host_copy']}, pinned" if spec["pinned"] else spec["host_copy"],
                 spec["doc"],
             )
             for name, spec in endpoints.items()
@@ -154,6 +173,7 @@ def _source(facts: SourceInfo) -> str:
     told += [
         f"{size(status[name])} {name.removeprefix('bytes_')}" for name in ("bytes_received", "bytes_sent") if name in status
     ]
+    told += [f"{size(nbytes)} of it by {mover}" for mover, nbytes in sorted(status.get("bytes_by_mover", {}).items())]
     if told:
         pieces.append(", ".join(told))
     pieces += status.get("activity", [])
@@ -181,9 +201,13 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
     if json:
         as_json(items)
         return
+    lower = any(item["copies"] for item in items)  # most servers have none
     table(
         "",
-        ["object", "of", "size>", "private>", "device", "generation>", "cached", "held by", "age>", "last used>"],
+        [
+            *("object", "of", "size>", "private>", "device", "tier", *(["copies"] if lower else []), "generation>", "cached"),
+            *("active>", "held by", "age>", "last used>"),
+        ],
         [
             (
                 item["object_id"],
@@ -191,8 +215,11 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
                 size(item["nbytes"]),
                 size(item["private_nbytes"]),
                 item["device"],
+                tier_of(item),
+                *([copies_of(item)] if lower else []),
                 item["generation"],
                 "yes" if item["cached"] and item["kind"] == "result" else "no",
+                item["active"],
                 ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "nobody",
                 ago(item["created_at"]),
                 ago(item["last_accessed_at"]),
@@ -210,9 +237,10 @@ def devices(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
     if json:
         as_json(items)
         return
+    lower = any(item["copies"] for item in items)
     table(
         "",
-        ["device", "name", "memory>", "free>", "used>", "quota>"],
+        ["device", "name", "memory>", "free>", "used>", "quota>", *(["copies"] if lower else [])],
         [
             (
                 item["id"],
@@ -221,6 +249,7 @@ def devices(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
                 size(item["free"]) if item["free"] is not None else "-",
                 size(item["used"]),
                 size(item["limit"]) if item["limit"] is not None else "none",
+                *([copies_of(item)] if lower else []),
             )
             for item in items
         ],
@@ -250,7 +279,7 @@ def invalidate(
 
 # Words after the script's name are arguments of the script.
 app.command(context_settings={"allow_interspersed_args": False})(run)
-for command in (serve, reload, stop, top, call, tasks, wait, cancel, verify):
+for command in (serve, reload, stop, top, call, tasks, wait, cancel, evict, restore, verify):
     app.command()(command)
 app.command("export")(export_object)
 app.command("import")(import_file)

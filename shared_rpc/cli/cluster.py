@@ -37,7 +37,7 @@ def status(name: Name = None, address: Address = None, json: Json = False) -> No
                 node["python"],
                 node["torch"],
                 node["broker"],
-                size(node["received"]),
+                _received(node),
                 size(node["sent"]),
                 "; ".join(map(_doing, node["doing"])) or "-",
             )
@@ -95,6 +95,11 @@ def _show(changes: list[Change], json: bool) -> None:
 def _doing(work: dict[str, Any]) -> str:
     text = f"{work['what']} {work['endpoint']} for {lasted(work['seconds'])}"
     return f"{text}, {size(work['nbytes'])} of {size(work['of'])} from {work['source']}" if "of" in work else text
+
+
+def _received(node: dict[str, Any]) -> str:
+    movers = ", ".join(f"{size(nbytes)} by {mover}" for mover, nbytes in sorted(node["received_by_mover"].items()))
+    return f"{size(node['received'])} ({movers})" if len(node["received_by_mover"]) > 1 else movers or size(node["received"])
 
 
 def _versions(key: dict[str, Any]) -> list[str]:

@@ -10,9 +10,9 @@ import typer
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
 from shared_rpc.cli.rendering import as_json, size
+from shared_rpc.cli.tiers import object_of
 from shared_rpc.client.exported import RecordBytes
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.operations.client import Client
 
 __all__ = ["export_object", "import_file"]
 
@@ -31,7 +31,7 @@ def export_object(
 
     begin = time.perf_counter()
     with the_server(socket, base_path) as client:
-        chosen = _object_of(client, object_id)
+        chosen = object_of(client, object_id)
         header = record_file.save(client, chosen, file)
     if json:
         facts = {"endpoint": header.endpoint, "cache_key": header.cache_key, "generation": header.generation}
@@ -39,12 +39,6 @@ def export_object(
     else:
         took = time.perf_counter() - begin
         print(f"{header.cache_key or header.endpoint} ({size(header.nbytes)}) written to {file} in {took:.2f} s")
-
-
-def _object_of(client: Client, name: str) -> str:
-    """Return the id of an object that is named by its id or its key."""
-    cached = [info["object_id"] for info in client.list_objects() if info["cached"] and info["cache_key"] == name]
-    return cached[0] if cached else name
 
 
 def import_file(

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shared_rpc.protocol.infos import ObjectInfo, ServerInfo
+from shared_rpc.protocol.infos import DeviceInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 
 __all__ = [
@@ -22,16 +22,19 @@ __all__ = [
     "as_json",
     "complain",
     "contents",
+    "copies_of",
     "lasted",
     "one_line",
     "origin",
     "percent",
     "several",
     "size",
+    "span",
     "status_of",
     "steps",
     "table",
     "task_object",
+    "tier_of",
     "took",
 ]
 
@@ -70,6 +73,15 @@ def size(nbytes: int) -> str:
     return f"{amount:.1f} TiB"
 
 
+def span(seconds: float) -> str:
+    """Format a duration with three digits: ``"1.24 ms"``."""
+    if seconds >= 100:
+        return lasted(seconds, (" s", " min", " h", " d"))
+    # What would be rounded to a thousand of one unit is one of the next.
+    scale, unit = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
+    return f"{seconds / scale:.3g} {unit}"
+
+
 def ago(moment: float) -> str:
     """Format the time since a Unix time: ``"3 min"``."""
     return lasted(time.time() - moment, (" s", " min", " h", " d"))
@@ -102,6 +114,21 @@ def origin(item: ObjectInfo) -> str:
     if item["kind"] != "buffer":
         return str(item["cache_key"] or item["endpoint"])
     return "buffer" if item["state"] == "listed" else f"buffer, {item['state']}"
+
+
+def tier_of(item: ObjectInfo) -> str:
+    """Return where an object's bytes are, with the move that goes on: ``"host"``, ``"host, 40% to device"``."""
+    moving = item.get("moving")
+    pinned = ", pinned" if item["pinned"] else ""
+    if moving is None:
+        return f"{item['tier']}{pinned}"
+    share = min(moving["done"] / moving["total"], 1.0) if moving["total"] else 0.0
+    return f"{item['tier']}{pinned}, {share:.0%} to {moving['to']}"
+
+
+def copies_of(item: ObjectInfo | ServerInfo | DeviceInfo) -> str:
+    """Format the bytes of copies in lower tiers: ``"1.5 GiB host"``; ``"-"`` where there is none."""
+    return ", ".join(f"{size(nbytes)} {tier}" for tier, nbytes in item["copies"].items() if nbytes) or "-"
 
 
 def status_of(info: TaskInfo) -> str:

@@ -12,8 +12,9 @@ from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
-from shared_rpc.provider.amounts import check_quotas, in_bytes, quotas_of
+from shared_rpc.provider.amounts import amount_of, check_quotas, in_bytes, quotas_of
 from shared_rpc.server.joiner import check_cluster
 from shared_rpc.settings import ServeOptions, checked_path
 
@@ -49,6 +50,18 @@ def serve(
         typer.Option(
             metavar="DEVICE=AMOUNT", help="Memory for all objects on a device: cuda:0=0.8 of it, or cpu=8GiB. May be repeated."
         ),
+    ] = None,
+    spill_dir: Annotated[
+        str | None,
+        typer.Option(metavar="DIRECTORY", help="Where objects are evicted to files; none are by default."),
+    ] = None,
+    when_full: Annotated[
+        Literal["evict", "refuse"],
+        typer.Option(help="Refuse what a quota has no room for, or evict what nobody uses, and let requests wait for it."),
+    ] = "refuse",
+    host_quota: Annotated[
+        str | None,
+        typer.Option(metavar="AMOUNT", help="Memory for host copies of evicted objects: 64GiB, or 0.5 of all."),
     ] = None,
     max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that may be pending or running.")] = 1000,
     result_ttl: Annotated[
@@ -102,7 +115,13 @@ def serve(
     for path in (base_path, socket):
         if path is not None:
             checked_path(path)
-    quotas_of(quota or ())  # a malformed one is an error before anything starts
+    # A malformed amount is an error before anything starts, and so is a directory that cannot be used.
+    if not quotas_of(quota or ()) and when_full == "evict":
+        raise ConfigurationError(
+            "--when-full evict needs a --quota DEVICE=AMOUNT: without one no device is full before its driver refuses memory"
+        )
+    if spill_dir is not None:
+        SpillDirectory(spill_dir)
     if in_process:
         if hook:
             raise ConfigurationError(
@@ -134,6 +153,9 @@ def serve(
         preload=not no_preload,
         max_bytes=in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
         quotas=tuple(quota or ()),
+        spill_dir=os.path.abspath(spill_dir) if spill_dir is not None else None,
+        when_full=when_full,
+        host_quota=amount_of(f"--host-quota {host_quota}", host_quota) if host_quota is not None else None,
         max_tasks=max_tasks,
         result_ttl=result_ttl,
         max_connections=max_connections,
@@ -216,6 +238,9 @@ class _InProcessHost:
                 max_tasks=options.max_tasks,
                 result_ttl=options.result_ttl,
                 quotas=quotas_of(options.quotas),
+                spill_dir=options.spill_dir,
+                when_full=options.when_full,
+                host_quota=options.host_quota,
                 max_connections=options.max_connections,
                 allow_uids=options.allow_uids,
                 source_grace=options.source_grace,

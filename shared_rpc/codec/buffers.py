@@ -80,15 +80,16 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
         raise CapabilityError(f"cannot write {view.nbytes} bytes to a host segment in pid {os.getpid()}: {error}") from error
 
 
-def buffers_of(table: TensorTable, mappings: Sequence[Mapping]) -> list[memoryview]:
+def buffers_of(table: TensorTable, mappings: Sequence[Mapping], object_id: str = "") -> list[memoryview]:
     """Return the buffers of a table over the segments' mappings. Each mapping is kept while a buffer in it is used.
 
+    :param object_id: see :meth:`MappingTable.keep_for`.
     :raises CodecError: if an entry leaves its segment.
     """
-    return [_view(entry, mappings) for entry in table.buffers]
+    return [_view(entry, mappings, object_id) for entry in table.buffers]
 
 
-def _view(entry: BufferEntry, mappings: Sequence[Mapping]) -> memoryview:
+def _view(entry: BufferEntry, mappings: Sequence[Mapping], object_id: str) -> memoryview:
     fits = 0 <= entry.segment < len(mappings)
     mapping = mappings[entry.segment] if fits else None
     if (
@@ -103,5 +104,5 @@ def _view(entry: BufferEntry, mappings: Sequence[Mapping]) -> memoryview:
         )
     view = HOST.view(mapping.address + entry.offset, entry.nbytes)
     # All views of the buffer, arrays too, refer to this object.
-    MAPPINGS.keep_for([(mapping, view.obj)])
+    MAPPINGS.keep_for([(mapping, view.obj)], object_id)
     return view.toreadonly() if mapping.info.access == "read" else view

@@ -173,6 +173,7 @@ def decode_result(
     pooled: dict[int, ChunkReferences] | None = None,
     arenas: Collection[int] = (),
     label: str = "",
+    object_id: str = "",
 ) -> Any:
     """Rebuild a result around its segments, which are mapped and stay the caller's to close.
 
@@ -180,6 +181,7 @@ def decode_result(
     :param pooled: the chunks of the server's pool that it lies in, and to whom they are given back.
     :param arenas: the numbers of the segments that are the pool's.
     :param label: what the result is, for people.
+    :param object_id: the id by which the server keeps the result, so that it can be suspended here; ``""`` if it does not.
     :raises CapabilityError: if this process cannot map the memory, or is to copy some of it and has none, or captures a graph.
     :raises CodecError: if the skeleton needs something that is not here, such as a class's module.
     """
@@ -196,9 +198,10 @@ def decode_result(
     hidden = {entry.segment for entry in found.buffers}
     attached = MAPPINGS.attach(segments, owner=owner, pooled=arenas, hidden=hidden, label=label)
     with attached as mappings, nullcontext() if quick else collector.paused():
-        tensors, storages = tensors_of(found, mappings, pooled if pooled is not None else {}, trusted=True)
+        chunks = pooled if pooled is not None else {}
+        tensors, storages = tensors_of(found, mappings, chunks, trusted=True, object_id=object_id)
         # In a list that is emptied: a kept error of the object's own code may keep this frame.
-        value = [_load(skeleton, tensors, storages, buffers_of(found, mappings))]
+        value = [_load(skeleton, tensors, storages, buffers_of(found, mappings, object_id))]
     _drain()
     return value.pop()
 

@@ -24,7 +24,7 @@ import torch.multiprocessing  # registers torch's own reducers, which the reduce
 from torch.multiprocessing import reductions
 
 from shared_rpc.codec.recurrent import keep_in_place
-from shared_rpc.errors import CapabilityError
+from shared_rpc.errors import CapabilityError, HandleSuspended
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
@@ -196,7 +196,10 @@ def _share_memory(before: Callable[..., torch.UntypedStorage], storage: torch.Un
 
 
 def _is_shared(before: Callable[[torch.UntypedStorage], bool], storage: torch.UntypedStorage) -> bool:
-    return before(storage) or _shared(storage) is not None
+    try:
+        return before(storage) or _shared(storage) is not None
+    except HandleSuspended:
+        return True  # the question is not about the bytes
 
 
 def _install() -> None:

@@ -83,7 +83,12 @@ def _finished(entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_of(
-    table: TensorTable, mappings: Sequence[Mapping], pooled: dict[int, ChunkReferences], *, trusted: bool = False
+    table: TensorTable,
+    mappings: Sequence[Mapping],
+    pooled: dict[int, ChunkReferences],
+    *,
+    trusted: bool = False,
+    object_id: str = "",
 ) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
     """Make all tensors and storages of a table, over the segments' mappings.
 
@@ -92,6 +97,7 @@ def tensors_of(
 
     :param pooled: the chunks that came with the table, and to whom they are given back, also if this raises.
     :param trusted: whether the tensors fit their storages; not to be taken on a client's word.
+    :param object_id: see :meth:`MappingTable.keep_for`.
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
     :raises CapabilityError: if there is no memory for copies.
     """
@@ -112,7 +118,8 @@ def tensors_of(
         else:
             storages = [_storage(entry, mappings, devices, table) for entry in table.storages]
             placed = [(entry, storage) for entry, storage in zip(table.storages, storages, strict=True) if entry.segment >= 0]
-        MAPPINGS.keep_for((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in pooled)
+        own = ((mappings[entry.segment], storage) for entry, storage in placed if entry.chunk not in pooled)
+        MAPPINGS.keep_for(own, object_id)
         _keep_chunks([(entry, storage) for entry, storage in placed if entry.chunk in pooled], mappings, pooled)
         return [make(entry, storages[entry.storage]) for entry in table.tensors], storages
     except (IndexError, AttributeError, TypeError, RuntimeError) as error:

@@ -25,6 +25,7 @@
     ├── WorkerCrashed           the process that ran an endpoint has ended
     ├── ClusterError            the source of records, or the cluster behind it, has failed
     ├── StaleHandleError        the server no longer owns the object
+    ├── HandleSuspended         the handle's memory is not mapped, until it is resumed
     └── ServerBusy              a limit of the server is reached
 
 Each class owns the code that stands for it on the wire. An exception that an endpoint raised is not
@@ -47,6 +48,7 @@ __all__ = [
     "ConnectionClosed",
     "DeadlineExceeded",
     "EndpointNotFound",
+    "HandleSuspended",
     "ProtocolError",
     "RecordError",
     "RefreshError",
@@ -325,6 +327,12 @@ class StaleHandleError(SharedRPCError):
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class HandleSuspended(SharedRPCError):
+    """The handle is suspended, so that its value cannot be touched in this process. ``resume()`` it, or use ``active()``."""
+
+    code = "handle-suspended"
 
 
 class TaskError(SharedRPCError):

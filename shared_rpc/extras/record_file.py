@@ -27,11 +27,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import xxhash
-
 from shared_rpc.client.exported import ExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.errors import RecordError
 from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.digests import DIGEST, PART, digest
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.records import SegmentInfo
@@ -39,17 +38,14 @@ from shared_rpc.protocol.records import SegmentInfo
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["PART", "FileRecord", "save", "write"]
+__all__ = ["FileRecord", "save", "write"]
 
 #: The first bytes, without the number of the format; and that number, which is raised with every change of it.
 _NAME, _FORMAT = b"shared-rpc record ", 1
 _MAGIC = _NAME + b"%d\n" % _FORMAT
 #: Bytes of the header, and number of parts.
 _COUNTS = struct.Struct(">QQ")
-_DIGEST = 16
-_FIXED = len(_MAGIC) + _COUNTS.size + _DIGEST
-#: Bytes of a part, which has a digest of its own.
-PART = 64 << 20
+_FIXED = len(_MAGIC) + _COUNTS.size + DIGEST
 _PAGE = 4096
 #: Bytes of a header, as of a payload between client and server; and bytes before the segments, which are read at once.
 _LARGEST = 512 << 20
@@ -82,7 +78,7 @@ class _Layout:
 
     def __init__(self, nbytes: int, segments: tuple[SegmentInfo, ...]) -> None:
         count = sum(-(-info.nbytes // PART) for info in segments)
-        self.head = _FIXED + nbytes + count * _DIGEST
+        self.head = _FIXED + nbytes + count * DIGEST
         self.parts: list[_Part] = []
         end = self.head
         for segment, info in enumerate(segments):
@@ -97,13 +93,6 @@ class _Layout:
     def of(self, segment: int) -> list[_Part]:
         """Return the parts of one segment."""
         return [part for part in self.parts if part.segment == segment]
-
-
-def _digest(*pieces: bytes | memoryview) -> bytes:
-    found = xxhash.xxh3_128()
-    for piece in pieces:
-        found.update(piece)
-    return found.digest()
 
 
 def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
@@ -144,7 +133,7 @@ def write(record: RecordBytes, path: str | os.PathLike[str], *, still: Callable[
         with _drafted(name, layout.nbytes) as fd:
             digests = b"".join([_write_part(fd, part, record.segments[part.segment]) for part in layout.parts])
             begin = _MAGIC + _COUNTS.pack(len(header), len(layout.parts))
-            _write(fd, memoryview(b"".join([begin, _digest(begin, header, digests), header, digests])), 0)
+            _write(fd, memoryview(b"".join([begin, digest(begin, header, digests), header, digests])), 0)
             os.fsync(fd)
             if not still():
                 raise _Unwanted
@@ -208,7 +197,7 @@ def _write_part(fd: int, part: _Part, segment: SegmentBytes) -> bytes:
 
 def _write_data(fd: int, part: _Part, data: memoryview) -> bytes:
     _write(fd, data, part.offset)
-    return _digest(data)
+    return digest(data)
 
 
 def _write(fd: int, data: memoryview, offset: int) -> None:
@@ -298,9 +287,9 @@ class FileRecord(RecordBytes):
                 done += count
         except OSError as error:
             raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
-        expected = self._digests[part.number * _DIGEST : (part.number + 1) * _DIGEST]
+        expected = self._digests[part.number * DIGEST : (part.number + 1) * DIGEST]
         # Of what is in memory now, whatever happens to the file meanwhile.
-        if done < part.nbytes or _digest(view) != expected:
+        if done < part.nbytes or digest(view) != expected:
             raise RecordError(
                 f"the record {self.path} is damaged: bytes {part.offset} to {part.offset + part.nbytes} are not those that "
                 f"were written. Export it again",
@@ -347,12 +336,12 @@ def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, by
     if len(fixed) < _FIXED:
         raise damaged
     nbytes, count = _COUNTS.unpack_from(fixed, len(_MAGIC))
-    if nbytes > _LARGEST or count * _DIGEST > _LARGEST:
+    if nbytes > _LARGEST or count * DIGEST > _LARGEST:
         raise RecordError(f"the record {path} is damaged: its header would have {nbytes} bytes", reason="damaged")
-    rest = b"".join(iter(_reader(fd, _FIXED, nbytes + count * _DIGEST), b""))
-    if len(rest) < nbytes + count * _DIGEST:
+    rest = b"".join(iter(_reader(fd, _FIXED, nbytes + count * DIGEST), b""))
+    if len(rest) < nbytes + count * DIGEST:
         raise damaged
-    if _digest(fixed[:-_DIGEST], rest) != fixed[-_DIGEST:]:
+    if digest(fixed[:-DIGEST], rest) != fixed[-DIGEST:]:
         raise RecordError(f"the record {path} is damaged: its header is not the one that was written", reason="damaged")
     header = RecordHeader.from_bytes(rest[:nbytes])
     if any(info.nbytes <= 0 for info in header.segments):

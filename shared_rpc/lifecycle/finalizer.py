@@ -1,4 +1,4 @@
-"""The thread for work that finalisers must not do.
+"""Threads for work that finalisers, and threads with better things to do, must not do.
 
 A finaliser can run between any two instructions of any thread, so it must not lock, talk to a socket or wait
 for a GPU. It submits a job instead, and the job runs here.
@@ -44,10 +44,15 @@ def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
 
 
 class FinalizerThread:
-    """A queue of jobs and one daemon thread, started with the first :meth:`start`."""
+    """A queue of jobs and one daemon thread, started with the first :meth:`start`. A forked child has neither.
 
-    def __init__(self) -> None:
+    :param name: the thread's.
+    """
+
+    def __init__(self, name: str = "shared-rpc-finalizer") -> None:
+        self._name = name
         self._reset()
+        after_fork(self._reset)
 
     def _reset(self) -> None:
         # SimpleQueue.put is reentrant: the standard library documents it for use in finalisers.
@@ -62,7 +67,7 @@ class FinalizerThread:
         if not self.started:
             with self._starting:
                 if not self.started:
-                    threading.Thread(target=self._run, name="shared-rpc-finalizer", daemon=True).start()
+                    threading.Thread(target=self._run, name=self._name, daemon=True).start()
                     self.started = True
 
     def submit(self, job: Job, after: float = 0.0) -> None:
@@ -91,10 +96,5 @@ class FinalizerThread:
         except Exception:
             _log.exception("a clean-up job of the finaliser thread failed")
 
-    def _after_fork(self) -> None:
-        # The child does not have the thread, and the queue's jobs belong to the parent.
-        self._reset()
-
 
 FINALIZER = FinalizerThread()
-after_fork(FINALIZER._after_fork)

@@ -27,6 +27,7 @@ from typing import Literal
 import msgspec
 
 from shared_rpc.forks import fork_safe_lock
+from shared_rpc.protocol.records import Tier
 
 __all__ = [
     "HOOKS",
@@ -40,8 +41,11 @@ __all__ = [
     "Hooks",
     "LeaseEnded",
     "LeaseGiven",
+    "MoveReason",
+    "ObjectEvicted",
     "ObjectFreed",
     "ObjectPublished",
+    "ObjectRestored",
     "Outcome",
     "RequestFailed",
     "SessionClosed",
@@ -59,6 +63,10 @@ _log = logging.getLogger("shared_rpc")
 #: How a call ended: answered from the cache, by a run under way, by a record of the source of records, or by a run of its own;
 #: with an error; or abandoned by its caller.
 Outcome = Literal["hit", "joined", "adopted", "built", "failed", "left"]
+
+#: Why an object changed its tier: somebody asked for it by its name; a device or the host copies had no room; a suspended
+#: handle was resumed; or an object was to be used, by a call, a ticket, an export.
+MoveReason = Literal["request", "room", "resume", "use"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +138,40 @@ class ObjectFreed(Event, frozen=True, kw_only=True):
     kind: Literal["result", "buffer"]
     nbytes: int
     device: str
+
+
+class ObjectEvicted(Event, frozen=True, kw_only=True):
+    """The move of an object to a lower tier, ``seconds`` after it began.
+
+    ``nbytes`` are what the tier above has got back, and ``copied`` those that were copied for it: none where there was a good
+    copy. A move that fails is none: the object stays where it is.
+    """
+
+    object_id: str
+    endpoint: str
+    device: str
+    from_tier: Tier
+    to_tier: Tier
+    nbytes: int
+    copied: int
+    seconds: float
+    reason: MoveReason
+
+
+class ObjectRestored(Event, frozen=True, kw_only=True):
+    """The move of an object back to its device, for all processes at once, ``seconds`` after it began. ``copied`` bytes of
+    ``nbytes`` came from the copy.
+    """
+
+    object_id: str
+    endpoint: str
+    device: str
+    from_tier: Tier
+    to_tier: Tier
+    nbytes: int
+    copied: int
+    seconds: float
+    reason: MoveReason
 
 
 class LeaseGiven(Event, frozen=True, kw_only=True):

@@ -30,6 +30,8 @@ _CALL_BUCKETS = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
 _BUILD_BUCKETS = (1e-3, 10e-3, 100e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+#: From an eviction whose copy is there to a restore of a large model from a slow disk.
+_MOVE_BUCKETS = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 _Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 #: Metrics that are read, most of them from a server's tables: kind, text and labels.
@@ -45,6 +47,10 @@ _READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
     "builds_asked": (GaugeMetricFamily, "Runs that wait for the source of records.", ("endpoint",)),
     "objects": (GaugeMetricFamily, "Kept results and buffers.", ("kind",)),
     "object_bytes": (GaugeMetricFamily, "Memory of all objects.", ("device",)),
+    "tier_objects": (GaugeMetricFamily, "Kept results and buffers, by the tier of their bytes.", ("tier",)),
+    "copy_bytes": (GaugeMetricFamily, "Memory and files of the copies of objects.", ("tier",)),
+    "room_waiting": (GaugeMetricFamily, "Requests that wait for room on a device.", ()),
+    "active_objects": (GaugeMetricFamily, "Objects that some client holds and has not suspended.", ()),
     "object_descriptors": (GaugeMetricFamily, "File descriptors of objects.", ()),
     "object_descriptors_limit": (GaugeMetricFamily, "The limit of file descriptors of objects.", ()),
     "pool_bytes": (GaugeMetricFamily, "Memory of the pools for short results.", ()),
@@ -64,6 +70,7 @@ _READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
     "cluster_objects": (GaugeMetricFamily, "Objects of the cluster, as the source reports them.", ()),
     "cluster_received_bytes": (CounterMetricFamily, "Bytes received from other nodes, as the source reports them.", ()),
     "cluster_sent_bytes": (CounterMetricFamily, "Bytes sent to other nodes, as the source reports them.", ()),
+    "cluster_moved_bytes": (CounterMetricFamily, "Bytes received from other nodes, by what has carried them.", ("mover",)),
 }
 
 
@@ -88,6 +95,19 @@ class Metrics:
         self._errors = _counter("errors", "Requests answered with an error, by code.", "code")
         self._published = _counter("objects_published", "Published objects.")
         self._freed = _counter("objects_freed", "Freed objects.")
+        self._evictions = _counter("evictions", "Objects that moved to a lower tier.", "tier", "reason")
+        self._evicted_bytes = _counter("evicted_bytes", "Bytes that evicted objects gave back to the tier above.", "tier")
+        self._eviction_seconds = _histogram(_MOVE_BUCKETS, "eviction_duration_seconds", "Duration of evictions.", "tier")
+        self._restores = _counter("restores", "Objects that moved back to their device.", "tier", "reason")
+        self._restored_bytes = _counter("restored_bytes", "Bytes of restored objects.", "tier")
+        self._restore_seconds = _histogram(_MOVE_BUCKETS, "restore_duration_seconds", "Duration of restores.", "tier")
+        for tier in ("host", "file"):
+            self._evicted_bytes.labels(tier), self._eviction_seconds.labels(tier)
+            self._restored_bytes.labels(tier), self._restore_seconds.labels(tier)
+            for reason in ("request", "room"):
+                self._evictions.labels(tier, reason)
+            for reason in ("request", "resume", "use"):
+                self._restores.labels(tier, reason)
         self._leases_given = _counter("leases_given", "Granted leases.")
         self._leases_ended = _counter("leases_ended", "Ended leases.")
         self._leases_reclaimed = _counter(
@@ -128,6 +148,14 @@ class Metrics:
                 self._published.inc()
             case e.ObjectFreed():
                 self._freed.inc()
+            case e.ObjectEvicted():
+                self._evictions.labels(event.to_tier, event.reason).inc()
+                self._evicted_bytes.labels(event.to_tier).inc(event.nbytes)
+                self._eviction_seconds.labels(event.to_tier).observe(event.seconds)
+            case e.ObjectRestored():
+                self._restores.labels(event.from_tier, event.reason).inc()
+                self._restored_bytes.labels(event.from_tier).inc(event.nbytes)
+                self._restore_seconds.labels(event.from_tier).observe(event.seconds)
             case e.SessionOpened():
                 self._sessions_opened.inc()
             case e.SessionClosed():

@@ -180,7 +180,7 @@ class TopApp(App[None]):
         yield Static("shared-rpc top", id="facts", markup=False)
         yield Static(id="trouble", markup=False)
         with VerticalScroll(id="others"):
-            for name in ("memory", "cluster", "builds", "calls", "workers", "clients"):
+            for name in ("memory", "cluster", "builds", "moves", "calls", "workers", "clients"):
                 grid = Grid(id=name, show_cursor=False)
                 grid.can_focus = False
                 yield grid

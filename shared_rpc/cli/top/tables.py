@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from shared_rpc.cli.rendering import lasted, one_line, origin, percent, several, size, steps
+from shared_rpc.cli.rendering import copies_of, lasted, one_line, origin, percent, several, size, steps, tier_of
 from shared_rpc.cli.top.watching import Rates, Snapshot
 from shared_rpc.protocol.infos import ListedObjectInfo
 from shared_rpc.protocol.tasks import Progress
@@ -98,6 +98,8 @@ def totals(view: View) -> Text:
         Text(f"{size(server['nbytes'])} in {several(server['objects'], 'object')}", "bold"),
         Text(f"{calls:.1f} calls/s" if view.rates else several(server["calls"], "call")),
         Text(several(server["failures"], "error"), "red" if server["failures"] else ""),
+        *([Text(f"{copies_of(server)} in copies", "cyan")] if server["copies"] else []),
+        *([Text(f"{server['waiting']} waiting for room", "yellow")] if server["waiting"] else []),
         Text(several(server["leases"], "lease")),
         Text(several(len(_clients(view).rows), "client")),
         Text(f"{min(hits / calls, 1.0):.0%} hits" if calls else "- hits"),
@@ -114,6 +116,7 @@ def others(view: View) -> dict[str, Table]:
         "memory": _memory,
         "cluster": _cluster,
         "builds": _builds,
+        "moves": _moves,
         "calls": _calls,
         "workers": _workers,
         "clients": _clients,
@@ -135,7 +138,7 @@ def objects(view: View, shown: Sequence[ListedObjectInfo]) -> Table:
     """Make the table of objects."""
     now = view.snapshot.wall
     return Table(
-        ("objects", "size>", "held>", "age>", "state", "used>", "device", "gen>", "endpoint", "held by"),
+        ("objects", "size>", "held>", "age>", "state", "used>", "active>", "tier", "device", "gen>", "endpoint", "held by"),
         [
             _row(
                 origin(item),
@@ -144,6 +147,8 @@ def objects(view: View, shown: Sequence[ListedObjectInfo]) -> Table:
                 lasted(now - item["created_at"]),
                 _state(item),
                 lasted(now - item["last_accessed_at"]),
+                _text(item["active"], "green" if item["active"] else "dim"),
+                _text(tier_of(item), "dim" if item["tier"] == "device" else "cyan"),
                 _device(item["device"]),
                 item["generation"],
                 item["endpoint"][:_NAME],
@@ -158,7 +163,8 @@ def objects(view: View, shown: Sequence[ListedObjectInfo]) -> Table:
 def detail(view: View, item: ListedObjectInfo) -> str:
     """Describe one object by what has no room in columns."""
     facts = f"on {_device(item['device'])}, generation {item['generation']}, held by {_holders(view, item) or 'nobody'}"
-    return f"{item['object_id']}  {one_line(origin(item))}\n{facts}"
+    tiers = f"tier {tier_of(item)}, copies {copies_of(item)}, active in {item['active']} of {item['leases']}"
+    return f"{item['object_id']}  {one_line(origin(item))}\n{facts}\n{tiers}"
 
 
 def _memory(view: View) -> Table:
@@ -189,6 +195,16 @@ def _builds(view: View) -> Table:
             name = run["cache_key"] or run["endpoint"]
             rows.append(_row(name, done, steps(progress), took, state, len(run["tasks"]), run["calls"]))
     return Table(("builds", "progress", "", "took>", "state", "tasks>", "calls>"), rows)
+
+
+def _moves(view: View) -> Table:
+    rows = []
+    for item in view.snapshot.objects:
+        moving = item.get("moving")
+        if moving is not None:
+            done = bar(view.parts, [(moving["done"], "cyan")], moving["total"])
+            rows.append(_row(origin(item), done, size(moving["done"]), size(moving["total"]), item["tier"], moving["to"]))
+    return Table(("moves", "progress", "copied>", "of>", "from", "to"), rows)
 
 
 def _cluster(view: View) -> Table:

@@ -1,0 +1,110 @@
+"""The commands that move objects between tiers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from shared_rpc.cli.discovery import the_server
+from shared_rpc.cli.options import BasePath, Json, Socket
+from shared_rpc.cli.rendering import as_json, one_line, origin, size, span, table
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.operations.client import Client
+from shared_rpc.protocol.infos import MoveInfo
+
+__all__ = ["evict", "object_of", "restore"]
+
+#: Seconds between two looks at a move, for its bar.
+_LOOK = 0.2
+
+Target = Annotated[str, typer.Argument(metavar="OBJECT|ENDPOINT", help="An object's id or cache key, or an endpoint.")]
+
+
+def evict(
+    target: Target,
+    to: Annotated[str | None, typer.Option("--to", metavar="host|file", help="The tier; the next lower one.")] = None,
+    socket: Socket = None,
+    base_path: BasePath = None,
+    json: Json = False,
+) -> None:
+    """Move an object, or all of an endpoint's, from its device to a lower tier. What a process has active stays."""
+    if to not in (None, "host", "file"):
+        raise ConfigurationError(f"--to {to}: use host or file")
+    with the_server(socket, base_path) as client:
+        chosen = _target(client, target)
+        # The option was compared with the tiers that there are.
+        moves = _moved(client, lambda: client.evict(chosen, to))  # type: ignore[arg-type]
+    _show(moves, "freed>", json)
+
+
+def restore(target: Target, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
+    """Move an object, or all of an endpoint's, back to its device, for all processes that have it."""
+    with the_server(socket, base_path) as client:
+        chosen = _target(client, target)
+        moves = _moved(client, lambda: client.restore(chosen))
+    _show(moves, "taken>", json)
+
+
+def object_of(client: Client, name: str) -> str:
+    """Return the id of an object that is named by its cache key; any other name as it is."""
+    cached = [info["object_id"] for info in client.list_objects() if info["cached"] and info["cache_key"] == name]
+    return cached[0] if cached else name
+
+
+def _target(client: Client, name: str) -> str:
+    """Return the id of the object, or the name of the endpoint, that is meant.
+
+    :raises ConfigurationError: if there is neither.
+    """
+    chosen = object_of(client, name)
+    if chosen not in client.list_endpoints() and all(info["object_id"] != chosen for info in client.list_objects()):
+        raise ConfigurationError(f"there is no object and no endpoint {name!r}: see 'shared-rpc objects'")
+    return chosen
+
+
+def _moved(client: Client, move: Callable[[], list[MoveInfo]]) -> list[MoveInfo]:
+    """Move objects; on a terminal with a bar for each that is under way."""
+    console = Console(stderr=True)
+    if not (console.is_terminal and sys.stdout.isatty()):
+        return move()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True)
+    bars: dict[str, TaskID] = {}
+    with ThreadPoolExecutor(1) as threads, Progress(*columns, console=console, transient=True) as shown:
+        moving = threads.submit(move)
+        while not wait([moving], timeout=_LOOK).done:
+            for item in client.list_objects():
+                if "moving" in item:
+                    if item["object_id"] not in bars:
+                        bars[item["object_id"]] = shown.add_task(f"{one_line(origin(item))} to {item['moving']['to']}")
+                    done, total = item["moving"]["done"], item["moving"]["total"]
+                    shown.update(bars[item["object_id"]], completed=done, total=total)
+        return moving.result()
+
+
+def _show(moves: list[MoveInfo], column: str, json: bool) -> None:
+    if json:
+        as_json(moves)
+    elif moves:
+        table(
+            "",
+            ["object", "of", "tier", column, "copied>", "took>"],
+            [
+                (
+                    move["object_id"],
+                    move["cache_key"] or move["endpoint"] or "buffer",
+                    move["tier"],
+                    size(move["nbytes"]),
+                    size(move["copied"]),
+                    span(move["seconds"]),
+                )
+                for move in moves
+            ],
+        )
+    else:
+        print("nothing is to be moved")
