@@ -20,8 +20,11 @@ import torch
 
 from shared_rpc import AsyncClient, Client, errors
 from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
 from tests.kit.processes import Child, eventually
+from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
 
 #: Before anything else of an app: holds its import up, or makes it fail.
@@ -451,7 +454,7 @@ def test_what_cannot_be_read(app: BrokerApp, manager: ServiceManager, how: str) 
     data = os.pread(manager.fd(broken), 1 << 20, 0)
     seal = how != "not sealed"
     if how == "another version":
-        data = data.replace(b"object 5\n", b"object 6\n", 1)
+        data = data.replace(b"object 6\n", b"object 7\n", 1)
     elif how == "cut off":
         data = data[:-10]
     elif how == "no provider":
@@ -780,3 +783,103 @@ def test_gpu_memory(app: BrokerApp, make_manager: Callable[..., ServiceManager])
         assert (weights[0].item(), weights[1:].double().sum().item()) == (42, sum(range(1 << 20)))
         assert client.get_buffer(buffer_id).value.eq(7).all()
         assert client.get_server_info()["builds"] == 0
+
+
+def test_a_cold_object_survives_a_broker_that_is_killed(
+    app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path
+) -> None:
+    """It comes back cold, without a worker; the next call has the same object and the same bytes."""
+    broker = manager.start("--spill-dir", str(tmp_path))
+    client = app.connect()
+    with client.call("held") as handle:
+        handle.value.fill_(5)
+        object_id = handle.object_id
+    client.evict(object_id)
+    manager.expect(lambda: kinds(manager) == ["copy", "object", "service"])
+    replace_killed(broker, manager, gate)
+    other = app.connect()
+    assert other.get_object_info(object_id)["tier"] == "file"
+    assert not loaded(other)
+    with other.call("held") as handle:
+        assert (handle.object_id, handle.value.tolist()) == (object_id, [5] * 4)
+    manager.expect(lambda: kinds(manager) == ["object", "segment", "service"])
+    gate.unlink()
+
+
+def test_a_suspended_object_is_resumed_at_the_next_broker(
+    app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path
+) -> None:
+    """Its holder takes its lease again, and gets the bytes of the file."""
+    broker = manager.start("--spill-dir", str(tmp_path))
+    client = app.connect()
+    with Raw(manager.path) as raw:
+        with client.call("held") as handle:
+            object_id = handle.object_id
+            raw.ask(m.Hold([object_id]))
+        raw.ask(t.Suspend([object_id]))
+        client.evict(object_id)
+        replace_killed(broker, manager, gate)
+    with Raw(manager.path) as raw:
+        assert raw.ask(m.Hold([object_id])) == m.Held([object_id])
+        assert raw.ask(t.Suspend([object_id])) == m.Count(1)
+        reply = raw.ask(t.Resume(object_id))
+        assert isinstance(reply, t.Resumed) and reply.segments[0].id.endswith(".1")
+    gate.unlink()
+
+
+def test_a_cold_object_whose_copy_is_not_stored_is_not_restored(
+    app: BrokerApp, manager: ServiceManager, tmp_path: Path
+) -> None:
+    """It is built again; the entry is removed."""
+    broker = manager.start("--spill-dir", str(tmp_path))
+    client = app.connect()
+    with client.call("held") as handle:
+        object_id = handle.object_id
+    client.evict(object_id)
+    manager.expect(lambda: kinds(manager) == ["copy", "object", "service"])
+    broker.kill()
+    with manager._lock:
+        (entry,) = [entry for entry in manager.store if entry[0].startswith("copy-")]
+        manager.store.remove(entry)
+        os.close(entry[1])
+    manager.start("--spill-dir", str(tmp_path))
+    manager.expect(lambda: kinds(manager) == ["service"])
+    with app.connect().call("held") as handle:
+        assert handle.object_id != object_id
+
+
+def kinds(manager: ServiceManager) -> list[str]:
+    """What kinds of entries are stored."""
+    return sorted(name.partition("-")[0] for name in manager.names())
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["evicting", "restoring"])
+def test_a_broker_that_is_killed_while_an_object_moves(
+    app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path, cold: bool
+) -> None:
+    """The next one has it as it was, or as it was to be; its bytes are there, and it is not built again."""
+    large = """
+        @provider.share(managed=True)
+        def large():
+            return torch.arange(1 << 26, dtype=torch.int32)
+        """
+    app.file.write_text(GATE.format(gate=str(gate)) + APP + textwrap.dedent(large))
+    broker = manager.start("--spill-dir", str(tmp_path))
+    client = app.connect()
+    with client.call("large") as handle:
+        object_id = handle.object_id
+    if cold:
+        client.evict(object_id)
+        manager.expect(lambda: kinds(manager) == ["copy", "object", "service"])
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        move = pool.submit(client.restore if cold else client.evict, object_id)
+        eventually(lambda: move.done() or client.get_object_info(object_id).get("moving", {"done": 0})["done"] > 0)
+        replace_killed(broker, manager, gate)
+        move.exception()
+    other = app.connect()
+    with other.call("large") as handle:
+        assert handle.object_id == object_id
+        assert handle.value[[1, 1 << 20, -1]].tolist() == [1, 1 << 20, (1 << 26) - 1]
+    assert other.get_server_info()["builds"] == 0
+    manager.expect(lambda: kinds(manager) == ["object", "segment", "service"])
+    gate.unlink()

@@ -177,8 +177,8 @@ def test_info(served: Server) -> None:
     assert ["socket_path", served.socket_path] in lines
     assert ["pid", str(os.getpid())] in lines
     assert ["mechanism", "memfd: host memory is a memfd"] in lines
-    assert ["load", "yes", "all arguments", "parallel", "read_write", "all", "600 s", "Build a layer."] in lines
-    assert ["ones", "no", "-", "serialized", "read_write", "all", "never"] in lines
+    assert ["load", "yes", "all arguments", "parallel", "read_write", "all", "600 s", "on_evict", "Build a layer."] in lines
+    assert ["ones", "no", "-", "serialized", "read_write", "all", "never", "on_evict"] in lines
 
 
 def test_info_of_a_source(served: Server) -> None:
@@ -186,10 +186,12 @@ def test_info_of_a_source(served: Server) -> None:
     assert "source " not in cli("info").output
     with Client(socket_path=served.socket_path) as client, client.source() as source:
         status: ClusterStatus = {"cluster": "prod", "node": "a", "state": "joined", "nodes": 3, "objects": 1}
-        source.report(status | {"bytes_received": 1 << 30, "activity": ["sends load()"]})
+        source.report(status | {"bytes_received": 1 << 30, "bytes_by_mover": {"nixl": 1 << 30}, "activity": ["sends load()"]})
         (line,) = [line for line in cli("info").output.splitlines() if line.startswith("source")]
     assert f"pid {os.getpid()}, for" in line
-    assert "cluster prod, node a, state joined, 3 nodes, 1 object, 1.0 GiB received; sends load()" in line
+    assert (
+        "cluster prod, node a, state joined, 3 nodes, 1 object, 1.0 GiB received, 1.0 GiB of it by nixl; sends load()" in line
+    )
 
 
 def test_info_for_machines(served: Server) -> None:
@@ -303,12 +305,14 @@ def test_objects_and_who_holds_them(served: Server, children: list[Child]) -> No
     data = cli("objects", "--json").data
     assert (ran.code, ran.errors) == (0, "")
     header, base, big = (re.split(r"\s{2,}", line.strip()) for line in ran.output.splitlines())
-    assert header == ["object", "of", "size", "private", "device", "generation", "cached", "held by", "age", "last used"]
+    where = ["device", "tier", "generation", "cached", "active"]
+    assert header == ["object", "of", "size", "private", *where, "held by", "age", "last used"]
     private = {base.pop(3), big.pop(3)}
     assert private == {f"{data[0]['private_nbytes']} B"}
-    assert base[1:6] == ["load(size=16, name='base')", "1.0 KiB", "cpu", "1", "yes"]
-    assert big[1:7] == ["load(size=32, name='big')", "4.0 KiB", "cpu", "1", "yes", "nobody"]
-    assert re.fullmatch(rf"{holder.pid} \({re.escape(sys.executable[:20])}.*…?\)", base[6])
+    assert base[1:6] == ["load(size=16, name='base')", "1.0 KiB", "cpu", "device", "1"]
+    assert base[6:8] == ["yes", "1"]
+    assert big[1:9] == ["load(size=32, name='big')", "4.0 KiB", "cpu", "device", "1", "yes", "0", "nobody"]
+    assert re.fullmatch(rf"{holder.pid} \({re.escape(sys.executable[:20])}.*…?\)", base[8])
     assert [item["object_id"] for item in data] == [base[0], big[0]]
     assert [[one["pid"] for one in item["holders"]] for item in data] == [[holder.pid], []]
 
@@ -323,7 +327,8 @@ def test_buffers_are_told_from_results(served: Server, connect: Callable[..., Cl
     client.free_buffer(freed)
     assert re.split(r"\s{2,}", cli("ls").output.splitlines()[1])[4] == "3 (2 buffers)"
     rows = [re.split(r"\s{2,}", line.strip())[1:7] for line in cli("objects").output.splitlines()[1:]]
-    assert rows[1:] == [["buffer", "4.9 KiB", "0 B", "cpu", "1", "no"], ["buffer, freed", "100 B", "0 B", "cpu", "1", "no"]]
+    here = ["0 B", "cpu", "device", "1"]
+    assert rows[1:] == [["buffer", "4.9 KiB", *here], ["buffer, freed", "100 B", *here]]
     assert [item["kind"] for item in cli("objects", "--json").data] == ["result", "buffer", "buffer"]
     freed.release()
 

@@ -38,7 +38,7 @@ def test_devices(limited: Server, connect: Callable[..., Client]) -> None:
         assert header == ["device", "name", "memory", "free", "used", "quota"]
         assert row[:2] == ["cpu", "host memory"] and row[4:] == ["3.0 MiB", "8.0 MiB"]
         (found,) = cli("devices", "--json").data
-    assert set(found) == {"id", "kind", "name", "total", "free", "used", "limit"}
+    assert set(found) == {"id", "kind", "name", "total", "free", "used", "limit", "copies"}
     assert (found["id"], found["total"], found["used"], found["limit"]) == ("cpu", TOTAL, 3 << 20, 8 << 20)
 
 
@@ -119,3 +119,36 @@ def test_quotas_that_cannot_be(app: None, base_path: str, tmp_path: Path, option
     ran = cli("serve", "app", *(part for option in options for part in ("--quota", option)), cwd=tmp_path)
     assert ran.complaint.startswith(complaint)
     assert not list(tmp_path.glob("*.sock"))
+
+
+@pytest.mark.parametrize("place", [[], ["--in-process"]], ids=str)
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--when-full", "evict"], "--when-full evict needs a --quota DEVICE=AMOUNT"),
+        (["--host-quota", "lots"], "--host-quota lots: use a number of bytes, or one with K, M, G or T"),
+        (["--host-quota", "1.5"], "--host-quota 1.5: a fraction is more than 0 and at most 1.0"),
+    ],
+    ids=str,
+)
+def test_policies_that_cannot_be(
+    app: None, base_path: str, tmp_path: Path, place: list[str], options: list[str], complaint: str
+) -> None:
+    """The same of what becomes of a full device."""
+    ran = cli("serve", "app", *place, *options, cwd=tmp_path)
+    assert ran.complaint.startswith(complaint)
+    assert not list(tmp_path.glob("*.sock"))
+
+
+@pytest.mark.parametrize("place", [[], ["--in-process"]], ids=str)
+def test_serving_with_a_policy(
+    app: None, base_path: str, tmp_path: Path, children: list[Child], connect: Callable[..., Client], place: list[str]
+) -> None:
+    """Requests wait where a device is full; the error of their deadline is another one than that of a refusal."""
+    options = ["--quota", "cpu=8KiB", "--when-full", "evict", "--host-quota", "0.5", *place]
+    server = Child(*MODULE, "serve", "app", *options, cwd=tmp_path)
+    children.append(server)
+    server.expect("serving")
+    client = connect(timeout=2.0)
+    with client.create_buffer(8192) as buffer, pytest.raises(ServerBusy, match=f"wait for room.*buffer {buffer.object_id}"):
+        client.create_buffer(1)

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from shared_rpc.scripts.front import CONTINUED, GO, ended
 from shared_rpc.scripts.key import limits
 from shared_rpc.scripts.wire import packed, unpacked
 from shared_rpc.zygote.framing import Incoming, Lost
@@ -500,3 +501,63 @@ def test_a_setting_that_is_none(place: Place) -> None:
     """The script runs, and a line says what is wrong."""
     ran = place.run(place.write(HAS_TORCH), environ={"SHARED_TENSOR_RUN_IDLE_EXIT": "soon"})
     assert ran == (0, "False\n", f"{WITHOUT}SHARED_TENSOR_RUN_IDLE_EXIT='soon': use a number of seconds, or leave it unset\n")
+
+
+#: A watcher that may not signal its script, as where that has become a program of another user (su, sudo): here the watcher
+#: becomes one. Its command is at the other end of the socket with the number that is given.
+WATCHER = """
+    import os, socket, sys
+    from shared_rpc.scripts.watcher import begin_script
+
+    class Script:
+        highest = 2
+
+        def become(self, watcher, kept, fds):
+            os.setpgid(0, 0)
+
+    os.register_at_fork(after_in_parent=lambda: os.setresuid(65534, 65534, 65534))
+    begin_script(Script(), socket.socket(fileno=int(sys.argv[1])), [])
+    print("begun", flush=True)
+    os._exit(int(sys.stdin.readline()))
+"""
+
+
+@pytest.fixture
+def unruly(children: list[Child]) -> Iterator[tuple[Child, socket.socket]]:
+    """A watcher of another user's script, which waits for its exit code, and the command's socket."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    command, connection = socket.socketpair()
+    with command:
+        command.settimeout(60)
+        child = Child("-c", textwrap.dedent(WATCHER), str(connection.fileno()), pass_fds=[connection.fileno()], fresh=True)
+        children.append(child)
+        connection.close()
+        incoming, answer = Incoming(unpacked), None
+        while answer is None:
+            answer = incoming.receive(command)
+        assert list(answer[0]) == ["pid"]
+        command.sendall(GO)
+        child.expect("begun")
+        yield child, command
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_script_that_has_become_another_user_s_is_not_signalled(unruly: tuple[Child, socket.socket], group: int) -> None:
+    """Its watcher lives on, and tells how it ends."""
+    child, command = unruly
+    command.sendall(bytes([signal.SIGTERM, group]))
+    command.sendall(bytes([signal.SIGCONT, group]))
+    assert command.recv(2) == CONTINUED
+    child.tell("5")
+    assert command.recv(2) == ended(5 << 8)
+    assert child.process.wait(20) == 0
+
+
+def test_a_script_that_has_become_another_user_s_outlives_its_command(unruly: tuple[Child, socket.socket]) -> None:
+    """It cannot be killed, and its watcher ends as it does otherwise."""
+    child, command = unruly
+    command.close()
+    assert child.process.wait(20) == 0
+    child.tell("0")
+    assert child.close() == (0, "")

@@ -57,6 +57,10 @@ def thing(number: int, **facts: Any) -> dict[str, Any]:
         "stale": False,
         "kind": "result",
         "cached": True,
+        "tier": "device",
+        "active": 0,
+        "pinned": False,
+        "copies": {},
         "holders": [],
     } | facts
 
@@ -100,6 +104,8 @@ def snapshot(at: float = 10.0, objects: Sequence[dict[str, Any]] = (), **facts: 
         "leases": 3,
         "calls": 12,
         "failures": 1,
+        "copies": {},
+        "waiting": 0,
         "descriptors": {"used": 7, "limit": 512, "available": 1024},
         "tasks": {"pending": 1, "running": 2},
         "workers": [],
@@ -118,7 +124,7 @@ def full() -> Snapshot:
     worker = {"pid": 80, "number": 0, "device": GPU, "state": "ready", "runs": 1, "restarts": 2, "uptime": 60.0}
     held = [{"session": "s1", "pid": 81, "connections": 1}, {"session": "s2", "pid": 82, "connections": 1}]
     objects = [thing(number) for number in range(1, 40)]
-    objects[5] |= {"holders": held, "leases": 2, "stale": True, "device": GPU}
+    objects[5] |= {"holders": held, "leases": 2, "active": 1, "stale": True, "device": GPU}
     objects[6] |= {"cache_key": None, "cached": False, "endpoint": "编码模型" * 10}
     buffer = {"kind": "buffer", "endpoint": "", "cache_key": None, "state": "listed", "nbytes": 50 * MIB}
     return snapshot(
@@ -151,15 +157,34 @@ def test_an_object_is_told_with_who_holds_it() -> None:
     latest = full()
     held, uncached, buffer = plain(objects(view_of(latest), [latest.objects[5], latest.objects[6], latest.objects[39]]).rows)
     holders = "81 python worker.py --port 8000, 82 python notebook.py"
-    assert held == ["load(size=6)", "6.0 MiB", "2", "6s", "stale", "0s", "GPU-0123abcd", "1", "load", holders]
-    assert uncached[4] == "uncached" and len(uncached[8]) == 20
-    assert buffer == ["buffer", "50.0 MiB", "0", "99s", "", "0s", "cpu", "1", "", ""]
+    assert held == ["load(size=6)", "6.0 MiB", "2", "6s", "stale", "0s", "1", "device", "GPU-0123abcd", "1", "load", holders]
+    assert uncached[4] == "uncached" and len(uncached[10]) == 20
+    assert buffer == ["buffer", "50.0 MiB", "0", "99s", "", "0s", "0", "device", "cpu", "1", "", ""]
 
 
 def test_a_task_that_nobody_fetched_holds_its_result() -> None:
     """It is no process."""
     item = thing(1, holders=[{"session": "task ab-1", "pid": 77, "connections": 0}])
     assert "held by task ab-1, not fetched" in detail(view_of(snapshot(objects=[item])), item)
+
+
+def test_an_object_that_is_not_on_its_device_is_told_with_its_copies() -> None:
+    """Its tier is a column; the copies are in its detail, with the number of processes that have it active."""
+    item = thing(1, tier="host", leases=3, active=0, pinned=True, copies={"host": 2 * MIB, "file": MIB})
+    latest = snapshot(objects=[item])
+    (row,) = plain(objects(view_of(latest), [item]).rows)
+    assert row[7] == "host, pinned"
+    assert detail(view_of(latest), item).endswith("tier host, pinned, copies 2.0 MiB host, 1.0 MiB file, active in 0 of 3")
+
+
+def test_a_move_between_tiers_is_told_with_its_progress() -> None:
+    """As long as it goes on; what rests has no such row."""
+    moving = thing(2, copies={}, moving={"to": "host", "done": 50 * MIB, "total": 200 * MIB})
+    view = view_of(snapshot(objects=[thing(1), moving]))
+    assert plain(others(view)["moves"].rows) == [
+        ["load(size=2)", "█" * 5 + "░" * 15, "50.0 MiB", "200.0 MiB", "device", "host"]
+    ]
+    assert plain(objects(view, [moving]).rows)[0][7] == "device, 25% to host"
 
 
 def test_memory_is_told_by_device() -> None:
@@ -225,6 +250,13 @@ def test_the_first_lines() -> None:
         "830.0 MiB in 40 objects  55.0 calls/s  1 error  3 leases  12 clients  100% hits  2 builds  3 tasks"
     )
     assert totals(replace(view, rates={})).plain.split("  ")[1:6:4] == ["12 calls", "- hits"]
+
+
+def test_copies_and_those_who_wait_for_room_are_told_where_there_are_any() -> None:
+    """Among the sums, before what matters less."""
+    assert "copies" not in totals(view_of(full())).plain
+    latest = snapshot(server={"copies": {"host": 3 * MIB, "file": MIB}, "waiting": 2})
+    assert "1 error  3.0 MiB host, 1.0 MiB file in copies  2 waiting for room  3 leases" in totals(view_of(latest)).plain
 
 
 def test_names_cannot_move_the_cursor() -> None:

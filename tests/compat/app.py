@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from shared_rpc import Provider
+from shared_rpc import Handle, Provider
 from tests.compat.cases import build, cases_of
 from tests.compat.comparing import digest, strided_tensors
 from tests.compat.modes import mode, settle
@@ -20,23 +21,51 @@ provider = Provider(device=DEVICE, server_startup_timeout=PATIENCE)
 settle(DEVICE)
 
 
-@provider.share(managed=True)
-def shared(library: str, name: str) -> Any:
-    """An object of a library, as its users load it."""
-    return build(library, name, DEVICE)
+class _Endpoints(NamedTuple):
+    """The endpoints that return objects."""
+
+    shared: Callable[[str, str], Handle[Any]]
+    shared_under: Callable[[str, str, str], Handle[Any]]
+    read_only: Callable[[str, str], Handle[Any]]
 
 
-@provider.share(managed=True)
-def shared_under(library: str, name: str, under: str) -> Any:
-    """The same, made in a mode."""
-    with mode(under, DEVICE):
+def _endpoints(tensors: Literal["all", "parameters"]) -> _Endpoints:
+    @provider.share(f"shared_{tensors}", managed=True, tensors=tensors)
+    def shared(library: str, name: str) -> Any:
         return build(library, name, DEVICE)
 
+    @provider.share(f"shared_{tensors}_under", managed=True, tensors=tensors)
+    def shared_under(library: str, name: str, under: str) -> Any:
+        with mode(under, DEVICE):
+            return build(library, name, DEVICE)
 
-@provider.share(managed=True, access="read")
-def read_only(library: str, name: str) -> Any:
+    @provider.share(f"read_only_{tensors}", managed=True, tensors=tensors, access="read")
+    def read_only(library: str, name: str) -> Any:
+        return build(library, name, DEVICE)
+
+    return _Endpoints(shared, shared_under, read_only)
+
+
+_ALL, _PARAMETERS = _endpoints("all"), _endpoints("parameters")
+
+
+def _of(library: str, name: str) -> _Endpoints:
+    return _PARAMETERS if cases_of(library)[name].parameters_alone else _ALL
+
+
+def shared(library: str, name: str) -> Handle[Any]:
+    """An object of a library, as its users load it."""
+    return _of(library, name).shared(library, name)
+
+
+def shared_under(library: str, name: str, under: str) -> Handle[Any]:
+    """The same, made in a mode."""
+    return _of(library, name).shared_under(library, name, under)
+
+
+def read_only(library: str, name: str) -> Handle[Any]:
     """The same, for clients that only read."""
-    return build(library, name, DEVICE)
+    return _of(library, name).read_only(library, name)
 
 
 @provider.share(cache=False)

@@ -54,6 +54,8 @@ class Case:
     remembers: bool = False
     #: Whether computing writes to its memory, if only what is there already, so that it cannot be done under ``access="read"``.
     writes: bool = False
+    #: Whether the endpoint shares its parameters alone, so that each process has every other tensor for itself.
+    parameters_alone: bool = False
     #: Checks that do not hold for it, each with the reason.
     excused: dict[str, str] = field(default_factory=dict)
     #: A pattern of attribute paths that differ between two objects that were built alike.

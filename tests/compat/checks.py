@@ -21,7 +21,7 @@ from tests.compat import app
 from tests.compat.cases import Case, build, cases_of
 from tests.compat.comparing import bits, differences, digest, is_memory, memories, strided_tensors
 from tests.compat.modes import CLIENT_MODES, SERVER_MODES, mode, repeatable
-from tests.compat.places import in_memfd, outside
+from tests.compat.places import beside_parameters, in_memfd, outside
 from tests.kit.processes import eventually
 
 __all__ = ["Visit", "changes", "checks_of", "describe", "outcome"]
@@ -91,12 +91,35 @@ def same(visit: Visit) -> None:
 
 
 def in_shared_memory(visit: Visit) -> None:
-    """Every tensor lies in memory that is shared, and on the host the kernel says so."""
+    """Every tensor lies in memory that is shared, but for private ones, and on the host the kernel says so."""
+    private = _private(visit)
     alone = outside(visit.value)
-    assert not alone, f"of its own memory: {alone[:8]}"
+    assert alone == private, f"of its own memory: {alone[:8]}, and should be: {private[:8]}"
     if visit.device == "cpu":
         alone = [path for address, path in memories(visit.value).items() if not in_memfd(address)]
-        assert not alone, f"the kernel says, of its own memory: {alone[:8]}"
+        assert alone == private, f"the kernel says, of its own memory: {alone[:8]}, and should be: {private[:8]}"
+
+
+def _private(visit: Visit) -> list[str]:
+    """The paths of the tensors that each process is to have for itself."""
+    return beside_parameters(visit.value) if visit.case.parameters_alone else []
+
+
+def private(visit: Visit) -> None:
+    """Each process writes to its own copy of what no parameter uses, under ``access="read"`` too, and sees no other's."""
+    paths = _private(visit)
+    assert paths, "the case shows nothing: parameters use all its memory"
+    tensors = [tensor for path, tensor in strided_tensors(visit.value) if path in paths]
+    with app.read_only(visit.library, visit.name) as handle:
+        tensors += [tensor for path, tensor in strided_tensors(handle.value) if path in paths]
+        assert len(tensors) == 2 * len(paths)
+        for tensor in tensors:
+            tensor.data.fill_(1)
+    _synchronize(visit.device)
+    there = bytes(app.digest_there(visit.library, visit.name).tolist()).decode()
+    assert there == visit.bits, "what is written here is there too"
+    visit.attach_anew()
+    visit.same(visit.own, visit.value)
 
 
 def counted(visit: Visit) -> None:
@@ -169,7 +192,7 @@ def _saved(value: Any, weights_only: bool) -> Any:
 
 def written_here(visit: Visit) -> None:
     """What the client writes is there where it was built."""
-    _, tensor = strided_tensors(visit.value)[_some_float(visit.value)]
+    _, tensor = strided_tensors(visit.value)[_some_float(visit)]
     before = tensor.detach().clone()
     try:
         with torch.no_grad():
@@ -186,7 +209,7 @@ def written_here(visit: Visit) -> None:
 
 def written_there(visit: Visit) -> None:
     """What is written where it was built is in the client."""
-    index = _some_float(visit.value)
+    index = _some_float(visit)
     _, tensor = strided_tensors(visit.value)[index]
     before = tensor.detach().clone()
     try:
@@ -198,8 +221,11 @@ def written_there(visit: Visit) -> None:
         _synchronize(visit.device)
 
 
-def _some_float(value: Any) -> int:
-    return _floats(value)[0]
+def _some_float(visit: Visit) -> int:
+    """The index of a tensor of numbers that is to be shared."""
+    private = _private(visit)
+    tensors = strided_tensors(visit.value)
+    return next(index for index in _floats(visit.value) if tensors[index][0] not in private)
 
 
 def _floats(value: Any) -> list[int]:
@@ -314,7 +340,7 @@ import sys
 from tests.compat import app
 from tests.compat.comparing import strided_tensors
 handle = app.read_only(sys.argv[1], sys.argv[2])
-tensor = strided_tensors(handle.value)[0][1].data
+tensor = strided_tensors(handle.value)[int(sys.argv[3])][1].data
 print("attached", flush=True)
 tensor.zero_()
 if app.DEVICE == "cuda":
@@ -324,10 +350,15 @@ print("written")
 """
 
 
+def _first_shared(visit: Visit) -> int:
+    private = _private(visit)
+    return next(index for index, (path, _) in enumerate(strided_tensors(visit.value)) if path not in private)
+
+
 def read_only_refuses(visit: Visit) -> None:
     """A process that writes all the same ends, and the object is as it was."""
     done = subprocess.run(
-        [sys.executable, "-c", _WRITE, visit.library, visit.name],
+        [sys.executable, "-c", _WRITE, visit.library, visit.name, str(_first_shared(visit))],
         capture_output=True,
         text=True,
         timeout=app.PATIENCE,
@@ -401,13 +432,13 @@ def _call(module: Any, visit: Visit) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return calls[0]
 
 
-def _compute(value: Any, library: str, name: str, device: str, results: Any) -> None:
+def _compute(value: Any, library: str, name: str, index: int, device: str, results: Any) -> None:
     run = cases_of(library)[name].run
     assert run is not None
     with torch.no_grad():
         torch.manual_seed(7)
         made = [bits(tensor).numpy().tobytes() for _, tensor in strided_tensors(run(value, device))]
-        strided_tensors(value)[_some_float(value)][1].data.fill_(0.125)
+        strided_tensors(value)[index][1].data.fill_(0.125)
     _synchronize(device)
     results.put(made)
 
@@ -417,11 +448,12 @@ def sent_to(method: str) -> Callable[[Visit], None]:
 
     def check(visit: Visit) -> None:
         expected = [bits(tensor).numpy().tobytes() for _, tensor in strided_tensors(visit.run(visit.value))]
-        _, tensor = strided_tensors(visit.value)[_some_float(visit.value)]
+        index = _some_float(visit)
+        _, tensor = strided_tensors(visit.value)[index]
         before = tensor.detach().clone()
         context = torch.multiprocessing.get_context(method)
         results = context.SimpleQueue()
-        arguments = (visit.value, visit.library, visit.name, visit.device, results)
+        arguments = (visit.value, visit.library, visit.name, index, visit.device, results)
         child = context.Process(target=_compute, args=arguments)
         child.start()
         child.join(app.PATIENCE)
@@ -514,6 +546,8 @@ def checks_of(visit: Visit, heavy: bool) -> Iterator[tuple[str, Callable[[Visit]
     case = visit.case
     yield "same", same
     yield "shared memory", in_shared_memory
+    if case.parameters_alone:
+        yield "private tensors", private
     if any(" reduction" in path for path, _ in strided_tensors(visit.own)):
         yield "counted", counted
     if case.run is not None:

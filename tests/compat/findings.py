@@ -37,7 +37,7 @@ Findings = dict[str, dict[str, dict[str, Any]]]
 _SAID = ("outcome", "words", "own")
 
 
-def attached(handle: Handle[Any]) -> dict[str, Any]:
+def attached(handle: Handle[Any], *, parameters_alone: bool) -> dict[str, Any]:
     """Return what is found of an object that was just attached."""
     info = handle.get_object_info()
     kind = type(handle.value)
@@ -46,7 +46,7 @@ def attached(handle: Handle[Any]) -> dict[str, Any]:
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "shared_nbytes": info["nbytes"],
         "private_nbytes": info["private_nbytes"],
-        "own": own_parts(handle.value),
+        "own": own_parts(handle.value, parameters_alone=parameters_alone),
     }
 
 

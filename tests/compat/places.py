@@ -10,7 +10,7 @@ import torch
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.compat.comparing import memories, reached
 
-__all__ = ["OWN", "in_memfd", "outside", "own_parts"]
+__all__ = ["OWN", "beside_parameters", "in_memfd", "outside", "own_parts"]
 
 #: What a process may have of its own of an attached object, beside its Python objects, and why.
 OWN = {
@@ -19,6 +19,7 @@ OWN = {
     "small arrays": "smaller numpy arrays, which are copied, as a page is the least that can be mapped",
     "tokenizer": "a tokenizer, whose vocabulary is no tensor",
     "random state": "a `torch.Generator`, which each process draws from by itself",
+    "private tensors": "tensors that no parameter uses, where the endpoint shares parameters alone",
     "tensors": "tensors in memory that is not shared",
 }
 
@@ -39,9 +40,16 @@ def outside(value: Any) -> list[str]:
     return [path for address, path in memories(value).items() if MAPPINGS.find(address) is None]
 
 
-def own_parts(value: Any) -> list[str]:
+def beside_parameters(value: Any) -> list[str]:
+    """Return the paths of an object's tensors whose memory no parameter of the object uses."""
+    used = set().union(*(memories(part) for _, part in reached(value) if isinstance(part, torch.nn.Parameter)))
+    return [path for address, path in memories(value).items() if address not in used]
+
+
+def own_parts(value: Any, *, parameters_alone: bool = False) -> list[str]:
     """Return what of an attached object this process alone has, by the names in :data:`OWN`."""
-    found = {"tensors"} if outside(value) else set()
+    private = set(beside_parameters(value)) if parameters_alone else set()
+    found = {"private tensors" if path in private else "tensors" for path in outside(value)}
     for path, part in reached(value):
         if isinstance(part, torch.Tensor) and " reduction" in path:
             found.add("packed weights")

@@ -49,7 +49,7 @@ def visit_case(
         tell("attach", ("fails", f"is shared, and was to be refused: {case.refused}"))
         return checks, found
     tell("attach", ("works", ""))
-    found = attached(visit.handle)
+    found = attached(visit.handle, parameters_alone=case.parameters_alone)
     for check, function in checks_of(visit, heavy):
         if check in case.excused:
             tell(check, ("excused", case.excused[check]))

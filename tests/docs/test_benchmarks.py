@@ -43,6 +43,7 @@ SMALL = {
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
     "steps": "--rounds 2 --names",
     "records": "--device cpu --megabytes 8 --rounds 2",
+    "tiers": "--megabytes 32 --rounds 2 --models 5 --engines 1,2",
     "starts": "--device cpu --shape tiny --starts 1",
     "clients": "--device cpu --clients 1,2 --rounds 1",
     "cluster-simulation": "--nodes 3,20 --fan-out 2 --megabytes 1024 --build 2",
@@ -116,6 +117,18 @@ def test_records_go_to_disk_and_back(results: Callable[[str], Run]) -> None:
     assert [row["samples"]["shared_rpc"]["n"] for row in ways] == [2] * 6
     assert run.row("import, as a part of the build")["unit"] == "ratio"
     assert any(note.startswith("the file has 8,") for note in run.written["notes"])
+
+
+def test_models_that_sleep_wake_with_their_bits(results: Callable[[str], Run]) -> None:
+    """Each step is timed, beside a plain copy; evictions with a copy copy nothing; engines that sleep have one copy."""
+    run = results("tiers")
+
+    rows = [run.row(name) for name in ("first eviction", "evict, the copy", "wake: restore", "… the first one")]
+    assert [row["samples"]["shared_rpc"]["n"] for row in rows] == [1, 2, 2, 2]
+    assert {"plain copy", "shared_rpc"} <= rows[2]["values"].keys()
+    assert run.row("a pass after each wake")["texts"] == run.row("… with the bits of before")["texts"] == {"shared_rpc": "yes"}
+    assert "evictions with a copy copied 0 bytes in all" in run.printed
+    assert run.row("… what a process adds")["met"] is True
 
 
 def test_attach_tells_times_and_memory(results: Callable[[str], Run]) -> None:

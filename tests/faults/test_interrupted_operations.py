@@ -102,12 +102,12 @@ def client(server: Child, base_path: str) -> Iterator[Client]:
         yield client
 
 
-def release(client: Client) -> None:
+def release(client: Client | Provider) -> None:
     """Attach, and give back."""
     client.call("own").release()
 
 
-def hold(client: Client) -> None:
+def hold(client: Client | Provider) -> None:
     """Attach to a cached object, as a context."""
     with client.call("kept") as handle:
         handle.get_object_info()
@@ -125,7 +125,7 @@ def fail(client: Client) -> None:
         client.call("fails")
 
 
-def release_several(client: Client) -> None:
+def release_several(client: Client | Provider) -> None:
     """Give leases back in one request."""
     client.release_many([client.call("kept"), client.call("own")])
 
@@ -148,6 +148,16 @@ def update(client: Client) -> None:
     """Write in place; what an interrupted one leaves half done, the next one ends."""
     with client.call("kept") as handle, client.update(handle) as value:
         value.fill_(3)
+
+
+def suspension(client: Client) -> None:
+    """Give memory up, have it back, and give it up again as a block does; what an interrupted one suspended is resumed."""
+    with client.call("kept") as handle:
+        handle.suspend()
+        with handle.active() as value:
+            value.sum()
+        handle.resume()
+        assert handle.value.sum() == 4
 
 
 def record(client: Client) -> None:
@@ -182,6 +192,7 @@ OPERATIONS: dict[str, Callable[[Client], object]] = {
     "a task": task,
     "a buffer": buffer,
     "an update": update,
+    "a suspension": suspension,
     "a record": record,
     "a record that is copied": adopt_copy,
     "a candidate": candidate,
@@ -429,6 +440,16 @@ def test_a_handler_in_a_drain_leaves_the_rest_to_the_next_one() -> None:
     assert set(unmapped) == {0}
 
 
+def release_one(provider: Provider) -> None:
+    """Give one of two leases on an object back: the other one stays until its handle is gone."""
+    kept = provider.call("kept")
+    try:
+        provider.call("kept").release()
+    finally:
+        assert not kept.is_stale()
+        assert provider.holders(kept)
+
+
 def make_and_free(provider: Provider) -> None:
     """Make a buffer in the process that serves it, and end it."""
     provider.free_buffer(provider.create_buffer(4096))
@@ -437,6 +458,11 @@ def make_and_free(provider: Provider) -> None:
 IN_PROCESS: dict[str, Callable[[Provider], object]] = {
     "a managed call": lambda provider: provider.call("own"),
     "a cached call": lambda provider: provider.call("kept"),
+    "a release": release,
+    "a release of one handle of two": release_one,
+    "a context": hold,
+    "several releases": release_several,
+    "a release by the provider": lambda provider: provider.release(provider.call("kept")),
     "a task": lambda provider: provider.execute("kept", callback=lambda info: None),
     "a buffer": make_and_free,
     "a question": lambda provider: provider.list_objects(),

@@ -421,7 +421,7 @@ def test_the_devices(client: Client, device: str) -> None:
     devices = {entry["id"]: entry for entry in client.list_devices()}
     assert set(devices) >= {chosen, "cpu"} and (device == "cuda" or set(devices) == {"cpu"})
     for entry in devices.values():
-        assert set(entry) == {"id", "kind", "name", "total", "free", "used", "limit"}
+        assert set(entry) == {"id", "kind", "name", "total", "free", "used", "limit", "copies"}
         assert entry["kind"] == ("cpu" if entry["id"] == "cpu" else "cuda")
         assert entry["name"] and entry["limit"] is None and entry["used"] == 0
         assert entry["free"] is None or 0 < entry["free"] <= entry["total"]

@@ -132,6 +132,10 @@ def test_object_info(app: App) -> None:
         "current": True,
         "stale": False,
         "leases": 1,
+        "active": 1,
+        "tier": "device",
+        "pinned": False,
+        "copies": {},
     }
     assert 1.7e9 < created <= accessed
 

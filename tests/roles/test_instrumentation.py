@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, errors
+from shared_rpc import Client, Provider, Server, errors
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.observability import events as i
 from tests.kit.apps import Connect, Serve
@@ -516,3 +516,27 @@ def test_a_result_of_a_worker_that_nobody_waits_for(broker_app: BrokerApp, tmp_p
     with pytest.raises(errors.ServerBusy):
         client.call("full")
     eventually(lambda: len(seen.read_text().splitlines()) == 2 * (len(results) + 1), what="18 events in the worker")
+
+
+def test_a_change_of_tier_is_told(provider: Provider, listener: Listener, tmp_path: Path) -> None:
+    """From where to where, what that freed and copied, and why; the second eviction finds the copy."""
+
+    @provider.share(managed=True, access="read")
+    def held(size: int) -> torch.Tensor:
+        return torch.zeros(size)
+
+    with Server(provider, spill_dir=tmp_path) as server, Client(socket_path=server.socket_path) as client:
+        handle = client.call("held", 1 << 18)
+        handle.release()
+        client.evict("held")
+        client.restore("held")
+        client.evict("held")
+        client.call("held", 1 << 18)
+    first, second = listener.of(i.ObjectEvicted)
+    asked, used = listener.of(i.ObjectRestored)
+    assert (first.object_id, first.endpoint, first.device) == (handle.object_id, "held", "cpu")
+    assert (first.from_tier, first.to_tier, first.reason) == ("device", "file", "request")
+    assert (first.nbytes, first.copied, second.copied) == (1 << 20, 1 << 20, 0)
+    assert (asked.from_tier, asked.to_tier, asked.reason, asked.copied) == ("file", "device", "request", 1 << 20)
+    assert (used.object_id, used.reason) == (handle.object_id, "use")
+    assert all(event.seconds > 0 for event in (first, second, asked, used))

@@ -153,6 +153,29 @@ def test_memory_leases_sessions_and_tasks(url: str, connect: Connect) -> None:
     assert now("leases_reclaimed_total") == now("sessions_lost_total") == 0
 
 
+def test_tiers_and_the_moves_between_them(provider: Provider, tmp_path: Path) -> None:
+    """What is where now, what is in use, and how often and how much was moved."""
+
+    @provider.share(managed=True, access="read")
+    def held(number: int) -> torch.Tensor:
+        return torch.zeros(1 << 18)
+
+    with Server(provider, metrics_port=0, spill_dir=tmp_path) as server, Client(socket_path=server.socket_path) as client:
+        for number in range(3):
+            client.call("held", number).release()
+        client.evict("held")
+        with client.call("held", 0):
+            now = fresh(str(server.metrics_url), lambda now: now("restores_total", tier="file", reason="use") == 1)
+        assert [now("tier_objects", tier=tier) for tier in ("device", "host", "file")] == [1, 0, 2]
+        assert (now("active_objects"), now("object_bytes", device="cpu")) == (1, 1 << 20)
+        assert now("copy_bytes", tier="file") == 3 << 20  # the one that was restored is read-only: its copy is good still
+        assert now("evictions_total", tier="file", reason="request") == 3
+        assert now("evicted_bytes_total", tier="file") == 3 << 20
+        assert now("restored_bytes_total", tier="file") == 1 << 20
+        assert now("eviction_duration_seconds_count", tier="file") == 3
+        assert now("restore_duration_seconds_count", tier="file") == 1
+
+
 def test_memory_of_short_results(url: str, connect: Connect) -> None:
     """The pools that they lie in, and how many clients have not given back."""
     client = connect()
@@ -595,12 +618,13 @@ def test_the_source_of_records(url: str, client: Client) -> None:
     """Misses that are asked are not queued; what the source reports is told while it is there."""
     assert (scrape(url)("sources"), scrape(url)("cluster_nodes")) == (0, 0)
     with client.source() as source, ThreadPoolExecutor(1) as pool:
-        source.report({"nodes": 3, "objects": 2, "bytes_received": 10, "bytes_sent": 20})
+        source.report({"nodes": 3, "objects": 2, "bytes_received": 10, "bytes_sent": 20, "bytes_by_mover": {"nixl": 10}})
         call = pool.submit(client.call, "held", 4)
         miss = next(source)
         now = fresh(url, lambda now: now("builds_asked", endpoint="held") == 1)
         assert (now("builds_queued", endpoint="held"), now("sources"), now("cluster_nodes")) == (0, 1, 3)
         assert (now("cluster_objects"), now("cluster_received_bytes_total"), now("cluster_sent_bytes_total")) == (2, 10, 20)
+        assert now("cluster_moved_bytes_total", mover="nixl") == 10
         with client.export(source.build(miss)) as record:
             call.result(10).release()
             client.invalidate_endpoint_cache("held")

@@ -177,7 +177,7 @@ class TestOnTheHost:
         """Nobody would ever know its id."""
         provider, running = server
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise CodecError("no room for it here")
 
         with monkeypatch.context() as patch:

@@ -26,6 +26,7 @@ from shared_rpc import (
     HolderInfo,
     ListedObjectInfo,
     Miss,
+    MoveInfo,
     ObjectInfo,
     Provider,
     RecordHeader,
@@ -159,6 +160,11 @@ with load(4) as handle:
     assert_type(handle.read_consistent(lambda net: net.hidden), int)
     with provider.update(handle, timeout=1) as net:
         assert_type(net, Net)
+    handle.suspend()
+    handle.resume(timeout=1)
+    assert_type(handle.suspended, bool)
+    with handle.active(timeout=1) as net:
+        assert_type(net, Net)
     handle.revision = 4  # type: ignore[misc]
     handle.value = Net()  # type: ignore[misc]
     handle.released = True  # type: ignore[misc]
@@ -230,6 +236,8 @@ with Server(
     assert_type(server.start(blocking=True), Server)
 Server()  # type: ignore[call-arg]
 Server(provider, workers=4)  # type: ignore[call-arg]
+Server(provider, quotas={"cpu": 0.5}, when_full="evict", host_quota=0.25)
+Server(provider, when_full="wait")  # type: ignore[arg-type]
 
 with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client:
     assert_type(client, Client)
@@ -258,6 +266,9 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
         assert_type(client.adopt(room), Generation)
         assert_type(client.adopt(record, "load", 4), Generation)
         assert_type(client.adopt_candidate(record, "load", 4), Handle[Generation])
+    assert_type(client.evict(handle), list[MoveInfo])
+    assert_type(client.evict("load", "host") + client.restore(handle.object_id), list[MoveInfo])
+    client.evict(handle, to="device")  # type: ignore[arg-type]
     assert_type(client.promote(client.prepare("load", 4)), Generation)
     client.export(4)  # type: ignore[arg-type]
     client.adopt(handle)  # type: ignore[arg-type]

@@ -403,6 +403,9 @@ CASES = {
     "Llama, tied": Case(
         _causal("LlamaForCausalLM", "LlamaConfig", tie_word_embeddings=True), _generate_dynamic, besides=_SAVED
     ),
+    "Llama, parameters alone": Case(
+        _causal("LlamaForCausalLM", "LlamaConfig"), _generate_dynamic, modes=True, parameters_alone=True, besides=_SAVED
+    ),
     "Qwen2": Case(_causal("Qwen2ForCausalLM", "Qwen2Config"), _generate_dynamic),
     "Qwen3": Case(_causal("Qwen3ForCausalLM", "Qwen3Config", head_dim=8), _generate_dynamic),
     "Mixtral": Case(

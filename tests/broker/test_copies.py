@@ -1,0 +1,349 @@
+"""Copies of a GPU's memory that workers make for a broker, by CUDA's driver and by one that is made of host memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared_rpc.broker import copying
+from shared_rpc.broker.broker import Broker
+from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.memory import RelayedMemory
+from shared_rpc.errors import CapabilityError, RecordError, WorkerCrashed
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.copies import CopyCancelled
+from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.spill import SpillDirectory
+from shared_rpc.settings import ServeOptions
+from tests.kit import fake_driver
+from tests.kit.brokers import BrokerApp
+from tests.kit.gpu_memory import bytes_of, write
+from tests.kit.processes import eventually
+
+MIB = 1 << 20
+
+#: An app that needs no torch.
+APP = """
+import os, time
+from shared_rpc import Provider
+provider = Provider(device="cpu")
+
+@provider.share
+def nothing():
+    pass
+"""
+
+#: A worker whose driver is made of host memory, and copies nothing while a file is there.
+FAKE = """
+from tests.kit import fake_driver
+fake_driver.install()
+from cuda.bindings import driver
+copy = driver.cuMemcpyAsync
+
+def cuMemcpyAsync(*arguments):
+    while os.path.exists({held!r}):
+        time.sleep(0.005)
+    return copy(*arguments)
+
+driver.cuMemcpyAsync = cuMemcpyAsync
+"""
+
+
+class Copier:
+    """A broker in this process, with its workers, and the memory that it relays."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.memory = RelayedMemory(broker._memory, ())
+
+    @property
+    def workers(self) -> list[int]:
+        """The process ids of the workers that are ready."""
+        return [worker.pid for worker in self.broker._supervisor.workers if worker.state == "ready"]
+
+    @property
+    def mapped(self) -> dict[str, list[int]]:
+        """The workers that have host memory of copies mapped."""
+        mapped = self.broker._memory.copies._mapped
+        return {copy: [worker.pid for worker in workers] for copy, workers in mapped.items() if workers}
+
+
+@pytest.fixture(params=["fake", pytest.param("cuda", marks=pytest.mark.gpu)])
+def driver(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The driver of this process and of the workers."""
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    with fake_driver.installed():
+        yield "fake"
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Path:
+    """While it is there, workers with a driver of host memory copy nothing."""
+    return tmp_path / "held"
+
+
+@pytest.fixture
+def serve(driver: str, broker_app: BrokerApp, held: Path, spill: SpillDirectory) -> Iterator[Callable[..., Copier]]:
+    """``serve(workers)`` starts a broker with so many workers."""
+    broker_app.file.write_text(APP + (FAKE.format(held=str(held)) if driver == "fake" else ""))
+    with ExitStack() as stack:
+
+        def serve(workers: int = 1) -> Copier:
+            options = ServeOptions(base_path=broker_app.base_path, workers=workers)
+            broker = Broker(WorkerCommand(str(broker_app.file), options))
+            stack.callback(broker.stop)
+            broker.start()
+            copier = Copier(broker)
+            eventually(lambda: len(copier.workers) == workers, 60.0, "all workers")
+            return copier
+
+        yield serve
+
+
+@pytest.fixture
+def copier(serve: Callable[..., Copier]) -> Copier:
+    """A broker with one worker."""
+    return serve()
+
+
+@pytest.fixture
+def spill(tmp_path: Path) -> SpillDirectory:
+    """A directory for files."""
+    (tmp_path / "spill").mkdir()
+    return SpillDirectory(str(tmp_path / "spill"))
+
+
+@pytest.fixture
+def filled(driver: str) -> Iterator[Callable[..., Segment]]:
+    """``filled(nbytes)`` is memory of the first GPU with bytes that no other has."""
+    from shared_rpc.memory.backends.cuda import visible_gpus
+
+    with ExitStack() as stack:
+
+        def filled(nbytes: int = 2 * MIB) -> Segment:
+            segment = backend_for(visible_gpus()[0], "vmm").create(nbytes)
+            stack.callback(segment.close)
+            write(segment, os.urandom(nbytes))
+            return segment
+
+        yield filled
+
+
+def descriptors() -> int:
+    """How many this process has of memory and of nameless files. A broker opens others when it likes."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(link.startswith(("/memfd:", "/dev/nvidia")) or "/spill/" in link for link in links)
+
+
+def settled(before: int) -> None:
+    """Wait until this process has the descriptors that it had: what is sent is closed by the loop."""
+    gc.collect()
+    eventually(lambda: descriptors() <= before, what=f"{before} descriptors")
+
+
+@pytest.mark.parametrize("to", ["host", "file"])
+def test_bytes_come_back(copier: Copier, filled: Callable[..., Segment], spill: SpillDirectory, to: str) -> None:
+    """By way of a worker, with progress; nothing is left in the broker."""
+    segments = [filled(2 * MIB), filled(6 * MIB), filled(4 * MIB)]
+    expected = [bytes_of(segment) for segment in segments]
+    before = descriptors()
+    told: list[tuple[int, int]] = []
+    copies = copier.memory.lower(segments, to, spill, lambda *news: told.append(news))
+    assert told[-1] == (12 * MIB, 12 * MIB)
+    for segment in segments:
+        write(segment, b"changed")
+    again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
+    assert [bytes_of(one) for one in again] == expected
+    for one in (*copies, *again):
+        one.close()
+    settled(before)
+
+
+def test_more_segments_than_one_request_takes(
+    copier: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame has a limited number of descriptors."""
+    monkeypatch.setattr(copying, "_SEGMENTS", 2)
+    segments = [filled() for _ in range(5)]
+    copies = copier.memory.lower(segments, "host")
+    again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
+    assert [bytes_of(one) for one in again] == [bytes_of(segment) for segment in segments]
+    for one in (*copies, *again):
+        one.close()
+
+
+def test_host_memory_of_the_object_stays_with_the_broker(
+    copier: Copier, filled: Callable[..., Segment], spill: SpillDirectory
+) -> None:
+    """Only what is on the GPU goes to a worker."""
+    with closing(backend_for("cpu").create(4096)) as on_host:
+        write(on_host, b"host")
+        segments = [on_host, filled()]
+        copies = copier.memory.lower(segments, "file", spill)
+        again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
+        assert [bytes_of(one) for one in again] == [bytes_of(segment) for segment in segments]
+        for one in (*copies, *again):
+            one.close()
+
+
+def test_a_copy_outlives_the_worker_that_made_it(copier: Copier, filled: Callable[..., Segment]) -> None:
+    """A broker without CUDA keeps the host memory by its descriptor; the next worker makes a segment of it."""
+    segment = filled()
+    [copy] = copier.memory.lower([segment], "host")
+    [first] = copier.workers
+    assert copier.mapped == {copy.segment.info.id: [first]}
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: copier.workers not in ([], [first]), 60.0, "another worker")
+    assert copier.mapped == {}
+    [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again):
+        assert bytes_of(again) == bytes_of(segment)
+    assert copier.mapped == {copy.segment.info.id: copier.workers}
+    copy.close()
+
+
+def test_a_closed_copy_is_unmapped(driver: str, copier: Copier, filled: Callable[..., Segment]) -> None:
+    """In the worker, so that the host has its memory back."""
+    if driver != "fake":
+        pytest.skip("the kernel does not list mappings of CUDA's by their memory")
+    with closing(filled()) as segment:
+        [copy] = copier.memory.lower([segment], "host")
+    inode = os.fstat(copy.segment.fileno()).st_ino
+    [worker] = copier.workers
+
+    def mappings() -> int:
+        with open(f"/proc/{worker}/maps", encoding="utf-8") as maps:
+            return sum(f" {inode} " in line for line in maps)
+
+    assert mappings() == 1
+    copy.close()
+    eventually(lambda: mappings() == 0, what="no mapping of the copy")
+
+
+def test_a_worker_that_is_killed(copier: Copier, filled: Callable[..., Segment], held: Path, driver: str) -> None:
+    """Whoever waits is told; nothing is left, and the next worker copies."""
+    segments = [filled() for _ in range(4)]
+    before = descriptors()
+    [worker] = copier.workers
+    if driver == "fake":
+        held.touch()
+    else:
+        os.kill(worker, signal.SIGSTOP)
+    with pytest.raises(WorkerCrashed, match=rf"pid {worker}.* while it copied"):
+        copier.memory.lower(segments, "host", None, _ignore, _once(lambda: os.kill(worker, signal.SIGKILL)))
+    held.unlink(missing_ok=True)
+    eventually(lambda: copier.workers not in ([], [worker]), 60.0, "another worker")
+    settled(before)
+    for copy in copier.memory.lower(segments, "host"):
+        copy.close()
+
+
+def test_another_worker_copies_where_one_ends(serve: Callable[..., Copier], filled: Callable[..., Segment]) -> None:
+    """As one does that a reload has replaced."""
+    copier = serve(workers=2)
+    segment = filled()
+    for worker in copier.workers:
+        os.kill(worker, signal.SIGSTOP)
+
+    def kill() -> None:
+        [asked] = copier.broker._memory.copies._asked.values()
+        [other] = set(copier.workers) - {asked.worker.pid}
+        os.kill(asked.worker.pid, signal.SIGKILL)
+        os.kill(other, signal.SIGCONT)
+
+    [copy] = copier.memory.lower([segment], "host", None, _ignore, _once(kill))
+    [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again), closing(copy):
+        assert bytes_of(again) == bytes_of(segment)
+
+
+def test_a_copy_that_is_not_wanted_any_more(copier: Copier, filled: Callable[..., Segment], held: Path) -> None:
+    """The worker stops, and is as good as before."""
+    segments = [filled() for _ in range(4)]
+    before = descriptors()
+    held.touch()
+
+    def stop() -> bool:
+        held.unlink()
+        return True
+
+    with pytest.raises(CopyCancelled):
+        copier.memory.lower(segments, "host", None, _ignore, stop)
+    settled(before)
+    assert copier.mapped == {}
+    for copy in copier.memory.lower(segments, "host"):
+        copy.close()
+
+
+def test_a_worker_that_makes_no_step(
+    copier: Copier, filled: Callable[..., Segment], held: Path, monkeypatch: pytest.MonkeyPatch, driver: str
+) -> None:
+    """Whoever waits is told, and does not wait for ever."""
+    if driver != "fake":
+        pytest.skip("a GPU copies")
+    monkeypatch.setattr(copying, "_PATIENCE", 0.3)
+    segment = filled()
+    held.touch()
+    with pytest.raises(WorkerCrashed, match=r"has copied nothing for 0\.3 s"):
+        copier.memory.lower([segment], "host")
+    held.unlink()
+
+
+def test_a_full_gpu_is_told(copier: Copier, filled: Callable[..., Segment]) -> None:
+    """The worker's error is the broker's, and the copy stays good."""
+    segment = filled()
+    [copy] = copier.memory.lower([segment], "host")
+    large = msgspec.structs.replace(segment.info, id="0", nbytes=1 << 50)
+    with pytest.raises(CapabilityError, match=f"cannot allocate {1 << 50} bytes on GPU {segment.info.device}"):
+        copier.memory.raise_([copy], [large])
+    [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again), closing(copy):
+        assert bytes_of(again) == bytes_of(segment)
+
+
+def test_damage_is_told(copier: Copier, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+    """With its reason, as if the broker had noticed it."""
+    segment = filled()
+    [copy] = copier.memory.lower([segment], "file", spill)
+    found = os.pread(copy.segment.fileno(), 1, 7)
+    os.pwrite(copy.segment.fileno(), bytes([found[0] ^ 1]), 7)
+    with closing(copy), pytest.raises(RecordError, match="is damaged") as caught:
+        copier.memory.raise_([copy], [segment.info.incarnation(1)])
+    assert caught.value.reason == "damaged"
+
+
+def test_no_worker(copier: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is told at once."""
+    segment = filled()
+    monkeypatch.setattr(copier.broker._memory.copies, "_workers", list)
+    with pytest.raises(WorkerCrashed, match="no worker runs that could copy"):
+        copier.memory.lower([segment], "host")
+
+
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+def _once(call: Callable[[], Any]) -> Callable[[], bool]:
+    """A question whether a copy is not wanted any more that does something when it is asked first, and answers No."""
+    left = [call]
+
+    def asked() -> bool:
+        if left:
+            left.pop()()
+        return False
+
+    return asked

@@ -1,0 +1,178 @@
+"""A broker whose device has room for one of several models, and processes that wake them in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from shared_rpc import Client
+from shared_rpc.errors import ServerBusy
+from tests.kit.brokers import BrokerApp
+from tests.kit.processes import Child, eventually, python
+
+MIB = 1 << 20
+
+MODELS = """
+@provider.share(managed=True, access="read")
+def weights(number):
+    return torch.full((1 << 20,), number, dtype=torch.uint8)
+
+@provider.share(managed=True, access="read")
+def more(number):
+    return torch.full((1 << 19,), number, dtype=torch.uint8)
+"""
+
+#: Wakes two models in turns, and looks whether each is what it was.
+IN_TURNS = """
+import sys
+from shared_rpc import Client
+from tests.kit.holding import HoldingSession
+
+with Client(device="cpu", timeout=300.0) as client, HoldingSession(client.socket_path, 300.0) as session:
+    models = []
+    for number in (1, 2):
+        with client.call("weights", number) as handle:
+            session.hold(handle.object_id)
+        session.suspend(handle.object_id)
+        models.append((number, handle.object_id))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for turn in range(TURNS):
+        for number, object_id in models[::ORDER]:
+            assert session.resume(object_id) == {number}, (turn, number)
+            session.suspend(object_id)
+    print("woken", flush=True)
+"""
+
+#: Uses a model; suspends it when told, and resumes it when told.
+HOLDER = """
+import sys
+from shared_rpc import Client
+from tests.kit.holding import HoldingSession
+
+with Client(device="cpu", timeout=120.0) as client, HoldingSession(client.socket_path, 120.0) as session:
+    with client.call("weights", NUMBER) as handle:
+        session.hold(handle.object_id)
+    print("holds", handle.object_id, flush=True)
+    for line in sys.stdin:
+        getattr(session, line.strip())(handle.object_id)
+        print("done", line.strip(), flush=True)
+"""
+
+
+@pytest.fixture
+def one_of_two(broker_app: BrokerApp, tmp_path: Path) -> Client:
+    """A client of a broker with room for one model, and a directory for the others."""
+    broker_app.write(MODELS)
+    broker_app.start("--quota", "cpu=1MiB", "--when-full", "evict", "--spill-dir", str(tmp_path))
+    return broker_app.connect()
+
+
+@pytest.fixture
+def holder(children: list[Child]) -> Callable[[int], Child]:
+    """``holder(number)`` is a process that has a model active."""
+
+    def start(number: int) -> Child:
+        child = python(HOLDER.replace("NUMBER", str(number)))
+        children.append(child)
+        return child
+
+    return start
+
+
+def tell(child: Child, what: str) -> None:
+    """Have a holder do something, and wait until it has."""
+    child.tell(what)
+    child.expect("done")
+
+
+def test_fifty_processes_wake_two_models_in_turns(one_of_two: Client, children: list[Child]) -> None:
+    """With memory for one: all of them get on, and each time they find the bytes of the model that they woke."""
+    for number in range(50):
+        order = "1" if number % 2 else "-1"
+        children.append(python(IN_TURNS.replace("TURNS", "4").replace("ORDER", order)))
+    for child in children[-50:]:
+        child.expect("ready")
+    for child in children[-50:]:
+        child.tell("go")
+    for child in children[-50:]:
+        child.expect("woken")
+        assert child.close() == (0, "")
+    infos = one_of_two.list_objects()
+    assert sorted(info["cache_key"] for info in infos) == ["weights(number=1)", "weights(number=2)"]
+    assert sorted(info["tier"] for info in infos) == ["device", "file"] and not any(info["active"] for info in infos)
+    assert one_of_two.list_devices()[0]["used"] == MIB
+
+
+def test_who_resumes_waits_for_who_suspends(one_of_two: Client, holder: Callable[[int], Child]) -> None:
+    """Each in its process; neither knows of the other."""
+    first = holder(1)
+    first.expect("holds")
+    tell(first, "suspend")
+    second = holder(2)
+    second.expect("holds")
+    first.tell("resume")
+    tell(second, "suspend")
+    assert first.expect("done") == "done resume"
+
+
+def test_a_killed_user_makes_room(one_of_two: Client, holder: Callable[[int], Child], threads: ThreadPoolExecutor) -> None:
+    """Its leases end with it, and who waits gets the room."""
+    first = holder(1)
+    first.expect("holds")
+    answer = threads.submit(one_of_two.call, "weights", 2)
+    eventually(lambda: any(run["endpoint"] == "weights" for run in one_of_two.list_runs()))
+    first.kill()
+    with answer.result(60) as handle:
+        assert handle.value[0].item() == 2
+
+
+def test_a_killed_waiter_holds_nobody_up(one_of_two: Client, holder: Callable[[int], Child], broker_app: BrokerApp) -> None:
+    """The next one's turn comes."""
+    first = holder(1)
+    first.expect("holds")
+    waiting = holder(2)
+    eventually(lambda: any(run["cache_key"] == "weights(number=2)" for run in one_of_two.list_runs()), 60.0)
+    waiting.kill()
+    tell(first, "suspend")
+    with broker_app.connect(timeout=60.0).call("weights", 3) as handle:
+        assert handle.value[0].item() == 3
+
+
+def test_those_who_hold_and_wait_are_named(broker_app: BrokerApp, tmp_path: Path, holder: Callable[[int], Child]) -> None:
+    """Two processes that want what the other one has wait until their deadlines, whose errors name the other one."""
+    broker_app.write(MODELS)
+    broker_app.start("--quota", "cpu=2MiB", "--when-full", "evict", "--spill-dir", str(tmp_path))
+    client = broker_app.connect(timeout=2.0)
+    children = [holder(1), holder(2)]
+    held = [child.expect("holds").split()[1] for child in children]
+    with pytest.raises(ServerBusy) as caught:
+        client.call("weights", 3)
+    for child, object_id in zip(children, held, strict=True):
+        assert f"{MIB} bytes are object {object_id} of weights(), which pid {child.pid} uses" in str(caught.value)
+    with pytest.raises(ServerBusy, match="Suspend or release handles"):
+        client.create_buffer(MIB)
+
+
+def test_a_worker_of_a_pinned_endpoint_keeps_its_place(broker_app: BrokerApp, tmp_path: Path) -> None:
+    """What does not fit beside it is refused, and neither evicts it; nor does a person."""
+    broker_app.write(
+        """
+        @provider.share(managed=True, pinned=True)
+        def pinned(number):
+            return torch.full((1 << 20,), number, dtype=torch.uint8)
+        """
+    )
+    broker_app.start("--quota", "cpu=1MiB", "--when-full", "evict", "--spill-dir", str(tmp_path))
+    client = broker_app.connect()
+    with client.call("pinned", 1) as handle:
+        object_id = handle.object_id
+    with pytest.raises(ServerBusy, match="pinned=True"):
+        client.evict(object_id)
+    with pytest.raises(ServerBusy, match=f"no room beside what is pinned there: .*object {object_id} of pinned"):
+        client.create_buffer(4096)
+    with pytest.raises(ServerBusy, match="no room beside what is pinned"):
+        client.call("pinned", 2)

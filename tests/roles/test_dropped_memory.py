@@ -1,0 +1,230 @@
+"""The memory of dropped objects is freed beside the server's loop, which answers others meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import ServerBusy
+from shared_rpc.memory.closing import CLOSER
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.server import freeing
+from tests.kit.closings import FILE, LARGE, late_closings
+from tests.kit.processes import Child, eventually
+
+APP = f"""
+import torch
+from shared_rpc import Provider
+
+provider = Provider(device="cpu")
+
+@provider.share
+def weights(number):
+    return torch.full(({LARGE},), number, dtype=torch.uint8)
+
+@provider.share(idle_ttl=0.01)
+def brief():
+    return torch.zeros({LARGE}, dtype=torch.uint8)
+"""
+
+
+def invalidate(client: Client) -> None:
+    """The cache lets go of an object."""
+    client.call("weights", 1)
+    client.invalidate_endpoint_cache("weights")
+
+
+def refresh(client: Client) -> None:
+    """Another generation takes its place."""
+    client.call("weights", 1)
+    client.refresh("weights", 1)
+
+
+def promote(client: Client) -> None:
+    """A candidate does."""
+    client.call("weights", 1)
+    with client.prepare("weights", 1) as candidate:
+        client.promote(candidate)
+
+
+def evict(client: Client) -> None:
+    """A later object needs the room."""
+    client.call("weights", 1)
+    client.call("weights", 2)
+
+
+def expire(client: Client) -> None:
+    """Nobody has used it for its ``idle_ttl``."""
+    client.call("brief")
+
+
+def free(client: Client) -> None:
+    """A buffer is freed that nobody holds."""
+    buffer = client.create_buffer(LARGE, keep=True)
+    buffer.release()
+    client.free_buffer(buffer.object_id)
+
+
+def release(client: Client) -> None:
+    """The last holder of a buffer releases it."""
+    client.create_buffer(LARGE).release()
+
+
+def end_session(client: Client) -> None:
+    """The last holder of a buffer ends."""
+    buffer = client.create_buffer(LARGE)
+    client.close()
+    del buffer
+
+
+@pytest.mark.parametrize("drop", [invalidate, refresh, promote, evict, expire, free, release, end_session])
+def test_a_broker_s_loop_closes_no_large_memory(
+    drop: Callable[[Client], None],
+    base_path: str,
+    tmp_path: Path,
+    children: list[Child],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever drops an object, another thread closes its last descriptor there."""
+    (tmp_path / "app.py").write_text(APP)
+    closings = tmp_path / "closings"
+    monkeypatch.setenv(FILE, str(closings))
+    serve = ("-m", "shared_rpc.cli", "serve", "app.py", "--hook", "tests.kit.closings:hook", "--max-bytes", str(LARGE * 3 // 2))
+    child = Child(*serve, cwd=tmp_path)
+    children.append(child)
+    child.expect("serving")
+    with Client(device="cpu", timeout=30.0) as client:
+        drop(client)
+        eventually(lambda: closings.exists() and closings.read_text().endswith("\n"), what="memory is closed")
+    assert set(closings.read_text().split()) == {"shared-rpc-closer"}
+
+
+def memory() -> list[str]:
+    """The large memory of which this process has descriptors."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{number}")
+            large = "memfd:shared-rpc-" in link and os.stat(f"/proc/self/fd/{number}").st_size >= LARGE
+        except OSError:  # closed meanwhile
+            continue
+        links += [link] if large else []
+    return links
+
+
+def test_a_server_answers_while_memory_is_being_freed(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """The object is gone for everybody, and its memory has yet to go."""
+    serve()
+    client = connect()
+    with late_closings():
+        client.create_buffer(LARGE).release()
+        eventually(lambda: len(CLOSER) == 1)
+        assert client.list_objects() == []
+        client.ping()
+        assert len(CLOSER) == 1
+    assert memory() == []
+
+
+def test_the_local_role_frees_buffers_beside_its_loop(base_path: str) -> None:
+    """It has the same loop."""
+    with closing(Provider(base_path, device="cpu")) as provider, late_closings():
+        buffer = provider.create_buffer(LARGE, keep=True)
+        buffer.release()
+        MAPPINGS.drain()
+        provider.free_buffer(buffer.object_id)
+        eventually(lambda: len(CLOSER) == 1)
+        assert provider.list_objects() == []
+    assert memory() == []
+
+
+def test_a_quota_counts_dropped_memory_as_free(
+    device: str, base_path: str, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was refused because of an object is admitted as soon as that is dropped; on a GPU it is made when that is free."""
+    with Server(Provider(base_path, device=device), quotas={device: LARGE}):
+        client = connect(device=device)
+        full = client.create_buffer(LARGE)
+        with pytest.raises(ServerBusy):
+            client.create_buffer(LARGE)
+        with late_closings() as go:
+            wait = CLOSER.wait
+            monkeypatch.setattr(CLOSER, "wait", lambda: (go.set(), wait()))
+            full.release()
+            eventually(lambda: len(CLOSER) == 1)
+            with client.create_buffer(LARGE) as buffer:
+                assert buffer.value.shape == (LARGE,)
+                assert go.is_set() == (device != "cpu")
+
+
+def test_a_result_takes_the_place_of_a_dropped_object(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
+) -> None:
+    """With a full quota, the build which follows a drop is kept."""
+
+    @provider.share(managed=True)
+    def weights(number: int) -> torch.Tensor:
+        return torch.full((LARGE,), number, dtype=torch.uint8)
+
+    serve(quotas={"cpu": LARGE})
+    client = connect()
+    full = client.create_buffer(LARGE, keep=True)
+    full.release()
+    with late_closings():
+        client.free_buffer(full.object_id)
+        eventually(lambda: len(CLOSER) == 1)
+        with client.call("weights", 7) as handle:
+            assert int(handle.value[0]) == 7
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_build_waits_for_memory_without_which_it_may_not_fit(
+    is_async: bool,
+    provider: Provider,
+    serve: Callable[..., Server],
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the device has less than is being freed."""
+    left: list[int] = []
+
+    def weights() -> torch.Tensor:
+        left.append(len(CLOSER))
+        return torch.zeros(4)
+
+    async def weights_async() -> torch.Tensor:
+        return weights()
+
+    provider.share("weights")(weights_async if is_async else weights)
+    serve()
+    client = connect()
+    with late_closings() as go:
+        wait = CLOSER.wait
+        monkeypatch.setattr(CLOSER, "wait", lambda: (go.set(), wait()))
+        client.create_buffer(LARGE).release()
+        eventually(lambda: len(CLOSER) == 1)
+        monkeypatch.setattr(freeing, "free_bytes", lambda device: 0)
+        client.call("weights")
+    assert left == [0]
+
+
+def test_a_stopped_server_has_closed_all(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
+    """What was being freed when it was asked to stop, and what it had then."""
+    server = serve()
+    client = connect()
+    with late_closings() as go:
+        client.create_buffer(LARGE).release()
+        eventually(lambda: len(CLOSER) == 1)
+        client.create_buffer(LARGE, keep=True).release()
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        eventually(lambda: len(CLOSER) == 2)
+        go.set()
+        stopping.join()
+        assert memory() == []

@@ -1,0 +1,607 @@
+"""Servers whose devices are full: requests that wait for room, in order, and say who has it when their time is over."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, ServerBusy, TaskCancelled
+from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.inventory import facts_of
+from shared_rpc.memory.spill import SpillDirectory
+from shared_rpc.protocol import tiers as t
+from tests.kit.apps import Connect
+from tests.kit.holding import HoldingSession
+from tests.kit.processes import eventually
+
+#: The device first: what its driver opens once is no leak.
+pytestmark = pytest.mark.usefixtures("device", "no_leaks")
+
+#: Seconds of a request that is to wait in vain.
+SHORTLY = 2.0
+
+
+@pytest.fixture
+def unit(device: str) -> int:
+    """The bytes of the smallest segment of the device."""
+    return facts_of(device_id(device)).granularity
+
+
+@pytest.fixture
+def builds() -> list[int]:
+    """The numbers of the models that were built."""
+    return []
+
+
+@pytest.fixture
+def shared(base_path: str, device: str, builds: list[int]) -> Provider:
+    """Models of as many bytes as is asked for."""
+    provider = Provider(base_path, device=device)
+
+    @provider.share(managed=True)
+    def model(number: int, nbytes: int) -> torch.Tensor:
+        builds.append(number)
+        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
+
+    @provider.share(managed=True, host_copy="never")
+    def dropped(number: int, nbytes: int) -> torch.Tensor:
+        builds.append(number)
+        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
+
+    @provider.share(managed=True, pinned=True)
+    def pinned(nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    @provider.share(concurrency="serialized", managed=True)
+    def line(number: int, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
+
+    return provider
+
+
+@pytest.fixture
+def full(shared: Provider, device: str, unit: int) -> Iterator[Callable[..., Server]]:
+    """``full(units, **options)`` starts a server with room for so many of the smallest segments."""
+    servers: list[Server] = []
+
+    def start(units: int, **options: Any) -> Server:
+        server = Server(shared, **{"quotas": {device: units * unit}, "when_full": "evict", **options})
+        servers.append(server.start())
+        return server
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def ask(threads: ThreadPoolExecutor) -> Callable[..., Future[Any]]:
+    """``ask(server, function, *args)`` calls in a thread, and returns when the request waits for room."""
+
+    def call(server: Server, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        before = in_line(server)
+        answer = threads.submit(function, *args, **kwargs)
+        eventually(lambda: in_line(server) > before or answer.done())
+        assert not answer.done(), answer.exception() or "it did not wait"
+        return answer
+
+    return call
+
+
+def in_line(server: Server) -> int:
+    """How many requests wait for room."""
+    return server.engine.ask(lambda core: len(core.room))
+
+
+def used(client: Client, device: str) -> int:
+    """The bytes of a device that objects take, or that are set aside for them."""
+    return next(info["used"] for info in client.list_devices() if info["id"] == device_id(device))
+
+
+def test_a_result_waits_for_room(
+    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
+) -> None:
+    """It is kept when another client releases what it holds; that is dropped for it."""
+    server, holder, client = full(1), connect(device=device), connect(device=device)
+    first = holder.call("model", 1, unit)
+    answer = ask(server, client.call, "model", 2, unit)
+    first.release()
+    with answer.result(30) as second:
+        assert second.value[0].item() == 2
+    assert used(client, device) == unit
+
+
+def test_a_buffer_waits_for_room(
+    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
+) -> None:
+    """No memory is made for it before."""
+    server, holder, client = full(1), connect(device=device), connect(device=device)
+    first = holder.create_buffer(unit)
+    answer = ask(server, client.create_buffer, unit)
+    assert used(client, device) == unit
+    first.release()
+    answer.result(30).release()
+
+
+def test_the_error_of_a_deadline_names_who_holds_what(
+    full: Callable[..., Server], connect: Connect, device: str, unit: int
+) -> None:
+    """Processes, objects and bytes, and what to do."""
+    full(2)
+    holder, client = connect(device=device), connect(device=device, timeout=SHORTLY)
+    with holder.call("model", 1, 2 * unit) as handle:
+        for request in (lambda: client.call("model", 2, unit), lambda: client.create_buffer(unit)):
+            with pytest.raises(ServerBusy) as caught:
+                request()
+            text = str(caught.value)
+            assert f"{unit} bytes on {device_id(device)} wait for room: {2 * unit} is the quota" in text
+            assert f"{2 * unit} bytes are object {handle.object_id} of model(), which pid {os.getpid()} uses" in text
+            assert "Suspend or release" in text
+
+
+def test_whoever_gives_up_leaves_nothing(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+    """Neither its place in line, nor its result, nor bytes that are set aside."""
+    server, holder, client = full(1), connect(device=device), connect(device=device, timeout=SHORTLY)
+    with holder.call("model", 1, unit):
+        with pytest.raises(ServerBusy):
+            client.call("model", 2, unit)
+        with pytest.raises(ServerBusy):
+            client.create_buffer(unit)
+        assert in_line(server) == 0 and used(holder, device) == unit
+        assert [info["cache_key"] for info in holder.list_objects()] == [f"model(number=1, nbytes={unit})"]
+    assert client.get_server_info()["running"] == 0
+
+
+def test_a_client_that_is_gone_holds_nobody_up(
+    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
+) -> None:
+    """Its session's end is the end of its request."""
+    server, holder = full(2), connect(device=device)
+    gone, client = connect(device=device), connect(device=device)
+    first = holder.call("model", 1, unit)
+    answer = ask(server, gone.call, "model", 2, 2 * unit)
+    small = ask(server, client.create_buffer, unit)
+    gone.close()
+    small.result(30).release()
+    assert answer.exception(30) is not None
+    first.release()
+
+
+def test_requests_are_served_in_order(
+    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
+) -> None:
+    """One that would fit does not pass one that does not, be it of a build, or of an object that is there."""
+    server, holder = full(3), connect(device=device)
+    first = holder.call("model", 1, 2 * unit)
+    large = ask(server, connect(device=device).call, "model", 2, 3 * unit)
+    small = ask(server, connect(device=device).create_buffer, unit)
+    first.release()
+    with large.result(30):
+        assert not small.done()
+    small.result(30).release()
+
+
+def test_what_can_never_fit_is_refused_at_once(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+    """Waiting would not help."""
+    full(1)
+    client = connect(device=device)
+    with pytest.raises(CapabilityError, match=f"{2 * unit} bytes on .* are more than the quota .*, {unit}: ask for less"):
+        client.call("model", 1, 2 * unit)
+    with pytest.raises(CapabilityError, match="are more than the quota"):
+        client.create_buffer(2 * unit)
+
+
+def test_pinned_results_are_not_dropped(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+    """Though nobody holds them; what has no room beside them is refused, and they are named."""
+    full(2)
+    client = connect(device=device)
+    with client.call("pinned", unit) as handle:
+        object_id = handle.object_id
+    with pytest.raises(ServerBusy, match=f"no room beside what is pinned there.*{unit} bytes are object {object_id} of pinned"):
+        client.call("model", 1, 2 * unit)
+    with client.call("model", 1, unit), client.call("pinned", unit) as again:
+        assert again.object_id == object_id
+
+
+def test_a_result_is_built_again_when_there_is_room(
+    full: Callable[..., Server],
+    connect: Connect,
+    ask: Callable[..., Future[Any]],
+    builds: list[int],
+    device: str,
+    unit: int,
+) -> None:
+    """What it took the last time is set aside before its endpoint runs."""
+    server, holder, client = full(1), connect(device=device), connect(device=device)
+    client.call("dropped", 1, unit).release()
+    first = holder.call("dropped", 2, unit)
+    answer = ask(server, client.call, "dropped", 1, unit)
+    assert builds == [1, 2]
+    first.release()
+    with answer.result(30):
+        assert builds == [1, 2, 1]
+
+
+def test_a_build_that_waits_for_room_is_left(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+    """Its endpoint does not run; one that is serialized lets the next run begin."""
+    server, holder = full(2), connect(device=device)
+    client = connect(device=device, timeout=SHORTLY)
+    client.call("line", 1, 2 * unit).release()
+    with holder.call("model", 2, unit):
+        with pytest.raises(ServerBusy):
+            client.call("line", 1, 2 * unit)
+        with client.call("line", 3, unit) as handle:
+            assert handle.value[0].item() == 3
+    assert in_line(server) == 0
+
+
+def test_a_failing_build_gives_its_room_back(
+    full: Callable[..., Server], connect: Connect, shared: Provider, device: str, unit: int
+) -> None:
+    """What was set aside for it."""
+    good = [True]
+
+    @shared.share(managed=True)
+    def sometimes(nbytes: int) -> torch.Tensor:
+        if not good[0]:
+            raise ValueError("no luck")
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    full(1)
+    client = connect(device=device)
+    client.call("sometimes", unit).release()
+    client.invalidate_endpoint_cache("sometimes")
+    good[0] = False
+    with pytest.raises(ValueError, match="no luck"):
+        client.call("sometimes", unit)
+    assert used(client, device) == 0
+
+
+def test_a_task_waits_for_room_until_it_is_cancelled(
+    full: Callable[..., Server], connect: Connect, device: str, unit: int
+) -> None:
+    """It has no deadline. Its result is dropped with it."""
+    server, client = full(1), connect(device=device)
+    with client.call("model", 1, unit):
+        task_id = client.submit("model", 2, unit)
+        eventually(lambda: in_line(server) == 1)
+        assert client.cancel_task(task_id)
+        with pytest.raises(TaskCancelled):
+            client.wait_for_task(task_id)
+        assert in_line(server) == 0
+
+
+def test_calls_join_a_result_that_waits(
+    full: Callable[..., Server],
+    connect: Connect,
+    ask: Callable[..., Future[Any]],
+    threads: ThreadPoolExecutor,
+    builds: list[int],
+    device: str,
+    unit: int,
+) -> None:
+    """They are the same run still, and it is built once."""
+    server, holder, client, other = full(1), *(connect(device=device) for _ in range(3))
+    first = holder.call("model", 1, unit)
+    answer = ask(server, client.call, "model", 2, unit)
+    joined = threads.submit(other.call, "model", 2, unit)
+    eventually(lambda: server.engine.ask(lambda core: sum(len(run.waiters) for run in core.runs.calls)) == 2)
+    client.close()
+    assert answer.exception(30) is not None
+    first.release()
+    with joined.result(30):
+        assert builds == [1, 2]
+
+
+def test_the_server_stops_though_requests_wait(
+    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
+) -> None:
+    """They are told, and their results are gone."""
+    server, holder = full(1), connect(device=device)
+    first = holder.call("model", 1, unit)
+    answers = [
+        ask(server, connect(device=device).call, "model", 2, unit),
+        ask(server, connect(device=device).create_buffer, unit),
+    ]
+    server.stop()
+    assert all(answer.exception(30) is not None for answer in answers)
+    first.release()
+
+
+def test_a_caller_of_the_server_itself_waits_too(
+    full: Callable[..., Server], connect: Connect, shared: Provider, ask: Callable[..., Future[Any]], device: str, unit: int
+) -> None:
+    """Without a deadline, until there is room."""
+    server, holder = full(1), connect(device=device)
+    first = holder.call("model", 1, unit)
+    answer = ask(server, shared.call, "model", 2, unit)
+    first.release()
+    answer.result(30).release()
+
+
+def test_a_server_that_refuses_does_so_at_once(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+    """As without the option: cached objects that nobody holds are dropped, and nothing waits."""
+    server, client = full(1, when_full="refuse"), connect(device=device, timeout=None)
+    client.call("model", 1, unit).release()
+    with client.call("model", 2, unit) as handle:
+        for request in (lambda: client.call("model", 3, unit), lambda: client.create_buffer(unit)):
+            with pytest.raises(
+                ServerBusy, match=f"{unit} bytes on .* do not fit: the quota .* is {unit}, and {unit} are in use"
+            ):
+                request()
+        assert in_line(server) == 0 and [info["object_id"] for info in client.list_objects()] == [handle.object_id]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"when_full": "wait"}, "when_full='wait': use 'evict' or 'refuse'"),
+        ({"quotas": {}}, "when_full='evict' needs a quota"),
+        ({"host_quota": 1.5}, "host_quota=1.5: use bytes as an int, or a fraction"),
+        ({"host_quota": True}, "host_quota=True"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(full: Callable[..., Server], options: dict[str, Any], text: str) -> None:
+    """The server does not start, and says why."""
+    with pytest.raises(ConfigurationError, match=text):
+        full(1, **options)
+
+
+# With a lower tier.
+
+
+@pytest.fixture
+def tiers(full: Callable[..., Server], tmp_path: Path) -> Callable[..., Server]:
+    """``tiers(units, **options)`` starts a server that evicts to files too."""
+
+    def start(units: int, **options: Any) -> Server:
+        return full(units, **{"spill_dir": tmp_path, **options})
+
+    return start
+
+
+@pytest.fixture
+def sessions() -> Iterator[Callable[[Server], HoldingSession]]:
+    """``sessions(server)`` is a new session that says what a test wants said."""
+    with ExitStack() as stack:
+        yield lambda server: stack.enter_context(HoldingSession(server.socket_path))
+
+
+def tier_of(client: Client, object_id: str) -> str:
+    """Where an object is."""
+    return client.get_object_info(object_id)["tier"]
+
+
+def made(client: Client, number: int, nbytes: int, endpoint: str = "model") -> str:
+    """The id of a cached model that nobody holds."""
+    with client.call(endpoint, number, nbytes) as handle:
+        return str(handle.object_id)
+
+
+def test_what_nobody_uses_is_evicted(tiers: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+    """The least recently used first, and not dropped; its bytes are the same when it comes back."""
+    tiers(2)
+    client = connect(device=device)
+    first, second = made(client, 1, unit), made(client, 2, unit)
+    client.call("model", 1, unit).release()
+    with client.call("model", 3, unit):
+        assert (tier_of(client, first), tier_of(client, second)) != ("device", "device")
+        assert tier_of(client, first) == "device"
+    with client.call("model", 2, unit) as again:
+        assert again.object_id == second and again.value.unique().tolist() == [2]
+
+
+def test_a_suspended_object_is_evicted_and_resumed(
+    tiers: Callable[..., Server], connect: Connect, sessions: Callable[[Server], HoldingSession], device: str, unit: int
+) -> None:
+    """By whoever needs the room; the session that resumes it waits until there is room again."""
+    server = tiers(1)
+    client, session = connect(device=device), sessions(server)
+    object_id = made(client, 1, unit)
+    session.hold(object_id)
+    session.suspend(object_id)
+    with client.call("model", 2, unit):
+        assert tier_of(client, object_id) != "device"
+        session.begin_resume(object_id)
+        eventually(lambda: in_line(server) == 1)
+    assert isinstance(session.heard(), t.Resumed) and tier_of(client, object_id) == "device"
+
+
+def test_a_restore_waits_for_room(
+    tiers: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
+) -> None:
+    """And is left when its caller does not wait any more."""
+    server = tiers(1)
+    client, holder = connect(device=device), connect(device=device)
+    object_id = made(client, 1, unit)
+    with holder.call("model", 2, unit):
+        with pytest.raises(ServerBusy, match=f"object .* of model.*which pid {os.getpid()} uses"):
+            connect(device=device, timeout=SHORTLY).restore(object_id)
+        assert in_line(server) == 0
+        answer = ask(server, client.restore, object_id)
+    assert [move["object_id"] for move in answer.result(30)] == [object_id]
+
+
+def test_a_call_waits_until_its_object_is_restored(
+    tiers: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], builds: list[int], device: str, unit: int
+) -> None:
+    """It is not built again."""
+    server = tiers(1)
+    client, holder = connect(device=device), connect(device=device)
+    made(client, 1, unit)
+    second = holder.call("model", 2, unit)
+    answer = ask(server, client.call, "model", 1, unit)
+    second.release()
+    with answer.result(30) as first:
+        assert first.value.unique().tolist() == [1] and builds == [1, 2]
+
+
+def test_a_new_user_of_an_object_stands_behind_those_who_wait(
+    tiers: Callable[..., Server],
+    connect: Connect,
+    sessions: Callable[[Server], HoldingSession],
+    ask: Callable[..., Future[Any]],
+    device: str,
+    unit: int,
+) -> None:
+    """The object comes to rest, and comes back for the new user; who uses it already may ask for it again."""
+    server = tiers(1)
+    client, user, late = connect(device=device), connect(device=device), sessions(server)
+    other, object_id = made(client, 2, unit), made(client, 1, unit)
+    handle = user.call("model", 1, unit)
+    late.hold(object_id)
+    late.suspend(object_id)
+    answer = ask(server, client.call, "model", 2, unit)
+    late.begin_resume(object_id)
+    eventually(lambda: in_line(server) == 2)
+    newcomer = ask(server, connect(device=device).call, "model", 1, unit)
+    user.call("model", 1, unit).release()
+    handle.release()
+    with answer.result(30) as restored:
+        assert restored.object_id == other and restored.value.unique().tolist() == [2]
+        assert tier_of(client, object_id) != "device" and not newcomer.done()
+    assert isinstance(late.heard(), t.Resumed)
+    with newcomer.result(30) as again:
+        assert again.object_id == object_id
+
+
+def test_an_object_that_is_never_evicted_is_dropped(
+    tiers: Callable[..., Server], connect: Connect, shared: Provider, device: str, unit: int
+) -> None:
+    """As in a server without a lower tier; a held one stays where it is."""
+
+    @shared.share(managed=True, host_copy="never")
+    def stays(number: int, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
+
+    tiers(1)
+    client = connect(device=device)
+    object_id = made(client, 1, unit, "stays")
+    with client.call("model", 2, unit):
+        assert object_id not in [info["object_id"] for info in client.list_objects()]
+
+
+def test_objects_that_share_memory_are_evicted_together(
+    tiers: Callable[..., Server], connect: Connect, shared: Provider, device: str, unit: int
+) -> None:
+    """Neither goes while one is used."""
+
+    @shared.share(managed=True, cache_format_key="view-{number}")
+    def part(whole: torch.Tensor, number: int) -> torch.Tensor:
+        return whole[number:]
+
+    tiers(2)
+    client = connect(device=device)
+    with client.call("model", 1, unit) as whole:
+        with client.call("part", whole.value, 5) as one:
+            first, second = whole.object_id, one.object_id
+        with pytest.raises(ServerBusy):
+            connect(device=device, timeout=SHORTLY).create_buffer(2 * unit)
+        assert (tier_of(client, first), tier_of(client, second)) == ("device", "device")
+    with client.create_buffer(2 * unit):
+        assert "device" not in (tier_of(client, first), tier_of(client, second))
+    with client.call("part", torch.zeros(1, dtype=torch.uint8, device=device), 5) as again:
+        assert again.object_id == second and again.value.numel() == unit - 5
+
+
+def test_a_full_disk_is_named(
+    full: Callable[..., Server], connect: Connect, device: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an object cannot leave, the error of who waits says why; the object is as it was."""
+    server = full(1, spill_dir=tmp_path, host_quota=0)
+
+    def fail(*args: Any) -> None:
+        raise CapabilityError("no space left for the file")
+
+    monkeypatch.setattr(SpillDirectory, "create", fail)
+    client = connect(device=device, timeout=SHORTLY)
+    object_id = made(client, 1, unit)
+    with pytest.raises(ServerBusy, match=f"object {object_id} could not be moved: .*no space left for the file"):
+        client.create_buffer(unit)
+    assert tier_of(client, object_id) == "device" and in_line(server) == 0
+    monkeypatch.undo()
+    connect(device=device).create_buffer(unit).release()
+
+
+def test_the_calls_of_an_endpoint_that_runs_go_first(
+    tiers: Callable[..., Server],
+    connect: Connect,
+    shared: Provider,
+    ask: Callable[..., Future[Any]],
+    threads: ThreadPoolExecutor,
+    begun: threading.Event,
+    go: threading.Event,
+    device: str,
+    unit: int,
+) -> None:
+    """Those who wait may wait for what it uses: it is not held up by them, be its objects on the device or below."""
+
+    @shared.share(managed=True)
+    def both(nbytes: int) -> torch.Tensor:
+        with shared.call("model", 1, nbytes) as first:
+            begun.set()
+            go.wait(30)
+            with shared.call("model", 2, nbytes) as second:
+                return first.value + second.value
+
+    server = tiers(3)
+    client = connect(device=device)
+    for number in (1, 2, 3):
+        made(client, number, unit)
+    client.evict(made(client, 2, unit))
+    built = threads.submit(client.call, "both", unit)
+    begun.wait(30)
+    large = ask(server, connect(device=device).create_buffer, 3 * unit)
+    go.set()
+    large.result(30).release()
+    with built.result(30) as handle:
+        assert handle.value.unique().tolist() == [3]
+
+
+def test_what_only_the_cache_kept_makes_room_when_it_is_invalidated(
+    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
+) -> None:
+    """A pinned result, which would not have gone."""
+    server, holder, client = full(2), connect(device=device), connect(device=device)
+    client.call("pinned", unit).release()
+    with holder.call("model", 1, unit):
+        answer = ask(server, connect(device=device).create_buffer, unit)
+        client.invalidate_endpoint_cache("pinned")
+        answer.result(30).release()
+
+
+def test_a_result_that_nobody_waits_for_does_not_wait(
+    full: Callable[..., Server],
+    connect: Connect,
+    shared: Provider,
+    begun: threading.Event,
+    go: threading.Event,
+    device: str,
+    unit: int,
+) -> None:
+    """Its caller gave up while it was being built: it is kept if there is room, and dropped if not."""
+
+    @shared.share(managed=True)
+    def slow(number: int, nbytes: int) -> torch.Tensor:
+        begun.set()
+        go.wait(30)
+        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
+
+    server, holder = full(1), connect(device=device)
+    with holder.call("model", 1, unit):
+        with pytest.raises(DeadlineExceeded):
+            connect(device=device, timeout=SHORTLY).call("slow", 2, unit)
+        assert begun.is_set()
+        go.set()
+        eventually(lambda: holder.get_server_info()["running"] == 0)
+        assert in_line(server) == 0 and used(holder, device) == unit

@@ -1,0 +1,637 @@
+"""Suspended handles: memory that a process gives up for a while and has back at its address, in every role."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Server, on_remap
+from shared_rpc.errors import ConnectError, HandleSuspended, SharedRPCError, StaleHandleError
+from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.apps import App, Connect
+from tests.kit.brokers import BrokerApp
+from tests.kit.kernel_maps import rights
+from tests.kit.processes import Child, eventually, python
+from tests.kit.suspending import APP, SIZE, has_numbers
+
+
+def rights_of(tensor: torch.Tensor) -> str:
+    """How the kernel has a tensor's memory mapped."""
+    return rights(tensor.untyped_storage().data_ptr())
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory may be read."""
+    return rights_of(tensor).startswith("r")
+
+
+@pytest.fixture
+def load(app: App) -> Callable[[], Handle[torch.Tensor]]:
+    """The endpoint of tests for all roles."""
+
+    @app.share(managed=True)
+    def load() -> torch.Tensor:
+        return torch.arange(SIZE)
+
+    return load
+
+
+@pytest.fixture
+def broker(no_leaks: None, broker_app: BrokerApp) -> BrokerApp:
+    """A server of another process, whose objects this one has mapped as any client has."""
+    broker_app.write(APP)
+    broker_app.start()
+    return broker_app
+
+
+@pytest.fixture
+def client(broker: BrokerApp) -> Client:
+    """A client of it."""
+    return broker.connect()
+
+
+def active(handle: Handle[Any]) -> int:
+    """How many sessions have the object of a handle active, as the server has it."""
+    return handle.get_object_info()["active"]
+
+
+# In every role.
+
+
+def test_the_value_is_there_again_after_resume(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """Meanwhile it raises what says so, and the server knows that nobody has the object active."""
+    handle = load()
+    value = handle.value
+    assert (handle.suspended, active(handle)) == (False, 1)
+    handle.suspend()
+    with pytest.raises(HandleSuspended, match=rf"object {handle.object_id} is suspended.*resume\(\).*active\(\)"):
+        _ = handle.value
+    assert (handle.suspended, active(handle), "suspended" in repr(handle)) == (True, 0, True)
+    handle.resume()
+    assert handle.value is value
+    assert (handle.suspended, active(handle), has_numbers(value)) == (False, 1, True)
+
+
+def test_suspending_and_resuming_twice(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """The second time is harmless."""
+    handle = load()
+    handle.resume()
+    handle.suspend()
+    handle.suspend()
+    assert active(handle) == 0
+    handle.resume()
+    handle.resume()
+    assert (active(handle), has_numbers(handle.value)) == (1, True)
+
+
+def test_what_a_suspended_handle_still_does(app: App, load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """Everything but what needs the memory."""
+    handle = load()
+    handle.suspend()
+    assert (handle.is_stale(), handle.is_current(), handle.revision, handle.released) == (False, True, 0, False)
+    assert handle.get_object_info()["leases"] == 1
+    for needs in (
+        lambda: handle.value,
+        handle.ticket,
+        lambda: handle.read_consistent(torch.clone),
+        lambda: app.provider.update(handle).__enter__(),
+    ):
+        with pytest.raises(HandleSuspended):
+            needs()
+    latest = handle.latest()
+    assert (has_numbers(latest.value), handle.suspended, latest.suspended) == (True, True, False)
+    handle.release()
+    assert (handle.suspended, handle.released, has_numbers(latest.value)) == (False, True, True)
+
+
+def test_a_released_handle_is_neither_suspended_nor_resumed(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """It has no lease that could bring the memory back."""
+    handle = load()
+    handle.release()
+    for refused in (handle.suspend, handle.resume, handle.active().__enter__):
+        with pytest.raises(StaleHandleError, match="was released") as caught:
+            refused()
+        assert caught.value.reason == "released"
+
+
+def test_a_block_leaves_the_handle_as_it_found_it(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """Active within, however it ends, and nested too."""
+    handle = load()
+    with handle.active() as value:
+        assert has_numbers(value)
+    assert not handle.suspended
+    handle.suspend()
+    with pytest.raises(ZeroDivisionError), handle.active() as value:
+        with handle.active() as same:
+            assert same is value and has_numbers(value)
+        assert (handle.suspended, active(handle)) == (False, 1)
+        raise ZeroDivisionError
+    assert (handle.suspended, active(handle)) == (True, 0)
+
+
+def test_suspending_in_a_block_waits_for_its_end(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """What is used is not pulled away; and resuming in a block outlasts it."""
+    handle = load()
+    with handle.active() as value:
+        handle.suspend()
+        assert has_numbers(value)
+    assert handle.suspended
+    with handle.active():
+        handle.resume()
+    assert not handle.suspended
+
+
+def test_an_object_is_active_until_its_last_handle_is_suspended(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """One of two handles gives nothing up; the value of the other one can be used on."""
+    one, other = load(), load()
+    one.suspend()
+    assert (active(one), has_numbers(other.value), one.suspended) == (1, True, True)
+    other.suspend()
+    assert active(one) == 0
+    one.resume()
+    assert (active(one), has_numbers(one.value), other.suspended) == (1, True, True)
+
+
+@pytest.mark.parametrize("way", ["release", "release_many", "collection"])
+def test_the_end_of_the_last_active_handle_suspends_the_object(
+    app: App, load: Callable[[], Handle[torch.Tensor]], way: str
+) -> None:
+    """Where suspended ones are left, the object is not active any more."""
+    one, other = load(), load()
+    one.suspend()
+    if way == "release":
+        other.release()
+    elif way == "release_many":
+        app.provider.release_many([other])
+    del other
+    gc.collect()
+    eventually(lambda: active(one) == 0)
+    one.resume()
+    assert (active(one), has_numbers(one.value)) == (1, True)
+
+
+def test_another_call_resumes_the_object(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """Its handle is active, with the same value; the suspended one stays suspended."""
+    handle = load()
+    value = handle.value
+    handle.suspend()
+    again = load()
+    assert again.value is value
+    assert (has_numbers(value), active(handle), handle.suspended, again.suspended) == (True, 1, True, False)
+
+
+def test_threads_in_blocks_of_one_handle(load: Callable[[], Handle[torch.Tensor]]) -> None:
+    """Each has the memory while it is in its block, whoever comes and goes; at the end the handle is suspended."""
+    handle = load()
+    handle.suspend()
+    failures: list[object] = []
+
+    def work() -> None:
+        try:
+            for _ in range(40):
+                with handle.active() as value:
+                    if not has_numbers(value):
+                        failures.append("other bytes")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (failures, handle.suspended, active(handle)) == ([], True, 0)
+
+
+# Memory of a client.
+
+
+@pytest.mark.parametrize("endpoint", ["load", "load_read_only"])
+def test_memory_goes_and_comes_back_at_its_address(client: Client, endpoint: str) -> None:
+    """Tensors that were taken before are good again."""
+    handle = client.call(endpoint)
+    part, address, before = handle.value[7:], handle.value.data_ptr(), rights_of(handle.value)
+    handle.suspend()
+    assert rights_of(part) == "---p"
+    handle.resume()
+    assert (rights_of(part), handle.value.data_ptr(), has_numbers(handle.value)) == (before, address, True)
+    assert torch.equal(part, torch.arange(7, SIZE))
+
+
+def test_writes_of_others_are_there_after_resume(broker: BrokerApp, client: Client) -> None:
+    """It is the same shared memory: what another process wrote meanwhile is seen, and what this one writes then."""
+    handle, other = client.call("load"), broker.connect().call("load")
+    handle.suspend()
+    writer = python(
+        """
+        from shared_rpc import Client
+        with Client(device="cpu") as client, client.call("load") as handle, client.update(handle) as value:
+            value.mul_(2)
+        print("written")
+        """
+    )
+    broker._children.append(writer)
+    writer.expect("written")
+    handle.resume()
+    assert torch.equal(handle.value, torch.arange(SIZE) * 2)
+    assert handle.revision == 2
+    handle.value.add_(1)
+    assert torch.equal(other.value, torch.arange(SIZE) * 2 + 1)
+
+
+def test_another_client_of_the_process_keeps_the_memory(broker: BrokerApp, client: Client) -> None:
+    """Memory is mapped once in a process, and goes when no client has a handle active; each tells its own session."""
+    one, other = client.call("load"), broker.connect().call("load")
+    value = one.value
+    one.suspend()
+    assert (is_mapped(value), active(other)) == (True, 1)
+    other.suspend()
+    assert (is_mapped(value), active(other)) == (False, 0)
+    one.resume()
+    assert (has_numbers(value), active(other)) == (True, 1)
+    one.suspend()
+    assert not is_mapped(value)
+    other.resume()
+    assert (has_numbers(other.value), active(other)) == (True, 1)
+
+
+def test_a_call_that_makes_another_value_has_it_over_the_same_memory(client: Client) -> None:
+    """Lists have no weak references, so that each call makes one; the suspended one's tensors are at their address too."""
+    handle = client.call("load_list")
+    [first] = handle.value
+    handle.suspend()
+    again = client.call("load_list")
+    [second] = again.value
+    assert second.data_ptr() == first.data_ptr()
+    assert has_numbers(first) and has_numbers(second)
+    again.suspend()
+    assert not is_mapped(first)
+    handle.resume()
+    assert has_numbers(second)
+
+
+def test_a_call_without_a_lease_has_the_memory_too(client: Client) -> None:
+    """The value of an unmanaged endpoint is there again, though the handle of a ticket for it is suspended."""
+    value = client.call("get")
+    (info,) = [each for each in client.list_objects() if each["endpoint"] == "get"]
+    handle = client.call("load")
+    ticket = handle.ticket()
+    del handle
+    assert ticket.endpoint == "load"
+    exported = client.export(info["object_id"])
+    assert bytes(exported.segments[0].buffer()[:16]) == bytes(torch.arange(2).numpy().tobytes())
+    exported.close()
+    assert has_numbers(value)
+
+
+def test_an_export_reads_a_suspended_object(client: Client) -> None:
+    """The record has a lease of its own, and is mapped where the object was; with its end the memory goes again."""
+    handle = client.call("load")
+    value = handle.value
+    handle.suspend()
+    with client.export(handle) as record:
+        assert bytes(record.segments[0].buffer()[: value.nbytes]) == torch.arange(SIZE).numpy().tobytes()
+        assert active(handle) == 1
+    gc.collect()
+    MAPPINGS.drain()
+    assert (is_mapped(value), active(handle)) == (False, 0)
+    handle.resume()
+    assert has_numbers(value)
+
+
+def test_a_suspended_value_is_no_argument(client: Client) -> None:
+    """Sending a tensor of it reads it: the error says what to do."""
+    handle = client.call("load")
+    value = handle.value
+    handle.suspend()
+    with pytest.raises(HandleSuspended, match=r"of load\(\).*resume\(\)"):
+        client.call("load", value)
+    assert value.is_shared()
+
+
+def test_a_buffer_is_suspended_as_any_object(client: Client) -> None:
+    """Other processes write to it meanwhile."""
+    handle = client.create_buffer((SIZE,), "int64")
+    value = handle.value
+    value.copy_(torch.arange(SIZE))
+    handle.suspend()
+    assert not is_mapped(value)
+    handle.resume()
+    assert has_numbers(value)
+
+
+def test_hooks_are_called_around_it(client: Client) -> None:
+    """With the ranges that go and come back."""
+    handle = client.call("load")
+    seen: list[tuple[str, bool]] = []
+    value = handle.value
+    address = value.untyped_storage().data_ptr()
+
+    def note(name: str) -> Callable[[Any], None]:
+        def called(ranges: Any) -> None:
+            inside = any(each.address <= address < each.address + each.nbytes for each in ranges)
+            seen.append((name, inside and is_mapped(value)))
+
+        return called
+
+    hook = on_remap(before=note("before"), after=note("after"))
+    try:
+        handle.suspend()
+        handle.resume()
+    finally:
+        hook.close()
+    assert seen == [("before", True), ("after", True)]
+
+
+def test_a_hook_that_fails_leaves_a_resumed_handle_active(client: Client) -> None:
+    """The memory is there: its error is raised, and the handle can be used."""
+    handle = client.call("load")
+    handle.suspend()
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = on_remap(after=fail)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            handle.resume()
+    finally:
+        hook.close()
+    assert (has_numbers(handle.value), active(handle)) == (True, 1)
+
+
+def test_suspended_memory_goes_with_its_last_tensor(client: Client) -> None:
+    """The handle is released, and the address with what was over it."""
+    handle = client.call("load")
+    value = handle.value
+    handle.suspend()
+    handle.release()
+    assert rights_of(value) == "---p"
+    storage = value.untyped_storage().data_ptr()
+    del value
+    gc.collect()
+    MAPPINGS.drain()
+    assert MAPPINGS.find(storage) is None
+    with client.call("load") as again:
+        assert has_numbers(again.value)
+
+
+# Sessions.
+
+
+def test_a_session_that_takes_leases_over_suspends_what_was_suspended(broker: BrokerApp, client: Client) -> None:
+    """All connections broke, and the client has another session with the same server: active handles are active there."""
+    asleep, awake, both = client.call("load", 1), client.call("load", 2), [client.call("load", 3) for _ in range(2)]
+    asleep.suspend()
+    both[0].suspend()
+    for connection in list(client._pool.session.connections):
+        connection.hang_up()
+    watcher = broker.connect()
+
+    def seen() -> list[int]:
+        return [watcher.get_object_info(handle.object_id)["active"] for handle in (asleep, awake, both[1])]
+
+    client.ping()
+    eventually(lambda: seen() == [0, 1, 1])
+    asleep.resume()
+    assert (has_numbers(asleep.value), seen()) == (True, [1, 1, 1])
+
+
+def test_a_handle_whose_lease_has_ended_is_not_suspended(broker: BrokerApp, client: Client) -> None:
+    """Nothing would bring its memory back, so it stays: a restarted server has no such object."""
+    handle = client.call("load")
+    value = handle.value
+    broker._children[0].kill()
+    with pytest.raises(ConnectError):
+        Client(broker.base_path, device="cpu", connect_timeout=0).ping()
+    broker.start()
+    with pytest.raises(StaleHandleError):
+        handle.suspend()
+    assert (handle.suspended, has_numbers(value)) == (False, True)
+    with handle.active():
+        pass
+    assert (handle.suspended, has_numbers(value)) == (False, True)
+
+
+def test_a_handle_of_a_server_that_is_gone_is_not_suspended(
+    provider: Any, serve: Callable[..., Server], connect: Connect
+) -> None:
+    """The server cannot be asked whether it keeps the memory."""
+    provider.share("load", managed=True, access="read")(lambda: torch.arange(SIZE))
+    server = serve()
+    handle = connect().call("load")
+    server.stop()
+    with pytest.raises(SharedRPCError):
+        handle.suspend()
+    assert (handle.suspended, has_numbers(handle.value)) == (False, True)
+
+
+def test_a_forked_child_leaves_a_suspended_object_alone(broker: BrokerApp) -> None:
+    """The lease is the parent's: the child's handle raises, and the parent resumes it as ever."""
+    parent = python(
+        """
+        import os, torch
+        from shared_rpc import Client, errors
+        client = Client(device="cpu")
+        asleep, awake = client.call("load", 1), client.call("load", 2)
+        asleep.suspend()
+        def outcome(work):
+            try:
+                return work() and "nothing"
+            except errors.SharedRPCError as error:
+                return type(error).__name__
+        if os.fork() == 0:
+            print("child:", outcome(lambda: asleep.value), outcome(asleep.resume), outcome(awake.suspend),
+                  int(awake.value.sum()), flush=True)
+            os._exit(0)
+        os.wait()
+        asleep.resume()
+        print("parent:", torch.equal(asleep.value, awake.value))
+        """
+    )
+    broker._children.append(parent)
+    total = sum(range(SIZE))
+    assert parent.expect("child:") == f"child: HandleSuspended StaleHandleError StaleHandleError {total}"
+    assert parent.expect("parent:") == "parent: True"
+
+
+# Coroutines.
+
+
+@pytest.fixture
+def async_client(broker: BrokerApp) -> Iterator[AsyncClient]:
+    """A client for coroutines, which the test closes."""
+    yield AsyncClient(broker.base_path, device="cpu", timeout=30.0)
+
+
+@pytest.mark.anyio
+async def test_coroutines_suspend_and_resume(async_client: AsyncClient) -> None:
+    """The same methods, to be awaited."""
+    async with async_client as client, await client.call("load") as handle:
+        assert isinstance(handle, AsyncHandle)
+        value = handle.value
+        await handle.suspend()
+        with pytest.raises(HandleSuspended):
+            _ = handle.value
+        assert (is_mapped(value), (await handle.get_object_info())["active"]) == (False, 0)
+        assert (await handle.is_stale(), await handle.revision) == (False, 0)
+        async with handle.active() as again:
+            assert again is value and has_numbers(value)
+        assert (handle.suspended, is_mapped(value)) == (True, False)
+        await handle.resume()
+        assert (has_numbers(handle.value), (await handle.get_object_info())["active"]) == (True, 1)
+
+
+@pytest.mark.anyio
+async def test_the_end_of_the_last_active_handle_of_a_coroutine(async_client: AsyncClient) -> None:
+    """Released or collected, it leaves an object that is suspended."""
+    async with async_client as client:
+        one = await client.call("load")
+        value = one.value
+        for release in (True, False):
+            other = await client.call("load")
+            await one.suspend()
+            assert is_mapped(value)
+            if release:
+                await other.release()
+            del other
+            gc.collect()
+            eventually(lambda: not is_mapped(value))
+            with anyio.fail_after(10):
+                while (await one.get_object_info())["active"]:
+                    await anyio.lowlevel.checkpoint()
+            await one.resume()
+            assert has_numbers(one.value)
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_block_gives_the_memory_up(async_client: AsyncClient) -> None:
+    """As a block that ends in another way does."""
+    async with async_client as client:
+        handle = await client.call("load")
+        value = handle.value
+        await handle.suspend()
+        with anyio.CancelScope() as scope:
+            async with handle.active():
+                scope.cancel()
+                await anyio.sleep_forever()
+        assert (handle.suspended, is_mapped(value), (await handle.get_object_info())["active"]) == (True, False, 0)
+
+
+@pytest.mark.anyio
+async def test_many_coroutines_in_blocks(async_client: AsyncClient) -> None:
+    """Each has the memory in its block; at the end the handles are suspended."""
+    async with async_client as client:
+        handles = [await client.call("load") for _ in range(2)]
+        for handle in handles:
+            await handle.suspend()
+
+        async def work(handle: AsyncHandle[torch.Tensor]) -> None:
+            for _ in range(10):
+                async with handle.active() as value:
+                    assert has_numbers(value)
+
+        async with anyio.create_task_group() as group:
+            for number in range(6):
+                group.start_soon(work, handles[number % 2])
+        assert [handle.suspended for handle in handles] == [True, True]
+        assert (await handles[0].get_object_info())["active"] == 0
+
+
+# Threads of one client.
+
+
+def test_handles_of_one_object_in_many_threads(client: Client) -> None:
+    """Threads that call, suspend, resume and release find the right bytes while they have an active handle."""
+    failures: list[object] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(25):
+                handle = client.call("load", turn % 2)
+                if not has_numbers(handle.value):
+                    failures.append("other bytes after a call")
+                handle.suspend()
+                with handle.active() as value:
+                    if not has_numbers(value):
+                        failures.append("other bytes in a block")
+                if (turn + number) % 3:
+                    handle.resume()
+                    if not has_numbers(handle.value):
+                        failures.append("other bytes after resume()")
+                handle.release()
+        except BaseException as error:
+            failures.append(error)
+
+    kept = client.call("load", 0)
+    kept.suspend()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    eventually(lambda: active(kept) == 0)
+    kept.resume()
+    assert has_numbers(kept.value)
+
+
+def test_a_process_that_touches_suspended_memory_ends_alone(broker: BrokerApp, client: Client) -> None:
+    """By SIGSEGV, and it says what it touched and what to do; others have the object as before."""
+    handle = client.call("load")
+    culprit = python(
+        """
+        from shared_rpc import Client
+        client = Client(device="cpu")
+        handle = client.call("load")
+        value = handle.value
+        handle.suspend()
+        print("suspended", handle.object_id)
+        value.sum()
+        """
+    )
+    culprit.expect("suspended")
+    code, errors = culprit.close()
+    assert code == -11
+    assert "touched memory of a suspended object" in errors
+    assert f"object {handle.object_id} of load()" in errors
+    assert "resume()" in errors
+    assert has_numbers(handle.value)
+
+
+@pytest.mark.parametrize("state", ["suspended", "busy"])
+def test_a_killed_process_leaves_no_lease_and_no_memory(
+    broker: BrokerApp, client: Client, children: list[Child], state: str
+) -> None:
+    """Whatever it was about: suspended, or suspending and resuming all the time."""
+    victim = python(
+        f"""
+        from shared_rpc import Client
+        client = Client(device="cpu")
+        handle = client.call("load")
+        handle.suspend()
+        print("ready", flush=True)
+        if {state!r} == "suspended":
+            input()
+        while True:
+            with handle.active():
+                pass
+        """
+    )
+    children.append(victim)
+    victim.expect("ready")
+    handle = client.call("load")
+    assert handle.get_object_info()["leases"] == 2
+    victim.kill()
+    eventually(lambda: handle.get_object_info()["leases"] == 1)
+    handle.suspend()
+    assert active(handle) == 0
+    handle.resume()
+    assert has_numbers(handle.value)

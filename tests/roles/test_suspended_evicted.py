@@ -1,0 +1,299 @@
+"""Suspended handles of objects that are evicted meanwhile: other memory comes to the same addresses."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import HandleSuspended, ServerBusy
+from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.apps import Connect, Serve
+from tests.kit.brokers import BrokerApp
+from tests.kit.processes import Child, eventually, python
+from tests.kit.suspending import APP, SIZE, has_numbers
+
+
+@pytest.fixture
+def broker(no_leaks: None, broker_app: BrokerApp, tmp_path: Path) -> BrokerApp:
+    """A server of another process, which evicts to files."""
+    broker_app.write(APP)
+    broker_app.start("--spill-dir", str(tmp_path))
+    return broker_app
+
+
+@pytest.fixture
+def client(broker: BrokerApp) -> Client:
+    """A client of it."""
+    return broker.connect()
+
+
+def evict(client: Client, target: str) -> None:
+    """Evict one object."""
+    (moved,) = client.evict(target)
+    assert moved["tier"] == "file"
+
+
+@pytest.mark.parametrize("endpoint", ["load", "load_read_only", "load_list"])
+def test_an_evicted_object_comes_back_at_its_address(client: Client, endpoint: str) -> None:
+    """As often as it is evicted: tensors that were taken before have the bytes, and nothing is left of earlier memory."""
+    gc.collect()
+    MAPPINGS.drain()
+    others = len(MAPPINGS)
+    handle = client.call(endpoint)
+    value = handle.value[0] if endpoint == "load_list" else handle.value
+    address, view = value.data_ptr(), value[9:]
+    for _ in range(3):
+        handle.suspend()
+        evict(client, handle.object_id)
+        assert handle.get_object_info()["tier"] == "file"
+        handle.resume()
+        assert (handle.get_object_info()["tier"], value.data_ptr(), has_numbers(value)) == ("device", address, True)
+        assert torch.equal(view, torch.arange(9, SIZE))
+    assert len(MAPPINGS) == others + 1
+
+
+def test_what_was_written_before_is_there_after_an_eviction(broker: BrokerApp, client: Client) -> None:
+    """By this process or another one; and what is written after it is seen by all who have it."""
+    handle, other = client.call("load"), broker.connect().call("load")
+    handle.value.mul_(3)
+    handle.suspend()
+    with pytest.raises(ServerBusy):
+        client.evict(handle)
+    other.suspend()
+    evict(client, handle.object_id)
+    handle.resume()
+    handle.value.add_(1)
+    other.resume()
+    assert torch.equal(other.value, torch.arange(SIZE) * 3 + 1)
+
+
+def test_a_module_comes_back_with_what_the_process_has_of_its_own(client: Client) -> None:
+    """Parameters are shared and go; statistics that each process has for itself stay as they were."""
+    handle = client.call("load_module")
+    module = handle.value
+    norm = module[1]
+    with torch.no_grad():
+        before = module.train()(torch.ones(4, 300))
+    mean = norm.running_mean.clone()
+    handle.suspend()
+    evict(client, handle.object_id)
+    assert torch.equal(norm.running_mean, mean)
+    handle.resume()
+    with torch.no_grad():
+        assert torch.equal(module(torch.ones(4, 300)), before)
+
+
+def test_processes_share_the_restored_memory(broker: BrokerApp, client: Client, children: list[Child]) -> None:
+    """Each resumes it at its own address, and sees what the other one writes then."""
+    other = python(
+        f"""
+        import torch
+        from shared_rpc import Client
+        client = Client(device="cpu")
+        handle = client.call("load")
+        value = handle.value
+        handle.suspend()
+        print("suspended", flush=True)
+        input()
+        with handle.active():
+            print("right:", torch.equal(value, torch.arange({SIZE}) * 2))
+            value.add_(1)
+        print("written", flush=True)
+        input()
+        """
+    )
+    children.append(other)
+    other.expect("suspended")
+    handle = client.call("load")
+    handle.suspend()
+    evict(client, handle.object_id)
+    handle.resume()
+    handle.value.mul_(2)
+    other.tell("go on")
+    assert other.expect("right:") == "right: True"
+    other.expect("written")
+    assert torch.equal(handle.value, torch.arange(SIZE) * 2 + 1)
+
+
+def test_a_call_resumes_an_evicted_object(client: Client) -> None:
+    """It is restored for the call, and the suspended value is there again: the same one."""
+    handle = client.call("load")
+    value = handle.value
+    handle.suspend()
+    evict(client, handle.object_id)
+    again = client.call("load")
+    assert again.value is value and has_numbers(value)
+    with pytest.raises(HandleSuspended):
+        _ = handle.value
+
+
+def test_a_new_value_is_built_where_the_suspended_one_was(client: Client) -> None:
+    """Both are over the restored memory, once."""
+    handle = client.call("load_list")
+    [first] = handle.value
+    handle.suspend()
+    evict(client, handle.object_id)
+    again = client.call("load_list")
+    [second] = again.value
+    assert (second.data_ptr(), has_numbers(first)) == (first.data_ptr(), True)
+    handle.resume()
+    first.add_(1)
+    assert torch.equal(first, second)
+
+
+def test_memory_without_a_handle_is_not_mixed_up_with_the_restored(client: Client) -> None:
+    """A value that nothing leases keeps the memory that was evicted; the next call has what all others have."""
+    old = client.call("get")
+    (info,) = [each for each in client.list_objects() if each["endpoint"] == "get"]
+    evict(client, info["object_id"])
+    new = client.call("get")
+    assert new is not old and has_numbers(new) and has_numbers(old)
+    new.add_(1)
+    assert has_numbers(old)
+    assert client.call("get") is new
+
+
+def test_tensors_of_another_object_in_the_memory_come_along(client: Client) -> None:
+    """They share it with a suspended object: after the eviction of both, they are over what is resumed."""
+    handle, part = client.call("whole"), client.call("part")
+    assert part.untyped_storage().data_ptr() == handle.value.untyped_storage().data_ptr()
+    handle.suspend()
+    assert torch.equal(part, torch.arange(10))
+    moved = client.evict(handle)
+    assert len(moved) == 2
+    handle.resume()
+    handle.value.add_(5)
+    assert torch.equal(part, torch.arange(10) + 5)
+
+
+def test_a_new_session_has_an_evicted_object_suspended(broker: BrokerApp, client: Client) -> None:
+    """The lease on it is taken over as inactive, and it is resumed in the new session."""
+    handle = client.call("load")
+    handle.suspend()
+    evict(client, handle.object_id)
+    for connection in list(client._pool.session.connections):
+        connection.hang_up()
+    client.ping()
+    assert (handle.get_object_info()["active"], handle.get_object_info()["tier"]) == (0, "file")
+    handle.resume()
+    assert has_numbers(handle.value)
+
+
+def test_threads_resume_while_another_one_evicts(broker: BrokerApp, client: Client) -> None:
+    """Who has the handle active has the bytes, however often the object went in between."""
+    handle = client.call("load")
+    handle.suspend()
+    failures: list[object] = []
+    over = threading.Event()
+
+    def work() -> None:
+        try:
+            for _ in range(30):
+                with handle.active() as value:
+                    if not has_numbers(value):
+                        failures.append("other bytes")
+        except BaseException as error:
+            failures.append(error)
+
+    def evicting() -> None:
+        other = broker.connect()
+        while not over.is_set():
+            try:
+                other.evict(handle.object_id)
+            except ServerBusy:
+                continue
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    evictor = threading.Thread(target=evicting)
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    evictor.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    over.set()
+    evictor.join()
+    assert failures == []
+    handle.resume()
+    assert has_numbers(handle.value)
+
+
+# The server's own process.
+
+
+@pytest.fixture
+def server(provider: Provider, serve: Serve, tmp_path: Path) -> Callable[[], Server]:
+    """A server of this process, which evicts to files."""
+    provider.share("load", managed=True)(lambda: torch.arange(SIZE))
+    return serve(spill_dir=tmp_path)
+
+
+def test_the_servers_own_handle_is_suspended_and_resumed(
+    no_leaks: None, provider: Provider, server: Server, connect: Connect
+) -> None:
+    """Its own calls have what was restored, and its clients the same memory."""
+    client = connect()
+    own, theirs = provider.call("load"), client.call("load")
+    own.suspend()
+    with pytest.raises(ServerBusy):
+        client.evict(own.object_id)
+    theirs.suspend()
+    evict(client, own.object_id)
+    own.resume()
+    theirs.resume()
+    assert has_numbers(own.value) and has_numbers(theirs.value)
+    own.value.add_(1)
+    assert torch.equal(theirs.value, torch.arange(SIZE) + 1)
+    assert torch.equal(provider.call("load").value, torch.arange(SIZE) + 1)
+
+
+def test_the_servers_own_process_has_what_was_restored(
+    no_leaks: None, provider: Provider, server: Server, connect: Connect, base_path: str, children: list[Child]
+) -> None:
+    """A suspended handle keeps nothing of what was evicted, and the resumed one has the memory that all have then."""
+    own = provider.call("load")
+    found = MAPPINGS.find(own.value.data_ptr())
+    assert found is not None
+    name = found[0].info.id
+    del found
+    own.suspend()
+    evict(connect(), own.object_id)
+
+    def mapped() -> bool:
+        gc.collect()
+        MAPPINGS.drain()
+        with open("/proc/self/maps") as maps:
+            return name in maps.read()
+
+    eventually(lambda: not mapped())
+    own.resume()
+    assert has_numbers(own.value)
+    writer = python(
+        """
+        from shared_rpc import Client
+        with Client(device="cpu") as client, client.call("load") as handle:
+            handle.value.add_(1)
+        print("written")
+        """
+    )
+    children.append(writer)
+    writer.expect("written")
+    assert torch.equal(own.value, torch.arange(SIZE) + 1)
+    assert provider.call("load").value is own.value
+
+
+def test_a_warm_object_of_the_servers_own_process_is_the_same_again(no_leaks: None, provider: Provider, server: Server) -> None:
+    """It is the endpoint's result, which nobody has evicted."""
+    own = provider.call("load")
+    value = own.value
+    own.suspend()
+    own.resume()
+    assert own.value is value

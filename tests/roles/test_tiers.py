@@ -1,0 +1,733 @@
+"""Tiers as a server keeps them: suspended leases, objects that are evicted and restored, and who waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.client.steps import Request, ask
+from shared_rpc.errors import (
+    CapabilityError,
+    ConfigurationError,
+    ConnectionClosed,
+    DeadlineExceeded,
+    EndpointNotFound,
+    RecordError,
+    ServerBusy,
+    StaleHandleError,
+)
+from shared_rpc.observability.events import ObjectEvicted, ObjectRestored, add_hook, remove_hook
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
+from shared_rpc.protocol.catalogue import decode_message
+from shared_rpc.server.core import Core
+from shared_rpc.server.device_memory import DeviceMemory
+from tests.kit.apps import Connect, Serve, shares_memory
+from tests.kit.closings import late_closings
+from tests.kit.processes import eventually
+from tests.kit.raw import Raw
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def shared(provider: Provider) -> Provider:
+    """The endpoints of this module."""
+
+    @provider.share(managed=True)
+    def model(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    @provider.share
+    def plain(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    @provider.share(cache=False)
+    def own(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    @provider.share(managed=True, access="read")
+    def frozen(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    @provider.share(managed=True, host_copy="at_build")
+    def ahead(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    @provider.share(managed=True, host_copy="never")
+    def kept(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    @provider.share(managed=True, pinned=True)
+    def pinned(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    @provider.share(cache=False)
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    return provider
+
+
+@pytest.fixture
+def server(shared: Provider, serve: Serve, tmp_path: Path) -> Server:
+    """Serves them, with a directory for files."""
+    return serve(spill_dir=tmp_path)
+
+
+@pytest.fixture
+def raw(server: Server) -> Iterator[Raw]:
+    """A session that says what a test wants said."""
+    with Raw(server.socket_path) as end:
+        yield end
+
+
+def held(raw: Raw, client: Client, size: int = 4) -> str:
+    """An object that the raw session has a lease on, and nobody else."""
+    with client.call("model", size) as handle:
+        object_id = handle.object_id
+        assert raw.ask(m.Hold([object_id])) == m.Held([object_id])
+    return str(object_id)
+
+
+def test_an_eviction_ends_when_the_memory_is_free(client: Client, threads: ThreadPoolExecutor) -> None:
+    """Whoever has asked for it may need the memory now; the descriptors are closed by another thread."""
+    with client.create_buffer(1 << 20, "float32", keep=True) as handle:
+        object_id = handle.object_id
+    with late_closings() as free:
+        answer = threads.submit(client.evict, object_id)
+        eventually(lambda: client.get_object_info(object_id)["tier"] == "file")
+        with pytest.raises(TimeoutError):
+            answer.result(0.2)
+        free.set()
+        assert [move["tier"] for move in answer.result(30)] == ["file"]
+
+
+def test_a_suspended_lease_is_kept_and_is_not_active(raw: Raw, client: Client) -> None:
+    """Suspending twice counts once, and an object that the session does not hold not at all."""
+    object_id = held(raw, client)
+    assert client.get_object_info(object_id)["active"] == 1
+    assert raw.ask(t.Suspend([object_id, object_id, "0" * 24])) == m.Count(1)
+    assert raw.ask(t.Suspend([object_id])) == m.Count(0)
+    info = client.get_object_info(object_id)
+    assert (info["leases"], info["active"], info["tier"]) == (1, 0, "device")
+
+
+def test_a_lease_is_active_again_when_it_is_resumed(raw: Raw, client: Client) -> None:
+    """The answer brings the segments of the record, in their order, with their descriptors."""
+    object_id = held(raw, client)
+    raw.ask(t.Suspend([object_id]))
+    raw.say(t.Resume(object_id), 7)
+    frame = raw.hear_frame()
+    with contextlib.closing(frame):
+        reply = decode_message(frame)
+        assert isinstance(reply, t.Resumed) and len(reply.segments) == len(frame.fds) == 1
+        assert torch.frombuffer(bytearray(os.pread(frame.fds[0], 16, 0)), dtype=torch.float32).tolist() == [0, 1, 2, 3]
+        assert reply.owner == raw.welcome.server_id and reply.generation == 1
+    assert client.get_object_info(object_id)["active"] == 1
+
+
+@pytest.mark.parametrize("message", [m.Hold, m.GetBuffer])
+def test_another_grant_makes_a_lease_active(raw: Raw, client: Client, message: type[m.Message]) -> None:
+    """A session that gets the object once more has it in use."""
+    object_id = held(raw, client) if message is m.Hold else client.create_buffer(4096, keep=True).object_id
+    raw.ask(m.Hold([object_id]))
+    raw.ask(t.Suspend([object_id]))
+    raw.ask(m.Hold([object_id]) if message is m.Hold else m.GetBuffer(object_id))
+    assert client.get_object_info(object_id)["active"] == 1
+
+
+def test_only_a_holder_resumes(raw: Raw, client: Client) -> None:
+    """A session without a lease is told so, and an object that is gone is named."""
+    with client.call("model", 4) as handle:
+        answer = raw.ask(t.Resume(handle.object_id))
+        assert isinstance(answer, m.Error) and (answer.code, answer.detail["reason"]) == (StaleHandleError.code, "released")
+    answer = raw.ask(t.Resume("0" * 24))
+    assert isinstance(answer, m.Error) and answer.detail["reason"] == "object_gone" and "0" * 24 in answer.text
+
+
+def test_a_session_that_ends_leaves_no_suspended_lease(raw: Raw, client: Client, connect: Connect) -> None:
+    """Its leases are gone, suspended or not; another session's stay as they are."""
+    object_id = held(raw, client)
+    other = connect().call("model", 4)
+    raw.ask(t.Suspend([object_id]))
+    assert (client.get_object_info(object_id)["leases"], client.get_object_info(object_id)["active"]) == (2, 1)
+    raw.ask(m.Release([object_id]))
+    assert (client.get_object_info(object_id)["leases"], client.get_object_info(object_id)["active"]) == (1, 1)
+    assert raw.ask(m.Hold([object_id])) == m.Held([object_id])
+    assert client.get_object_info(object_id)["active"] == 2
+    other.release()
+
+
+class Gate:
+    """Holds up the copying of bytes, and counts it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.calls = 0
+        self.begun, self.open = threading.Event(), threading.Event()
+        real = getattr(DeviceMemory, name)
+
+        def copying(memory: DeviceMemory, *args: Any) -> Any:
+            self.calls += 1
+            self.begun.set()
+            assert self.open.wait(30)
+            return real(memory, *args)
+
+        monkeypatch.setattr(DeviceMemory, name, copying)
+
+
+@pytest.fixture
+def lowering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds up copies to a lower tier."""
+    gate = Gate(monkeypatch, "lower")
+    yield gate
+    gate.open.set()
+
+
+@pytest.fixture
+def raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Holds up restores."""
+    gate = Gate(monkeypatch, "raise_")
+    yield gate
+    gate.open.set()
+
+
+def cold(client: Client, size: int = 1000, endpoint: str = "model") -> str:
+    """The id of an object that is in a file."""
+    with client.call(endpoint, size) as handle:
+        object_id = str(handle.object_id)
+    assert [move["object_id"] for move in client.evict(object_id)] == [object_id]
+    return object_id
+
+
+def test_an_evicted_object_is_restored_for_the_next_caller(client: Client) -> None:
+    """Its bytes are the same, in other memory, and it is the same object."""
+    with client.call("model", 1000) as handle:
+        object_id = handle.object_id
+    (moved,) = client.evict(object_id)
+    assert (moved["object_id"], moved["tier"]) == (object_id, "file")
+    assert moved["nbytes"] >= 4000 and moved["copied"] >= 4000
+    info = client.get_object_info(object_id)
+    assert (info["tier"], info["active"], info["copies"]) == ("file", 0, {"file": moved["nbytes"]})
+    server_info = client.get_server_info()
+    assert (server_info["nbytes"], server_info["copies"]) == (0, {"file": moved["nbytes"]})
+    device = client.list_devices()[0]
+    assert (device["used"], device["copies"]) == (0, {"file": moved["nbytes"]})
+    with client.call("model", 1000) as handle:
+        assert handle.object_id == object_id
+        assert torch.equal(handle.value, torch.arange(1000.0))
+    assert client.get_object_info(object_id)["tier"] == "device"
+
+
+def test_an_object_is_evicted_and_restored_by_name(client: Client) -> None:
+    """All objects of an endpoint; those that are where they are asked to be are not moved."""
+    ids = {cold(client, size) for size in (10, 20)}
+    assert client.evict("model") == []
+    moves = client.restore("model")
+    assert {move["object_id"] for move in moves} == ids
+    assert {move["tier"] for move in moves} == {"device"}
+    assert client.restore("model") == []
+    assert {move["object_id"] for move in client.evict("model", to="file")} == ids
+    with pytest.raises(EndpointNotFound):
+        client.evict("modle")
+    with pytest.raises(StaleHandleError):
+        client.restore("0" * 24)
+
+
+def suspend(client: Client, object_id: str) -> None:
+    """Make the client's lease inactive; its memory stays mapped."""
+    assert client._run(ask(Request(t.Suspend([object_id]), "suspend"), m.Count)) == m.Count(1)
+
+
+@pytest.mark.parametrize("way", ["call", "task", "latest", "ticket", "export"])
+def test_every_way_to_an_object_restores_it(client: Client, way: str) -> None:
+    """The asker gets the bytes that were evicted, in memory that all who come later have too."""
+    with client.call("model", 10) as first:
+        ticket = first.ticket()
+        suspend(client, first.object_id)
+        client.evict(first)
+        assert client.get_object_info(first)["tier"] == "file"
+        if way == "export":
+            with client.export(first) as record:
+                found = torch.frombuffer(bytearray(record.segments[0].buffer()[:40]), dtype=torch.float32)
+        elif way == "call":
+            found = client.call("model", 10).value
+        elif way == "task":
+            found = client.wait_for_task(client.submit("model", 10)).value
+        else:
+            found = (first.latest() if way == "latest" else client.open_ticket(ticket)).value
+        assert client.get_object_info(first)["tier"] == "device"
+    assert found.sum() == 45
+
+
+def test_a_cold_result_that_is_not_managed_is_restored(client: Client) -> None:
+    """By a call and by a task; nobody has a lease on it."""
+    assert client.call("plain", 10).sum() == 45
+    (info,) = client.list_objects()
+    for found in (lambda: client.call("plain", 10), lambda: client.wait_for_task(client.submit("plain", 10))):
+        client.evict(info["object_id"])
+        assert client.get_object_info(info["object_id"])["tier"] == "file"
+        assert found().sum() == 45
+        assert client.get_object_info(info["object_id"])["tier"] == "device"
+
+
+def test_the_result_of_a_task_is_evicted_until_it_is_fetched(
+    client: Client, connect: Connect, raising: Gate, threads: ThreadPoolExecutor
+) -> None:
+    """A task has nothing mapped. All who fetch it at the same time get it."""
+    task_id = client.submit("own", 10)
+    eventually(lambda: client.get_task_status(task_id).status == "completed")
+    object_id = client.list_objects()[0]["object_id"]
+    assert client.get_object_info(object_id)["active"] == 0
+    client.evict(object_id)
+    fetched = [threads.submit(each.wait_for_task, task_id) for each in (client, connect())]
+    eventually(lambda: client.get_object_info(object_id)["leases"] == 3)
+    raising.open.set()
+    assert [each.result().sum() for each in fetched] == [45, 45]
+    eventually(lambda: client.list_objects() == [])
+
+
+def test_a_buffer_is_evicted_and_got_again(client: Client, connect: Connect) -> None:
+    """With what was written into it."""
+    with client.create_buffer(4096, keep=True) as handle:
+        handle.value.fill_(7)
+        object_id = handle.object_id
+    client.evict(object_id)
+    with connect().get_buffer(object_id) as handle:
+        assert handle.value.sum() == 7 * 4096
+    client.free_buffer(object_id)
+    assert client.list_objects() == []
+
+
+def test_a_cold_room_is_not_adopted(client: Client, raw: Raw) -> None:
+    """Whoever suspended it has to resume it first."""
+    with client.call("model", 10) as handle, client.export(handle) as record:
+        room = client.allocate(record.header)
+        for target, source in zip(room.segments, record.segments, strict=True):
+            source.copy_to(target)
+        object_id = next(each["object_id"] for each in client.list_objects() if each["kind"] == "buffer")
+        suspend(client, object_id)
+        client.evict(object_id)
+        with pytest.raises(RecordError, match=f"buffer {object_id} for segment 0 was evicted: resume"):
+            client.adopt(room)
+        room.close()
+
+
+def test_all_who_ask_for_a_cold_object_wait_for_one_restore(client: Client, connect: Connect, raising: Gate) -> None:
+    """And have the same memory then."""
+    object_id = cold(client)
+    clients = [connect() for _ in range(4)]
+    with ThreadPoolExecutor(5) as pool:
+        answers = [pool.submit(each.call, "model", 1000) for each in clients]
+        restored = pool.submit(client.restore, object_id)
+        assert raising.begun.wait(30)
+        assert client.get_object_info(object_id)["moving"]["to"] == "device"
+        raising.open.set()
+        handles = [answer.result() for answer in answers]
+        restored.result()
+    assert raising.calls == 1
+    handles[0].value.fill_(3)
+    assert all((handle.value == 3).all() for handle in handles)
+    for handle in handles:
+        handle.release()
+
+
+def test_a_waiter_that_leaves_does_not_end_the_restore(client: Client, connect: Connect, raising: Gate) -> None:
+    """It gets its DeadlineExceeded, and has no lease; others get the object."""
+    object_id = cold(client)
+    hasty = connect(timeout=0.5)
+    with pytest.raises(DeadlineExceeded):
+        hasty.call("model", 1000)
+    raising.open.set()
+    with client.call("model", 1000) as handle:
+        assert handle.object_id == object_id
+    info = client.get_object_info(object_id)
+    assert (raising.calls, info["tier"], info["leases"]) == (1, "device", 0)
+
+
+def test_a_cancelled_task_does_not_get_a_cold_result(client: Client, raising: Gate) -> None:
+    """It is pending until the object is restored, and can be cancelled meanwhile."""
+    object_id = cold(client)
+    task_id = client.submit("model", 1000)
+    assert raising.begun.wait(30)
+    assert client.get_task_status(task_id).status == "pending"
+    assert client.cancel_task(task_id)
+    raising.open.set()
+    eventually(lambda: client.get_object_info(object_id)["tier"] == "device")
+    assert (client.get_task_status(task_id).status, client.get_object_info(object_id)["leases"]) == ("cancelled", 0)
+
+
+def test_an_object_in_use_is_not_evicted(client: Client, connect: Connect) -> None:
+    """The error names the process, and what it has to do."""
+    busy = rf"in use by pid {os.getpid()}: suspend or release"
+    with connect().call("model", 4) as handle, pytest.raises(ServerBusy, match=busy):
+        client.evict(handle.object_id)
+    assert len(client.evict(handle.object_id)) == 1
+
+
+def test_the_objects_of_an_endpoint_that_can_be_are_evicted(client: Client) -> None:
+    """The error says which one was not, and how many were."""
+    with client.call("model", 4) as used:
+        client.call("model", 5).release()
+        with pytest.raises(ServerBusy, match=rf"1 objects were moved, and 1 were not: object {used.object_id}"):
+            client.evict("model")
+    assert sorted(info["tier"] for info in client.list_objects()) == ["device", "file"]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "to", "error", "says"),
+    [
+        ("pinned", None, ServerBusy, "pinned=True"),
+        ("kept", None, CapabilityError, "host_copy='never'"),
+        ("model", "host", CapabilityError, "use to='file'"),
+        ("model", "disk", CapabilityError, "'disk'"),
+    ],
+)
+def test_what_cannot_be_evicted(client: Client, endpoint: str, to: Any, error: type[Exception], says: str) -> None:
+    """The error says why; the object stays."""
+    client.call(endpoint, 4).release()
+    with pytest.raises(error, match=says):
+        client.evict(endpoint, to)
+    assert client.list_objects()[0]["tier"] == "device"
+
+
+def test_host_memory_needs_a_directory_for_files(shared: Provider, serve: Serve, connect: Connect) -> None:
+    """The error names the option."""
+    serve()
+    client = connect()
+    client.call("model", 4).release()
+    with pytest.raises(CapabilityError, match="--spill-dir"):
+        client.evict("model")
+
+
+def test_a_server_does_not_start_without_its_directory(shared: Provider, serve: Serve, tmp_path: Path) -> None:
+    """It would find that out when its memory is full."""
+    with pytest.raises(ConfigurationError, match=r"cannot spill objects to .*missing"):
+        serve(spill_dir=tmp_path / "missing")
+
+
+def test_a_resume_during_an_eviction_has_the_object_stay(client: Client, raw: Raw, lowering: Gate) -> None:
+    """It is answered at once, before the copy is there, and the eviction is refused."""
+    object_id = held(raw, client)
+    raw.ask(t.Suspend([object_id]))
+    with ThreadPoolExecutor(1) as pool:
+        evicted = pool.submit(client.evict, object_id)
+        assert lowering.begun.wait(30)
+        assert isinstance(raw.ask(t.Resume(object_id)), t.Resumed)
+        lowering.open.set()
+        with pytest.raises(ServerBusy, match="others have asked for it"):
+            evicted.result()
+    assert client.get_object_info(object_id)["tier"] == "device"
+
+
+def test_a_call_during_an_eviction_has_the_object_stay(client: Client, lowering: Gate) -> None:
+    """Though its handle is released before the copy is there: the process may have written meanwhile."""
+    client.call("model", 4).release()
+    with ThreadPoolExecutor(1) as pool:
+        evicted = pool.submit(client.evict, "model")
+        assert lowering.begun.wait(30)
+        with client.call("model", 4) as handle:
+            handle.value.fill_(9)
+        lowering.open.set()
+        with pytest.raises(ServerBusy, match="others have asked for it"):
+            evicted.result()
+    client.evict("model")
+    with client.call("model", 4) as handle:
+        assert handle.value.tolist() == [9] * 4
+
+
+def test_a_revision_that_is_written_while_the_bytes_are_copied_makes_another_copy(
+    client: Client, raw: Raw, lowering: Gate, server: Server
+) -> None:
+    """A page outlives the lease of whoever has it mapped."""
+    object_id = held(raw, client)
+    raw.say(g.GetRevision(object_id), 5)
+    frame = raw.hear_frame()
+    with contextlib.closing(frame):
+        raw.ask(t.Suspend([object_id]))
+        with ThreadPoolExecutor(1) as pool:
+            evicted = pool.submit(client.evict, object_id)
+            assert lowering.begun.wait(30)
+            os.pwrite(frame.fds[0], (2).to_bytes(8, sys.byteorder), 0)
+            lowering.open.set()
+            (moved,) = evicted.result()
+    assert lowering.calls == 2
+    assert moved["copied"] == 2 * moved["nbytes"]
+
+
+def test_what_a_client_wrote_without_update_is_not_lost(client: Client) -> None:
+    """An object that clients can write to is copied at every eviction."""
+    for number in range(3):
+        with client.call("model", 4) as handle:
+            handle.value.fill_(number)
+        assert client.evict("model")[0]["copied"] > 0
+        with client.call("model", 4) as handle:
+            assert handle.value.tolist() == [number] * 4
+
+
+def test_a_copy_is_used_again_where_nobody_writes(client: Client) -> None:
+    """An object that is shared read-only is copied once."""
+    client.call("frozen", 4).release()
+    assert [client.evict("frozen")[0]["copied"] > 0, len(client.restore("frozen"))] == [True, 1]
+    info = client.list_objects()[0]
+    assert (info["tier"], list(info["copies"])) == ("device", ["file"])
+    assert client.evict("frozen")[0]["copied"] == 0
+    with client.call("frozen", 4) as handle:
+        assert handle.value.tolist() == [0, 1, 2, 3]
+
+
+def test_a_copy_is_made_with_the_build(client: Client, lowering: Gate) -> None:
+    """In the background: the object is there before. Its eviction copies nothing, until an update makes the copy old."""
+    client.call("ahead", 4).release()
+    lowering.open.set()
+    eventually(lambda: list(client.list_objects()[0]["copies"]) == ["file"])
+    assert client.evict("ahead")[0]["copied"] == 0
+    with client.call("ahead", 4) as handle:
+        with client.update(handle) as value:
+            value.fill_(5)
+        assert client.get_object_info(handle)["copies"] == {}
+    assert client.evict("ahead")[0]["copied"] > 0
+    with client.call("ahead", 4) as handle:
+        assert handle.value.tolist() == [5] * 4
+
+
+def test_objects_that_share_memory_go_together(client: Client, raw: Raw) -> None:
+    """One that is in use keeps the others, and the error names it; together they are restored, over one memory again."""
+    with client.create_buffer(4096, keep=True) as handle:
+        handle.value.fill_(7)
+        first = handle.object_id
+    raw.say(m.GetBuffer(first), 3)
+    frame = raw.hear_frame()
+    frame.close()
+    result = decode_message(frame)
+    assert isinstance(result, m.Result)
+    kept = raw.ask(m.KeepSegments([result.segments[0].id]))
+    assert isinstance(kept, m.Result)
+    raw.ask(t.Suspend([first]))
+    with pytest.raises(ServerBusy, match=f"object {kept.object_id} .*whose memory object {first} .* shares"):
+        client.evict(first)
+    raw.ask(t.Suspend([kept.object_id]))
+    assert {move["object_id"] for move in client.evict(first)} == {first, kept.object_id}
+    assert client.get_object_info(kept.object_id)["tier"] == "file"
+    with client.get_buffer(kept.object_id) as one, client.get_buffer(first) as other:
+        assert client.get_object_info(first)["tier"] == "device"
+        assert int(other.value.sum()) == 7 * 4096
+        other.value.fill_(1)
+        assert int(one.value[0].sum()) == 4096
+    client.free_buffer(first)
+
+
+def test_a_cold_object_is_invalidated(client: Client, server: Server) -> None:
+    """Its file goes, and with it its descriptors; the next call builds it again."""
+    object_id = cold(client)
+    assert client.invalidate_call_cache("model", 1000) == 1
+    assert client.list_objects() == [] and client.get_server_info()["descriptors"]["used"] == 0
+    with client.call("model", 1000) as handle:
+        assert handle.object_id != object_id
+
+
+def test_a_cold_object_is_refreshed(client: Client) -> None:
+    """Without being restored: nobody needs its bytes for that. It goes with its last holder."""
+    object_id = cold(client, 10)
+    generation = client.refresh("model", 10)
+    assert (generation.previous_id, generation.generation) == (object_id, 2)
+    assert [info["object_id"] for info in client.list_objects()] == [generation.object_id]
+
+
+def test_a_superseded_cold_object_stays_with_its_holder(client: Client, raw: Raw) -> None:
+    """Who suspended it resumes the bytes that it had."""
+    object_id = held(raw, client)
+    raw.ask(t.Suspend([object_id]))
+    client.evict(object_id)
+    client.refresh("model", 4)
+    assert client.get_object_info(object_id)["tier"] == "file"
+    reply = raw.ask(t.Resume(object_id))
+    assert isinstance(reply, t.Resumed) and reply.generation == 1
+    assert reply.segments[0].name == reply.segments[0].id.partition(".")[0] and reply.segments[0].id.endswith(".1")
+
+
+def test_a_quota_is_kept_to_by_restores(shared: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
+    """An object for which there is no room stays cold, and the next one to ask gets it."""
+    serve(spill_dir=tmp_path, quotas={"cpu": 8192})
+    client = connect()
+    object_id = cold(client, 1024)
+    with client.create_buffer(8192):
+        with pytest.raises(ServerBusy, match="8192 are in use"):
+            client.call("model", 1024)
+        assert client.get_object_info(object_id)["tier"] == "file"
+    with client.call("model", 1024) as handle:
+        assert handle.object_id == object_id
+
+
+def test_a_damaged_file_has_the_object_built_again(client: Client, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Its bytes are not used. Whoever asks by a call gets a new object, and the log says why."""
+    object_id = cold(client)
+    damage(server, object_id)
+    with caplog.at_level(logging.ERROR), client.call("model", 1000) as handle:
+        assert handle.object_id != object_id
+        assert torch.equal(handle.value, torch.arange(1000.0))
+    assert f"object {object_id}" in caplog.text and "damaged" in caplog.text
+
+
+def test_a_damaged_file_is_told_to_who_resumes(client: Client, server: Server, raw: Raw) -> None:
+    """The object is gone: its bytes cannot be had any more."""
+    object_id = held(raw, client)
+    raw.ask(t.Suspend([object_id]))
+    client.evict(object_id)
+    damage(server, object_id)
+    answer = raw.ask(t.Resume(object_id))
+    assert isinstance(answer, m.Error) and answer.detail["reason"] == "object_gone" and "damaged" in answer.text
+    assert client.list_objects() == []
+
+
+def damage(server: Server, object_id: str) -> None:
+    """Change a byte of an object's file."""
+
+    def change(core: Core) -> None:
+        stored = core.stored(object_id)
+        copy = core.objects.copies.highest(stored.record.segments[0].info.id)
+        os.pwrite(copy.segment.fileno(), b"\xff", 1)
+
+    server.engine.ask(change)
+
+
+def test_a_full_disk_leaves_the_object_where_it_is(client: Client) -> None:
+    """The eviction fails, and says for what there is no room."""
+    client.call("model", 100_000).release()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))
+    try:
+        with pytest.raises(CapabilityError, match="spill directory"):
+            client.evict("model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert client.list_objects()[0]["tier"] == "device"
+    assert len(client.evict("model")) == 1
+
+
+def test_a_server_that_stops_tells_those_who_wait_for_a_restore(
+    client: Client, server: Server, raising: Gate, threads: ThreadPoolExecutor
+) -> None:
+    """And does not wait for the copying thread."""
+    cold(client)
+    answer = threads.submit(client.call, "model", 1000)
+    assert raising.begun.wait(30)
+    server.stop()
+    with pytest.raises(ConnectionClosed):
+        answer.result()
+    raising.open.set()
+
+
+def test_moves_are_events(client: Client) -> None:
+    """One for each object, with where it was and where it is."""
+    events: list[Any] = []
+    add_hook(events.append)
+    try:
+        cold(client, 10)
+        client.call("model", 10).release()
+    finally:
+        remove_hook(events.append)
+    moves = [event for event in events if isinstance(event, ObjectEvicted | ObjectRestored)]
+    assert [(move.from_tier, move.to_tier, move.reason) for move in moves] == [
+        ("device", "file", "request"),
+        ("file", "device", "use"),
+    ]
+
+
+@pytest.mark.parametrize("endpoint", ["model", "frozen"])
+def test_a_restored_object_is_an_argument_by_reference(client: Client, endpoint: str) -> None:
+    """The endpoint maps the memory that clients have now."""
+    cold(client, 10, endpoint)
+    with client.call(endpoint, 10) as handle:
+        assert client.call("total", handle.value).item() == 45
+
+
+def test_the_servers_own_process_gets_the_restored_memory(server: Server, shared: Provider, client: Client) -> None:
+    """It had the endpoint's own value before; from now on it maps the object as any other process."""
+    with shared.call("model", 10) as handle:
+        object_id = handle.object_id
+        with pytest.raises(ServerBusy, match=f"in use by pid {os.getpid()}"):
+            shared.evict(object_id)
+    assert [move["tier"] for move in shared.evict(object_id)] == ["file"]
+    with shared.call("model", 10) as handle, client.call("model", 10) as other:
+        assert handle.object_id == other.object_id == object_id
+        assert shares_memory(handle.value, other.value)
+
+
+def test_a_coroutine_on_the_servers_loop_does_not_wait_for_a_cold_object(
+    server: Server, shared: Provider, client: Client
+) -> None:
+    """The loop restores the object: it is told to wait in a thread."""
+    with client.call("model", 10) as handle:
+        ticket = handle.ticket()
+    client.evict(handle.object_id)
+
+    @shared.share(cache=False)
+    async def opens() -> torch.Tensor:
+        with pytest.raises(ConfigurationError, match=r"event loop: use anyio\.to_thread"):
+            shared.open_ticket(ticket)
+        return torch.ones(1)
+
+    assert client.call("opens").item() == 1
+
+
+def test_the_local_role_has_no_tiers(base_path: str) -> None:
+    """Its results lie in no shared memory."""
+    provider = Provider(base_path, execution_mode="local", device="cpu")
+
+    @provider.share(managed=True)
+    def model() -> torch.Tensor:
+        return torch.ones(4)
+
+    model().release()
+    with pytest.raises(CapabilityError, match="local role"):
+        provider.evict("model")
+    assert provider.restore("model") == []
+    provider.close()
+
+
+def test_an_object_that_is_dropped_while_it_is_evicted(client: Client, server: Server, lowering: Gate) -> None:
+    """Nothing is moved, and nothing is left of the copy. Whoever waits for the end of that move is told the same."""
+    client.call("model", 4).release()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(client.evict, "model")
+        assert lowering.begun.wait(30)
+        second = pool.submit(client.restore, client.list_objects()[0]["object_id"])
+        third = pool.submit(client.evict, "model")
+        eventually(lambda: server.engine.ask(lambda core: len(core.tiers._asked)) == 2)
+        assert client.invalidate_endpoint_cache("model") == 1
+        lowering.open.set()
+        assert (first.result(), second.result(), third.result()) == ([], [], [])
+    info = client.get_server_info()
+    assert (info["copies"], info["descriptors"]["used"], lowering.calls) == ({}, 0, 1)
+
+
+def test_an_object_that_is_dropped_while_it_is_restored(client: Client, connect: Connect, raising: Gate) -> None:
+    """Who called for it gets a new one; nothing is left of the earlier one."""
+    object_id = cold(client, 10)
+    with ThreadPoolExecutor(2) as pool:
+        called = pool.submit(client.call, "model", 10)
+        assert raising.begun.wait(30)
+        restored = pool.submit(connect().restore, object_id)
+        assert client.invalidate_call_cache("model", 10) == 1
+        raising.open.set()
+        with called.result() as handle:
+            assert handle.object_id != object_id
+            assert handle.value.sum() == 45
+        with contextlib.suppress(StaleHandleError):  # it came after the end
+            assert restored.result() == []
+    assert [info["object_id"] for info in client.list_objects()] == [handle.object_id]
+    assert client.get_server_info()["copies"] == {}
