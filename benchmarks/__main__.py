@@ -134,6 +134,21 @@ def records(
 
 
 @app.command()
+def tiers(
+    cuda: Annotated[bool, typer.Option("--cuda", help="Models on the GPU, copies in the host's memory.")] = False,
+    megabytes: Annotated[int | None, typer.Option(help="MiB of the model; 16384 on a GPU, 256 on the host.")] = None,
+    rounds: Annotated[int, typer.Option(help="Times that the model sleeps and wakes.")] = 5,
+    models: Annotated[int, typer.Option(help="Models that take turns, with memory for three.")] = 10,
+    engines: Annotated[str, typer.Option(help="Processes that sleep and wake together, ascending.")] = "1,2,4",
+    json: Json = None,
+) -> None:
+    """Measure models that sleep and wake: beside plain copies and a reload, in several processes, and more than memory."""
+    from benchmarks.tiers import run
+
+    run(cuda=cuda, mebibytes=megabytes, rounds=rounds, models=models, engines=_numbers(engines), path=json)
+
+
+@app.command()
 def recovery(
     device: Device = "auto",
     shape: Shape = None,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.processes import environ
 from benchmarks.report import Report, Row
-from benchmarks.servers import Servers
+from benchmarks.servers import Servers, broker
 from benchmarks.stats import Sample
 from shared_rpc import Client
 from shared_rpc.extras.record_file import FileRecord, save
@@ -52,9 +49,8 @@ def run(*, device: str, megabytes: int, rounds: int, folder: Path | None, path: 
     report = Report("records", f"Records of a module of {megabytes} MiB on {chosen}", [OURS])
     times: defaultdict[str, list[float]] = defaultdict(list)
     with Servers(chosen) as servers, TemporaryDirectory(dir=folder, prefix="bench-") as place:
-        (servers.folder / "app.py").write_text(APP.format(device=chosen))
         file = Path(place) / "module.record"
-        with _broker(servers) as socket, Client(socket_path=socket, timeout=_PATIENCE) as client:
+        with broker(servers, APP.format(device=chosen)) as socket, Client(socket_path=socket, timeout=_PATIENCE) as client:
             client.call("module", 4).release()  # the first of everything
             for _ in range(rounds):
                 _measure(client, megabytes, file, times)
@@ -99,30 +95,3 @@ def _kind_of(folder: str) -> str:
     """Return the type of the file system that a folder is on."""
     found = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False).stdout.strip()
     return found or "an unknown file system"
-
-
-@contextmanager
-def _broker(servers: Servers) -> Iterator[str]:
-    """Start ``shared-rpc serve`` on the cores of a run's servers; yield its socket."""
-    socket = f"{servers.base_path}-records.sock"
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, servers.server_cores)
-    try:
-        broker = subprocess.Popen(
-            [sys.executable, "-m", "shared_rpc.cli", "serve", "app.py", "--socket", socket],
-            cwd=servers.folder,
-            env=environ(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-    finally:
-        os.sched_setaffinity(0, own)
-    try:
-        assert broker.stdout is not None, "stdout is a pipe"
-        if "serving" not in broker.stdout.readline():
-            raise RuntimeError(f"the broker ended with exit code {broker.wait()}: run 'shared-rpc serve' on the app")
-        yield socket
-    finally:
-        broker.terminate()
-        broker.wait(_PATIENCE)

@@ -8,19 +8,24 @@ those who measure on the other.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Set
-from contextlib import ExitStack
+from collections.abc import Iterator, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from benchmarks.peer import socket_of
-from benchmarks.processes import Process
+from benchmarks.processes import Process, environ
 from shared_rpc.settings import socket_path
 
-__all__ = ["Servers"]
+__all__ = ["Servers", "broker"]
+
+#: Seconds that a broker may take to end.
+_PATIENCE = 300.0
 
 
 @dataclass
@@ -83,3 +88,31 @@ class Servers:
     def _ready(self, module: str, address: str, **config: Any) -> Started:
         process = self._stack.enter_context(Process(module, self.server_cores, **config))
         return Started(process, address, process.read())
+
+
+@contextmanager
+def broker(servers: Servers, app: str, *options: str, name: str = "app") -> Iterator[str]:
+    """Start ``shared-rpc serve`` with this app, on the cores of a run's servers; yield its socket."""
+    (servers.folder / f"{name}.py").write_text(app)
+    socket = f"{servers.base_path}-{name}.sock"
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, servers.server_cores)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shared_rpc.cli", "serve", f"{name}.py", "--socket", socket, *options],
+            cwd=servers.folder,
+            env=environ(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    finally:
+        os.sched_setaffinity(0, own)
+    try:
+        assert process.stdout is not None, "stdout is a pipe"
+        if "serving" not in process.stdout.readline():
+            raise RuntimeError(f"the broker ended with exit code {process.wait()}: run 'shared-rpc serve' on the app")
+        yield socket
+    finally:
+        process.terminate()
+        process.wait(_PATIENCE)

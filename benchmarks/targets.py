@@ -61,6 +61,11 @@ GOALS = {
     "steps_ping": Goal("≤ 60", 60),
     "directory_messages": Goal("≤ 20 a node", 20),
     "cluster_move": Goal("≤ 2 x Ray's", 2.0),
+    "sleep": Goal("≤ 20 ms (16 GB, GPU)", 20e-3),
+    "wake": Goal("≤ 1.15 x a plain copy (GPU)", 1.15),
+    "wake_forward": Goal("as before", 0),
+    # "Flat" as a share of one copy: what each engine adds.
+    "engines": Goal("flat: < 5 % of a copy each", 0.05, below=True),
     "broker": Goal("≤ 40 MiB", 40 * _MIB),
     "broker_gpu": Goal("none: no GPU memory", 0),
     "killed": Goal("as before", 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 __all__ = ["LOAD_FORMAT", "__version__", "register"]
 
@@ -13,7 +14,7 @@ LOAD_FORMAT = "shared_rpc"
 
 
 def register() -> None:
-    """Register the load format; vLLM calls this once in each of its processes, whatever load format they use."""
+    """Register the load format and its sleep mode; vLLM calls this once in each process, whatever load format it uses."""
     try:
         from vllm.model_executor.model_loader import register_model_loader
 
@@ -22,3 +23,8 @@ def register() -> None:
         logging.getLogger("vllm").warning("there is no --load-format %s with this release of vLLM: %s", LOAD_FORMAT, error)
     else:
         register_model_loader(LOAD_FORMAT)(SharedRpcLoader)
+        # An earlier vLLM has no such hook, and the loader refuses --enable-sleep-mode; a name that is known is an error.
+        with suppress(ImportError, ValueError):
+            from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+            SleepModeBackendFactory.register_backend(LOAD_FORMAT, "shared_rpc_vllm.sleeping", "SharedRpcSleepMode")

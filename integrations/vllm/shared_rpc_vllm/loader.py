@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
@@ -24,11 +25,11 @@ from shared_rpc_vllm import LOAD_FORMAT
 from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta
 from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.layout import layout_of_this_process
-from shared_rpc_vllm.model import process, refuse_engine, warn_of_version
+from shared_rpc_vllm.model import choose_sleep_mode, process, refuse_engine, warn_of_version
 from shared_rpc_vllm.options import LoaderOptions
 from shared_rpc_vllm.request import label, request_of
 
-__all__ = ["SharedRpcLoader"]
+__all__ = ["SharedRpcLoader", "attached"]
 
 _log = init_logger(f"vllm.{__name__}")
 
@@ -37,6 +38,9 @@ Weights = Handle[dict[str, torch.Tensor]]
 #: By label, what this process has attached to, and no model has yet: vLLM makes one loader to ask for the size of the weights,
 #: and another one to load them.
 _waiting: dict[str, Weights] = {}
+
+#: The handles of this process that a model was made of; they live as long as their model.
+attached: weakref.WeakSet[Weights] = weakref.WeakSet()
 
 
 class SharedRpcLoader(BaseModelLoader):
@@ -92,8 +96,10 @@ class SharedRpcLoader(BaseModelLoader):
             warn_of_version()
             began = time.perf_counter()
             name, handle = self._attach(vllm_config, model_config)
-            attached = time.perf_counter()
+            done = time.perf_counter()
             model = _built(handle, vllm_config, model_config, prefix)
+            choose_sleep_mode(vllm_config.model_config)
+            attached.add(handle)
         except Exception as error:
             if not self.options.fallback:
                 raise
@@ -105,8 +111,8 @@ class SharedRpcLoader(BaseModelLoader):
         _log.info(
             "attached to '%s' in %.1f ms, made the model in %.1f ms: %d tensors, %.2f GiB",
             name,
-            1e3 * (attached - began),
-            1e3 * (time.perf_counter() - attached),
+            1e3 * (done - began),
+            1e3 * (time.perf_counter() - done),
             len(handle.value),
             handle.get_object_info()["nbytes"] / 2**30,
         )

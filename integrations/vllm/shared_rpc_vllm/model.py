@@ -17,9 +17,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
+from shared_rpc_vllm import LOAD_FORMAT
 from shared_rpc_vllm.errors import NotShareable
 
-__all__ = ["process", "refuse_engine", "refuse_methods", "warn_of_version"]
+__all__ = ["choose_sleep_mode", "process", "refuse_engine", "refuse_methods", "warn_of_version"]
 
 _log = init_logger(f"vllm.{__name__}")
 
@@ -38,7 +39,9 @@ def warn_of_version() -> None:
 _REFUSED = {
     "--enable-eplb: experts move between the ranks": "parallel_config.enable_eplb",
     "--enable-elastic-ep: experts move between the ranks": "parallel_config.enable_elastic_ep",
-    "--enable-sleep-mode: an engine would give away the memory of all": "model_config.enable_sleep_mode",
+    "--sleep-preserve-parameter-names: an engine would write to its weights when it wakes": (
+        "model_config.sleep_preserve_parameter_names"
+    ),
     "--weight-transfer-config: weights are written while an engine runs": "weight_transfer_config",
     "--cpu-offload-gb: weights move between devices": "offload_config.uva.cpu_offload_gb",
     "--offload-group-size: weights move between devices": "offload_config.prefetch.offload_group_size",
@@ -57,11 +60,34 @@ def refuse_engine(vllm_config: Any, model_config: Any) -> None:
             found = getattr(found, name, None)
         if found:
             raise NotShareable(f"the weights cannot be shared with {reason}")
+    _refuse_sleep_mode(vllm_config.model_config)
     if model_config is not vllm_config.model_config:
         raise NotShareable(
             "the weights of a draft model cannot be shared: give it a loader of its own in speculative_config, "
             "'draft_load_config': {'load_format': 'auto'}"
         )
+
+
+def _refuse_sleep_mode(model_config: Any) -> None:
+    """Look for a sleep mode by which an engine would give away the weights of all.
+
+    :raises NotShareable: for a backend that somebody has chosen, and for a vLLM that has none to choose.
+    """
+    if getattr(model_config, "enable_sleep_mode", False):
+        backend = getattr(model_config, "sleep_mode_backend", None)
+        if backend is None:
+            raise NotShareable(f"the weights cannot be shared with --enable-sleep-mode of vLLM {vllm.__version__}: use 0.32")
+        if backend not in ("cumem", LOAD_FORMAT):
+            raise NotShareable(f"the weights cannot be shared with the sleep-mode backend {backend!r}: use {LOAD_FORMAT!r}")
+
+
+def choose_sleep_mode(model_config: Any) -> None:
+    """Have an engine with shared weights sleep by our backend; vLLM looks at the name when the engine sleeps first."""
+    if getattr(model_config, "sleep_mode_backend", None) is not None:
+        model_config.sleep_mode_backend = LOAD_FORMAT
+        if getattr(model_config, "sleep_mode_offload_cudagraph", False):
+            # vLLM asks for its own backend by its name when it captures them.
+            _log.warning_once("--sleep-mode-offload-cudagraph has no effect with shared weights: CUDA graphs stay in memory")
 
 
 def refuse_methods(model: nn.Module) -> None:

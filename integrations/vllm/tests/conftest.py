@@ -176,6 +176,19 @@ def run(action: str, model: Path, place: Place, cwd: Path | None = None) -> str:
     return done.stdout.splitlines()[-1]
 
 
+@contextmanager
+def serving(*words: str) -> Iterator[None]:
+    """Run a server of ``shared-rpc``, from when it serves."""
+    command = [sys.executable, "-m", "shared_rpc.cli", *words]
+    with subprocess.Popen(command, env={**os.environ, **ENVIRON}, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("serving")
+            yield
+        finally:
+            process.terminate()
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint of each family. They are read alone: a test that changes one writes its own."""

@@ -17,12 +17,15 @@ import torch
 __all__ = [
     "PRELOAD",
     "PROMPT",
+    "addresses",
     "generate",
     "override",
     "reload",
     "reload_from",
     "shm_bytes",
+    "sleep",
     "tensors",
+    "wake",
     "work",
     "write_into_a_weight",
 ]
@@ -91,6 +94,33 @@ def override(config: Any) -> Any:
     return config
 
 
+def sleep(llm: Any, level: int = 1) -> None:
+    """Have the worker sleep by the backend that vLLM would choose on a GPU; its worker for the CPU ignores the request."""
+    llm.collective_rpc(_sleep, args=(level,))
+
+
+def _sleep(worker: Any, level: int) -> None:
+    _backend_of(worker).suspend(level)
+
+
+def wake(llm: Any) -> None:
+    """Have it wake."""
+    llm.collective_rpc(_wake)
+
+
+def _wake(worker: Any) -> None:
+    _backend_of(worker).resume()
+
+
+def _backend_of(wrapper: Any) -> Any:
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    worker = wrapper.worker
+    if not hasattr(worker, "sleep_backend_of_test"):
+        worker.sleep_backend_of_test = SleepModeBackendFactory.create_backend(worker.model_config)
+    return worker.sleep_backend_of_test
+
+
 def shm_bytes(llm: Any) -> int:
     """Return the size of /dev/shm."""
     found = os.statvfs("/dev/shm")
@@ -123,6 +153,16 @@ def _tensors(model: Any) -> dict[str, tuple[bool, str]]:
 
     both = [(True, model.named_parameters()), (False, model.named_buffers())]
     return {name: (kind, of(tensor.data_ptr())) for kind, named in both for name, tensor in named if tensor.numel()}
+
+
+def addresses(llm: Any) -> dict[str, int]:
+    """Return where the tensors of the model are."""
+    (found,) = llm.apply_model(_addresses)
+    return dict(found)
+
+
+def _addresses(model: Any) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
 def reload(llm: Any) -> None:

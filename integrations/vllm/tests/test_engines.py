@@ -13,7 +13,7 @@ import pytest
 
 import checkpoints
 import engine
-from conftest import Ended, Engine, Failed, Place, run
+from conftest import Ended, Engine, Failed, Place, run, serving
 from shared_rpc import Provider, Server
 
 #: Bytes of /dev/shm that there are where the first engines start, and their server.
@@ -168,6 +168,39 @@ def test_an_adapter_lies_over_weights_that_are_shared(
         assert made.attached()[0] == pair[0].attached()[0]
     with place.start(models["llama"], load_format="auto", enable_lora=True, max_lora_rank=8) as alone:
         assert alone.ask(engine.generate, 12, adapter) == adapted != pair[0].ask(engine.generate)
+
+
+def test_an_engine_that_sleeps_lets_go_of_the_weights_and_another_one_goes_on(pair: list[Engine]) -> None:
+    """It generates what it did before, from weights at the addresses that they had."""
+    tokens, awake = pair[0].ask(engine.generate), pair[0].ask(engine.addresses)
+    pair[0].ask(engine.sleep)
+    asleep = pair[0].ask(engine.tensors)
+    assert all(where.startswith("---p") for is_parameter, where in asleep.values() if is_parameter), asleep
+    assert pair[1].ask(engine.generate) == tokens
+    assert "the weights stay on their device" in pair[0].written()
+    pair[0].ask(engine.wake)
+    assert pair[0].ask(engine.addresses) == awake
+    assert pair[0].ask(engine.generate) == tokens
+
+
+def test_weights_of_engines_that_all_sleep_are_in_a_lower_tier(own_place: Place, models: dict[str, Path]) -> None:
+    """Once for all of them; the first one that wakes has them brought back."""
+    words = ["serve", "shared_rpc_vllm.app", "--base-path", own_place.base_path, "--device", "cpu"]
+    with serving(*words, "--spill-dir", str(own_place.folder)):
+        both = [own_place.start(models["llama"], {"SHARED_TENSOR_ROLE": "client"}).ready() for _ in range(2)]
+        tokens = both[0].ask(engine.generate)
+        for made in both:
+            made.ask(engine.sleep)
+        with own_place.client() as client:
+            (info,) = client.list_objects()
+            assert (info["tier"], info["active"], info["leases"]) == ("file", 0, 2)
+            assert info["nbytes"] <= info["copies"].pop("file") < 1.1 * info["nbytes"]
+            assert not info["copies"]
+            both[0].ask(engine.wake)
+            (info,) = client.list_objects()
+            assert (info["tier"], info["active"]) == ("device", 1)
+        both[1].ask(engine.wake)
+        assert [made.ask(engine.generate) for made in both] == [tokens, tokens]
 
 
 REFUSED = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Iterator
@@ -160,8 +161,9 @@ def test_an_option_that_moves_weights_is_refused_by_name(reason: str, path: str)
 def test_options_that_are_refused_are_there_in_this_vllm() -> None:
     """A name that is misspelt would refuse nothing."""
     config = vllm.config.VllmConfig()
+    fields = SimpleNamespace(**{field.name: field for field in dataclasses.fields(vllm.config.ModelConfig)})
     for path in model._REFUSED.values():
-        place: Any = SimpleNamespace(model_config=vllm.config.ModelConfig) if path.startswith("model_config") else config
+        place: Any = SimpleNamespace(model_config=fields) if path.startswith("model_config") else config
         for name in path.split("."):
             assert hasattr(place, name), path
             place = getattr(place, name)

@@ -1,0 +1,302 @@
+"""Models that sleep: what an eviction and a wake take, beside a plain copy of as many bytes and beside a reload from files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from benchmarks.processes import Process
+from benchmarks.report import Report, Row
+from benchmarks.servers import Servers, broker
+from benchmarks.stack import Stack, digest, question
+from benchmarks.stats import Sample, timed
+from benchmarks.targets import GOALS
+from shared_rpc import Client, Handle
+
+__all__ = ["run"]
+
+PLAIN, OURS, RELOAD = "plain copy", "shared_rpc", "safetensors"
+#: Seconds that anything here may take.
+_PATIENCE = 300.0
+#: Bytes of a plain copy that are copied at once: a pinned buffer of all bytes would take longer to make than anything here.
+_PIECE = 1 << 30
+#: Bytes that a reload reads at most.
+_PART = 4 << 30
+#: Models of the round that there is memory for.
+_ROOM = 3
+
+APP = """
+from benchmarks.stack import Stack, make
+from shared_rpc import Provider
+
+provider = Provider(device={device!r})
+
+@provider.share(managed=True, access="read")
+def model(mebibytes: int, number: int) -> Stack:
+    return make(mebibytes, number, {device!r})
+"""
+
+_Times = defaultdict[tuple[str, str], list[float]]
+
+#: The names of the rows, in their order.
+_LOWER, _SUSPEND, _EVICT = "first eviction: the copy is made", "suspend: unmap", "evict, the copy being there"
+_SLEEP, _WAKE, _MAP = "sleep: both", "wake: restore, and map at the same address", "… as a map alone, while it is on its device"
+_FORWARD, _FIRST = "a pass over all weights", "… the first one after a wake"
+
+
+def run(*, cuda: bool, mebibytes: int | None, rounds: int, models: int, engines: Sequence[int], path: Path | None) -> None:
+    """Measure, print, write."""
+    device = "cuda:0" if cuda else "cpu"
+    whole = mebibytes or (16384 if cuda else 256)
+    report = Report("tiers", f"Tiers: a model of {whole} MiB on {device}", [PLAIN, OURS, RELOAD])
+    with Servers(device) as servers, ExitStack() as stack:
+        # A model is as large as the device allows: nobody else may call while it moves, so that this process has all cores.
+        os.sched_setaffinity(0, servers.cores)
+        options = ["--spill-dir", str(servers.folder)]
+        socket = stack.enter_context(broker(servers, APP.format(device=device), *options))
+        with Client(socket_path=socket, device=device, timeout=_PATIENCE) as client:
+            _one_model(report, client, _Plain(device, whole << 20, servers.folder), whole, rounds, servers.folder)
+            _engines(report, client, device, whole, engines)
+        stack.close()
+        _round_robin(report, servers, device, max(whole // models, 8), models, rounds)
+    report.finish(path)
+
+
+class _Plain:
+    """Copies of as many bytes as the model has, as a program makes them that has a place for them.
+
+    They are between pinned memory and a GPU, or between the host's memory and a file in the page cache.
+    """
+
+    def __init__(self, device: str, nbytes: int, folder: Path) -> None:
+        self._cuda = device != "cpu"
+        self._pieces = max(nbytes // _PIECE, 1)
+        self._size = nbytes // self._pieces
+        self._file = folder / "plain"
+        if self._cuda:
+            self._below = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+            self._above = torch.empty(self._size, dtype=torch.uint8, device=device)
+
+    def lower(self) -> float:
+        """Measure a copy to the lower tier, in seconds."""
+        if self._cuda:
+            return timed(lambda: self._repeat(lambda: self._below.copy_(self._above, non_blocking=True)))
+        self._file.unlink(missing_ok=True)
+        above = torch.ones(self._size, dtype=torch.uint8).numpy()
+        return timed(lambda: self._write(above.data))
+
+    def _write(self, above: memoryview) -> None:
+        with self._file.open("wb", buffering=0) as file:
+            for _ in range(self._pieces):
+                file.write(above)
+
+    def raise_(self) -> float:
+        """Measure a copy up, in seconds. On the host it is into memory that was not touched before, as that of a restore is."""
+        if self._cuda:
+            return timed(lambda: self._repeat(lambda: self._above.copy_(self._below, non_blocking=True)))
+        return timed(self._read)
+
+    def _read(self) -> None:
+        fd = os.memfd_create("plain")
+        try:
+            with self._file.open("rb", buffering=0) as file:
+                left = self._pieces * self._size
+                while left > 0:
+                    left -= os.sendfile(fd, file.fileno(), None, left)
+        finally:
+            os.close(fd)
+
+    def _repeat(self, copy: Callable[[], object]) -> None:
+        for _ in range(self._pieces):
+            copy()
+        torch.cuda.synchronize()
+
+
+def _one_model(report: Report, client: Client, plain: _Plain, mebibytes: int, rounds: int, folder: Path) -> None:
+    """Measure one model in one process: it sleeps and wakes, in turns with plain copies."""
+    times: _Times = defaultdict(list)
+    handle: Handle[Stack] = client.call("model", mebibytes, 0)
+    with handle:
+        model, nbytes = handle.value, handle.get_object_info()["nbytes"]
+        before, captured = digest(model), _captured(model)
+        replayed = captured()
+        plain.lower(), plain.raise_()  # the first of everything
+        times[PLAIN, _LOWER].append(plain.lower())
+        handle.suspend()
+        times[OURS, _LOWER].append(timed(lambda: client.evict(handle)))
+        times[OURS, "cold first"].append(timed(handle.resume))
+        copied, same, graph = 0, digest(model) == before, captured() == replayed
+        for _ in range(rounds):
+            for _ in range(3):
+                times[OURS, _FORWARD].append(timed(lambda: digest(model)))
+            times[OURS, _SUSPEND].append(timed(handle.suspend))
+            times[OURS, _MAP].append(timed(handle.resume))
+            digest(model)  # pages that nobody has touched are unmapped in no time
+            times[OURS, "suspend again"].append(timed(handle.suspend))
+            begin = time.perf_counter()
+            copied += sum(move["copied"] for move in client.evict(handle))
+            times[OURS, _EVICT].append(time.perf_counter() - begin)
+            times[PLAIN, _WAKE].append(plain.raise_())
+            times[OURS, _WAKE].append(timed(handle.resume))
+            times[OURS, _FIRST].append(timed(lambda: digest(model)))
+            same, graph = same and digest(model) == before, graph and captured() == replayed
+        _reload(times, model, folder, min(rounds, 2), report)
+    _one_model_rows(report, times, nbytes)
+    report.note(f"medians of {rounds} rounds; evictions with a copy copied {copied:,} bytes in all")
+    report.add(Row("a pass after each wake has the bits of one before", {}, texts={OURS: "yes" if same else "NO"}))
+    if torch.cuda.is_available() and next(model.parameters()).is_cuda:
+        report.add(Row("a CUDA graph of before, replayed, has them too", {}, texts={OURS: "yes" if graph else "NO"}))
+
+
+def _captured(model: Stack) -> Callable[[], list[float]]:
+    """Capture a pass as a CUDA graph; return a function that replays it. On the host it is the pass itself."""
+    x = question(model)
+    if not x.is_cuda:
+        return lambda: digest(model)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        model(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+
+    def replay() -> list[float]:
+        y.zero_()
+        graph.replay()
+        answer: list[float] = y[0, :8].float().tolist()
+        return answer
+
+    return replay
+
+
+def _reload(times: _Times, model: Stack, folder: Path, rounds: int, report: Report) -> None:
+    """Measure what a process without tiers does: it reads the weights from a file, which is in the page cache."""
+    try:
+        from safetensors.torch import load_file, save_file
+    except ImportError as error:
+        report.note(f"safetensors was left out: {error}")
+        return
+    file = folder / "model.safetensors"
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    # A large file takes longer to write than all else: a part of it tells how fast it is read.
+    part = (
+        model.state_dict() if whole <= _PART else dict(list(model.state_dict().items())[: len(model.layers) * _PART // whole])
+    )
+    save_file(part, file)
+    nbytes, target = file.stat().st_size, str(next(model.parameters()).device)
+
+    def load() -> None:
+        state = load_file(file, device=target)
+        if target == "cpu":  # the pages are mapped: each is copied when it is first touched
+            state = {name: tensor.clone() for name, tensor in state.items()}
+        elif torch.cuda.is_available():
+            torch.cuda.synchronize()
+        del state
+
+    load()
+    times[RELOAD, _WAKE] = [timed(load) * whole / nbytes for _ in range(rounds)]
+    if whole > nbytes:
+        report.note(f"{RELOAD}: {nbytes >> 20:,} MiB were read, and the time for all is reckoned from that")
+    file.unlink()
+
+
+def _one_model_rows(report: Report, times: _Times, nbytes: int) -> None:
+    found = {key: Sample([taken]) for key, taken in times.items()}
+
+    def row(name: str, goal: str = "", judged: float | None = None) -> None:
+        samples = {who: found[who, name] for who in (PLAIN, OURS, RELOAD) if (who, name) in found}
+        report.sampled(name, samples, GOALS[goal] if goal else None, judged)
+
+    large = nbytes >= 15 * 10**9
+    row(_LOWER)
+    row(_SUSPEND)
+    row(_EVICT)
+    sleep = Sample([[a + b for a, b in zip(times[OURS, "suspend again"], times[OURS, _EVICT], strict=True)]])
+    report.sampled(_SLEEP, {OURS: sleep}, GOALS["sleep"], sleep.p50 if large else None)
+    row(_WAKE)
+    speed = {
+        who: float(f"{nbytes / found[who, _WAKE].p50 / 1e9:.3g}") for who in (PLAIN, OURS, RELOAD) if (who, _WAKE) in found
+    }
+    report.add(Row("… in GB/s", speed, "number"))
+    ratio = found[OURS, _WAKE].p50 / found[PLAIN, _WAKE].p50
+    report.add(Row("… beside the plain copy", {OURS: ratio}, "ratio", GOALS["wake"], ratio if large else None))
+    row(_MAP)
+    row(_FORWARD)
+    row(_FIRST)
+
+
+def _engines(report: Report, client: Client, device: str, mebibytes: int, counts: Sequence[int]) -> None:
+    """Measure several processes with one model: their wake all at once, and the memory of the host while they sleep."""
+    with ExitStack() as stack:
+        config = {"socket": client.socket_path, "device": device, "mebibytes": mebibytes}
+        processes: list[Process] = []
+        kept: dict[int, int] = {}
+        for count in counts:
+            cores = os.sched_getaffinity(0)
+            started = [stack.enter_context(Process("tiers_client", cores, **config)) for _ in range(count - len(processes))]
+            for process in started:
+                process.read()
+                for what in ("suspend", "resume"):  # the first of everything
+                    process.ask(do=what)
+            processes += started
+            awake = [process.ask(do="nothing")["private"] for process in processes]
+            asleep = [process.ask(do="suspend")["private"] for process in processes]
+            client.evict("model")
+            (item,) = client.list_objects()
+            # What engines have of the host's memory beyond what they had awake counts as theirs.
+            kept[count] = sum(item["copies"].values()) + sum(max(b - a, 0) for a, b in zip(awake, asleep, strict=True))
+            begin = time.monotonic()
+            for process in processes:
+                process.tell(do="resume")
+            answers = [process.read() for process in processes]
+            took = max(answer["ended"] for answer in answers) - begin
+            report.add(Row(f"wake of {_processes(count)} at once, until the last one has it", {OURS: took}))
+            if not all(answer["same"] for answer in answers):
+                report.note("NOT ALL ENGINES HAD THE SAME BITS AFTER THE WAKE")
+        for count, nbytes in kept.items():
+            report.add(Row(f"copies in lower tiers, {_processes(count)} asleep", {OURS: float(nbytes)}, "bytes"))
+        if len(counts) > 1:
+            first, last = counts[0], counts[-1]
+            each = (kept[last] - kept[first]) / (last - first) / (mebibytes << 20)
+            report.add(Row("… what a process adds, as a part of a copy", {OURS: each}, "ratio", GOALS["engines"], each))
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
+
+
+def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, models: int, rounds: int) -> None:
+    """Measure turns of several models with memory for three: each turn another one wakes, and one that sleeps makes room."""
+    room = int((_ROOM + 0.1) * mebibytes) << 20
+    options = ["--quota", f"{device}={room}", "--when-full", "evict", "--spill-dir", str(servers.folder)]
+    with (
+        broker(servers, APP.format(device=device), *options, name="round") as socket,
+        Client(socket_path=socket, device=device, timeout=_PATIENCE) as client,
+        ExitStack() as stack,
+    ):
+        handles: list[Handle[Stack]] = []
+        answers = []
+        for number in range(models):
+            handles.append(stack.enter_context(client.call("model", mebibytes, number)))
+            answers.append(digest(handles[-1].value))
+            handles[-1].suspend()
+        turns: list[list[float]] = []
+        same = True
+        for _ in range(rounds):
+            turns.append([])
+            for handle, answer in zip(handles, answers, strict=True):
+                begin = time.perf_counter()
+                with handle.active() as model:
+                    same = digest(model) == answer and same
+                    turns[-1].append(time.perf_counter() - begin)
+        sample = Sample(turns)
+        name = f"{models} models of {mebibytes} MiB in turns, memory for {_ROOM}"
+        report.sampled(f"{name}: wake, a pass, p50", {OURS: sample})
+        report.add(Row("… p99", {OURS: sample.p99}))
+        report.add(Row("… with the bits of before", {}, texts={OURS: "yes" if same else "NO"}))
