@@ -131,4 +131,26 @@ def cluster() -> Drawing:
     return d
 
 
-FIGURES = {"system": system, "life": life, "roles": roles, "record": record, "cluster": cluster}
+def tiers() -> Drawing:
+    """Where the bytes of an object are, and what moves them."""
+    d = Drawing(
+        "tiers", 760, 330, "An object's bytes are on its device, in the host's memory, or in a file; processes map the device."
+    )
+    d.box(14, 10, 330, 306, "a process with a handle", kind="area")
+    d.box(34, 50, 290, 62, "active", "the memory is mapped,", "value can be used", kind="process")
+    d.box(34, 214, 290, 62, "suspended", "the addresses are reserved, nothing is there,", "the lease is kept", kind="plain")
+    d.arrow((110, 112), (110, 214), label="suspend()", at=(70, 168))
+    d.arrow((240, 214), (240, 112), label="resume()", at=(276, 168))
+    d.box(404, 10, 342, 306, "the server", kind="area")
+    d.box(424, 44, 302, 58, "device", "memory of the GPU, or the host's memory", kind="memory")
+    d.box(424, 140, 302, 58, "host", "a copy in the host's memory, of a GPU's objects", kind="memory")
+    d.box(424, 236, 302, 58, "file", "a copy in --spill-dir", kind="memory")
+    d.arrow((324, 72), (424, 72), label="maps", at=(374, 64), kind="fds", both=True)
+    d.arrow((490, 102), (490, 140), label="evict", at=(466, 126))
+    d.arrow((490, 198), (490, 236), label="spill", at=(466, 222))
+    d.arrow((660, 140), (660, 102), label="restore", at=(694, 126))
+    d.arrow((660, 236), (660, 198), at=(694, 222), label="read")
+    return d
+
+
+FIGURES = {"system": system, "life": life, "roles": roles, "record": record, "cluster": cluster, "tiers": tiers}

@@ -42,7 +42,7 @@ class Picture(NamedTuple):
 PICTURES = [
     Picture("ls", "shared-rpc ls", columns=128),
     Picture("info", "shared-rpc info"),
-    Picture("objects", "shared-rpc objects", columns=132),
+    Picture("objects", "shared-rpc objects", columns=148),
     Picture("devices", "shared-rpc devices"),
     Picture("top", "shared-rpc top", until=r" [56]\d\d/1000", columns=124, lines=28, beside="traffic.py", measured=True),
     # The task of this one runs on when the picture is taken.
