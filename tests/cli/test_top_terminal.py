@@ -318,13 +318,13 @@ def test_stopping_and_going_on(served: Server, tty: Callable[..., Tty]) -> None:
     shell.until("objects 0")
     viewing = shell.attributes
     shell.press("\x1a")
-    eventually(lambda: b"Stopped" in shell.written)
+    eventually(lambda: b"Stopped" in shell.written and shell.in_foreground)
     assert shell.restored and shell.attributes != viewing
     stopped = len(shell.written)
     shell.press("fg\n")
     eventually(lambda: ALTERNATE in shell.written[stopped:] and b"objects 0" in shell.written[stopped:])
     shell.press("q")
-    eventually(lambda: NORMAL in shell.written[stopped:] and shell.restored)
+    eventually(lambda: NORMAL in shell.written[stopped:] and shell.restored and shell.in_foreground)
     shell.press("exit\n")
     assert shell.end() == 0
     assert shell.restored

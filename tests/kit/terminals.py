@@ -88,6 +88,11 @@ class Tty:
         """How the terminal is set now, or was when the command had ended."""
         return self._left if self._theirs is None else termios.tcgetattr(self._theirs)
 
+    @property
+    def in_foreground(self) -> bool:
+        """Whether the command itself has the terminal, and no job that it has started: what is typed now is for it."""
+        return os.tcgetpgrp(self._ours) == self.process.pid
+
     def until(self, *texts: str, seconds: float = 20.0) -> str:
         """Wait until the screen shows all of these: the screen. Where lines are broken depends on the length of a path."""
 
