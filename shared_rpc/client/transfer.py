@@ -109,8 +109,20 @@ class ClientTransfer:
         fds = iter(frame.fds)
         for number, info in enumerate(message.segments):
             fd = next(fds) if number not in message.kept else -1
-            if fd >= 0 and number in message.arenas and info.id not in self._spare and not self.closed:
-                self._spare[info.id] = Segment.opened(info, os.dup, fd)
+            if fd >= 0 and number in message.arenas and info.id not in self._spare:
+                self._keep_spare(Segment.opened(info, os.dup, fd))
+
+    def _keep_spare(self, arena: Segment) -> None:
+        """Own an arena, unless another thread's connection has brought it too, or the session has ended meanwhile."""
+        if self._spare.setdefault(arena.info.id, arena) is not arena:
+            arena.close()
+        elif self.closed:
+            self._close_spare(arena.info.id)
+
+    def _close_spare(self, segment_id: str) -> None:
+        segment = self._spare.pop(segment_id, None)
+        if segment is not None:  # no other thread does it
+            segment.close()
 
     def segments(
         self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: list[int]
@@ -124,10 +136,8 @@ class ClientTransfer:
             if number not in kept:
                 found.append(Segment(info))
                 found[-1].adopt(fds)
-                if number in arenas and info.id not in self._spare and not self.closed:
-                    duplicate = found[-1].duplicate()
-                    if self._spare.setdefault(info.id, duplicate) is not duplicate:
-                        duplicate.close()
+                if number in arenas and info.id not in self._spare:
+                    self._keep_spare(found[-1].duplicate())
             else:
                 spare = self._spare.get(info.id)
                 found.append(Segment(info, spare.descriptor if spare is not None else None))
@@ -192,7 +202,5 @@ class ClientTransfer:
         self.references.close()
         self.own.close()
         for segment_id in tuple(self._spare):  # another thread may continue an interrupted close()
-            segment = self._spare.pop(segment_id, None)
-            if segment is not None:
-                segment.close()
+            self._close_spare(segment_id)
         self.arguments.close()

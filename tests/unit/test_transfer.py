@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -20,6 +23,9 @@ from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
 
 
 class Gpu(MemfdBackend):
@@ -206,6 +212,64 @@ def test_a_session_that_has_ended_asks_nobody(
     gpu.done, gpu.asked = True, 0
     clock.advance(10)
     assert (told, gpu.asked, clock.jobs) == ([], 0, [])
+
+
+# The server's arenas.
+
+
+@pytest.fixture
+def arena() -> Iterator[Segment]:
+    """One of them, as the server has it."""
+    with MemfdBackend().create(4096) as segment:
+        yield segment
+
+
+def answer(arena: Segment) -> tuple[m.Result, Frame]:
+    """Return a reply that brings an arena's descriptor: each connection's first one does."""
+    message = m.Result("", 1, False, msgspec.Raw(b""), [arena.info], arenas=[0])
+    return message, Frame(0, 1, b"", fds=[os.dup(arena.fileno())])
+
+
+def descriptors(arena: Segment) -> int:
+    """Return how many descriptors this process has of an arena."""
+    own = os.fstat(arena.fileno()).st_ino
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found += os.stat(f"/proc/self/fd/{number}").st_ino == own
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("meanwhile", ["another connection brings it too", "the session ends"])
+def test_an_arena_that_comes_while_another_thread_works(
+    transfer: ClientTransfer, arena: Segment, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """One descriptor of it is kept while the session lasts, and none afterwards; no segment is dropped unclosed."""
+    message, frame = answer(arena)
+    other, its = answer(arena)
+    before = descriptors(arena)
+    duplicate, work = os.dup, [transfer.close if meanwhile == "the session ends" else lambda: transfer.learn(other, its)]
+
+    def slow(fd: int) -> int:
+        if work:
+            thread = threading.Thread(target=work.pop())
+            thread.start()
+            thread.join()
+        return duplicate(fd)
+
+    monkeypatch.setattr(os, "dup", slow)
+    transfer.learn(message, frame)
+    assert not work
+    gc.collect()
+    assert descriptors(arena) == before + (not transfer.closed)
+    with transfer.segments(message.segments, [0], [0], [])[0] as kept:
+        assert kept.closed == transfer.closed
+    transfer.close()
+    assert descriptors(arena) == before
+    frame.close()
+    its.close()
 
 
 @pytest.mark.gpu
