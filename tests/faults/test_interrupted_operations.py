@@ -206,6 +206,8 @@ def held(watcher: Client, client: Client) -> dict[str, int]:
     info = watcher.get_server_info()
     session = client._pool.session
     transfer = session.transfer if session is not None else None
+    if transfer is not None:
+        transfer.poll()  # else what was dropped counts, unless the thread that looks for it in a pause was faster
     # The thread that ends sessions may have needed a connection of its own at the same time, which is as good as the other.
     surplus = min(1, max(0, info["connections"] - 2))
     return {
