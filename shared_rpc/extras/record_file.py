@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from shared_rpc.client.exported import ExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.errors import RecordError
 from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.copies import write_exactly
 from shared_rpc.memory.digests import DIGEST, PART, digest
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
@@ -133,7 +134,7 @@ def write(record: RecordBytes, path: str | os.PathLike[str], *, still: Callable[
         with _drafted(name, layout.nbytes) as fd:
             digests = b"".join([_write_part(fd, part, record.segments[part.segment]) for part in layout.parts])
             begin = _MAGIC + _COUNTS.pack(len(header), len(layout.parts))
-            _write(fd, memoryview(b"".join([begin, digest(begin, header, digests), header, digests])), 0)
+            write_exactly(fd, memoryview(b"".join([begin, digest(begin, header, digests), header, digests])), 0)
             os.fsync(fd)
             if not still():
                 raise _Unwanted
@@ -196,14 +197,8 @@ def _write_part(fd: int, part: _Part, segment: SegmentBytes) -> bytes:
 
 
 def _write_data(fd: int, part: _Part, data: memoryview) -> bytes:
-    _write(fd, data, part.offset)
+    write_exactly(fd, data, part.offset)
     return digest(data)
-
-
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < data.nbytes:
-        done += os.pwrite(fd, data[done:], offset + done)
 
 
 class _FileSegment:
