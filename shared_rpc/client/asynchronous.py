@@ -20,7 +20,7 @@ from shared_rpc.client.connection import Connection
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
-from shared_rpc.client.session import ClientSession, Search, Takeover, held_of, to_suspend
+from shared_rpc.client.session import ClientSession, Search, Takeover, renewing
 from shared_rpc.client.steps import (
     CoroutineMethods,
     Lend,
@@ -36,14 +36,13 @@ from shared_rpc.client.steps import (
     drive,
     goes_to_operation,
 )
-from shared_rpc.client.suspension import lease_ended
+from shared_rpc.client.suspension import lease_ended, renewed
 from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import tiers as t
 
 __all__ = ["CoroutineDriver"]
 
@@ -223,11 +222,16 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             if self._channel is not None and not self._channel.alive:
                 self._channel.close("the server closed the connection")
                 self._channel = None
+            outdated: list[Lease[Any]] = []
             if self._channel is None:
-                self._channel = await self._connect()
-            return self._channel
+                self._channel, outdated = await self._connect()
+            channel = self._channel
+        if outdated:
+            await self._run(renewed(self, outdated), timeout=PROMPT)
+        return channel
 
-    async def _connect(self) -> Channel:
+    async def _connect(self) -> tuple[Channel, list[Lease[Any]]]:
+        """Return a channel, and the handles whose memory is to be renewed."""
         search = Search(self.socket_path, self._connect_timeout)
         while True:
             try:
@@ -235,20 +239,22 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 break
             except ConnectError as error:
                 await anyio.sleep(search.failed(error))
-        if self._closed:
+        try:
+            if self._session is not None and not takeover.joined:
+                await anyio.to_thread.run_sync(self._session.transfer.close)
+            if self._closed:
+                raise ConnectionClosed("this client is closed")
+        except BaseException:
             channel.close()
-            raise ConnectionClosed("this client is closed")
+            raise
+        # No await from here on: whoever is cancelled has the session, or what it was to have.
         if not takeover.joined:
-            ended, self._session = self._session, takeover.begin(self._new_transfer())
-            unwanted = takeover.move(self._session)
-            if unwanted:
-                channel.notify(m.Release(unwanted))
-            asleep = to_suspend(takeover.moving, self._session)
-            if asleep:
-                channel.notify(t.Suspend(asleep))
-            if ended is not None:
-                await anyio.to_thread.run_sync(ended.transfer.close)
-        return channel
+            self._session = takeover.begin(self._new_transfer())
+        if takeover.renewal is None:
+            return channel, []
+        for message in takeover.renewal.corrections():
+            channel.notify(message)
+        return channel, takeover.renewal.outdated()
 
     async def _join(self, path: str) -> tuple[Channel, Takeover]:
         """Open a channel that joins the session, or begins another one, which has its leases then.
@@ -260,9 +266,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         channel = await Channel.open(path, token, self._timeout if self._timeout is not None else 3600.0)
         try:
             takeover = Takeover(self._leases, session, channel.welcome)
-            if takeover.moving:
-                with takeover.renewal(path) as request:
-                    takeover.held = held_of(await channel.exchange(request, anyio.current_time() + PROMPT))
+            if takeover.renewal is not None:
+                with renewing(path):
+                    takeover.renewal.granted(await channel.exchange(takeover.renewal.request, anyio.current_time() + PROMPT))
         except BaseException:
             channel.close()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -27,7 +28,7 @@ from shared_rpc.client.steps import (
     drive,
     reached,
 )
-from shared_rpc.client.suspension import lease_ended
+from shared_rpc.client.suspension import lease_ended, renewed
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, passed_over
 from shared_rpc.lifecycle.finalizer import Job, weakly
@@ -43,7 +44,9 @@ class BlockingDriver(BaseClient, BlockingMethods):
     """The driver of :class:`shared_rpc.Client`: every thread that waits has a connection of its own."""
 
     def _begin(self) -> None:
-        self._pool = ConnectionPool(self._address.path, self._transfers(), self._leases, weakly(self._moved))
+        self._pool = ConnectionPool(
+            self._address.path, self._transfers(), self._leases, weakly(self._moved), weakly(self._renewed)
+        )
 
     def _end_job(self) -> Job | None:
         # A client whose constructor failed has no pool.
@@ -59,6 +62,10 @@ class BlockingDriver(BaseClient, BlockingMethods):
         if self._watch is not None and self._watch.active:
             self._watch_in(self._run(reached(self._pool.session)))
             self._watch.move()
+
+    def _renewed(self, handles: Sequence[Lease[Any]], seconds: float) -> None:
+        """Have the memory of handles renewed."""
+        self._run(renewed(self, handles), patience=0, timeout=seconds)
 
     def close(self) -> None:
         """Hang up. The leases go back; tensors stay valid. Every later operation fails."""

@@ -132,6 +132,8 @@ class Lease(Generic[T]):
         self._suspended = False
         self._resting = False
         self._blocks = 0
+        #: Whether the memory of this process is an earlier one than the server's, see :meth:`_fall_behind`.
+        self._outdated = False
         FINALIZER.start()
 
     @property
@@ -142,16 +144,27 @@ class Lease(Generic[T]):
         :raises HandleSuspended: while the handle is suspended.
         """
         self._check_held()
-        if self._suspended:
+        if self.suspended:
+            why = (
+                "is suspended, and its memory may not be touched"
+                if self._suspended
+                else "is suspended, because the object was evicted while this client's session with the server was lost: the "
+                "memory that this process has of it is not the one that others have"
+            )
             raise HandleSuspended(
-                f"the handle of object {self.object_id} is suspended, and its memory may not be touched: resume() it first, or "
-                f"use its value in a block 'with handle.active() as value:'"
+                f"the handle of object {self.object_id} {why}: resume() it first, or use its value in a block "
+                f"'with handle.active() as value:'"
             )
         return self._value
 
     @property
     def suspended(self) -> bool:
         """Return whether the handle is suspended: :attr:`value` cannot be used before it is resumed."""
+        return (self._suspended or self._outdated) and not self._released
+
+    @property
+    def asleep(self) -> bool:
+        """Return whether this process has promised not to touch the memory, so that it can be unmapped."""
         return self._suspended and not self._released
 
     @property
@@ -202,12 +215,19 @@ class Lease(Generic[T]):
         self._check_held()
         self._resting = False
 
-    def _wake(self, *, for_good: bool = False) -> None:
-        """Become active; ``for_good`` if no end of a block is to suspend it again."""
+    def _wake(self) -> None:
+        """Become active: the memory is there."""
         with self._lock:
-            self._suspended = False
-            if for_good:
-                self._resting = False
+            self._suspended = self._outdated = False
+
+    def _stay_awake(self) -> None:
+        """Note that the handle could not be suspended, and that no end of a block is to do it."""
+        with self._lock:
+            self._suspended = self._resting = False
+
+    def _fall_behind(self) -> None:
+        """Become suspended without a promise: the server has other memory, and what is mapped here stays until then."""
+        self._outdated = True
 
     def _let_go(self) -> None:
         """Drop the value, while the handle is suspended."""
@@ -261,7 +281,7 @@ class Lease(Generic[T]):
             FINALIZER.submit(lambda: issuer._end_lease(object_id, session))
 
     def __repr__(self) -> str:
-        state = "released" if self._released else "suspended" if self._suspended else type(self._value).__name__
+        state = "released" if self._released else "suspended" if self.suspended else type(self._value).__name__
         return f"<{type(self).__name__} {self.object_id} generation {self.generation}: {state}>"
 
 

@@ -7,19 +7,19 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
-from shared_rpc.client.session import RETRY, ClientSession, LeaseBook, Search, Takeover, held_of, to_hold, to_suspend
+from shared_rpc.client.handle import Lease
+from shared_rpc.client.session import RETRY, ClientSession, LeaseBook, Renewal, Search, Takeover, renewing
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.lifecycle.finalizer import FINALIZER
-from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import tiers as t
 
 __all__ = ["ConnectionPool", "Turn"]
 
@@ -53,6 +53,7 @@ class ConnectionPool:
     :param new_transfer: makes the pools of a new session.
     :param leases: the handles whose leases a new session takes over.
     :param moved: called in another thread, before a session that was retired ends.
+    :param renewed: called with handles whose memory is outdated, and the seconds that there are to renew it.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class ConnectionPool:
         path: Callable[[], str],
         new_transfer: Callable[[], ClientTransfer],
         leases: LeaseBook,
-        moved: Callable[[], object] = lambda: None,
+        moved: Callable[[], object],
+        renewed: Callable[[Sequence[Lease[Any]], float], object],
     ) -> None:
         self._path = path
         self._new_transfer = new_transfer
         self._leases = leases
         self._moved = moved
+        self._renewed = renewed
         self.closed = False
         #: Starts a server where none listens: called with the socket's path, the seconds for the start, and the deadline.
         self.summon: Callable[[str, float, float], None] | None = None
@@ -148,15 +151,16 @@ class ConnectionPool:
         turn = Turn()
         try:
             if moving:
-                held = held_of(self.exchange(to_hold(moving), time.monotonic() + PROMPT, 0, turn))
+                renewal = Renewal(self._leases, moving)
+                renewal.granted(self.exchange(renewal.request, time.monotonic() + PROMPT, 0, turn))
                 new = turn.session
                 assert new is not None, "a reply sets the session"
-                unwanted = self._leases.move(moving, held, new) if new.server_id == session.server_id else held
-                if unwanted:
-                    self.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT, 0, turn).frame.close()
-                asleep = to_suspend(moving, new)
-                if asleep:
-                    self.exchange(Request(t.Suspend(asleep), "suspend"), time.monotonic() + PROMPT, 0, turn).frame.close()
+                if new.server_id == session.server_id:
+                    renewal.move(new)
+                for message in renewal.corrections():
+                    self.exchange(Request(message, "the leases"), time.monotonic() + PROMPT, 0, turn).frame.close()
+                if outdated := renewal.outdated():
+                    self._renewed(outdated, PROMPT)
                 self._spare(new)
             self._moved()
         except (DeadlineExceeded, ConnectError) as error:
@@ -371,9 +375,9 @@ class ConnectionPool:
             try:
                 connection.open(session.token if session is not None else "", max(deadline - time.monotonic(), RETRY))
                 takeover = Takeover(self._leases, session, connection.welcome)
-                if takeover.moving:
-                    with takeover.renewal(search.path) as request:
-                        takeover.held = held_of(connection.exchange(request, time.monotonic() + PROMPT))
+                if takeover.renewal is not None:
+                    with renewing(search.path):
+                        takeover.renewal.granted(connection.exchange(takeover.renewal.request, time.monotonic() + PROMPT))
                 return connection, takeover
             except ConnectError as error:
                 connection.close()
@@ -385,7 +389,7 @@ class ConnectionPool:
     def _connect(self, deadline: float, patience: float, turn: Turn) -> tuple[ClientSession, Connection]:
         connection, takeover = self._reach(deadline, patience, turn)
         ended: ClientSession | None = None
-        unwanted: list[str] = []
+        renewal: Renewal | None = None
         parked: list[Connection] = []
         with self._lock:
             if self.closed:
@@ -393,11 +397,10 @@ class ConnectionPool:
                 raise ConnectionClosed("this client is closed")
             current = self.session
             if current is takeover.earlier and not takeover.joined:
-                ended = current
+                ended, renewal = current, takeover.renewal
                 current = takeover.begin(self._new_transfer())
                 current.connections.add(connection)
                 self.session = turn.session = current
-                unwanted = takeover.move(current)
             elif current is not None and current.token == takeover.welcome.token:
                 turn.session = current
                 current.connections.add(connection)
@@ -414,14 +417,16 @@ class ConnectionPool:
             return self._connect(deadline, patience, turn)
         for earlier in parked:
             self._drop(current, earlier)
-        if unwanted:
+        for message in renewal.corrections() if renewal is not None else ():
             with passed_over(SharedRPCError):
-                connection.exchange(Request(m.Release(unwanted), "release"), time.monotonic() + PROMPT)
-        asleep = to_suspend(takeover.moving, current)
-        if asleep:
-            with passed_over(SharedRPCError):
-                connection.exchange(Request(t.Suspend(asleep), "suspend"), time.monotonic() + PROMPT)
-        return current, connection
+                connection.exchange(Request(message, "the leases"), time.monotonic() + PROMPT).frame.close()
+        outdated = renewal.outdated() if renewal is not None else []
+        if not outdated:
+            return current, connection
+        self._put_back(current, connection)
+        turn.connection = None
+        self._renewed(outdated, min(PROMPT, max(deadline - time.monotonic(), 0.0)))
+        return self._acquire(None, deadline, patience, turn)
 
 
 def _poll(pool: weakref.ref[ConnectionPool]) -> None:

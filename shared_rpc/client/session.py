@@ -20,9 +20,11 @@ from shared_rpc.client.steps import Reply, Request, message_of
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.errors.interrupts import is_of_handler
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
 
-__all__ = ["RETRY", "ClientSession", "LeaseBook", "Search", "Takeover", "held_of", "to_hold", "to_suspend"]
+__all__ = ["RETRY", "ClientSession", "LeaseBook", "Renewal", "Search", "Takeover", "renewing"]
 
 #: Seconds between two attempts to reach a server that is not there yet.
 RETRY = 0.05
@@ -85,20 +87,49 @@ class LeaseBook:
         return list(left.elements())
 
 
-def to_suspend(handles: Iterable[Lease[Any]], session: object) -> list[str]:
-    """Return the ids of objects to suspend in a session that has taken handles over: those without an active handle."""
-    moved = [handle for handle in handles if handle.in_session(session)]
-    return list({handle.object_id for handle in moved} - {handle.object_id for handle in moved if not handle.suspended})
+class Renewal:
+    """The leases of handles in a session that takes them over from an earlier one.
 
+    While the earlier one was lost, nothing was active, and objects could be evicted. The server compares the memory that is
+    mapped here with what it has, and grants inactive leases on objects that have other memory now: see
+    :func:`shared_rpc.client.suspension.renewed`.
 
-def to_hold(handles: Sequence[Lease[Any]]) -> Request:
-    """Return the request for the leases of handles in a new session."""
-    return Request(m.Hold([handle.object_id for handle in handles]), "the leases of this client")
+    Handles may be suspended and resumed in the time between :attr:`request` and :meth:`move`: what follows from that is in
+    :meth:`corrections` and :meth:`outdated`.
+    """
 
+    def __init__(self, leases: LeaseBook, handles: Sequence[Lease[Any]]) -> None:
+        ids = [handle.object_id for handle in handles]
+        active = {handle.object_id for handle in handles if not handle.suspended}
+        mapped = {each: [mapping.info.id for mapping in found] for each, found in MAPPINGS.of_objects(active).items()}
+        self._handles = handles
+        self._leases = leases
+        #: Objects on which new leases are inactive, granted leases that no handle has, and the handles that were moved.
+        self._inactive = set(ids) - active
+        self._unwanted: list[str] = []
+        self._moved: list[Lease[Any]] = []
+        self.request = Request(m.Hold(ids, sorted(self._inactive), mapped), "the leases of this client")
 
-def held_of(reply: Reply) -> list[str]:
-    """Return the ids of the leased objects, each as often as it was asked for."""
-    return message_of(reply, "the leases of this client", m.Held).object_ids
+    def granted(self, reply: Reply) -> None:
+        """Note the answer to the request."""
+        held = message_of(reply, self.request.what, m.Held)
+        self._unwanted = held.object_ids
+        self._inactive.update(held.outdated)
+
+    def move(self, session: object) -> None:
+        """Move the handles into the session that has the leases."""
+        self._unwanted = self._leases.move(self._handles, self._unwanted, session)
+        self._moved = [handle for handle in self._handles if handle.in_session(session)]
+
+    def corrections(self) -> list[m.Message]:
+        """Return the messages after which the session has the leases that it needs, as far as they need no memory."""
+        moved = {handle.object_id for handle in self._moved if handle.suspended} - self._inactive
+        asleep = [each for each in moved if all(handle.suspended for handle in self._leases.of_object(each))]
+        return [*([m.Release(self._unwanted)] if self._unwanted else []), *([t.Suspend(asleep)] if asleep else [])]
+
+    def outdated(self) -> list[Lease[Any]]:
+        """Return the active handles whose leases are inactive."""
+        return [handle for handle in self._moved if handle.object_id in self._inactive and not handle.suspended]
 
 
 class Takeover:
@@ -111,29 +142,29 @@ class Takeover:
         self.earlier = earlier
         self.welcome = welcome
         self.joined = earlier is not None and earlier.token == welcome.token
-        #: Handles whose leases the new session takes over, and the ids of the granted leases.
-        self.moving: list[Lease[Any]] = []
-        self.held: list[str] = []
+        #: The leases that the new session takes over, None if there are none.
+        self.renewal: Renewal | None = None
         if earlier is not None and not self.joined and earlier.server_id == welcome.server_id:
-            self.moving = leases.of(earlier)
-
-    @contextmanager
-    def renewal(self, path: str) -> Iterator[Request]:
-        """Turn the errors of asking for the leases into :class:`ConnectError`: a server that goes away at once is not there."""
-        try:
-            yield to_hold(self.moving)
-        except (ConnectionClosed, DeadlineExceeded) as error:
-            if is_of_handler(error):
-                raise
-            raise ConnectError(f"the server at {path} hung up during the handshake: {error}") from error
+            handles = leases.of(earlier)
+            self.renewal = Renewal(leases, handles) if handles else None
 
     def begin(self, transfer: ClientTransfer) -> ClientSession:
-        """Return the session that begins."""
-        return ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, transfer)
+        """Return the session that begins, with the handles moved into it."""
+        session = ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, transfer)
+        if self.renewal is not None:
+            self.renewal.move(session)
+        return session
 
-    def move(self, session: ClientSession) -> list[str]:
-        """Move the handles into the session that began; return the ids of unwanted leases."""
-        return LeaseBook.move(self.moving, self.held, session)
+
+@contextmanager
+def renewing(path: str) -> Iterator[None]:
+    """Turn the errors of asking for the leases into :class:`ConnectError`: a server that goes away at once is not there."""
+    try:
+        yield
+    except (ConnectionClosed, DeadlineExceeded) as error:
+        if is_of_handler(error):
+            raise
+        raise ConnectError(f"the server at {path} hung up during the handshake: {error}") from error
 
 
 class Search:

@@ -14,9 +14,10 @@ and looks for handles then: one of them sees the other.
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
@@ -24,8 +25,8 @@ from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Within, Work, ask
-from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, StaleHandleError
-from shared_rpc.errors.interrupts import is_interrupt
+from shared_rpc.errors import CapabilityError, ConnectError, ConnectionClosed, ProtocolError, StaleHandleError
+from shared_rpc.errors.interrupts import is_interrupt, is_of_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.remap_hooks import REMAP_HOOKS, MappedRange
@@ -34,7 +35,9 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["Suspending", "Suspensions", "awakened", "lease_ended", "outdated", "remapped", "resumed", "suspended"]
+__all__ = ["Suspending", "Suspensions", "awakened", "lease_ended", "outdated", "remapped", "renewed", "resumed", "suspended"]
+
+_log = logging.getLogger("shared_rpc")
 
 #: Seconds between two looks at a suspension that is on its way.
 _MOMENT = 0.002
@@ -114,10 +117,10 @@ after_fork(_sleepers.clear)
 
 
 def _needed(object_id: str) -> bool:
-    """Return whether a handle of the object is active in this process."""
+    """Return whether a handle of the object may be used in this process."""
     with _lock:
         clients = list(_clients)
-    return any(not handle.suspended for client in clients for handle in client.leases.of_object(object_id))
+    return any(not handle.asleep for client in clients for handle in client.leases.of_object(object_id))
 
 
 def _sleeps(object_id: str) -> bool:
@@ -125,7 +128,7 @@ def _sleeps(object_id: str) -> bool:
     if not _sleepers:
         return False
     with _lock:
-        return object_id in [handle.object_id for handle in _sleepers if handle.suspended]
+        return object_id in [handle.object_id for handle in _sleepers if handle.asleep]
 
 
 class Suspending(Protocol):
@@ -155,7 +158,7 @@ def suspended(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
                 reason="released",
             )
     except BaseException:
-        handle._wake(for_good=True)
+        handle._stay_awake()
         raise
     with _lock:
         _sleepers.add(handle)
@@ -190,7 +193,7 @@ def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
             MAPPINGS.suspend(object_id, functools.partial(_needed, object_id))
         except BaseException:
             if handle is not None:
-                handle._wake(for_good=True)
+                handle._stay_awake()
             raise
 
 
@@ -207,6 +210,68 @@ def resumed(ctx: Suspending, handle: Lease[Any], timeout: float | None = None) -
 
 def awakened(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
     """Have an object's memory back, for a handle that is active then."""
+    yield from _brought_back(ctx, handle, handle._wake)
+
+
+def renewed(ctx: Suspending, handles: Iterable[Lease[Any]]) -> Operation[None]:
+    """Have the memory that objects have now in the places of earlier incarnations, for active handles.
+
+    Their session has taken the leases over from one that was lost, as inactive ones. Where the memory is not to be had now, the
+    handles are suspended, and what is mapped stays. Raises no error of its own.
+    """
+    left: dict[str, list[Lease[Any]]] = {}
+    for handle in handles:
+        left.setdefault(handle.object_id, []).append(handle)
+    try:
+        for object_id, [handle, *_] in tuple(left.items()):
+            try:
+                yield from _replaced(ctx, handle)
+            except Exception as error:
+                if is_of_handler(error):
+                    raise
+                _fall_behind(left.pop(object_id), str(error))
+            else:
+                del left[object_id]
+    finally:
+        for behind in left.values():
+            _fall_behind(behind, "the request that met the new session was interrupted")
+
+
+def _replaced(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
+    object_id = handle.object_id
+    mapped = MAPPINGS.of_objects({object_id}).get(object_id, [])
+    if not all(mapping.backend.replaces for mapping in mapped):
+        raise CapabilityError("the memory of a GPU is replaced by resume() alone, because no kernel may use it meanwhile")
+    written = any(mapping.info.access == "read_write" for mapping in mapped)
+    yield from _brought_back(ctx, handle, lambda: None)
+    _log.log(
+        logging.WARNING if written else logging.INFO,
+        "object %s was evicted while the session with the server was lost: its present memory is mapped at its address%s",
+        object_id,
+        ", and what this process wrote to it meanwhile is lost" if written else "",
+    )
+    yield from lease_ended(ctx, [object_id])  # the handles may have been suspended meanwhile
+
+
+def _fall_behind(handles: Sequence[Lease[Any]], why: str) -> None:
+    for handle in handles:
+        handle._fall_behind()
+    _log.warning(
+        "object %s was evicted while the session with the server was lost, and its present memory cannot be mapped now: "
+        "its handle is suspended until resume(). %s",
+        handles[0].object_id,
+        why,
+    )
+
+
+def _brought_back(ctx: Suspending, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
+    session: object = None
+    while session is not handle._session:  # another one may have taken the lease over meanwhile, as an inactive one
+        session = handle._session
+        yield from _mapped_again(ctx, handle, activate)
+
+
+def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
     book, object_id = ctx._suspensions, handle.object_id
     passage = book.begin_resuming(object_id)
     ranges: list[MappedRange] = []
@@ -219,7 +284,7 @@ def awakened(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
             if reply.live:
                 handle._take(reply.value)
             message, segments = _segments_of(reply)
-            ranges = yield Work(functools.partial(_mapped, book, handle, segments, message.owner))
+            ranges = yield Work(functools.partial(_mapped, book, object_id, segments, message.owner, activate))
         finally:
             reply.frame.close()
     except GeneratorExit:
@@ -247,13 +312,15 @@ def _segments_of(reply: Reply) -> tuple[t.Resumed, list[Segment]]:
     return message, segments
 
 
-def _mapped(book: Suspensions, handle: Lease[Any], segments: Sequence[Segment], owner: str) -> list[MappedRange]:
-    def activate() -> None:
-        handle._wake()
-        book.told.discard(handle.object_id)
+def _mapped(
+    book: Suspensions, object_id: str, segments: Sequence[Segment], owner: str, activate: Callable[[], None]
+) -> list[MappedRange]:
+    def activated() -> None:
+        activate()
+        book.told.discard(object_id)
 
     try:
-        return MAPPINGS.resume(handle.object_id, segments, owner, activate)
+        return MAPPINGS.resume(object_id, segments, owner, activated)
     finally:
         for segment in segments:
             segment.close()

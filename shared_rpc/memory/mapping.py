@@ -23,7 +23,7 @@ import resource
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -332,6 +332,16 @@ class MappingTable:
             if mapped and info.id not in mapped:
                 return True
         return False
+
+    def of_objects(self, object_ids: Set[str]) -> dict[str, list[Mapping]]:
+        """Return the memory of these objects that is mapped, by object, without what :meth:`resume` never replaces."""
+        found: dict[str, list[Mapping]] = {}
+        with self._lock:
+            for mapping in self._mappings.values():
+                if not mapping.vacated and mapping.info.access not in _APART:
+                    for object_id in object_ids & {use.object_id for use in mapping.uses if use() is not None}:
+                        found.setdefault(object_id, []).append(mapping)
+        return found
 
     def disown(self, segment_ids: Iterable[str]) -> int:
         """Note that these segments' server keeps them no more; return how many of them it did, as far as known here."""

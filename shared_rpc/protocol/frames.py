@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 MAGIC = b"sRPC"
-VERSION = 3
+VERSION = 4
 _HEADER = struct.Struct("!4sBBHIIQ")
 HEADER_SIZE = _HEADER.size
 

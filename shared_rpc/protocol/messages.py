@@ -133,15 +133,24 @@ class Count(Message):
 class Hold(Message):
     """Request for one more lease for each id, as often as it is named: those of an earlier session of the same client, whose
     connections broke or whose server was restarted.
+
+    New leases on ``suspended`` objects are inactive. ``mapped`` are the ids of the segments that the client has mapped of
+    others: while the earlier session was lost, they could be evicted.
     """
 
     object_ids: list[str]
+    suspended: list[str] = []
+    mapped: dict[str, list[str]] = {}
 
 
 class Held(Message):
-    """The ids of :class:`Hold` that the session has a lease on now; objects of the others were dropped."""
+    """The ids of :class:`Hold` that the session has a lease on now; objects of the others were dropped.
+
+    New leases on ``outdated`` objects are inactive: the memory that the client has mapped is not theirs any more.
+    """
 
     object_ids: list[str]
+    outdated: list[str] = []
 
 
 class GetObjectInfo(Message):

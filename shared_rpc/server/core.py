@@ -20,6 +20,7 @@ from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.events import HOOKS
+from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import MechanismInfo, ObjectInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo
 from shared_rpc.protocol.records import SegmentInfo
@@ -416,13 +417,16 @@ class Core:
         self._settle(*released)
         return len(released)
 
-    def hold(self, session: str, object_ids: Iterable[str]) -> list[str]:
-        """Grant the session one more lease for each id of a managed object that is there, and return the ids of those."""
-        found = [(object_id, self.objects.get(object_id)) for object_id in object_ids]
-        held = [object_id for object_id, stored in found if stored is not None and stored.managed]
+    def hold(self, session: str, request: m.Hold) -> m.Held:
+        """Grant the session one more lease for each id of a managed object that is there."""
+        found = {object_id: self.objects.get(object_id) for object_id in request.object_ids}
+        there = {object_id: stored for object_id, stored in found.items() if stored is not None and stored.managed}
+        outdated = [each for each, stored in there.items() if stored.has_replaced(request.mapped.get(each, ()))]
+        inactive = {*request.suspended, *outdated}
+        held = [object_id for object_id in request.object_ids if object_id in there]
         for object_id in held:
-            self.leases.grant(session, object_id)
-        return held
+            self.leases.grant(session, object_id, active=object_id not in inactive)
+        return m.Held(held, outdated)
 
     def invalidate_call(self, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         """Drop the cached result of one call, and keep a run of it that goes on out of the cache."""

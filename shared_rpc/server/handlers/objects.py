@@ -14,7 +14,7 @@ def release(caller: Caller, message: m.Release) -> m.Count:
 
 @handles(m.Hold)
 def hold(caller: Caller, message: m.Hold) -> m.Held:
-    return m.Held(caller.core.hold(caller.session, message.object_ids))
+    return caller.core.hold(caller.session, message)
 
 
 @handles(m.GetObjectInfo)

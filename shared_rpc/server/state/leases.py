@@ -1,7 +1,7 @@
 """Leases. A lease is a session and an object; it counts the handles the session was given.
 
 It is active, unless the session has suspended the object: then the session promises not to touch the object's memory until it
-resumes it. Being granted another handle is resuming.
+resumes it. Being granted another handle is resuming, unless that is granted as a suspended one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ class LeaseTable:
         self._suspended: defaultdict[str, set[str]] = defaultdict(set)
         self._watched: dict[str, Callable[[], None]] = {}
 
-    def grant(self, session: str, object_id: str) -> None:
-        """Count one more handle of the session."""
+    def grant(self, session: str, object_id: str, *, active: bool = True) -> None:
+        """Count one more handle of the session.
+
+        :param active: False for a handle that is suspended: a new lease is inactive then, and another one stays as it is.
+        """
         held = self._by_session[session]
         held[object_id] += 1
         self._by_object[object_id].add(session)
-        if self._suspended or self._watched:
+        if not active:
+            if held[object_id] == 1:
+                self._suspended[object_id].add(session)
+        elif self._suspended or self._watched:
             self._activate(session, object_id)
         if self._on_give is not None and held[object_id] == 1:
             self._on_give(session, object_id)

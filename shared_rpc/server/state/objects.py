@@ -92,6 +92,10 @@ class StoredObject:
         """Whether nothing has taken its place: the cache lists it, or never would."""
         return self.listed or self.cache_key is None
 
+    def has_replaced(self, segment_ids: Iterable[str]) -> bool:
+        """Return whether some of these segments, which were its own, are not any more: it was evicted since."""
+        return not {segment.info.id for segment in self.record.segments}.issuperset(segment_ids)
+
     def close(self) -> None:
         """Close the descriptors of its memory and of its page."""
         self.record.close()

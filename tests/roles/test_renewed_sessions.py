@@ -1,0 +1,470 @@
+"""Clients whose connections broke, and whose objects went to other tiers before the next session had their leases."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+
+from shared_rpc import AsyncClient, Client, Handle, Provider
+from shared_rpc.client.handle import Lease
+from shared_rpc.client.pool import Turn
+from shared_rpc.client.session import LeaseBook, Renewal
+from shared_rpc.client.steps import Reply, Step, Work, drive
+from shared_rpc.client.suspension import awakened
+from shared_rpc.errors import HandleSuspended, ServerBusy
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.remap_hooks import MappedRange, on_remap
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+from tests.kit.apps import Connect, Serve
+from tests.kit.brokers import BrokerApp
+from tests.kit.processes import Child, eventually, python
+from tests.kit.suspending import APP, SIZE, has_numbers
+
+#: Bytes of an object, in pages.
+ROOM = -(-SIZE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+
+#: Adds one to what all have, and goes on to do so when told.
+WRITER = """
+import sys
+from shared_rpc import Client
+with Client(device="cpu") as client, client.call("load") as handle:
+    for line in sys.stdin:
+        handle.value.add_(1)
+        print("written, to", handle.value[0].item(), flush=True)
+"""
+
+
+@pytest.fixture
+def broker(no_leaks: None, broker_app: BrokerApp, tmp_path: Path) -> BrokerApp:
+    """A server of another process, with room for two objects, which evicts to files when asked."""
+    broker_app.write(APP)
+    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={2 * ROOM}")
+    return broker_app
+
+
+@pytest.fixture
+def client(broker: BrokerApp) -> Client:
+    """A client of it, whose sessions are lost."""
+    return broker.connect()
+
+
+@pytest.fixture
+def other(broker: BrokerApp) -> Client:
+    """A client that moves objects, and has none."""
+    return broker.connect()
+
+
+@pytest.fixture
+def writer(children: list[Child]) -> Callable[[], Child]:
+    """Starts a process that writes to the object, and is told when."""
+
+    def start() -> Child:
+        children.append(python(WRITER))
+        return children[-1]
+
+    return start
+
+
+def lose(other: Client, object_id: str, *clients: Client | AsyncClient) -> None:
+    """Break all connections of those who have an object, and wait until the server knows it."""
+    for client in clients:
+        if isinstance(client, AsyncClient):
+            assert client._channel is not None
+            client._channel._hang_up()
+        else:
+            assert client._pool.session is not None
+            for connection in list(client._pool.session.connections):
+                connection.hang_up()
+    eventually(lambda: state(other, object_id)[1] == 0)
+
+
+def evict(other: Client, object_id: str) -> None:
+    """Evict one object to a file."""
+    (moved,) = other.evict(object_id)
+    assert moved["tier"] == "file"
+
+
+def state(other: Client, object_id: str) -> tuple[str, int, int]:
+    """Its tier, and how many sessions have it, and have it active."""
+    info = other.get_object_info(object_id)
+    return info["tier"], info["leases"], info["active"]
+
+
+@pytest.mark.parametrize("restored", [True, False], ids=["restored", "cold"])
+@pytest.mark.parametrize("endpoint", ["load", "load_read_only", "load_list"])
+def test_an_active_handle_has_the_present_memory(client: Client, other: Client, endpoint: str, restored: bool) -> None:
+    """At the address where it had the earlier one, of which nothing is left; it is not evicted any more."""
+    handle = client.call(endpoint)
+    value = handle.value[0] if endpoint == "load_list" else handle.value
+    address, view, mapped = value.data_ptr(), value[9:], len(MAPPINGS)
+    for _ in range(2):
+        lose(other, handle.object_id, client)
+        evict(other, handle.object_id)
+        if restored:
+            other.restore(handle.object_id)
+        client.ping()
+        assert state(other, handle.object_id) == ("device", 1, 1)
+        assert (value.data_ptr(), has_numbers(value), torch.equal(view, torch.arange(9, SIZE))) == (address, True, True)
+        assert (handle.suspended, len(MAPPINGS)) == (False, mapped)
+        with pytest.raises(ServerBusy, match="in use by pid"):
+            other.evict(handle.object_id)
+
+
+def test_processes_see_what_each_other_writes(
+    client: Client, other: Client, writer: Callable[[], Child], caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the first one's session was lost; what it wrote in between is lost, and a warning says so."""
+    handle = client.call("load")
+    value = handle.value
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+    second = writer()
+    second.tell("write")
+    assert second.expect("written") == "written, to 1"
+    value.fill_(100)
+    with caplog.at_level(logging.INFO, "shared_rpc"):
+        client.ping()
+    assert torch.equal(value, torch.arange(SIZE) + 1)
+    value.add_(10)
+    second.tell("write")
+    assert second.expect("written") == "written, to 12"
+    assert value[0] == 12
+    (record,) = [record for record in caplog.records if handle.object_id in record.message]
+    assert record.levelno == logging.WARNING and "what this process wrote to it meanwhile is lost" in record.message
+
+
+def test_memory_for_reading_is_replaced_without_a_warning(
+    client: Client, other: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the same bytes: nothing is lost."""
+    handle = client.call("load_read_only")
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+    with caplog.at_level(logging.INFO, "shared_rpc"):
+        client.ping()
+    assert has_numbers(handle.value)
+    assert [record.levelno for record in caplog.records if handle.object_id in record.message] == [logging.INFO]
+
+
+def test_memory_that_is_the_same_stays(client: Client, other: Client) -> None:
+    """Nothing was evicted, so nothing is mapped again, and what was written meanwhile is there."""
+    handle = client.call("load")
+    hook = on_remap(before=pytest.fail, after=pytest.fail)
+    lose(other, handle.object_id, client)
+    handle.value.add_(1)
+    client.ping()
+    hook.close()
+    assert torch.equal(handle.value, torch.arange(SIZE) + 1)
+    assert state(other, handle.object_id) == ("device", 1, 1)
+
+
+def test_memory_of_an_earlier_restore_is_known(client: Client, other: Client) -> None:
+    """What the process has mapped counts, whichever incarnation it is."""
+    handle = client.call("load")
+    handle.suspend()
+    evict(other, handle.object_id)
+    handle.resume()
+    lose(other, handle.object_id, client)
+    handle.value.add_(1)
+    client.ping()
+    assert torch.equal(handle.value, torch.arange(SIZE) + 1)
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+    other.restore(handle.object_id)
+    client.ping()
+    with other.call("load") as theirs:
+        theirs.value.add_(1)
+        assert torch.equal(handle.value, torch.arange(SIZE) + 2)
+
+
+def test_libraries_that_register_memory_are_told(client: Client, other: Client) -> None:
+    """Before the earlier memory goes, and when the present one is there."""
+    handle = client.call("load")
+    seen: list[tuple[str, MappedRange]] = []
+    hook = on_remap(
+        before=lambda ranges: seen.extend(("before", each) for each in ranges),
+        after=lambda ranges: seen.extend(("after", each) for each in ranges),
+    )
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+    client.ping()
+    hook.close()
+    assert [(name, memory.address) for name, memory in seen] == [
+        (name, handle.value.data_ptr()) for name in ("before", "after")
+    ]
+
+
+def test_many_handles_and_clients_of_a_process(broker: BrokerApp, client: Client, other: Client) -> None:
+    """The first client that comes back has the memory replaced for all of them, and then each has an active lease on it."""
+    second = broker.connect()
+    handles = [client.call("load"), client.call("load"), second.call("load")]
+    object_id = handles[0].object_id
+    lose(other, object_id, client, second)
+    evict(other, object_id)
+    client.ping()
+    handles[0].value.add_(1)
+    second.ping()
+    assert state(other, object_id) == ("device", 2, 2)
+    assert all(torch.equal(handle.value, torch.arange(SIZE) + 1) for handle in handles)
+
+
+def test_a_suspended_handle_stays_suspended(client: Client, other: Client) -> None:
+    """What was evicted is not restored for it, but for an active one."""
+    asleep, awake = client.call("load", 1), [client.call("load", 2) for _ in range(2)]
+    value = asleep.value
+    asleep.suspend()
+    awake[0].suspend()
+    lose(other, awake[0].object_id, client)
+    for handle in (asleep, awake[0]):
+        evict(other, handle.object_id)
+    client.ping()
+    assert (state(other, asleep.object_id), state(other, awake[0].object_id)) == (("file", 1, 0), ("device", 1, 1))
+    assert [handle.suspended for handle in (asleep, *awake)] == [True, True, False]
+    asleep.resume()
+    assert has_numbers(value) and has_numbers(awake[1].value)
+
+
+def test_a_suspended_handle_is_active_at_no_time(no_leaks: None, provider: Provider, serve: Serve, connect: Connect) -> None:
+    """Its new lease is inactive from the beginning, so that an eviction that goes on is not given up for it."""
+    provider.share("load", managed=True)(lambda number=0: torch.arange(SIZE))
+    seen: list[str] = []
+    server, client, other = serve(), connect(), connect()
+    asleep, awake = client.call("load", 1), client.call("load", 2)
+    asleep.suspend()
+    lose(other, awake.object_id, client)
+    leases = server._engine.core.leases
+    for handle in (asleep, awake):
+        leases.watch(handle.object_id, functools.partial(seen.append, handle.object_id))
+    client.ping()
+    assert (state(other, asleep.object_id), seen) == (("device", 1, 0), [awake.object_id])
+
+
+# Memory that cannot be replaced.
+
+
+def test_a_handle_is_suspended_where_its_object_has_no_room(
+    client: Client, other: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request that met the new session succeeds. The process keeps the earlier memory, and has the present one later."""
+    handle = client.call("load")
+    value = handle.value
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+    buffer = other.create_buffer(2 * ROOM)
+    client.ping()
+    assert (handle.suspended, state(other, handle.object_id), has_numbers(value)) == (True, ("file", 1, 0), True)
+    with pytest.raises(HandleSuspended, match=r"was evicted while .* session .* was lost.*resume\(\)"):
+        _ = handle.value
+    assert [record.levelno for record in caplog.records if "do not fit" in record.message] == [logging.WARNING]
+    with pytest.raises(ServerBusy):
+        handle.resume()
+    assert (handle.suspended, has_numbers(value)) == (True, True)
+    buffer.release()
+    with handle.active() as again:
+        assert again is value
+        with other.call("load") as theirs:
+            theirs.value.add_(1)
+        assert torch.equal(value, torch.arange(SIZE) + 1)
+    assert (handle.suspended, state(other, handle.object_id)) == (False, ("device", 1, 1))
+
+
+def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
+    """A handle that is suspended because its object had no room, which it has now."""
+    handle = client.call("load")
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+    with other.create_buffer(2 * ROOM):
+        client.ping()
+    assert handle.suspended
+    return handle
+
+
+def test_such_a_handle_is_suspended_in_the_next_session_too(client: Client, other: Client) -> None:
+    """It is resumed when that is asked for."""
+    handle = outdated(client, other)
+    lose(other, handle.object_id, client)
+    client.ping()
+    assert (handle.suspended, state(other, handle.object_id)) == (True, ("file", 1, 0))
+    handle.resume()
+    assert has_numbers(handle.value)
+
+
+def test_the_memory_of_such_a_handle_is_given_up(client: Client, other: Client) -> None:
+    """When it is suspended, and not before: another handle of the object does not unmap what it has."""
+    handle = outdated(client, other)
+    value = handle._value
+
+    def mapped() -> int:
+        return len(MAPPINGS.of_objects({handle.object_id}).get(handle.object_id, []))
+
+    new = client.call("load")
+    new.suspend()
+    assert mapped() and has_numbers(value)
+    handle.suspend()
+    assert not mapped()
+    evict(other, handle.object_id)
+    handle.resume()
+    assert (has_numbers(value), new.suspended, handle.suspended) == (True, True, False)
+
+
+def test_a_call_has_the_present_memory_beside_such_a_handle(client: Client, other: Client) -> None:
+    """The suspended one has it when it is resumed."""
+    handle = outdated(client, other)
+    new = client.call("load")
+    new.value.add_(1)
+    assert handle.suspended
+    handle.resume()
+    assert torch.equal(handle.value, torch.arange(SIZE) + 1)
+
+
+def test_memory_that_is_not_replaced_in_one_step(client: Client, other: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of GPUs, which kernels may use: the process has it replaced when it resumes the handle."""
+    handle = client.call("load")
+    value = handle.value
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+    other.restore(handle.object_id)
+    monkeypatch.setattr(type(HOST), "replaces", False)
+    client.ping()
+    assert (handle.suspended, has_numbers(value)) == (True, True)
+    handle.resume()
+    with other.call("load") as theirs:
+        theirs.value.add_(1)
+    assert torch.equal(value, torch.arange(SIZE) + 1)
+
+
+# Handles that are suspended and resumed meanwhile.
+
+
+class Giver:
+    """Takes nothing back."""
+
+    def _end_lease(self, object_id: str, session: object) -> None:
+        """Never called here."""
+        raise AssertionError(object_id)
+
+
+def test_handles_that_change_while_their_leases_are_asked_for() -> None:
+    """Who was suspended since is suspended in the new session; who was resumed has its memory renewed."""
+    earlier, later, leases = object(), object(), LeaseBook()
+    handles = [Lease(1, object_id=name, server_id="s", generation=1, issuer=Giver(), session=earlier) for name in "abcd"]
+    asleep, tired, rested, gone = handles
+    for handle in handles:
+        leases.add(handle)
+    for handle in (asleep, rested):
+        handle._rest()
+        handle._fall_asleep()
+    renewal = Renewal(leases, handles)
+    assert renewal.request.message == m.Hold([*"abcd"], [*"ac"])
+    tired._rest()
+    tired._fall_asleep()
+    rested._wake()
+    gone._forgo()
+    renewal.granted(Reply(m.Held([*"abcd"]), Frame(0, 0, b"")))
+    renewal.move(later)
+    assert [str(message) for message in renewal.corrections()] == ["Release(object_ids=['d'])", "Suspend(object_ids=['b'])"]
+    assert renewal.outdated() == [rested]
+    for handle in (asleep, tired, rested):
+        handle._forgo()
+
+
+def test_a_session_that_is_lost_while_a_handle_is_resumed(client: Client, other: Client) -> None:
+    """After the server has sent the memory, and before it is mapped: then it is asked once more, in the new session."""
+    handle = client.call("load")
+    value = handle.value
+    handle.suspend()
+    turn, maps = Turn(), []
+
+    def perform(step: Step) -> Any:
+        if isinstance(step, Work) and not maps:
+            maps.append(step)
+            lose(other, handle.object_id, client)
+            evict(other, handle.object_id)
+            client.ping()
+        return client._perform(turn, step)
+
+    drive(awakened(client, handle), perform)
+    assert state(other, handle.object_id) == ("device", 1, 1)
+    with other.call("load") as theirs:
+        theirs.value.add_(1)
+    assert torch.equal(value, torch.arange(SIZE) + 1)
+
+
+# Coroutines.
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("restored", [True, False], ids=["restored", "cold"])
+async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, other: Client, restored: bool) -> None:
+    """Like a blocking one; a suspended handle of it stays suspended."""
+    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
+        handle, asleep = await client.call("load", 1), await client.call("load", 2)
+        value, address = handle.value, handle.value.data_ptr()
+        await asleep.suspend()
+        lose(other, handle.object_id, client)
+        evict(other, handle.object_id)
+        evict(other, asleep.object_id)
+        if restored:
+            other.restore(handle.object_id)
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(client.ping)
+        assert (state(other, handle.object_id), state(other, asleep.object_id)) == (("device", 1, 1), ("file", 1, 0))
+        with other.call("load", 1) as theirs:
+            theirs.value.add_(1)
+        assert (value.data_ptr(), torch.equal(value, torch.arange(SIZE) + 1)) == (address, True)
+        assert (handle.suspended, asleep.suspended) == (False, True)
+        await asleep.resume()
+        assert has_numbers(asleep.value)
+
+
+@pytest.mark.anyio
+async def test_a_handle_of_a_coroutine_is_suspended_where_its_object_has_no_room(broker: BrokerApp, other: Client) -> None:
+    """And resumed when there is."""
+    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
+        handle = await client.call("load")
+        value = handle.value
+        lose(other, handle.object_id, client)
+        evict(other, handle.object_id)
+        with other.create_buffer(2 * ROOM):
+            await client.ping()
+            assert (handle.suspended, has_numbers(value)) == (True, True)
+        async with handle.active():
+            with other.call("load") as theirs:
+                theirs.value.add_(1)
+            assert torch.equal(value, torch.arange(SIZE) + 1)
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_request_leaves_no_handle_with_earlier_memory(
+    no_leaks: None, broker_app: BrokerApp, tmp_path: Path
+) -> None:
+    """It met the new session, and waited for the memory: the handle is suspended then."""
+    broker_app.write(APP)
+    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={ROOM}", "--when-full", "evict")
+    other = broker_app.connect()
+    async with AsyncClient(broker_app.base_path, device="cpu", timeout=30.0) as client:
+        handle = await client.call("load")
+        lose(other, handle.object_id, client)
+        evict(other, handle.object_id)
+        with other.create_buffer(ROOM):
+            async with anyio.create_task_group() as group:
+                lost = client._session
+                group.start_soon(client.ping)
+                while client._session is lost:
+                    await anyio.lowlevel.checkpoint()
+                group.cancel_scope.cancel()
+            assert handle.suspended
+        await handle.resume()
+        assert has_numbers(handle.value)
