@@ -250,6 +250,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         # No await from here on: whoever is cancelled has the session, or what it was to have.
         if not takeover.joined:
             self._session = takeover.begin(self._new_transfer())
+            takeover.move(self._session)
         if takeover.renewal is None:
             return channel, []
         for message in takeover.renewal.corrections():

@@ -217,7 +217,8 @@ class ConnectionPool:
         with self._lock:
             if request.transfer is not None:
                 return next((session for session in self.retired if session.transfer is request.transfer), None)
-            return turn.session if turn.session in self.retired else None
+            sessions = request.sessions if len(request.sessions) == 1 else [turn.session]
+            return next((session for session in self.retired if session in sessions), None)
 
     def _gave_up(self, session: ClientSession, connection: Connection, error: BaseException) -> None:
         """Handle a connection over which a request has failed."""
@@ -400,7 +401,12 @@ class ConnectionPool:
                 ended, renewal = current, takeover.renewal
                 current = takeover.begin(self._new_transfer())
                 current.connections.add(connection)
+                if ended is not None:
+                    self.retired[ended] = {turn}  # handles are moved later that a signal handler has left there
                 self.session = turn.session = current
+                takeover.move(current)
+                if ended is not None:
+                    del self.retired[ended]
             elif current is not None and current.token == takeover.welcome.token:
                 turn.session = current
                 current.connections.add(connection)

@@ -149,11 +149,13 @@ class Takeover:
             self.renewal = Renewal(leases, handles) if handles else None
 
     def begin(self, transfer: ClientTransfer) -> ClientSession:
-        """Return the session that begins, with the handles moved into it."""
-        session = ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, transfer)
+        """Return the session that begins."""
+        return ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, transfer)
+
+    def move(self, session: ClientSession) -> None:
+        """Move the handles into the session that began."""
         if self.renewal is not None:
             self.renewal.move(session)
-        return session
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Request:
     transfer: ClientTransfer | None = None
     #: Whether the result is wanted as memory, by a process too that has the value itself.
     bare: bool = False
-    #: Of a release: the session of each handle, None for an object that is named by its id.
+    #: Of a release and a resumption: the session of each handle, None for an object that is named by its id.
     sessions: Sequence[object] = ()
     #: Whether the request was queued on a connection that may have sent all of it, and whether the server has reported that
     #: the result waits for memory.

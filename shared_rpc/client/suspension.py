@@ -268,7 +268,11 @@ def _brought_back(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
     session: object = None
     while session is not handle._session:  # another one may have taken the lease over meanwhile, as an inactive one
         session = handle._session
-        yield from _mapped_again(ctx, handle, activate)
+        try:
+            yield from _mapped_again(ctx, handle, activate)
+        except (ConnectionClosed, StaleHandleError):
+            if session is handle._session:
+                raise
 
 
 def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
@@ -279,7 +283,7 @@ def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
         until = time.monotonic() + PROMPT
         while book.is_suspending(object_id) and time.monotonic() < until:
             yield Work(functools.partial(time.sleep, _MOMENT))
-        reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}")
+        reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}", sessions=[handle._session])
         try:
             if reply.live:
                 handle._take(reply.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
+from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import Child, eventually, python
+from tests.kit.repetitions import repetitions
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 #: Bytes of an object, in pages.
@@ -399,6 +402,53 @@ def test_a_session_that_is_lost_while_a_handle_is_resumed(client: Client, other:
     with other.call("load") as theirs:
         theirs.value.add_(1)
     assert torch.equal(value, torch.arange(SIZE) + 1)
+
+
+def test_a_handle_is_resumed_in_a_session_that_was_retired(client: Client, other: Client) -> None:
+    """Its lease is there until another session takes it over, which has it active then."""
+    handle, turn = client.call("load"), Turn()
+    handle.suspend()
+    client._pool.turns.add(turn)  # an operation of another thread, which the session does not end before
+    client._interrupted(client._pool.session)
+    client.ping()
+    handle.resume()
+    assert (has_numbers(handle.value), state(other, handle.object_id)) == (True, ("device", 1, 1))
+    turn.ended = True
+    client._pool.turns.discard(turn)
+    client._pool.end_soon()
+    eventually(lambda: not client._pool.retired)
+    assert (has_numbers(handle.value), state(other, handle.object_id)) == (True, ("device", 1, 1))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, other: Client) -> None:
+    """At any point at which a signal handler may run: the handle has the present memory soon, or is suspended."""
+    handle = client.call("load")
+    value = handle.value
+
+    def lose_and_evict() -> None:
+        client.ping()
+        eventually(lambda: not client._pool.retired)
+        handle.resume()
+        lose(other, handle.object_id, client)
+        evict(other, handle.object_id)
+
+    def is_present() -> bool:
+        if handle.suspended:
+            return True
+        with other.call("load") as theirs:
+            theirs.value.add_(1)
+            return torch.equal(theirs.value, value)
+
+    lose_and_evict()
+    points = points_of(client.ping)
+    seed = random.randrange(1 << 30)
+    print(f"points chosen with the seed {seed}")
+    for point in random.Random(seed).sample(range(1, points + 1), min(repetitions(40, 3000), points)):
+        lose_and_evict()
+        with raising_handler(Interrupted):
+            place, _ = interrupted_at(point, client.ping)
+        eventually(is_present, 5.0, f"interrupted in {place}")
 
 
 # Coroutines.

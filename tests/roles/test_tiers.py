@@ -28,6 +28,7 @@ from shared_rpc.errors import (
     ServerBusy,
     StaleHandleError,
 )
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.observability.events import ObjectEvicted, ObjectRestored, add_hook, remove_hook
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
@@ -148,6 +149,28 @@ def test_another_grant_makes_a_lease_active(raw: Raw, client: Client, message: t
     raw.ask(t.Suspend([object_id]))
     raw.ask(m.Hold([object_id]) if message is m.Hold else m.GetBuffer(object_id))
     assert client.get_object_info(object_id)["active"] == 1
+
+
+def test_leases_are_taken_again_as_suspended_or_outdated_ones(raw: Raw, client: Client) -> None:
+    """A session that names memory which the object has no more gets an inactive lease, and is told so."""
+    with client.call("model", 4) as handle:
+        object_id = handle.object_id
+        (mapping,) = MAPPINGS.of_objects({object_id})[object_id]
+        mapped = {object_id: [mapping.info.id]}
+
+    def taken(*message: Any) -> tuple[m.Message, int]:
+        with Raw(raw.sock.getpeername()) as session:
+            return session.ask(m.Hold([object_id, "0" * 24, object_id], *message)), client.get_object_info(object_id)["active"]
+
+    held = [object_id, object_id]
+    assert taken() == taken([], mapped) == (m.Held(held), 1)
+    assert taken([object_id]) == taken([object_id], mapped) == (m.Held(held), 0)
+    client.evict(object_id)
+    assert taken() == (m.Held(held), 1)
+    assert taken([], mapped) == (m.Held(held, [object_id]), 0)
+    client.restore(object_id)
+    assert taken([], mapped) == (m.Held(held, [object_id]), 0)
+    assert taken([], {object_id: [f"{mapping.info.name}.1"]}) == (m.Held(held), 1)
 
 
 def test_only_a_holder_resumes(raw: Raw, client: Client) -> None:

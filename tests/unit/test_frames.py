@@ -297,7 +297,7 @@ def test_a_damaged_stream_is_a_protocol_error_or_other_frames(sent: list[Plan], 
 def test_the_header_is_as_documented() -> None:
     """Other releases read these bytes; a change of them is a change of the version."""
     assert b"".join(encode_frame(3, 0x01020304, b"ab", b"cde", 1)) == (
-        b"sRPC\x03\x03\x00\x01" + b"\x01\x02\x03\x04" + b"\x00\x00\x00\x02" + b"\x00\x00\x00\x00\x00\x00\x00\x03" + b"abcde"
+        b"sRPC\x04\x03\x00\x01" + b"\x01\x02\x03\x04" + b"\x00\x00\x00\x02" + b"\x00\x00\x00\x00\x00\x00\x00\x03" + b"abcde"
     )
 
 

@@ -143,6 +143,24 @@ def test_whoever_moves_an_object_hears_of_its_use() -> None:
     assert heard == ["x"] * 3
 
 
+def test_a_lease_that_is_granted_as_an_inactive_one() -> None:
+    """It was active at no time, and a handle of a session that has the object active changes nothing."""
+    leases, heard = LeaseTable(), []
+    leases.watch("x", lambda: heard.append("x"))
+    for _ in range(2):
+        leases.grant("a", "x", active=False)
+    assert (leases.active("x"), leases.holders("x"), leases.handles("a", "x"), heard) == (set(), {"a"}, 2, [])
+    leases.grant("b", "x")
+    leases.grant("b", "x", active=False)
+    assert (leases.active("x"), heard) == ({"b"}, ["x"])
+    leases.grant("a", "x")
+    assert leases.active("x") == {"a", "b"}
+    for session in "ab":
+        leases.end_session(session)
+    leases.grant("a", "x")
+    assert leases.active("x") == {"a"}
+
+
 def test_the_end_of_a_session_gives_everything_back() -> None:
     """All its handles at once, each object named once; others keep theirs, and a second end is none."""
     leases = LeaseTable()
