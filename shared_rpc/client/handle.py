@@ -159,7 +159,11 @@ class Lease(Generic[T]):
 
     @property
     def suspended(self) -> bool:
-        """Return whether the handle is suspended: :attr:`value` cannot be used before it is resumed."""
+        """Return whether the handle is suspended: :attr:`value` cannot be used before it is resumed.
+
+        A handle that was active is suspended where its object was evicted while the session with the server was lost, and the
+        new session could not map its present memory at once.
+        """
         return (self._suspended or self._outdated) and not self._released
 
     @property

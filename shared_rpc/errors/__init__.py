@@ -330,7 +330,11 @@ class StaleHandleError(SharedRPCError):
 
 
 class HandleSuspended(SharedRPCError):
-    """The handle is suspended, so that its value cannot be touched in this process. ``resume()`` it, or use ``active()``."""
+    """The handle is suspended, so that its value cannot be touched in this process. ``resume()`` it, or use ``active()``.
+
+    Its process has suspended it; or its object was evicted while the session with the server was lost, and the memory that the
+    process has is not the present one.
+    """
 
     code = "handle-suspended"
 

@@ -827,6 +827,36 @@ def test_a_suspended_object_is_resumed_at_the_next_broker(
     gate.unlink()
 
 
+@pytest.mark.parametrize("restored", [True, False], ids=["restored", "cold"])
+def test_an_active_object_that_the_next_broker_evicts(
+    app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path, restored: bool
+) -> None:
+    """Its holder, which did not know of that broker, has the present memory with its next request."""
+    broker = manager.start("--spill-dir", str(tmp_path))
+    client = app.connect()
+    handle = client.call("held")
+    value = handle.value
+    value.fill_(5)
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    gate.touch()
+    broker.kill()
+    manager.start("--spill-dir", str(tmp_path))
+    other = app.connect()
+    other.evict(handle.object_id)
+    if restored:
+        with other.call("held") as theirs:
+            theirs.value.add_(1)
+    client.ping()
+    assert value.tolist() == [5 + restored] * 4
+    with other.call("held") as theirs:
+        theirs.value.add_(1)
+    assert value.tolist() == [6 + restored] * 4
+    info = other.get_object_info(handle.object_id)
+    assert (info["active"], info["tier"], info["server_id"]) == (1, "device", handle.server_id)
+    handle.release()
+    gate.unlink()
+
+
 def test_a_cold_object_whose_copy_is_not_stored_is_not_restored(
     app: BrokerApp, manager: ServiceManager, tmp_path: Path
 ) -> None:

@@ -422,7 +422,7 @@ def test_a_handle_is_resumed_in_a_session_that_was_retired(client: Client, other
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, other: Client) -> None:
-    """At any point at which a signal handler may run: the handle has the present memory soon, or is suspended."""
+    """At any point at which a signal handler may run: the handle has the present memory after the next one, or is suspended."""
     handle = client.call("load")
     value = handle.value
 
@@ -434,6 +434,7 @@ def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, ot
         evict(other, handle.object_id)
 
     def is_present() -> bool:
+        client.ping()
         if handle.suspended:
             return True
         with other.call("load") as theirs:
