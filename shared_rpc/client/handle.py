@@ -167,7 +167,7 @@ class Lease(Generic[T]):
         return (self._suspended or self._outdated) and not self._released
 
     @property
-    def asleep(self) -> bool:
+    def _asleep(self) -> bool:
         """Return whether this process has promised not to touch the memory, so that it can be unmapped."""
         return self._suspended and not self._released
 

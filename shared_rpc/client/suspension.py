@@ -120,7 +120,7 @@ def _needed(object_id: str) -> bool:
     """Return whether a handle of the object may be used in this process."""
     with _lock:
         clients = list(_clients)
-    return any(not handle.asleep for client in clients for handle in client.leases.of_object(object_id))
+    return any(not handle._asleep for client in clients for handle in client.leases.of_object(object_id))
 
 
 def _sleeps(object_id: str) -> bool:
@@ -128,7 +128,7 @@ def _sleeps(object_id: str) -> bool:
     if not _sleepers:
         return False
     with _lock:
-        return object_id in [handle.object_id for handle in _sleepers if handle.asleep]
+        return object_id in [handle.object_id for handle in _sleepers if handle._asleep]
 
 
 class Suspending(Protocol):

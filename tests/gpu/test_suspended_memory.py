@@ -272,6 +272,31 @@ def test_an_eviction_frees_the_gpu_where_all_have_suspended(app: BrokerApp, chil
     assert other.expect("same:") == "same: True"
 
 
+def test_memory_of_a_lost_session_is_replaced_when_that_is_asked_for(app: BrokerApp, children: list[Child]) -> None:
+    """A kernel may use it at any time: the handle is suspended, and the graph reads the earlier memory until it is resumed."""
+    child = client_process(
+        """
+        other = Client(device="cuda", timeout=60.0)
+        handle, value, graph, out = graphed("weights")
+        before, address = replayed(graph, out), value.data_ptr()
+        for connection in list(client._pool.session.connections):
+            connection.hang_up()
+        while other.get_object_info(handle.object_id)["leases"]:
+            pass
+        other.evict(handle.object_id, "host")
+        client.ping()
+        print("told:", handle.suspended, replayed(graph, out) == before)
+        with handle.active(60.0), other.call("weights") as theirs:
+            theirs.value[0] += 5
+            torch.cuda.synchronize()
+            print("same:", replayed(graph, out) == before + 5, value.data_ptr() == address, handle.suspended)
+        """
+    )
+    children.append(child)
+    assert child.expect("told:") == "told: True True"
+    assert child.expect("same:") == "same: True True False"
+
+
 def test_a_reader_on_another_gpu_suspends_and_resumes(app: BrokerApp, children: list[Child]) -> None:
     """A process that sees another GPU alone has the memory mapped as a peer, and has it back after an eviction."""
     from shared_rpc.memory.backends.cuda import peer_capable, visible_gpus

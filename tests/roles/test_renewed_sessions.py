@@ -104,14 +104,20 @@ def state(other: Client, object_id: str) -> tuple[str, int, int]:
     return info["tier"], info["leases"], info["active"]
 
 
+def mapped(handle: Handle[Any]) -> list[str]:
+    """The ids of the segments that this process has mapped of an object."""
+    return [mapping.info.id for mapping in MAPPINGS.of_objects({handle.object_id}).get(handle.object_id, [])]
+
+
 @pytest.mark.parametrize("restored", [True, False], ids=["restored", "cold"])
 @pytest.mark.parametrize("endpoint", ["load", "load_read_only", "load_list"])
 def test_an_active_handle_has_the_present_memory(client: Client, other: Client, endpoint: str, restored: bool) -> None:
     """At the address where it had the earlier one, of which nothing is left; it is not evicted any more."""
     handle = client.call(endpoint)
     value = handle.value[0] if endpoint == "load_list" else handle.value
-    address, view, mapped = value.data_ptr(), value[9:], len(MAPPINGS)
-    for _ in range(2):
+    address, view, others = value.data_ptr(), value[9:], len(MAPPINGS)
+    (first,) = mapped(handle)
+    for number in (1, 2):
         lose(other, handle.object_id, client)
         evict(other, handle.object_id)
         if restored:
@@ -119,7 +125,7 @@ def test_an_active_handle_has_the_present_memory(client: Client, other: Client, 
         client.ping()
         assert state(other, handle.object_id) == ("device", 1, 1)
         assert (value.data_ptr(), has_numbers(value), torch.equal(view, torch.arange(9, SIZE))) == (address, True, True)
-        assert (handle.suspended, len(MAPPINGS)) == (False, mapped)
+        assert (mapped(handle), handle.suspended, len(MAPPINGS)) == ([f"{first}.{number}"], False, others)
         with pytest.raises(ServerBusy, match="in use by pid"):
             other.evict(handle.object_id)
 
@@ -307,15 +313,11 @@ def test_the_memory_of_such_a_handle_is_given_up(client: Client, other: Client) 
     """When it is suspended, and not before: another handle of the object does not unmap what it has."""
     handle = outdated(client, other)
     value = handle._value
-
-    def mapped() -> int:
-        return len(MAPPINGS.of_objects({handle.object_id}).get(handle.object_id, []))
-
     new = client.call("load")
     new.suspend()
-    assert mapped() and has_numbers(value)
+    assert mapped(handle) and has_numbers(value)
     handle.suspend()
-    assert not mapped()
+    assert not mapped(handle)
     evict(other, handle.object_id)
     handle.resume()
     assert (has_numbers(value), new.suspended, handle.suspended) == (True, True, False)
