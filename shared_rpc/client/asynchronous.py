@@ -20,7 +20,7 @@ from shared_rpc.client.connection import Connection
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
-from shared_rpc.client.session import ClientSession, Search, Takeover, renewing
+from shared_rpc.client.session import RENEWAL, ClientSession, Search, Takeover, renewing
 from shared_rpc.client.steps import (
     CoroutineMethods,
     Lend,
@@ -227,7 +227,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 self._channel, outdated = await self._connect()
             channel = self._channel
         if outdated:
-            await self._run(renewed(self, outdated), timeout=PROMPT)
+            await self._run(renewed(self, outdated), timeout=RENEWAL)
         return channel
 
     async def _connect(self) -> tuple[Channel, list[Lease[Any]]]:

@@ -14,7 +14,7 @@ import msgspec
 
 from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.session import RETRY, ClientSession, LeaseBook, Renewal, Search, Takeover, renewing
+from shared_rpc.client.session import RENEWAL, RETRY, ClientSession, LeaseBook, Renewal, Search, Takeover, renewing
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
@@ -160,7 +160,7 @@ class ConnectionPool:
                 for message in renewal.corrections():
                     self.exchange(Request(message, "the leases"), time.monotonic() + PROMPT, 0, turn).frame.close()
                 if outdated := renewal.outdated():
-                    self._renewed(outdated, PROMPT)
+                    self._renewed(outdated, RENEWAL)
                 self._spare(new)
             self._moved()
         except (DeadlineExceeded, ConnectError) as error:
@@ -431,7 +431,7 @@ class ConnectionPool:
             return current, connection
         self._put_back(current, connection)
         turn.connection = None
-        self._renewed(outdated, min(PROMPT, max(deadline - time.monotonic(), 0.0)))
+        self._renewed(outdated, min(RENEWAL, max(deadline - time.monotonic(), 0.0)))
         return self._acquire(None, deadline, patience, turn)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import mmap
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Handle, Provider
+from shared_rpc.client import asynchronous, pool
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.pool import Turn
 from shared_rpc.client.session import LeaseBook, Renewal
@@ -286,6 +289,44 @@ def test_a_handle_is_suspended_where_its_object_has_no_room(
             theirs.value.add_(1)
         assert torch.equal(value, torch.arange(SIZE) + 1)
     assert (handle.suspended, state(other, handle.object_id)) == (False, ("device", 1, 1))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocking", "coroutines"])
+async def test_a_request_waits_for_room_for_a_while(
+    no_leaks: None,
+    broker_app: BrokerApp,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    blocks: bool,
+) -> None:
+    """Where requests wait for it: the warning says who has it, and nobody waits any more when the request has its answer."""
+    for module in (pool, asynchronous):
+        monkeypatch.setattr(module, "RENEWAL", 0.1)
+    broker_app.write(APP)
+    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={ROOM}", "--when-full", "evict")
+    other = broker_app.connect()
+    client = broker_app.connect() if blocks else AsyncClient(broker_app.base_path, device="cpu", timeout=30.0)
+
+    async def done(answer: Any) -> Any:
+        return await answer if inspect.isawaitable(answer) else answer
+
+    handle = await done(client.call("load"))
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+    buffer = other.create_buffer(ROOM)
+    await done(client.ping())
+    assert (handle.suspended, has_numbers(handle._value)) == (True, True)
+    assert [f"pid {os.getpid()} uses" in record.message for record in caplog.records if handle.object_id in record.message] == [
+        True
+    ]
+    buffer.release()
+    assert state(other, handle.object_id) == ("file", 1, 0)
+    await done(handle.resume())
+    assert (has_numbers(handle.value), other.get_server_info()["sessions"]) == (True, 2)
+    await done(handle.release())
+    await done(client.close())
 
 
 def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
