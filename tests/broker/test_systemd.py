@@ -881,35 +881,3 @@ def test_a_cold_object_whose_copy_is_not_stored_is_not_restored(
 def kinds(manager: ServiceManager) -> list[str]:
     """What kinds of entries are stored."""
     return sorted(name.partition("-")[0] for name in manager.names())
-
-
-@pytest.mark.parametrize("cold", [False, True], ids=["evicting", "restoring"])
-def test_a_broker_that_is_killed_while_an_object_moves(
-    app: BrokerApp, manager: ServiceManager, gate: Path, tmp_path: Path, cold: bool
-) -> None:
-    """The next one has it as it was, or as it was to be; its bytes are there, and it is not built again."""
-    large = """
-        @provider.share(managed=True)
-        def large():
-            return torch.arange(1 << 26, dtype=torch.int32)
-        """
-    app.file.write_text(GATE.format(gate=str(gate)) + APP + textwrap.dedent(large))
-    broker = manager.start("--spill-dir", str(tmp_path))
-    client = app.connect()
-    with client.call("large") as handle:
-        object_id = handle.object_id
-    if cold:
-        client.evict(object_id)
-        manager.expect(lambda: kinds(manager) == ["copy", "object", "service"])
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        move = pool.submit(client.restore if cold else client.evict, object_id)
-        eventually(lambda: move.done() or client.get_object_info(object_id).get("moving", {"done": 0})["done"] > 0)
-        replace_killed(broker, manager, gate)
-        move.exception()
-    other = app.connect()
-    with other.call("large") as handle:
-        assert handle.object_id == object_id
-        assert handle.value[[1, 1 << 20, -1]].tolist() == [1, 1 << 20, (1 << 26) - 1]
-    assert other.get_server_info()["builds"] == 0
-    manager.expect(lambda: kinds(manager) == ["object", "segment", "service"])
-    gate.unlink()

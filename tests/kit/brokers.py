@@ -6,9 +6,10 @@ import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared_rpc import Client
+from shared_rpc.settings import ServeOptions
 from tests.kit.processes import Child, eventually
 
 #: How an app is served: in the server role, by a broker, or in one process with its server, as arguments of Python.
@@ -70,6 +71,20 @@ def pid():
 """
 
 
+#: What a broker runs that is started with code of its own.
+_RUN = """
+import runpy
+runpy.run_module("shared_rpc.broker", run_name="__main__", alter_sys=True)
+"""
+
+
+class BrokerProgram(NamedTuple):
+    """A broker that runs other code first: all code, and the words of its command line."""
+
+    code: str
+    words: list[str]
+
+
 class BrokerApp:
     """An app file, the broker that serves it, and clients of it."""
 
@@ -93,6 +108,17 @@ class BrokerApp:
         :param fresh: for tests of what a broker imports, or how its workers start.
         """
         child = Child("-m", "shared_rpc.cli", "serve", str(self.file), *options, cwd=self.file.parent, fresh=fresh)
+        self._children.append(child)
+        child.expect("serving")
+        return child
+
+    def program(self, code: str, **options: Any) -> BrokerProgram:
+        """A broker of the app that runs some code first; the options are those of :class:`ServeOptions`."""
+        return BrokerProgram(code + _RUN, [str(self.file), *ServeOptions(base_path=self.base_path, **options).words])
+
+    def start_program(self, program: BrokerProgram) -> Child:
+        """Such a broker, once it serves the app."""
+        child = Child("-c", program.code, *program.words, cwd=self.file.parent, has_workers=True)
         self._children.append(child)
         child.expect("serving")
         return child

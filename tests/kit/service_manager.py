@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.kit.brokers import BrokerApp
+from tests.kit.brokers import BrokerApp, BrokerProgram
 from tests.kit.processes import Child, eventually
 
-#: Runs in the child before the program that it becomes: the descriptors are to begin at 3, and LISTEN_PID is its own.
+#: Runs in the child before its program: the descriptors are to begin at 3, and LISTEN_PID is its own.
 _LAUNCH = """
 import fcntl, os, sys
 given = [int(fd) for fd in sys.argv[1].split(",") if fd]
@@ -24,8 +24,10 @@ for number, fd in enumerate(fds):
     os.dup2(fd, 3 + number)
     os.close(fd)
 os.environ["LISTEN_PID"] = str(os.getpid())
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+del sys.argv[1]
 """
+#: The program that the child becomes.
+_BECOME = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
 class ServiceManager:
@@ -62,8 +64,12 @@ class ServiceManager:
         """Where it listens."""
         return f"{self.app.base_path}-cpu.sock"
 
-    def start(self, *options: str, wait_for: str = "serving") -> Child:
-        """A process of the service, with the sockets first and then what is stored, in no order that could be relied on."""
+    def start(self, *options: str, wait_for: str = "serving", program: BrokerProgram | None = None) -> Child:
+        """A process of the service, with the sockets first and then what is stored, in no order that could be relied on.
+
+        :param program: what it is in place of ``shared-rpc serve`` with these options.
+        """
+        self._hear_all()
         with self._lock:
             passed = [("shared-rpc.socket", self.listener.fileno())] if self.listener is not None else []
             passed += sorted(self.store, key=lambda entry: entry[0][::-1])
@@ -74,12 +80,12 @@ class ServiceManager:
                 **self.environ,
             }
             fds = [fd for _, fd in passed]
-            command = ("-m", "shared_rpc.cli", "serve", str(self.app.file), *options)
+            code, words = program or (_BECOME, ["-m", "shared_rpc.cli", "serve", str(self.app.file), *options])
             child = Child(
                 "-c",
-                _LAUNCH,
+                _LAUNCH + code,
                 ",".join(str(fd) for fd in fds),
-                *command,
+                *words,
                 environ=environ,
                 cwd=self.app.file.parent,
                 pass_fds=fds,
@@ -89,6 +95,16 @@ class ServiceManager:
         if wait_for:
             child.expect(wait_for)
         return child
+
+    def _hear_all(self) -> None:
+        """Hear what an ended process has told, as a manager does before it starts the next one. See sd_notify_barrier(3)."""
+        reading, writing = os.pipe()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.connect(self._notified.getsockname())
+            socket.send_fds(sender, [b"BARRIER=1"], [writing])
+        os.close(writing)
+        assert os.read(reading, 1) == b""
+        os.close(reading)
 
     def names(self, kind: str = "") -> list[str]:
         """Of what it keeps."""

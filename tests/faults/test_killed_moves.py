@@ -1,0 +1,572 @@
+"""Each party of a move between tiers, killed at each of its steps: no object is lost, nothing leaks, the next call works.
+
+The tables below have the steps at which a party has told others something, or has memory, that it had not before. A new step
+belongs there: the last tests find what a party does between two of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from shared_rpc import Client
+from shared_rpc.errors import StaleHandleError, WorkerCrashed
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
+from shared_rpc.protocol.catalogue import decode_message
+from tests.kit.brokers import BrokerApp, BrokerProgram, is_running
+from tests.kit.fake_driver import GPUS
+from tests.kit.holding import HoldingSession
+from tests.kit.killing import Killing
+from tests.kit.processes import Child, eventually, python
+from tests.kit.service_manager import ServiceManager
+
+#: Bytes of an object, and of one whose file has two parts.
+SMALL, LARGE = 64 << 10, (64 << 20) + (64 << 10)
+
+
+@pytest.fixture
+def killing(tmp_path: Path) -> Killing:
+    """Kills at steps."""
+    return Killing(tmp_path / "steps")
+
+
+@pytest.fixture
+def spill(tmp_path: Path) -> Path:
+    """A directory for files."""
+    (tmp_path / "spill").mkdir()
+    return tmp_path / "spill"
+
+
+def memory_of(pid: int) -> int:
+    """How many descriptors of memory and of spilled files a process has."""
+    links = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return sum(link.startswith("/memfd:") or "/spill/" in link for link in links)
+
+
+def died(killing: Killing, step: str) -> int:
+    """Wait until a process has ended at a step: its process id."""
+    eventually(lambda: killing.reached is not None, 60.0, step)
+    assert killing.reached is not None
+    pid, reached = killing.reached
+    assert reached == step
+    eventually(lambda: not is_running(pid), 60.0, f"the end of {pid}")
+    return pid
+
+
+#: What a party does that others see, or have to do with if it ends: the functions, with their modules.
+EFFECTS = {
+    "FrameBuffers.queue": "shared_rpc.protocol.socket",
+    "MappingTable._vacate_one": "shared_rpc.memory.mapping",
+    "MappingTable._fill": "shared_rpc.memory.mapping",
+    "SpillDirectory.create": "shared_rpc.memory.spill",
+    "_host_segment": "shared_rpc.memory.copies",
+    "ObjectStore.evict": "shared_rpc.server.state.objects",
+    "ObjectStore.warm": "shared_rpc.server.state.objects",
+    "Notifier.store": "shared_rpc.broker.systemd",
+    "Notifier.remove": "shared_rpc.broker.systemd",
+}
+#: What workers do besides.
+ON_GPUS = {
+    "GpuCopies._create": "shared_rpc.memory.gpu_copies",
+    "_Stream.copy": "shared_rpc.memory.gpu_copies",
+}
+
+
+def between(passed: list[str], steps: Iterable[str]) -> set[tuple[str, str]]:
+    """What a process does one after another without a step between them."""
+    effects, ends = EFFECTS.keys() | ON_GPUS.keys(), {step.rpartition(", ")[2] for step in steps}
+    found: set[tuple[str, str]] = set()
+    last = ""
+    for place in passed:
+        when, name = place.split()
+        if place in ends:
+            last = ""
+        if name in effects:
+            if when == "before" and last:
+                found.add((last, name))
+            if when == "after" and place not in ends:
+                last = name
+    return found
+
+
+# Clients.
+
+#: The functions of a client, with their modules.
+OF_CLIENTS = {
+    "suspended": "shared_rpc.client.suspension",
+    "awakened": "shared_rpc.client.suspension",
+    "_unmapped": "shared_rpc.client.suspension",
+    "_segments_of": "shared_rpc.client.suspension",
+    "_mapped": "shared_rpc.client.suspension",
+    "Connection._send": "shared_rpc.client.connection",
+    **EFFECTS,
+}
+SUSPENDING = [
+    "before suspended",
+    "before suspended, after Connection._send",
+    "before _unmapped",
+    "before MappingTable._vacate_one",
+    "after MappingTable._vacate_one",
+    "after _unmapped",
+    "after _unmapped, after Connection._send",
+    "after suspended",
+]
+RESUMING = [
+    "before awakened",
+    "before awakened, after Connection._send",
+    "before _segments_of",
+    "before MappingTable._fill",
+    "after MappingTable._fill",
+    "after _mapped",
+    "after awakened",
+]
+
+MODEL = """
+@provider.share(managed=True)
+def numbers():
+    return torch.arange(1 << 18)
+"""
+
+CLIENT = """
+import sys
+from shared_rpc import Client
+{watching}
+client = Client(device="cpu")
+handle = client.call("numbers")
+print(handle.object_id, flush=True)
+sys.stdin.readline()
+handle.suspend()
+print("suspended", flush=True)
+sys.stdin.readline()
+handle.resume()
+print("resumed", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Sleeper:
+    """A client in another process that suspends and resumes an object."""
+
+    def __init__(self, killing: Killing, children: list[Child]) -> None:
+        self.child = python(CLIENT.format(watching=killing.code(OF_CLIENTS)))
+        children.append(self.child)
+        self.object_id = self.child.expect("")
+
+    def suspend(self) -> None:
+        """Do so."""
+        self.child.tell("")
+        self.child.expect("suspended")
+
+    def end(self) -> None:
+        """Begin what it does next, at a step of which it ends."""
+        self.child.tell("")
+
+
+@pytest.fixture
+def client(broker_app: BrokerApp, spill: Path) -> Client:
+    """A client of a broker."""
+    broker_app.write(MODEL)
+    broker_app.start("--spill-dir", str(spill))
+    return broker_app.connect()
+
+
+def check_numbers(client: Client, object_id: str, cold: int) -> None:
+    """Nothing is left of a client, and the object can be had, evicted and had again.
+
+    :param cold: the descriptors of memory that the broker has while the object is cold.
+    """
+    broker = client.get_server_info()["pid"]
+    eventually(lambda: client.get_object_info(object_id)["leases"] == 0)
+    for _ in range(2):
+        with client.call("numbers") as handle:
+            assert handle.object_id == object_id
+            assert handle.value.tolist() == list(range(1 << 18))
+        assert [move["tier"] for move in client.evict(object_id)] == ["file"]
+        eventually(lambda: memory_of(broker) == cold)
+    assert client.get_server_info()["builds"] == 1
+
+
+@pytest.mark.parametrize("step", SUSPENDING)
+def test_a_client_that_is_killed_while_it_suspends(client: Client, killing: Killing, children: list[Child], step: str) -> None:
+    """Its lease ends, and whoever calls gets the object."""
+    sleeper = Sleeper(killing, children)
+    cold = memory_of(client.get_server_info()["pid"])  # a file takes the place of the memory
+    killing.arm(step)
+    sleeper.end()
+    assert died(killing, step) == sleeper.child.pid
+    check_numbers(client, sleeper.object_id, cold)
+
+
+@pytest.mark.parametrize("cold", [True, False], ids=["evicted", "on its device"])
+@pytest.mark.parametrize("step", RESUMING)
+def test_a_client_that_is_killed_while_it_resumes(
+    client: Client, killing: Killing, children: list[Child], step: str, cold: bool
+) -> None:
+    """Its lease ends, also where it has the object active already; a restoration goes on for the others."""
+    sleeper = Sleeper(killing, children)
+    sleeper.suspend()
+    descriptors = memory_of(client.get_server_info()["pid"])
+    if cold:
+        client.evict(sleeper.object_id)
+    killing.arm(step)
+    sleeper.end()
+    assert died(killing, step) == sleeper.child.pid
+    check_numbers(client, sleeper.object_id, descriptors)
+
+
+def test_the_steps_of_clients_are_all(client: Client, killing: Killing, children: list[Child]) -> None:
+    """A client does nothing between two of them that others see."""
+    sleeper, passed = Sleeper(killing, children), killing.trace()
+    sleeper.suspend()
+    client.evict(sleeper.object_id)
+    sleeper.end()
+    sleeper.child.expect("resumed")
+    assert not between(passed(), SUSPENDING + RESUMING)
+    assert {place for step in SUSPENDING + RESUMING for place in step.split(", ")} <= set(passed())
+
+
+# Workers, and buffers of a GPU.
+
+APP = """
+from tests.kit import fake_driver
+fake_driver.install()
+{watching}
+from shared_rpc import Provider
+
+cpu, gpu = Provider(device="cpu"), Provider(device=fake_driver.GPUS[0])
+
+@cpu.share
+def of_cpu():
+    return "cpu"
+
+@gpu.share
+def of_gpu():
+    return "gpu"
+"""
+#: The functions of a worker, with their modules.
+OF_WORKERS = {
+    "Copying._copy": "shared_rpc.worker.copying",
+    "Copying._made": "shared_rpc.worker.copying",
+    "Copying._answer": "shared_rpc.worker.copying",
+    "GpuCopies._map": "shared_rpc.memory.gpu_copies",
+    "Steps.count": "shared_rpc.memory.copies",
+    **EFFECTS,
+    **ON_GPUS,
+}
+#: What a worker does for each of its orders, in memory and with files.
+COPYING = [
+    "before Copying._copy",
+    "before Copying._made",
+    "after GpuCopies._map",
+    "after _Stream.copy",
+    "after Steps.count",
+    "after Copying._made",
+    "before Copying._answer",
+    "after Copying._answer",
+]
+TO_MEMORY = ["after GpuCopies._create"]
+#: An order for a file has two parts.
+TO_FILE = ["after Steps.count, after Steps.count"]
+WORKING = {
+    "evicting to the host": COPYING + TO_MEMORY,
+    "restoring from the host": COPYING + TO_MEMORY,
+    "evicting to a file": COPYING + TO_FILE,
+    "restoring from a file": COPYING + TO_MEMORY + TO_FILE,
+}
+
+
+class Subject:
+    """A buffer of a broker, on the host or on a GPU, without holders.
+
+    :param device: an id.
+    :param step: at which a process is to end.
+    """
+
+    def __init__(self, app: BrokerApp, device: str, step: str) -> None:
+        self._path = f"{app.base_path}-{device.removeprefix('GPU-')[:8]}.sock"
+        self.pid = 0
+        self._bytes = os.urandom(LARGE if "Steps.count" in step else SMALL)
+        with self._session() as session:
+            before = memory_of(self.pid)
+            made = _reply(session, m.CreateBuffer(len(self._bytes), device=device, keep=True))
+            assert isinstance(made.message, m.Result), made.message
+            self.object_id = made.message.object_id
+            [fd] = made.fds
+            assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
+            self.inode = os.fstat(fd).st_ino
+            made.close()
+        eventually(lambda: memory_of(self.pid) == before + 1)
+
+    def _session(self) -> HoldingSession:
+        session = HoldingSession(self._path)
+        self.pid = session.welcome.pid
+        return session
+
+    def ask(self, message: m.Message) -> m.Message:
+        """Have a new session ask."""
+        with self._session() as session:
+            return session.ask(message)
+
+    def move(self, move: str) -> HoldingSession:
+        """Begin a move, in a session that gets the answer."""
+        session = self._session()
+        session.say(t.Evict(self.object_id, to_of(move)) if move.startswith("evicting") else t.Restore(self.object_id))
+        return session
+
+    def moved(self, move: str) -> str:
+        """Make a move: the tier in which it is then."""
+        with self.move(move) as session:
+            reply = session.heard()
+            assert isinstance(reply, t.Moved), reply
+        return self.tier
+
+    @property
+    def tier(self) -> str:
+        """The tier in which it is."""
+        reply = self.ask(m.GetObjectInfo(self.object_id))
+        assert isinstance(reply, m.ObjectReply), reply
+        return str(reply.info["tier"])
+
+    def has_its_bytes(self) -> bool:
+        """Whether somebody who asks for it gets what was written."""
+        with self._session() as session:
+            found = _reply(session, m.GetBuffer(self.object_id))
+            assert isinstance(found.message, m.Result), found.message
+            with closing(found):
+                return [os.pread(fd, len(self._bytes) + 1, 0) for fd in found.fds] == [self._bytes]
+
+    def is_gone(self) -> bool:
+        """Whether the broker does not know it."""
+        reply = self.ask(m.GetObjectInfo(self.object_id))
+        return isinstance(reply, m.Error) and reply.code == StaleHandleError.code
+
+    def workers(self) -> list[int]:
+        """The process ids of the workers that are ready."""
+        reply = self.ask(m.GetServerInfo())
+        assert isinstance(reply, m.ServerReply), reply
+        return [worker["pid"] for worker in reply.info["workers"] if worker["state"] == "ready"]
+
+
+class _Reply(NamedTuple):
+    message: m.Message
+    fds: list[int]
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+def _reply(session: HoldingSession, message: m.Message) -> _Reply:
+    session.say(message)
+    frame = session.hear_frame()
+    return _Reply(decode_message(frame), frame.detach_fds())
+
+
+def to_of(move: str) -> str:
+    """The tier to which, or from which, a move goes."""
+    return "file" if move.endswith("file") else "host"
+
+
+def back_of(move: str) -> str:
+    """The move after which that one can be made."""
+    return f"evicting to {'a file' if to_of(move) == 'file' else 'the host'}"
+
+
+def check_subject(subject: Subject, move: str) -> None:
+    """Nothing is left over in the broker, and the buffer can be had, evicted and had again."""
+    assert subject.has_its_bytes()
+    eventually(lambda: memory_of(subject.pid) == 1)
+    assert subject.moved(back_of(move)) == to_of(move)
+    eventually(lambda: memory_of(subject.pid) == 1)
+    assert subject.has_its_bytes()
+    eventually(lambda: memory_of(subject.pid) == 1)
+
+
+@pytest.mark.parametrize(("move", "step"), [(move, step) for move, steps in WORKING.items() for step in steps])
+def test_a_worker_that_is_killed_while_it_copies(
+    broker_app: BrokerApp, killing: Killing, spill: Path, move: str, step: str
+) -> None:
+    """Whoever asked is told, and the object stays where it was; or the answer was on its way. The next worker copies."""
+    broker_app.file.write_text(APP.format(watching=killing.code(OF_WORKERS)))
+    broker_app.start("--spill-dir", str(spill))
+    subject = Subject(broker_app, GPUS[0], step)
+    [worker] = subject.workers()
+    if move.startswith("restoring"):
+        assert subject.moved(back_of(move)) == to_of(move)
+    before = subject.tier
+    killing.arm(step)
+    with subject.move(move) as session:
+        assert died(killing, step) == worker
+        reply = session.heard()
+    if step == "after Copying._answer":
+        assert isinstance(reply, t.Moved), reply
+    elif not isinstance(reply, t.Moved):  # by another worker, if that was there in time
+        assert isinstance(reply, m.Error) and reply.code == WorkerCrashed.code, reply
+        assert subject.tier == before
+    eventually(lambda: subject.workers() not in ([], [worker]), 60.0, "another worker")
+    check_subject(subject, move)
+
+
+def test_the_steps_of_workers_are_all(broker_app: BrokerApp, killing: Killing, spill: Path) -> None:
+    """A worker does nothing between two of them that others see."""
+    broker_app.file.write_text(APP.format(watching=killing.code(OF_WORKERS)))
+    broker_app.start("--spill-dir", str(spill))
+    subject = Subject(broker_app, GPUS[0], "")
+    for move, steps in WORKING.items():
+        passed = killing.trace()
+        subject.moved(move)
+        assert not between(passed(), steps), move
+
+
+# Brokers.
+
+#: The functions of a broker, with their modules.
+OF_BROKERS = {
+    "Tiers.move_down": "shared_rpc.server.tiers",
+    "Tiers.move_up": "shared_rpc.server.tiers",
+    "Tiers._copy": "shared_rpc.server.tiers",
+    "DeviceMemory.lower": "shared_rpc.server.device_memory",
+    "DeviceMemory.raise_": "shared_rpc.server.device_memory",
+    "copy_on_host": "shared_rpc.memory.copies",
+    "Steps.count": "shared_rpc.memory.copies",
+    "CopyRequests._begin": "shared_rpc.broker.copying",
+    "CopyRequests._written": "shared_rpc.broker.copying",
+    "Persistence.keep": "shared_rpc.broker.persistence",
+    "RemoteCaller.reply": "shared_rpc.server.remote",
+    **EFFECTS,
+}
+#: What a service manager is told: of the bytes, then of the object that they are, and then what there was before.
+STORING = [
+    "before Persistence.keep",
+    "before Persistence.keep, after Notifier.store",
+    "before Persistence.keep, after Notifier.store, after Notifier.store",
+    "before Persistence.keep, after Notifier.remove",
+    "before Persistence.keep, after Notifier.remove, after Notifier.remove",
+]
+ORDERING = ["before CopyRequests._begin", "after CopyRequests._begin", "after CopyRequests._written"]
+EVICTING = [
+    "before Tiers.move_down",
+    "after DeviceMemory.lower",
+    "after Tiers._copy",
+    "before ObjectStore.evict",
+    "after ObjectStore.evict",
+    "after Tiers.move_down",
+    "after Tiers.move_down, after RemoteCaller.reply",
+]
+RESTORING = [
+    "before Tiers.move_up",
+    "after DeviceMemory.raise_",
+    "before ObjectStore.warm",
+    "after ObjectStore.warm",
+    "after Tiers.move_up",
+    "after Tiers.move_up, after RemoteCaller.reply",
+]
+#: Moves of memory of the host, which the broker copies itself, and of a GPU.
+BROKERING = {
+    ("cpu", "evicting to a file"): [*EVICTING, "after SpillDirectory.create", "after Steps.count", "after copy_on_host"],
+    ("cpu", "restoring from a file"): [*RESTORING, "after _host_segment", "after Steps.count", "after copy_on_host"],
+    (GPUS[0], "evicting to the host"): ORDERING,
+    (GPUS[0], "restoring from the host"): ORDERING,
+}
+
+
+@pytest.fixture
+def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Iterator[ServiceManager]:
+    """A service manager, which ends after its service."""
+    manager = ServiceManager(broker_app, tmp_path, children, listen=False)
+    yield manager
+    for child in children:
+        child.process.kill()
+        child.process.wait()
+    manager.close()
+
+
+def kinds(manager: ServiceManager) -> list[str]:
+    """What kinds of entries a manager has, but for those of providers."""
+    return sorted(name.partition("-")[0] for name in manager.names() if not name.startswith("service-"))
+
+
+def end_broker(
+    start: Callable[[BrokerProgram], Child], app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str
+) -> Subject:
+    """Have a broker end at a step of a move; its workers end by themselves."""
+    app.file.write_text(APP.format(watching=""))
+    broker = start(app.program(killing.code(OF_BROKERS), spill_dir=str(spill)))
+    subject = Subject(app, device, step)
+    workers = subject.workers()
+    if move.startswith("restoring"):
+        assert subject.moved(back_of(move)) == to_of(move)
+    killing.arm(step)
+    with subject.move(move):
+        assert died(killing, step) == broker.pid
+    eventually(lambda: not any(map(is_running, workers)), 60.0, "the end of the workers")
+    return subject
+
+
+@pytest.mark.parametrize(
+    ("device", "move", "step"),
+    [(*move, step) for move, steps in BROKERING.items() for step in (*steps, *(STORING if move[0] == "cpu" else ()))],
+)
+def test_a_broker_of_a_service_manager_that_is_killed_while_it_moves_an_object(
+    broker_app: BrokerApp, manager: ServiceManager, killing: Killing, spill: Path, device: str, move: str, step: str
+) -> None:
+    """The next one has the object in the tier where it was, or is to be; the manager keeps nothing else."""
+
+    def start(program: BrokerProgram) -> Child:
+        return manager.start(program=program)
+
+    subject = end_broker(start, broker_app, killing, spill, device, move, step)
+    manager.start("--spill-dir", str(spill))
+    assert subject.tier in ("device", to_of(move))
+    eventually(lambda: subject.workers() != [], 60.0, "a worker")
+    check_subject(subject, move)
+    manager.expect(lambda: kinds(manager) == ["object", "segment"])
+
+
+@pytest.mark.parametrize(("device", "move", "step"), [(*move, step) for move, steps in BROKERING.items() for step in steps])
+def test_a_broker_that_is_killed_while_it_moves_an_object(
+    broker_app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str
+) -> None:
+    """All that it had is gone, memory and files as well; the next one works."""
+    subject = end_broker(broker_app.start_program, broker_app, killing, spill, device, move, step)
+    eventually(lambda: not anybody_has(subject.inode, spill))
+    broker_app.start("--spill-dir", str(spill))
+    assert subject.is_gone()
+    assert memory_of(subject.pid) == 0
+    check_subject(Subject(broker_app, device, ""), move)
+
+
+def anybody_has(inode: int, spill: Path) -> bool:
+    """Whether any process has memory, or a file of a directory, open."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if link.stat().st_ino == inode and str(link.readlink()).startswith("/memfd:"):
+                return True
+            if str(link.readlink()).startswith(f"{spill}/"):
+                return True
+    return False
+
+
+def test_the_steps_of_brokers_are_all(broker_app: BrokerApp, manager: ServiceManager, killing: Killing, spill: Path) -> None:
+    """A broker does nothing between two of them that others see."""
+    broker_app.file.write_text(APP.format(watching=""))
+    manager.start(program=broker_app.program(killing.code(OF_BROKERS), spill_dir=str(spill)))
+    for (device, move), steps in BROKERING.items():
+        subject = Subject(broker_app, device, "")
+        if move.startswith("restoring"):
+            subject.moved(back_of(move))
+        passed = killing.trace()
+        with subject.move(move) as session:
+            assert isinstance(session.heard(), t.Moved)
+        places = passed()
+        begun = next(number for number, place in enumerate(places) if place.startswith("before Tiers.move"))
+        assert not between(places[begun:], [*EVICTING, *RESTORING, *STORING, *steps]), (device, move)
