@@ -12,8 +12,9 @@ removes by name alone::
 The first two are sealed memfds with MessagePack in them, after a line that names the format. Of each the highest revision
 counts: a new one is stored before the old one is removed. An object is there when its own entry is and those of its segments,
 or of their copies if it is cold, and its page are; they are stored before it and removed after it, so that a broker which is
-killed in between leaves nothing half. Without its page an object is not restored: processes that have the page would not see
-what others write.
+killed in between leaves nothing half. Host memory that is its own copy therefore keeps the name under which it was stored
+first, and an object's entry has the names of its memory. Without its page an object is not restored: processes that have the
+page would not see what others write.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _log = logging.getLogger("shared_rpc.broker")
 T = TypeVar("T", bound=msgspec.Struct)
 
 #: The first bytes of an entry. The number is raised with every change of the format.
-_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 6\n"
+_SERVICE, _OBJECT = b"shared-rpc service 1\n", b"shared-rpc object 7\n"
 #: The largest entry in bytes; the skeleton of a large module has some millions.
 _LIMIT = 1 << 30
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -97,7 +98,10 @@ class _Copy(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """An object. ``key`` is the provider's, ``code`` the :func:`code_of` its endpoint."""
+    """An object. ``key`` is the provider's, ``code`` the :func:`code_of` its endpoint.
+
+    ``memory`` has the names of the entries of its segments, or of the copies if it is cold, in their order.
+    """
 
     key: str
     code: str
@@ -105,6 +109,7 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     value: _Value
     segments: list[SegmentInfo]
     copies: list[_Copy]
+    memory: list[str]
     has_page: bool
     terms: tuple[float | None, int | None, bool] | None
 
@@ -149,8 +154,9 @@ class Persistence:
         #: Objects by the name of each stored segment or copy, and these names by object.
         self._users: defaultdict[str, set[str]] = defaultdict(set)
         self._memory: dict[str, list[str]] = {}
-        #: The files behind these names, None for a GPU's memory.
+        #: The files behind these names, None for a GPU's memory; and the names by file.
         self._files: dict[str, tuple[int, int] | None] = {}
+        self._by_file: dict[tuple[int, int], str] = {}
         #: Objects with a stored page.
         self._pages: set[str] = set()
 
@@ -191,19 +197,12 @@ class Persistence:
         if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in record.segments):
             return
         infos = [segment.info for segment in record.segments]
-        memory = {f"segment-{segment.info.id}": segment for segment in record.segments if not stored.cold}
-        for segment_id in {info.id for info in infos} if stored.cold else ():
-            memory.update({f"copy-{copy.tier}-{segment_id}": copy.segment for copy in copies[segment_id]})
-        before, self._memory[stored.object_id] = self._memory.get(stored.object_id, []), list(memory)
-        former = [name for name in before if name not in memory]
-        for name, segment in memory.items():
-            if name not in self._users:
-                # The manager takes an open file once: host memory that is its own copy, and has another name from now on.
-                file = self._files[name] = _file_of(segment)
-                same = [each for each in former if file is not None and self._files.get(each) == file]
-                self._remove_memory(stored.object_id, same)
-                self._notifier.store(name, segment.fileno())
-            self._users[name].add(stored.object_id)
+        cold = [(number, copy) for number, info in enumerate(infos) for copy in copies[info.id]] if stored.cold else []
+        parts = [(f"copy-{copy.tier}-{infos[number].id}", copy.segment) for number, copy in cold]
+        if not stored.cold:
+            parts = [(f"segment-{segment.info.id}", segment) for segment in record.segments]
+        former = self._memory.get(stored.object_id, [])
+        memory = self._memory[stored.object_id] = [self._store_memory(stored.object_id, *part) for part in parts]
         if stored.page is not None and stored.object_id not in self._pages:
             self._notifier.store(f"page-{stored.object_id}", stored.page.fileno())
             self._pages.add(stored.object_id)
@@ -213,16 +212,13 @@ class Persistence:
             msgspec.convert(stored, _Facts, from_attributes=True),
             _Value(record.skeleton, bytes(record.table), record.nbytes, record.device, record.private_nbytes),
             infos,
-            [
-                _Copy(number, copy.tier, copy.segment.info, copy.digest)
-                for number, info in enumerate(infos if stored.cold else ())
-                for copy in copies[info.id]
-            ],
+            [_Copy(number, copy.tier, copy.segment.info, copy.digest) for number, copy in cold],
+            memory,
             stored.page is not None,
             (terms.expires_at, terms.accesses_left, terms.kept) if terms is not None else None,
         )
         self._store(stored.object_id, f"object-{stored.object_id}", _OBJECT + msgspec.msgpack.encode(entry))
-        self._remove_memory(stored.object_id, former)
+        self._remove_memory(stored.object_id, set(former).difference(memory))
 
     def remove(self, object_id: str) -> None:
         """Remove an object that is listed no more."""
@@ -234,6 +230,21 @@ class Persistence:
             self._notifier.remove(f"page-{object_id}")
         self._remove_memory(object_id, self._memory.pop(object_id, []))
 
+    def _store_memory(self, object_id: str, name: str, segment: Segment) -> str:
+        """Store memory of an object; return its name, which is an earlier one where the manager has the file already."""
+        file = _file_of(segment)
+        name = self._by_file.get(file, name) if file is not None else name
+        if name not in self._users:
+            self._note(name, file)
+            self._notifier.store(name, segment.fileno())
+        self._users[name].add(object_id)
+        return name
+
+    def _note(self, name: str, file: tuple[int, int] | None) -> None:
+        self._files[name] = file
+        if file is not None:
+            self._by_file[file] = name
+
     def _remove_memory(self, object_id: str, names: Iterable[str]) -> None:
         for name in names:
             users = self._users.get(name)
@@ -242,7 +253,9 @@ class Persistence:
             users.discard(object_id)
             if not users:
                 del self._users[name]
-                self._files.pop(name, None)
+                file = self._files.pop(name)
+                if file is not None:
+                    del self._by_file[file]
                 self._notifier.remove(name)
 
     def _store(self, about: str, name: str, data: bytes) -> None:
@@ -322,8 +335,7 @@ class Persistence:
         facts = found.facts
         cold = facts.tier != "device"
         copied = {copy.segment for copy in found.copies}
-        parts = [(f"copy-{copy.tier}-{found.segments[copy.segment].id}", copy.info) for copy in found.copies]
-        parts += [(f"segment-{info.id}", info) for info in found.segments if not cold]
+        parts = list(zip(found.memory, [copy.info for copy in found.copies] if cold else found.segments, strict=True))
         missing = [name for name, _ in parts if name not in memory]
         if missing or (cold and copied != set(range(len(found.segments)))):
             raise ValueError(f"its {', '.join(missing) or 'copies'} are not stored")
@@ -351,7 +363,7 @@ class Persistence:
         self._memory[facts.object_id] = [name for name, _ in parts]
         for (name, _), segment in zip(parts, made, strict=True):
             self._users[name].add(facts.object_id)
-            self._files[name] = _file_of(segment)
+            self._note(name, _file_of(segment))
 
     def _throw_away(self, name: str, error: Exception) -> None:
         _log.error("the stored entry %s is unusable and is removed: %s", name, error)

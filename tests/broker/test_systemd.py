@@ -365,7 +365,7 @@ def test_an_object_without_its_page(app: BrokerApp, manager: ServiceManager) -> 
     assert before.revision == 0
     manager.expect(lambda: len(manager.names("page-")) == len(manager.names("object-")) == 1 and without not in manager.names())
     broker.kill()
-    manager._take({"FDSTOREREMOVE": "1", "FDNAME": manager.names("page-")[0]}, [])
+    manager.remove(manager.names("page-")[0])
     broker = manager.start()
     broker.expect_error("its revision page is not stored")
     with pytest.raises(errors.StaleHandleError):
@@ -454,7 +454,7 @@ def test_what_cannot_be_read(app: BrokerApp, manager: ServiceManager, how: str) 
     data = os.pread(manager.fd(broken), 1 << 20, 0)
     seal = how != "not sealed"
     if how == "another version":
-        data = data.replace(b"object 6\n", b"object 7\n", 1)
+        data = data.replace(b"object 7\n", b"object 8\n", 1)
     elif how == "cut off":
         data = data[:-10]
     elif how == "no provider":
@@ -463,7 +463,7 @@ def test_what_cannot_be_read(app: BrokerApp, manager: ServiceManager, how: str) 
     if how == "its segment is not there":
         others = [name for name in manager.names("segment-") if os.pread(manager.fd(name), 4, 0) == b"\0\0\x80@"]
         assert len(others) == 1
-        manager._take({"FDSTOREREMOVE": "1", "FDNAME": others[0]}, [])
+        manager.remove(others[0])
     else:
         manager.replace(broken, _memfd(data, seal))
     broker = manager.start()

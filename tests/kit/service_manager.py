@@ -124,6 +124,11 @@ class ServiceManager:
                     self.store[index] = name, fd
                     os.close(earlier)
 
+    def remove(self, name: str) -> None:
+        """Keep nothing under a name any more."""
+        with self._lock:
+            store(self.store, self.capacity, {"FDSTOREREMOVE": "1", "FDNAME": name}, [])
+
     def was_told(self, line: str) -> bool:
         """Whether a line has come that begins so."""
         return any(told.startswith(line) for told in self.told)
@@ -153,21 +158,23 @@ class ServiceManager:
             lines = data.decode().split("\n")
             fields = dict(line.split("=", 1) for line in lines)
             with self._lock:
-                self._take(fields, list(fds))
-                self.told += lines
+                store(self.store, self.capacity, fields, list(fds))
+                self.told += [line for line in lines if line != "BARRIER=1"]
 
-    def _take(self, fields: dict[str, str], fds: list[int]) -> None:
-        name = fields.get("FDNAME", "stored")
-        if fields.get("FDSTOREREMOVE") == "1":
-            for entry in [entry for entry in self.store if entry[0] == name]:
-                self.store.remove(entry)
-                os.close(entry[1])
-        for fd in fds:
-            # It knows an open file that it has already, whatever its name is to be now.
-            # A GPU's are no files of their own: the driver's device has one inode for all of them.
-            plain = stat.S_ISREG(os.fstat(fd).st_mode)
-            known = plain and any(os.path.sameopenfile(fd, kept) for _, kept in self.store)
-            if fields.get("FDSTORE") == "1" and len(self.store) < self.capacity and not known:
-                self.store.append((name, fd))
-            else:
-                os.close(fd)
+
+def store(entries: list[tuple[str, int]], capacity: int, fields: dict[str, str], fds: list[int]) -> None:
+    """Do with a manager's store what a process tells it."""
+    name = fields.get("FDNAME", "stored")
+    if fields.get("FDSTOREREMOVE") == "1":
+        for entry in [entry for entry in entries if entry[0] == name]:
+            entries.remove(entry)
+            os.close(entry[1])
+    for fd in fds:
+        # It knows an open file that it has already, whatever its name is to be now.
+        # A GPU's are no files of their own: the driver's device has one inode for all of them.
+        plain = stat.S_ISREG(os.fstat(fd).st_mode)
+        known = plain and any(os.path.sameopenfile(fd, kept) for _, kept in entries)
+        if fields.get("FDSTORE") == "1" and len(entries) < capacity and not known:
+            entries.append((name, fd))
+        else:
+            os.close(fd)
