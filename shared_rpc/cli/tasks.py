@@ -135,6 +135,8 @@ def _interruptible(task: str, socket: str | None, base_path: str | None) -> Iter
 
 
 def _error_or_key(info: TaskInfo) -> str:
+    if info.waits_for is not None:
+        return one_line(info.waits_for)
     if info.error_type is None:
         return one_line(info.cache_key or "")
     text = one_line(f"{info.error_type}: {info.error_message or ''}").rstrip(": ")

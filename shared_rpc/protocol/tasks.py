@@ -36,7 +36,8 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
     """A task at one moment. Times are Unix seconds, None for events to come.
 
     ``cancel_requested``: the running task was asked to stop; whether it did is its ``status``.
-    ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's.
+    ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's. ``waits_for`` says of a task
+    that waits for room on a device how much it needs there, and who holds what.
     """
 
     task_id: str
@@ -51,3 +52,4 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
     error_message: str | None = None
     cache_key: str | None = None
     object_id: str | None = None
+    waits_for: str | None = None

@@ -196,6 +196,7 @@ class Core:
             self.release,
             lambda: self._sweeper.wake_within(result_ttl),
             self.tiers,
+            self.waits_for,
         )
         self._began = clock.now()
         self.started_at = clock.unix(self._began)
@@ -376,7 +377,7 @@ class Core:
         asker = Waiter(session, lambda outcome: None, request_id=request_id)
         try:
             spec, key = self._bound(asker, endpoint, lowered, arguments, frozenset())
-            return self.tasks.submit(spec, key, arguments, asker=asker).info
+            return self.tasks.info(self.tasks.submit(spec, key, arguments, asker=asker))
         except BaseException as error:
             close_arguments(arguments)
             tell(asker, Failure.of(error))
@@ -393,12 +394,15 @@ class Core:
         self.generations.leave(waiter)
         self.sources.leave(waiter)
 
-    def waits_for(self, waiter: Waiter) -> str:
-        """Return which room a waiter waits for and who has it, for people; ``""`` if it does not wait for room."""
-        # Whoever waits for a task is told how the task is, and not what it waits for: it goes on.
+    def waits_for(self, waiter: Waiter, users: dict[str, str] | None = None) -> str:
+        """Return which room a waiter waits for and who has it, for people; ``""`` if it does not wait for room.
+
+        :param users: see :meth:`Room.why`.
+        """
+        # The deadline of a wait for a task is not the task's: it goes on, and its info says what it waits for.
         task = waiter.task.waiter if waiter.task is not None and not waiter.task.kept else None
         owners = [waiter, waiter.run, task.run if task is not None else None]
-        return next((why for owner in owners if owner is not None and (why := self.room.why(owner))), "")
+        return next((why for owner in owners if owner is not None and (why := self.room.why(owner, users))), "")
 
     def end_session(self, session: str, *, clean: bool = True) -> None:
         """Give back all that the session held.

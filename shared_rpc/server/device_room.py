@@ -338,14 +338,21 @@ class Room:
         """Grant nothing any more; those who wait are told by others."""
         self._stopped = True
 
-    def why(self, owner: Hashable) -> str:
-        """Return what a request waits for, and who holds it, for people; ``""`` if it does not wait."""
+    def why(self, owner: Hashable, users: dict[str, str] | None = None) -> str:
+        """Return what a request waits for, and who holds it, for people; ``""`` if it does not wait.
+
+        :param users: the descriptions of who holds what, by device, for those who ask for many requests at once.
+        """
+        users = {} if users is None else users
         request = self._asked.get(owner)
         if request is None or self._line is None:
             return ""
+        for device in self._line.needs(request):
+            if device not in users:
+                users[device] = self._users(device)
         wants = [
             f"{nbytes} bytes on {device} wait for room: {self._quotas.limit(device)} is the quota (Server(quotas=...)), and "
-            f"{self.used(device)} are in use: {self._users(device)}"
+            f"{self.used(device)} are in use: {users[device]}"
             for device, nbytes in self._line.needs(request).items()
         ]
         ahead = self._line.ahead(request)

@@ -6,10 +6,12 @@ import functools
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
 from shared_rpc.observability.events import HOOKS, TaskChanged
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.protocol.tasks import Progress, TaskStatus
+from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Restorer, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.state.leases import LeaseTable
@@ -30,6 +32,7 @@ class Tasks:
     :param release: gives leases back: session, object ids.
     :param changed: called when a task ended: there may be one more to expire.
     :param restorer: restores results that are cold.
+    :param waits_for: returns which room a waiter waits for, see :meth:`Core.waits_for`.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Tasks:
         release: Callable[[str, list[str]], object],
         changed: Callable[[], None],
         restorer: Restorer,
+        waits_for: Callable[[Waiter, dict[str, str]], str],
     ) -> None:
         self.table = table
         self._runs = runs
@@ -49,6 +53,7 @@ class Tasks:
         self._release = release
         self._changed = changed
         self._restorer = restorer
+        self._waits_for = waits_for
 
     def submit(
         self,
@@ -86,6 +91,20 @@ class Tasks:
         self._emit(task)
         self._runs.enter(waiter, spec, key, arguments, chain)
         return task
+
+    def info(self, task: Task[Waiter]) -> TaskInfo:
+        """Describe a task, with the room that it waits for."""
+        return self._info(task, {})
+
+    def page(self, status: TaskStatus | None, after: int, limit: int) -> tuple[list[TaskInfo], int | None]:
+        """List tasks, see :meth:`TaskTable.page`."""
+        infos, following = self.table.page(status, after, limit)
+        users: dict[str, str] = {}
+        return [self._info(self.table.get(info.task_id), users) for info in infos], following
+
+    def _info(self, task: Task[Waiter], users: dict[str, str]) -> TaskInfo:
+        why = self._waits_for(task.waiter, users) if task.waiter is not None else ""
+        return msgspec.structs.replace(task.info, waits_for=why) if why else task.info
 
     def wait(self, waiter: Waiter, task_id: str, *, poll: bool = False) -> None:
         """Tell the waiter how the task ends, at once where it has ended, and before that of every change.
@@ -127,7 +146,7 @@ class Tasks:
     def watch(self, waiter: Waiter, task: Task[Waiter]) -> None:
         """Wait for a task that is at hand, see :meth:`wait`."""
         if waiter.on_event is not None and not (waiter.looks and task.finished):
-            waiter.on_event(task.info)
+            waiter.on_event(self.info(task))
         if task.finished:
             self._deliver(task, [waiter])
         else:
@@ -266,6 +285,6 @@ class Tasks:
         for waiter in tuple(task.watchers):
             if waiter.on_event is not None and not (waiter.looks and task.finished):
                 try:
-                    waiter.on_event(task.info)
+                    waiter.on_event(self.info(task))
                 except Exception:
                     _log.exception("the callback of a waiter of session %s for a task failed", waiter.session)

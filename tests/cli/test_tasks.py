@@ -171,6 +171,26 @@ def test_tasks_tells_what_there_is_to_know(client: Client) -> None:
     assert (shown[asked][1], shown[cancelled][1]) == ("running", "cancelled")
 
 
+def test_a_task_that_waits_for_room_tells_who_has_it(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], gate: threading.Event
+) -> None:
+    """On its row, and as a field for machines."""
+    share_all(provider, gate)
+    serve(quotas={"cpu": 4096}, when_full="evict")
+    client = connect()
+    with client.call("load", size=16) as handle:
+        task = client.submit("load", size=32)
+        eventually(lambda: client.get_task_status(task).waits_for is not None)
+        _, row = cli("tasks").output.splitlines()
+        _, _, status, *_, why = cells(row)
+        assert status == "running, waits for room"
+        assert why.startswith("4096 bytes on cpu wait for room: 4096 is the quota")
+        assert f"4096 bytes are object {handle.object_id} of load(), which pid {os.getpid()} uses" in why
+        [info] = cli("tasks", "--json").data
+        assert info["waits_for"] == why
+    client.wait_for_task(task)
+
+
 def test_a_task_that_was_asked_to_stop_is_marked(client: Client) -> None:
     """Asked is not stopped: the endpoint has to look."""
     client.cancel_task(begun(client, "gated"))

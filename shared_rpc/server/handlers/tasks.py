@@ -19,7 +19,8 @@ def submit(caller: Caller, message: m.Submit) -> m.TaskIs:
 
 @handles(m.GetTask)
 def get_task(caller: Caller, message: m.GetTask) -> m.TaskIs:
-    return m.TaskIs(caller.core.tasks.table.get(message.task_id).info)
+    tasks = caller.core.tasks
+    return m.TaskIs(tasks.info(tasks.table.get(message.task_id)))
 
 
 @handles(m.WaitTask)
@@ -47,7 +48,7 @@ def fetch_task(caller: Caller, message: m.FetchTask) -> None:
 @handles(m.ListTasks)
 def list_tasks(caller: Caller, message: m.ListTasks) -> m.TaskPage:
     limit = min(max(message.limit, 1), _PAGE)
-    return m.TaskPage(*caller.core.tasks.table.page(message.status, message.after, limit))
+    return m.TaskPage(*caller.core.tasks.page(message.status, message.after, limit))
 
 
 @handles(m.CancelTask)
