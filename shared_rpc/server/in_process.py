@@ -123,7 +123,11 @@ class InProcessExecutor:
                 begun,
             )
         self._queued[run] = threads, job
-        threads.start(job)
+        try:
+            threads.start(job)
+        except RuntimeError:
+            self._queued.pop(run, None)
+            raise
 
     def _begun(self, run: Run[Any], owner: Owner) -> None:
         self._queued.pop(run, None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from shared_rpc.errors import RemoteError, class_of, text_of, to_wire
+from shared_rpc.errors import CapabilityError, RemoteError, SharedRPCError, class_of, text_of, to_wire
 from shared_rpc.memory.records import Record
 
 __all__ = ["AwaitingRoom", "Completed", "Failure"]
@@ -97,6 +98,13 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         """Make the failure of an error that the library raised."""
         return cls(*to_wire(error), error=error)
+
+    @classmethod
+    def unexpected(cls, error: Exception) -> Failure:
+        """Make the failure of an error in this process, which may be none of the library's: no free descriptor or thread."""
+        if isinstance(error, SharedRPCError):
+            return cls.of(error)
+        return cls.of(CapabilityError(f"the server (pid {os.getpid()}) failed: {type(error).__name__}: {text_of(error)}"))
 
     @classmethod
     def raised(cls, error: BaseException) -> Failure:

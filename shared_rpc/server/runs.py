@@ -230,18 +230,26 @@ class Runs:
         """Have a run's work done, once there is room for what its key's latest result took."""
         sizes = self._sizes.get(run.key or run.former_key or "")
         if sizes is None or not self._room.waits:
-            self._executor.start(run, self)
+            self._execute(run)
             return
 
         def granted(aside: SetAside) -> None:
             run.aside = aside
-            self._executor.start(run, self)
+            self._execute(run)
 
         inner = any(waiter.inner for waiter in run.waiters)
         self._room.ask(run, sizes, granted, functools.partial(self._not_begun, run), first=inner)
 
+    def _execute(self, run: Run[Waiter]) -> None:
+        """Have the executor do a run's work. Where it cannot, the run has ended: perhaps no request waits for its start."""
+        try:
+            self._executor.start(run, self)
+        except Exception as error:
+            _log.exception("a run of %s() cannot be started", run.spec.name)
+            self._not_begun(run, Failure.unexpected(error))
+
     def _not_begun(self, run: Run[Waiter], failure: Failure) -> None:
-        """End a run that has no room for its result."""
+        """End a run whose work does not begin."""
         close_arguments(run.arguments)
         self.ended(run, failure)
 

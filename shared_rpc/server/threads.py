@@ -71,11 +71,18 @@ class WorkerThreads:
         return len(self._working)
 
     def start(self, job: Job) -> None:
-        """Do a job as soon as there is a thread for it, perhaps before this returns."""
+        """Do a job as soon as there is a thread for it, perhaps before this returns.
+
+        :raises RuntimeError: if there is no thread, and none can be started.
+        """
         self._loop = asyncio.get_running_loop()
         self._waiting.append(job)
-        if self._begun < self._limit:
-            self._begin()
+        try:
+            if self._begun < self._limit:
+                self._begin()
+        except RuntimeError:
+            self.withdraw(job)
+            raise
 
     def withdraw(self, job: Job) -> bool:
         """Drop a job that has not begun; False if it has."""
@@ -85,18 +92,27 @@ class WorkerThreads:
         return True
 
     def _begin(self) -> None:
-        while self._waiting and self._begun < self._limit:
+        while self._waiting and self._begun < self._limit and (self._begun < self._threads or self._add_thread()):
             job = self._waiting.popleft()
             self._begun += 1
             if job.begun is not None:
                 job.begun()
-            if self._begun > self._threads:
-                self._threads += 1
-                threading.Thread(target=self._serve, name=f"shared-rpc-worker-{self._threads}", daemon=True).start()
             if self._next_turn and self._loop is not None:
                 self._loop.call_soon(self._jobs.put, job)
             else:
                 self._jobs.put(job)
+
+    def _add_thread(self) -> bool:
+        """Start a thread; return False if none can be started, and jobs have to wait for those that there are."""
+        try:
+            threading.Thread(target=self._serve, name=f"shared-rpc-worker-{self._threads + 1}", daemon=True).start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise
+            _log.warning("jobs wait for %d threads: %s", self._threads, error)
+            return False
+        self._threads += 1
+        return True
 
     def _take_result(self) -> None:
         job, result = self._results.popleft()

@@ -329,10 +329,8 @@ class Tiers:
                     await self._restore(stored, next(iter(wishes)).reason, aside)
         except StaleHandleError as error:
             lost = Failure.of(error)
-        except SharedRPCError as error:
-            failure = Failure.of(error)
         except Exception as error:
-            failure = _unexpected(error)
+            failure = _failure_of(error)
         unused = self._asides.pop(stored.object_id, None)
         if unused is not None:
             self._room.redeem(unused)
@@ -385,7 +383,7 @@ class Tiers:
                 if refusals:
                     outcome = Failure.of(_together(refusals, len(moved)))
             except Exception as error:
-                outcome = _unexpected(error)
+                outcome = _failure_of(error)
             if self._asked.pop(waiter, None) is None:
                 return  # it has left
             if outcome is not None:
@@ -506,10 +504,9 @@ class Tiers:
         try:
             await self.move_down(stored, to, "room")
         except Exception as error:
-            expected = isinstance(error, SharedRPCError)
-            problem = error if isinstance(error, SharedRPCError) else _unexpected(error).error
+            problem = _failure_of(error).error
             assert isinstance(problem, SharedRPCError), "a failure of this process has its exception"
-            _log.log(logging.INFO if expected else logging.ERROR, "%s does not make room: %s", _named(stored), problem)
+            _log.info("%s does not make room: %s", _named(stored), problem)
             self._ordered.difference_update(names)
             self._room.not_moved(names, problem)
         else:
@@ -778,7 +775,11 @@ class Tiers:
                 future.set_result(made)
 
         job = Job(attempt, done)
-        self._threads.start(job)
+        try:
+            self._threads.start(job)
+        except RuntimeError:  # there is no thread
+            _close(borrowed)
+            raise
         try:
             made = await future
         except asyncio.CancelledError:
@@ -822,10 +823,11 @@ def _together(refusals: Sequence[SharedRPCError], moved: int) -> SharedRPCError:
     return type(refusals[0]).restore(f"{moved} objects were moved, and {len(refusals)} were not: {text}", refusals[0].detail())
 
 
-def _unexpected(error: Exception) -> Failure:
-    """Return the failure of an error that is not the library's own: no free descriptor, or a failing driver."""
-    _log.error("a move between tiers failed", exc_info=error)
-    return Failure.of(CapabilityError(f"the server (pid {os.getpid()}) failed: {type(error).__name__}: {error}"))
+def _failure_of(error: Exception) -> Failure:
+    """Return the failure of a move; one that is not the library's own is logged: a failing driver, for example."""
+    if not isinstance(error, SharedRPCError):
+        _log.error("a move between tiers failed", exc_info=error)
+    return Failure.unexpected(error)
 
 
 def _gone() -> Failure:

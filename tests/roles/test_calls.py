@@ -8,7 +8,8 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import anyio.to_thread
 import pytest
@@ -17,6 +18,7 @@ import torch
 from shared_rpc import Provider, Server
 from shared_rpc.errors import CapabilityError, RemoteError, SharedRPCError
 from shared_rpc.protocol import messages as m
+from shared_rpc.server.in_process import InProcessExecutor
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
@@ -274,6 +276,86 @@ def test_a_serialized_endpoint_that_is_given_up(
         go.set()
         assert last.result(timeout=10) == 3
         assert server.info()["builds"] == 2
+
+
+def test_a_server_that_has_no_threads_for_a_while(
+    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers get the error while there is none at all, and wait for one that there is; later there are as many as ever."""
+
+    @provider.share(cache=False)
+    def wait(number: int) -> torch.Tensor:
+        go.wait(30)
+        return torch.tensor(number)
+
+    server, client = serve(max_workers=2), connect()
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.startswith("shared-rpc-worker"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with ThreadPoolExecutor(3) as pool:
+
+        def call(number: int) -> Future[Any]:
+            running = server.info()["running"]
+            answer = pool.submit(client.call, "wait", number)
+            eventually(lambda: server.info()["running"] > running)
+            return answer
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        for number in range(3):
+            with pytest.raises(CapabilityError, match="can't start new thread"):
+                client.call("wait", number)
+        monkeypatch.undo()
+        first = call(1)
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        second = call(2)
+        monkeypatch.undo()
+        third = call(3)
+        assert [run["status"] for run in client.list_runs()] == ["running", "running", "pending"]
+        go.set()
+        assert [answer.result(timeout=20).item() for answer in (first, second, third)] == [1, 2, 3]
+
+
+def test_a_serialized_endpoint_whose_next_call_cannot_be_started(
+    provider: Provider,
+    serve: Serve,
+    connect: Connect,
+    go: threading.Event,
+    begun: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its caller gets the error, and the one after it has its turn."""
+
+    @provider.share(concurrency="serialized", cache=False)
+    def alone(number: int) -> torch.Tensor:
+        begun.set()
+        go.wait(30)
+        return torch.tensor(number)
+
+    server, client = serve(), connect()
+    start, failed = InProcessExecutor.start, threading.Event()
+
+    def fail_once(*given: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(*given)
+
+    with ThreadPoolExecutor(3) as pool:
+        calls = []
+        for number in range(3):
+            calls.append(pool.submit(client.call, "alone", number))
+            eventually(lambda: server.info()["running"] == len(calls))
+            begun.wait(10)
+        monkeypatch.setattr(InProcessExecutor, "start", fail_once)
+        go.set()
+        assert calls[0].result(timeout=10) == 0
+        with pytest.raises(CapabilityError, match="can't start new thread"):
+            calls[1].result(timeout=10)
+        assert calls[2].result(timeout=10) == 2
 
 
 def test_an_async_endpoint_that_stops_waiting_for_another(provider: Provider, serve: Serve, connect: Connect) -> None:

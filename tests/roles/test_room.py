@@ -19,6 +19,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import tiers as t
+from shared_rpc.server.in_process import InProcessExecutor
 from tests.kit.apps import Connect
 from tests.kit.holding import HoldingSession
 from tests.kit.processes import eventually
@@ -278,6 +279,81 @@ def test_a_task_waits_for_room_until_it_is_cancelled(
         with pytest.raises(TaskCancelled):
             client.wait_for_task(task_id)
         assert in_line(server) == 0
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["before its build", "after its build"])
+def test_a_task_tells_which_room_it_waits_for(
+    full: Callable[..., Server], connect: Connect, device: str, unit: int, built: bool
+) -> None:
+    """And who has it; without a deadline it goes on waiting, until there is room."""
+    server, holder, client = full(1), connect(device=device), connect(device=device)
+    if built:
+        client.call("dropped", 2, unit).release()
+    handle = holder.call("model", 1, unit)
+    task_id = client.submit("dropped", 2, unit)
+    eventually(lambda: in_line(server) == 1)
+    other = client.submit("dropped", 3, unit)
+    eventually(lambda: in_line(server) == 2)
+    info = client.get_task_status(task_id)
+    assert info.status == ("pending" if built else "running")
+    assert f"{unit} bytes on {device_id(device)} wait for room: {unit} is the quota" in str(info.waits_for)
+    assert f"{unit} bytes are object {handle.object_id} of model(), which pid {os.getpid()} uses" in str(info.waits_for)
+    listed = {info.task_id: info.waits_for for info in client.list_tasks()}
+    assert listed[task_id] == info.waits_for
+    assert "1 requests are before this one" in str(listed[other])
+    handle.release()
+    with client.wait_for_task(task_id) as result:
+        assert result.value[0].item() == 2
+        assert client.get_task_status(task_id).waits_for is None
+    client.wait_for_task(other).release()
+
+
+@pytest.mark.parametrize("kind", ["known", "cold"])
+def test_a_task_that_waits_for_room_is_cancelled_at_once(
+    full: Callable[..., Server], connect: Connect, device: str, unit: int, tmp_path: Path, kind: str
+) -> None:
+    """Whether it would be built then, or its result restored; it waits no more."""
+    server, client = full(1, spill_dir=str(tmp_path)), connect(device=device)
+    endpoint = "dropped" if kind == "known" else "model"
+    client.call(endpoint, 2, unit).release()
+    with client.call("model", 1, unit) as first:
+        task_id = client.submit(endpoint, 2, unit)
+        eventually(lambda: in_line(server) == 1)
+        assert "which pid" in str(client.get_task_status(task_id).waits_for)
+        assert client.cancel_task(task_id)
+        assert client.get_task_status(task_id).status == "cancelled"
+        assert in_line(server) == 0
+        with pytest.raises(TaskCancelled):
+            client.wait_for_task(task_id)
+        assert client.get_object_info(first.object_id)["tier"] == "device"
+
+
+def test_a_run_that_cannot_be_started_when_its_turn_comes(
+    full: Callable[..., Server],
+    connect: Connect,
+    ask: Callable[..., Future[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    unit: int,
+) -> None:
+    """Whoever waited for room gets the error, and the room is there for others."""
+    server, holder, client = full(1), connect(device=device), connect(device=device)
+    client.call("dropped", 2, unit).release()
+    first = holder.call("dropped", 1, unit)
+    answer = ask(server, client.call, "dropped", 2, unit)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(InProcessExecutor, "start", fail)
+    first.release()
+    with pytest.raises(CapabilityError, match=r"\(pid \d+\) failed: RuntimeError: can't start new thread"):
+        answer.result(30)
+    with pytest.raises(CapabilityError, match="can't start new thread"):
+        client.call("dropped", 2, unit)
+    monkeypatch.undo()
+    with client.call("dropped", 2, unit) as handle:
+        assert handle.value[0].item() == 2
 
 
 def test_calls_join_a_result_that_waits(
