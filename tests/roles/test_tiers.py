@@ -144,7 +144,11 @@ def test_a_lease_is_active_again_when_it_is_resumed(raw: Raw, client: Client) ->
 @pytest.mark.parametrize("message", [m.Hold, m.GetBuffer])
 def test_another_grant_makes_a_lease_active(raw: Raw, client: Client, message: type[m.Message]) -> None:
     """A session that gets the object once more has it in use."""
-    object_id = held(raw, client) if message is m.Hold else client.create_buffer(4096, keep=True).object_id
+    if message is m.Hold:
+        object_id = held(raw, client)
+    else:
+        with client.create_buffer(4096, keep=True) as handle:
+            object_id = handle.object_id
     raw.ask(m.Hold([object_id]))
     raw.ask(t.Suspend([object_id]))
     raw.ask(m.Hold([object_id]) if message is m.Hold else m.GetBuffer(object_id))
