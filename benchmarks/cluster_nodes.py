@@ -27,8 +27,13 @@ __all__ = ["COUNT", "Nodes"]
 COUNT = 3
 #: Seconds that anything here may take.
 _PATIENCE = 300.0
-#: Nothing is collected, drawn or sent home.
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+#: Nothing is collected, drawn or sent home, and objects are spilled whatever the level of the disk.
+_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_local_fs_capacity_threshold": "1",
+}
 _SYSTEM = {"enable_metrics_collection": False}
 
 #: Layers of 4 MiB with torch's own initial values. Each build says how long it took, in a file.
@@ -96,7 +101,7 @@ class Nodes:
         self._stack.callback(os.environ.update, before)
         self._stack.callback(os.environ.clear)
         # Nodes, and the actors there, have the environment of this process.
-        os.environ.update({**environ(), **_QUIET})
+        os.environ.update({**environ(), **_RAY})
         # A socket address has room for 107 bytes: a short prefix.
         self.folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="bench-")))
         (self.folder / "app.py").write_text(APP)

@@ -18,11 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared_rpc.cluster.movers import part_nbytes
 from shared_rpc.cluster.tensors import LINGER, HeldTensors, TensorLayout, client_of, let_go, rebuilt
 from shared_rpc.errors import BufferNotFound, ConfigurationError, SharedRPCError
 
 try:
     import ray
+
+    from shared_rpc.cluster.membership import alive_nodes
 except ImportError as error:
     raise ConfigurationError(
         "the tensor transport SHARED_RPC needs Ray, which is not installed: pip install 'shared-rpc[ray]'"
@@ -47,8 +50,7 @@ __all__ = ["NAME", "SharedRpcTransport", "register"]
 
 NAME = "SHARED_RPC"
 
-#: Bytes that are on their way to another node at once are a few of these parts.
-_PART = 64 << 20
+#: Parts that the reader at the tensors' node has stored and the receiver has not begun to read.
 _PARTS_AHEAD = 2
 
 
@@ -216,15 +218,22 @@ def _lost(obj_id: str, metadata: HeldMetadata, error: Exception) -> Exception:
 
 
 def _fetched(metadata: HeldMetadata, targets: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-    """Return copies of the tensors, read by a task on their node, whose parts come by the object store."""
+    """Return copies of the tensors, read by a task on their node, whose parts come by the object store.
+
+    Each of the two stores has :data:`_PARTS_AHEAD` of them beside the one that is being written, for which the smaller one has
+    room.
+    """
     device = torch.device(metadata.tensor_device or "cpu")
     tensors = list(targets) if targets else _empty(metadata.layouts, device)
     strategy = NodeAffinitySchedulingStrategy(metadata.node_id, soft=False)
     read = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(_read)
-    parts = read.options(num_returns="streaming", _generator_backpressure_num_objects=_PARTS_AHEAD).remote(metadata)
+    stores = [node.store_nbytes for node in alive_nodes().values() if node.id in (metadata.node_id, _node())]
+    streaming = {"num_returns": "streaming", "_generator_backpressure_num_objects": _PARTS_AHEAD}
+    parts = read.options(**streaming).remote(metadata, part_nbytes(min(stores, default=0)))
     writer = _Writer(tensors)
     for reference in parts:
         writer.write(ray.get(reference))
+        del reference  # before the next one is awaited: the stores have room for few
     writer.finish()
     if not targets:
         for tensor, layout in zip(tensors, metadata.layouts, strict=True):
@@ -241,21 +250,21 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _read(metadata: HeldMetadata) -> Iterator[Any]:
+def _read(metadata: HeldMetadata, nbytes: int) -> Iterator[Any]:
     """Yield the bytes of all tensors, one after the other, in parts. Runs as a task on the tensors' node."""
-    part, filled = np.empty(_PART, np.uint8), 0
+    part, filled = np.empty(nbytes, np.uint8), 0
     for tensor in _attached(metadata):
         source = _flat(tensor.contiguous())
-        for start in range(0, source.numel(), _PART):
-            rest = source[start : start + _PART].cpu().numpy()
+        for start in range(0, source.numel(), nbytes):
+            rest = source[start : start + nbytes].cpu().numpy()
             while len(rest):
-                taken = min(len(rest), _PART - filled)
+                taken = min(len(rest), nbytes - filled)
                 part[filled : filled + taken] = rest[:taken]
                 rest, filled = rest[taken:], filled + taken
-                if filled == _PART:
+                if filled == nbytes:
                     yield part
                     # Not written to again: Ray may not have stored it yet.
-                    part, filled = np.empty(_PART, np.uint8), 0
+                    part, filled = np.empty(nbytes, np.uint8), 0
     if filled:
         yield part[:filled]
 

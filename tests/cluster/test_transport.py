@@ -17,7 +17,7 @@ ray = pytest.importorskip("ray")
 from shared_rpc import Client  # noqa: E402
 from shared_rpc.cluster import transport  # noqa: E402
 from tests.kit.processes import eventually, python  # noqa: E402
-from tests.kit.ray_app import Nodes, segment_of  # noqa: E402
+from tests.kit.ray_app import STORE, Nodes, segment_of  # noqa: E402
 
 pytestmark = [
     # Ray's own, of sockets and files that it leaves to the collector, and of names that it is about to change.
@@ -121,13 +121,14 @@ def test_every_kind_of_tensor_arrives_as_it_was(nodes: Nodes) -> None:
 
 
 def test_another_node_gets_a_copy(nodes: Nodes) -> None:
-    """By the object store, in parts; the maker's memory is not written to."""
-    far = nodes.readers[1]
-    count = (transport._PART // 4) * 5 // 2
+    """In parts, for which the object stores have room, but not for all of them; the maker's memory is not written to."""
+    far, before = nodes.readers[1], nodes.spilled()
+    count = STORE // 4 * 5 // 4 + 1
     made = nodes.makers[0].make.remote(count)
-    total = float(torch.arange(count, dtype=torch.float32).double().sum())
-    assert ray.get(far.write.remote(made, 9.0)) == ("", total + 9)
-    assert ray.get(made)[0] == 0
+    here = ray.get(made)
+    assert ray.get(far.write.remote(made, 9.0)) == ("", float(here.double().sum()) + 9)
+    assert here[0] == 0
+    assert nodes.spilled() == before
 
 
 def test_another_node_gets_a_copy_though_the_maker_was_killed(nodes: Nodes) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 import torch
+from ray._private import internal_api
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -20,13 +21,13 @@ from shared_rpc import Client
 from shared_rpc.cluster import transport
 from shared_rpc.memory.mapping import MAPPINGS
 
-__all__ = ["Holder", "Nodes", "segment_of"]
+__all__ = ["STORE", "Holder", "Nodes", "segment_of"]
 
 # Before the first class that names it.
 transport.register()
 
 #: Bytes of each node's object store, the least that Ray takes being 75 MiB.
-_STORE = 128 << 20
+STORE = 128 << 20
 
 
 def segment_of(tensor: torch.Tensor) -> str:
@@ -129,9 +130,9 @@ class Nodes:
         monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         self.cluster = Cluster()
-        first = self.cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=_STORE)
+        first = self.cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=STORE)
         second = self.cluster.add_node(
-            num_cpus=1, object_store_memory=_STORE, env_vars={"SHARED_TENSOR_BASE_PATH": self.bases[1]}
+            num_cpus=1, object_store_memory=STORE, env_vars={"SHARED_TENSOR_BASE_PATH": self.bases[1]}
         )
         self.ids = [first.node_id, second.node_id]
         self.cluster.wait_for_nodes()
@@ -155,6 +156,11 @@ class Nodes:
         """The ids of objects that references stand for, in their nodes' servers."""
         manager = ray._private.worker.global_worker.rdt_manager
         return [manager.get_rdt_metadata(reference.hex()).tensor_transport_meta.object_id for reference in references]
+
+    def spilled(self) -> int:
+        """How many bytes the nodes' object stores have spilled."""
+        state = internal_api.get_state_from_address(self.cluster.address)
+        return int(internal_api.get_memory_info_reply(state).store_stats.spilled_bytes_total)
 
     def close(self) -> None:
         """End Ray, and the servers that were started."""
