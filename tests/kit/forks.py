@@ -75,8 +75,8 @@ MODULES = (
 )
 #: Variables with these beginnings are read when a process starts. (Imports in this process set those of torch's compiler.)
 _READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")
-#: These are carried out in a fork.
-_CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED"})
+#: These are carried out in a fork, or read when they are needed: a driver of Ray sets the last one.
+_CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT"})
 _PR_GET_CHILD_SUBREAPER = 37
 #: How the code of children begins that :mod:`multiprocessing` starts, but for its tracker of resources.
 _SPAWNED = ("from multiprocessing.spawn ", "from multiprocessing.forkserver ")
