@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -36,3 +37,11 @@ def test_a_fork_ends_as_a_new_process(how: str) -> None:
     found = [forks.run(command, capture_output=True, text=True, timeout=50, fresh=fresh) for fresh in (True, False)]
     new, fork = [(ran.returncode, ran.stdout, ran.stderr.splitlines()[-1:]) for ran in found]
     assert fork == new
+
+
+@pytest.mark.parametrize(("variable", "forked"), [("PYTHONBREAKPOINT", True), ("PYTHONHASHSEED", False)])
+def test_only_what_is_read_at_the_start_needs_a_new_process(variable: str, forked: bool) -> None:
+    """A driver of Ray, as tests of clusters are, sets the one that names the debugger."""
+    code = "import sys; print('torch' in sys.modules)"
+    ran = forks.run([sys.executable, "-c", code], env={**os.environ, variable: "7"}, capture_output=True, text=True, check=True)
+    assert ran.stdout == f"{forked}\n"
