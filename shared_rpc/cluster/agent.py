@@ -201,14 +201,21 @@ class NodeAgent:
 
     # What other agents call.
 
-    async def offer(self, key: Key, version: Version, movers: tuple[str, ...], store_nbytes: int, relay: bool) -> Offer | None:
+    async def offer(self, receiver: Any, order: Fetch, movers: tuple[str, ...], store_nbytes: int) -> Offer | None:
         """Get ready to send a version; return None if this node is to receive it itself, and that has not begun.
 
+        :param receiver: the agent that carries the order out. With that, or with the agent, the offer ends.
         :param movers: those that the receiver has, the best first.
         :param store_nbytes: the size of the receiver's object store.
-        :param relay: whether parts may be asked for that have not arrived here.
         :raises ClusterError: if it is not here.
         """
+        offer = await self._offer(order, movers, store_nbytes)
+        if offer is not None:
+            self._spawn(self._end_with(receiver, order, offer.number))
+        return offer
+
+    async def _offer(self, order: Fetch, movers: tuple[str, ...], store_nbytes: int) -> Offer | None:
+        key, version, relay = order.key, order.version, order.relay
         what, until = (key, version.digest), time.monotonic() + NOT_YET
         while True:
             _, handle = self._candidates.get(what, (None, None))
@@ -226,6 +233,19 @@ class NodeAgent:
                 raise ClusterError(
                     f"{self._place.node} has no version {version.number} of {key.cache_key}", reason="failed"
                 ) from None
+
+    async def _end_with(self, receiver: Any, order: Fetch, number: int) -> None:
+        """End an offer when its receiver has ended, or the order there: nothing that was kept for it stays."""
+        with contextlib.suppress(*LOST):
+            await receiver.receiving.remote(order.id)
+        with contextlib.suppress(SharedRPCError):  # the broker has gone: that is noticed elsewhere
+            await self._offers.end(number)
+
+    async def receiving(self, order: int) -> None:
+        """Wait until an order is carried out here no more: a call of this fails when this agent has ended."""
+        task = self._tasks.get(order)
+        if task is not None:
+            await asyncio.wait([task])
 
     async def offered(self, number: int) -> None:
         """Wait until an offer has ended: a call of this fails when this agent has."""
@@ -623,8 +643,8 @@ class NodeAgent:
                 source = find(actor_name(self._place.cluster, "agent", order.source))
             except ClusterError as error:
                 raise _Failed(str(error), Blame.SOURCE) from error
-            words = (order.key, order.version, movers, self._place.store_nbytes, order.relay)
-            offer: Offer = await self._answer(order, source.offer, *words)
+            this = ray.get_runtime_context().current_actor
+            offer: Offer = await self._answer(order, source.offer, this, order, movers, self._place.store_nbytes)
             if offer.mover != movers[0]:
                 problem = f"{order.source} has no mover {movers[0]!r}"
             if problem:
@@ -731,8 +751,9 @@ class NodeAgent:
         report_every, last, counted = Rules().report_every, time.monotonic(), time.monotonic()
         while True:
             await asyncio.sleep(_LOOK)
-            busy = {order.key for order in self._orders.values()}
-            for key, version in self._holdings.lost(await self._listed(), busy):
+            known, busy = self._holdings.known(), self._busy()
+            listed = await self._listed()
+            for key, version in self._holdings.lost(listed, known, busy | self._busy()):
                 self._tell(Dropped(self._place.node, key, version))
             await self._offers.end_idle()
             await self._end_idle_receipts()
@@ -744,6 +765,9 @@ class NodeAgent:
                 with contextlib.suppress(*LOST):
                     await self._compare()
             await self._publish()
+
+    def _busy(self) -> set[Key]:
+        return {order.key for order in self._orders.values()}
 
     async def _end_idle_receipts(self) -> None:
         """Give up what has arrived of versions of which nobody has ordered the rest, as their callers got errors."""

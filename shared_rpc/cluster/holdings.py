@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from shared_rpc.cluster.memo import Memo
@@ -71,13 +71,22 @@ class Holdings:
         self._memo.keep_only({held.object_id for held in self._held.values()})
         return tuple(Holding(key, held.version, held.nbytes) for key, held in self._held.items())
 
-    def lost(self, listed: Iterable[Listed], busy: set[Key]) -> list[tuple[Key, Version]]:
+    def known(self) -> Mapping[Key, object]:
+        """Return what is current, to be compared with later."""
+        return dict(self._held)
+
+    def lost(self, listed: Iterable[Listed], known: Mapping[Key, object], busy: set[Key]) -> list[tuple[Key, Version]]:
         """Return the versions that the broker has dropped or replaced by itself since the directory was told of them.
 
-        :param busy: keys that orders are changing.
+        :param known: what was current when the broker began to list: what has changed since is not lost.
+        :param busy: keys that orders are changing, or were then.
         """
         there = {found.key: found.object_id for found in listed}
-        gone = [(key, held.version) for key, held in self._held.items() if key not in busy and there.get(key) != held.object_id]
+        gone = [
+            (key, held.version)
+            for key, held in self._held.items()
+            if key not in busy and known.get(key) is held and there.get(key) != held.object_id
+        ]
         for key, _ in gone:
             del self._held[key]
         return gone

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from shared_rpc.cluster.directory import Rules
+from shared_rpc.cluster import directory_actor
 from tests.kit.ray_sites import Site, Sites
 
 _names = (f"m{number}" for number in itertools.count(1))
+
+#: Nodes that a test holds up are not found to be slow.
+_RULES = dataclasses.replace(directory_actor.RULES, slow=float("inf"))
 
 
 class _Kept:
     """The cluster of the last file, which the next one has too if it is to be such a one."""
 
     def __init__(self) -> None:
-        self.kind: tuple[str, Rules | None] | None = None
+        self.device = ""
         self.sites: Sites | None = None
 
-    def of(self, device: str, rules: Rules | None) -> Sites:
-        """Return the cluster of a kind, with three sites that have joined."""
-        if self.kind != (device, rules):
+    def of(self, device: str) -> Sites:
+        """Return the cluster of a kind of device, with three sites that have joined."""
+        if self.device != device:
             self.close()
-            self.sites = Sites(gpus=torch.cuda.device_count() if device == "cuda" else 0, rules=rules)
-            self.kind = (device, rules)
-        assert self.sites is not None, "it was kept with its kind"
+            self.sites = Sites(gpus=torch.cuda.device_count() if device == "cuda" else 0, rules=_RULES)
+            self.device = device
+        assert self.sites is not None, "it was kept with its device"
         for extra in self.sites.sites[3:]:
             extra.lose()
         while len(self.sites.sites) < 3:
@@ -40,7 +44,7 @@ class _Kept:
 
     def close(self) -> None:
         """End it."""
-        sites, self.sites, self.kind = self.sites, None, None
+        sites, self.sites, self.device = self.sites, None, ""
         if sites is not None:
             sites.close()
 
@@ -65,9 +69,9 @@ def ray_of_its_own(end_of_cluster: None, request: pytest.FixtureRequest) -> None
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def cluster(end_of_cluster: None, request: pytest.FixtureRequest) -> Sites:
-    """Three sites that have joined; on GPUs, each has the next one. A file's ``RULES`` are the directory's."""
+    """Three sites that have joined; on GPUs, each has the next one."""
     try:
-        return _kept.of(request.param, getattr(request.module, "RULES", None))
+        return _kept.of(request.param)
     except BaseException:
         _kept.close()
         raise

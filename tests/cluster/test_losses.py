@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import ray
 
+from shared_rpc import Client
 from shared_rpc.cluster import Change, Cluster
 from shared_rpc.cluster.membership import actor_name, find
 from shared_rpc.errors import ClusterError
@@ -107,13 +108,18 @@ def test_the_source_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, los
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
-    """The others go on; and where only the agent was lost, the next one receives it."""
+    """The others go on, the source keeps nothing for it, and where only the agent was lost, the next one receives it."""
     first, second, *_ = cluster.sites
     digest = first.load(name, SIZE).digest
+    source = first.client()
+    before = leases_of(source, name)
     held = cluster.hold("take", lost)
     child = lost.start(name, SIZE)
     until(lambda: cluster.held("take", lost), "it is being received")
+    assert leases_of(source, name) > before
     LOSSES[loss](lost)
+    if loss != "agent":  # the next one would receive it
+        until(lambda: leases_of(source, name) == before, "the source has ended the transfer")
     held.unlink()
     assert second.load(name, SIZE).digest == digest
     if loss == "agent":
@@ -123,16 +129,23 @@ def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, l
     assert cluster.builds(name) == [first.name]
 
 
+def leases_of(client: Client, name: str) -> int:
+    """How often the object of a name is in use."""
+    [found] = [found for found in client.list_objects() if f"'{name}'" in str(found["cache_key"])]
+    return int(found["leases"])
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, loss: str, threads: ThreadPoolExecutor) -> None:
     """It has got the new version, another node has not, and nobody has changed over yet: the others do when all are ready."""
     first, second, third = cluster.sites[:3]
     [before, *_] = loading([first, second, third, lost], name)
-    node, before_bytes = lost.node, lost.status()["bytes_received"]
+    node = lost.node
+    before_bytes = received_by(cluster, node)
     held = cluster.hold("take", third)
     change: Future[Change] = threads.submit(Cluster(timeout=150.0).refresh, "load_model", name)
     until(lambda: cluster.held("take", third), "one node is not ready")
-    until(lambda: has_received(lost, before_bytes), "the other one is")
+    until(lambda: received_by(cluster, node) > before_bytes, "the other one is")
     assert first.load(name).digest == before.digest
     LOSSES[loss](lost)
     if loss != "agent":  # that comes back
@@ -149,10 +162,9 @@ def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, los
         assert lost.load(name).digest == after[0].digest
 
 
-def has_received(site: Site, before: int) -> bool:
-    """Whether a node has received more than before, and carries nothing out."""
-    status = site.status()
-    return bool(status["bytes_received"] > before and not status["activity"])
+def received_by(cluster: Sites, node: str) -> int:
+    """The bytes of all that a node has received whole."""
+    return int(cluster.status()["nodes"][node]["received"])
 
 
 def test_a_broker_that_starts_again_gets_its_objects_from_the_others(cluster: Sites, name: str, lost: Site) -> None:

@@ -73,7 +73,8 @@ def moved(site: Site) -> dict[str, int]:
 
 
 def more(site: Site, before: dict[str, int]) -> dict[str, int]:
-    """What it has received since, by mover."""
+    """What it has received since, by mover; a status is published when it is whole."""
+    until(lambda: moved(site) != before and not site.status()["activity"], "something was received")
     return {mover: nbytes - before.get(mover, 0) for mover, nbytes in moved(site).items() if nbytes > before.get(mover, 0)}
 
 
@@ -87,9 +88,8 @@ def test_a_record_is_read_into_its_room(cluster: Sites, name: str, pair: list[Si
     assert (got.digest, got.tied) == (digest, True)
     found = more(target, before)
     assert list(found) == [HELD_NAME] and found[HELD_NAME] >= 100 << 20
-    status = cluster.status()
-    assert status["nodes"][target.node]["received_by_mover"] == moved(target)
-    assert status["bytes_by_mover"][HELD_NAME] >= found[HELD_NAME]
+    until(lambda: cluster.status()["nodes"][target.node]["received_by_mover"] == moved(target), "the directory knows")
+    assert cluster.status()["bytes_by_mover"][HELD_NAME] >= found[HELD_NAME]
     assert sum(moved(target).values()) == target.status()["bytes_received"]
     assert cluster.builds(name) == [source.name]
 

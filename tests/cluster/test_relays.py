@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shared_rpc.cluster import directory_actor
 from tests.kit.processes import Child
 from tests.kit.ray_sites import Site, Sites, until
 
 pytestmark = pytest.mark.timeout(200)
 
-#: Nodes that a test holds up are not found to be slow.
-RULES = dataclasses.replace(directory_actor.RULES, slow=float("inf"))
 #: MiB of the object: four parts.
 SIZE = 60
 
@@ -30,7 +26,7 @@ class Relaying:
         self.cluster, self.name = cluster, name
         self.source, self.late, *self.relays = cluster.sites[:4]
         self.digest = self.source.load(name, SIZE).digest
-        self.before = {site.name: site.status() for site in self.relays}
+        self.nodes = {site.node: site for site in self.relays}
         self.held = [cluster.hold("take", site, parts=2) for site in self.relays]
         self.children: list[tuple[Site, Child]] = [(site, site.start(name, SIZE)) for site in self.relays]
         try:
@@ -45,14 +41,12 @@ class Relaying:
         self.relay = relay
 
     def _relay(self) -> Site | None:
-        return next((site for site in self.relays if self._more(site, "bytes_sent")), None)
+        source, nbytes = self.late.arriving(self.name)
+        return self.nodes.get(source) if nbytes else None
 
     def _has_part(self, site: Site) -> bool:
         # One whose source has failed before may receive from the other one, which is held up.
-        return self.cluster.held("take", site) or self._more(site, "bytes_received")
-
-    def _more(self, site: Site, what: str) -> bool:
-        return bool(site.status()[what] > self.before[site.name][what])
+        return self.cluster.held("take", site) or site.arriving(self.name)[1] > 0
 
     def spoil(self) -> Path:
         """Have the next part change that the relay gets."""
@@ -83,8 +77,7 @@ def test_a_late_node_receives_from_nodes_that_are_still_receiving(cluster: Sites
     doing = cluster.status()["nodes"][relaying.late.node]["doing"]
     assert [found["source"] for found in doing] == [relaying.relay.node]
     assert all(cluster.held("take", relay) for relay in relaying.relays)
-    activity = relaying.relay.status()["activity"]
-    assert any(line.startswith("fetch ") and f" from {relaying.source.node}, " in line for line in activity)
+    assert relaying.relay.arriving(relaying.name)[0] == relaying.source.node
     relaying.go_on()
     assert relaying.all_have_it()
 

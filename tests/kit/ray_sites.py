@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -116,7 +117,8 @@ class Site:
         #: The device as this process names it.
         self.device = "cpu" if gpu is None else f"cuda:{gpu}"
         self.ray_node = ray_node
-        self._sites = sites
+        #: What it is a part of.
+        self.cluster = sites
         self._alone = alone
         #: Short: the address of a Unix socket has 107 bytes.
         self.base_path = str(sites.root / name)
@@ -145,28 +147,28 @@ class Site:
         return {
             "SHARED_TENSOR_BASE_PATH": self.base_path,
             "SHARED_TENSOR_CLUSTER_NODE": self.node_id,
-            "SHARED_TENSOR_CLUSTER_NAME": self._sites.name,
-            "RAY_ADDRESS": self._sites.address,
+            "SHARED_TENSOR_CLUSTER_NAME": self.cluster.name,
+            "RAY_ADDRESS": self.cluster.address,
             "SHARED_TENSOR_CLUSTER_MOVER": "tests.cluster.movers:HeldMover",
             "SITE": self.name,
             "SITE_DEVICE": "cpu" if self.gpu is None else "cuda",
-            "SITES": str(self._sites.root),
+            "SITES": str(self.cluster.root),
             **({"CUDA_VISIBLE_DEVICES": str(self.gpu)} if self.gpu is not None else {}),
         }
 
     def serve(self, *options: str, cluster: str = "ray", app: str = APP, **environ: str) -> Site:
         """Start the broker, and wait until its app is loaded."""
-        folder = self._sites.root / f"app-{self.name}"
+        folder = self.cluster.root / f"app-{self.name}"
         folder.mkdir(exist_ok=True)
         (folder / "app.py").write_text(textwrap.dedent(app))
         self.broker = Child(
             *("-m", "shared_rpc.cli", "serve", str(folder / "app.py"), "--source-grace", "600", *options),
             environ={**self.environ, "SHARED_TENSOR_CLUSTER": cluster, **environ},
         )
-        self._sites.brokers.append(self.broker)
+        self.cluster.brokers.append(self.broker)
         reader = threading.Thread(target=self._read, args=(self.broker.process.stderr,), daemon=True)
         reader.start()
-        self._sites.readers.append(reader)
+        self.cluster.readers.append(reader)
         self.broker.expect("serving")
         return self
 
@@ -180,10 +182,10 @@ class Site:
 
     def start(self, *args: Any) -> Child:
         """A client's process that calls ``load_model``."""
-        folder = str(self._sites.root / f"app-{self.name}")
+        folder = str(self.cluster.root / f"app-{self.name}")
         code = _CLIENT.format(folder=folder, args=args)
         child = python(code, environ={**self.environ, "SHARED_TENSOR_ENABLED": "1"})
-        self._sites.children.append(child)
+        self.cluster.children.append(child)
         return child
 
     def got(self, child: Child) -> Got:
@@ -199,7 +201,7 @@ class Site:
     def client(self) -> Client:
         """A client of the broker."""
         client = Client(self.base_path, device=self.device, timeout=50.0, connect_timeout=5.0)
-        self._sites.closing.callback(client.close)
+        self.cluster.closing.callback(client.close)
         return client
 
     def status(self) -> dict[str, Any]:
@@ -207,6 +209,14 @@ class Site:
         with Client(self.base_path, device=self.device, timeout=30.0, connect_timeout=5.0) as client:
             source = client.get_server_info()["source"]
         return dict(source["status"]) if source is not None else {}
+
+    def arriving(self, name: str) -> tuple[str, int]:
+        """The node that an object of a name is being received from, and how many bytes of it have arrived."""
+        for line in self.status().get("activity", ()):
+            found = re.fullmatch(rf"fetch .*'{name}'.* from (\S+), (\d+) of \d+ bytes", line)
+            if found is not None:
+                return found[1], int(found[2])
+        return "", 0
 
     def agent_pid(self) -> int:
         """The process of the agent."""
@@ -232,8 +242,8 @@ class Site:
     def lose(self) -> None:
         """The whole machine: its Ray node, unless that has another broker too, and its broker."""
         if self._alone:
-            self._sites.cluster.remove_node(self.ray_node, allow_graceful=False)
-        self._sites.sites.remove(self)
+            self.cluster.cluster.remove_node(self.ray_node, allow_graceful=False)
+        self.cluster.sites.remove(self)
         self.kill_broker()
 
     @property
@@ -386,11 +396,13 @@ class Sites:
 
 
 def loading(sites: Sequence[Site], *args: Any) -> list[Got]:
-    """What a process of each of the sites gets, all at once."""
+    """What a process of each of the sites gets, all at once, when the directory knows that they have it."""
     children = [(site, site.start(*args)) for site in sites]
     found = [site.got(child) for site, child in children]
     for got in found:
         got.close()
+    nodes, cluster = {site.node for site in sites}, sites[0].cluster
+    until(lambda: nodes <= cluster.key(args[0])["nodes"].keys(), "the directory knows who has it")
     return found
 
 

@@ -139,10 +139,21 @@ def test_what_the_broker_drops_or_replaces_is_lost(tmp_path: Path) -> None:
     holdings = Holdings(Memo(str(tmp_path / "s.sock")))
     holdings.hold(KEY, Version(1, "d"), "a", 10)
     holdings.hold(OTHER, Version(2, "e"), "b", 10)
-    assert holdings.lost([Listed(KEY, "a", 10), Listed(OTHER, "b", 10)], set()) == []
-    assert holdings.lost([Listed(KEY, "x", 10)], {OTHER}) == [(KEY, Version(1, "d"))]
-    assert holdings.lost([], set()) == [(OTHER, Version(2, "e"))]
+    known = holdings.known()
+    assert holdings.lost([Listed(KEY, "a", 10), Listed(OTHER, "b", 10)], known, set()) == []
+    assert holdings.lost([Listed(KEY, "x", 10)], known, {OTHER}) == [(KEY, Version(1, "d"))]
+    assert holdings.lost([], known, set()) == [(OTHER, Version(2, "e"))]
     assert len(holdings) == 0
+
+
+def test_what_changes_while_the_broker_lists_is_not_lost(tmp_path: Path) -> None:
+    """The list may be older than what is current, which is lost when a later list does not have it."""
+    holdings = Holdings(Memo(str(tmp_path / "s.sock")))
+    holdings.hold(KEY, Version(1, "d"), "a", 10)
+    known, listed = holdings.known(), [Listed(KEY, "a", 10)]
+    holdings.hold(KEY, Version(2, "e"), "b", 10)
+    assert holdings.lost(listed, known, set()) == []
+    assert holdings.lost(listed, holdings.known(), set()) == [(KEY, Version(2, "e"))]
 
 
 def test_settings_of_a_cluster() -> None:
