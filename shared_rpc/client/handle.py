@@ -144,16 +144,13 @@ class Lease(Generic[T]):
         :raises HandleSuspended: while the handle is suspended.
         """
         self._check_held()
-        if self.suspended:
-            why = (
-                "is suspended, and its memory may not be touched"
-                if self._suspended
-                else "is suspended, because the object was evicted while this client's session with the server was lost: the "
-                "memory that this process has of it is not the one that others have"
-            )
+        if self._suspended or self._outdated:
+            why = "its memory may not be touched"
+            if not self._suspended:
+                why = "its memory here is an earlier one, because it was evicted while the session with the server was lost"
             raise HandleSuspended(
-                f"the handle of object {self.object_id} {why}: resume() it first, or use its value in a block "
-                f"'with handle.active() as value:'"
+                f"the handle of object {self.object_id} is suspended, and {why}: resume() it first, or use its value in a "
+                f"block 'with handle.active() as value:'"
             )
         return self._value
 

@@ -276,7 +276,7 @@ def test_a_handle_is_suspended_where_its_object_has_no_room(
     buffer = other.create_buffer(2 * ROOM)
     client.ping()
     assert (handle.suspended, state(other, handle.object_id), has_numbers(value)) == (True, ("file", 1, 0), True)
-    with pytest.raises(HandleSuspended, match=r"was evicted while .* session .* was lost.*resume\(\)"):
+    with pytest.raises(HandleSuspended, match=r"it was evicted while the session .* was lost: resume\(\) it"):
         _ = handle.value
     assert [record.levelno for record in caplog.records if "do not fit" in record.message] == [logging.WARNING]
     with pytest.raises(ServerBusy):
