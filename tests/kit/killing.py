@@ -23,6 +23,8 @@ __all__ = ["Killing", "called", "watch"]
 
 
 class _Reached(msgspec.Struct):
+    """The process that ends, and the step."""
+
     pid: int
     step: str
 
