@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,15 @@ _names = (f"m{number}" for number in itertools.count(1))
 
 #: Nodes that a test holds up are not found to be slow.
 _RULES = dataclasses.replace(directory_actor.RULES, slow=float("inf"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that share something to one process: those of a file, and all those of the cluster here."""
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.parent == Path(__file__).parent:
+            shared = "cluster" in item.fixturenames and not hasattr(item.module, "cluster")
+            item.add_marker(pytest.mark.xdist_group("cluster" if shared else item.path.stem))
 
 
 class _Kept:
@@ -59,12 +69,10 @@ def end_of_cluster(beginnings: None) -> Iterator[None]:
     _kept.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_of_its_own(end_of_cluster: None, request: pytest.FixtureRequest) -> None:
-    """A file whose tests need no cluster of sites starts Ray itself: a process can be a driver of one Ray cluster."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    if not any("cluster" in item.fixturenames for item in tests):
-        _kept.close()
+@pytest.fixture(scope="module")
+def ray_of_its_own(end_of_cluster: None) -> None:
+    """For files that start Ray themselves: a process can be a driver of one Ray cluster."""
+    _kept.close()
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -144,7 +144,7 @@ class Pair:
         # Each raylet hands out the GPUs that its own CUDA_VISIBLE_DEVICES names.
         nodes = [
             self.cluster.add_node(
-                num_cpus=2,
+                num_cpus=1,
                 num_gpus=gpus,
                 object_store_memory=256 << 20,
                 include_dashboard=False,
@@ -174,7 +174,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(ray_of_its_own: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Two nodes, on host memory or with a GPU each."""
     if request.param == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

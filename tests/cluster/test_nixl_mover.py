@@ -32,7 +32,7 @@ LACKS = ["package", "transport"]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def cluster(beginnings: None, request: pytest.FixtureRequest) -> Iterator[Sites]:
+def cluster(ray_of_its_own: None, request: pytest.FixtureRequest) -> Iterator[Sites]:
     """Two sites whose agents move by NIXL, with gates; on GPUs, each has the next one."""
     sites = Sites(gpus=torch.cuda.device_count() if request.param == "cuda" else 0)
     try:
@@ -147,7 +147,7 @@ def test_what_nixl_has_begun_the_object_store_ends(cluster: Sites, name: str, pa
 def test_the_source_is_lost(cluster: Sites, name: str, pair: list[Site], victim: Callable[..., Site], loss: str) -> None:
     """A ticket is at hand for memory that is there no more: the bytes come from another node that has them."""
     other, target = pair
-    lost = victim(**HELD)
+    lost = victim(beside=None if loss == "node" else other, **HELD)
     digest = lost.load(name, 100).digest
     held = cluster.hold("take", target)
     child = target.start(name, 100)

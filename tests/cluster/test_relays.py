@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +55,7 @@ class Relaying:
     def go_on(self) -> None:
         """Let all go on."""
         for held in self.held:
-            held.unlink()
+            held.unlink(missing_ok=True)
 
     def all_have_it(self, *but: Site) -> bool:
         """Whether the processes of all nodes get the bits that the source has built, but those of some."""
@@ -67,9 +67,11 @@ class Relaying:
 
 
 @pytest.fixture
-def relaying(cluster: Sites, name: str) -> Relaying:
-    """A late node that receives from a node that is still receiving."""
-    return Relaying(cluster, name)
+def relaying(cluster: Sites, name: str) -> Iterator[Relaying]:
+    """A late node that receives from a node that is still receiving; what a test leaves held up goes on."""
+    relaying = Relaying(cluster, name)
+    yield relaying
+    relaying.go_on()
 
 
 def test_a_late_node_receives_from_nodes_that_are_still_receiving(cluster: Sites, relaying: Relaying) -> None:
@@ -77,7 +79,7 @@ def test_a_late_node_receives_from_nodes_that_are_still_receiving(cluster: Sites
     doing = cluster.status()["nodes"][relaying.late.node]["doing"]
     assert [found["source"] for found in doing] == [relaying.relay.node]
     assert all(cluster.held("take", relay) for relay in relaying.relays)
-    assert relaying.relay.arriving(relaying.name)[0] == relaying.source.node
+    until(lambda: relaying.relay.arriving(relaying.name)[0] == relaying.source.node, "its status says so")
     relaying.go_on()
     assert relaying.all_have_it()
 

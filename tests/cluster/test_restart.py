@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture
-def own(beginnings: None) -> Iterator[Sites]:
+def own(ray_of_its_own: None) -> Iterator[Sites]:
     """A cluster that may be restarted, at a port that stays."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -44,19 +45,19 @@ class Stuck(Mover):
         self.closed.set()
 
 
-class Source:
-    """The actor of a source; ``ended`` is what its answer to the only question is."""
+class Peer:
+    """The actor of a source, or of a receiver; ``ended`` is what its answer to the only question is."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.offered = self
+        self.offered = self.receiving = self
 
     def remote(self, number: int) -> asyncio.Future[None]:
         """Answer when it has ended, or was lost."""
         return self.ended
 
 
-def taking(mover: Mover, source: Source) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
+def taking(mover: Mover, source: Peer) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
     """A part that is being written, and the watch of its source."""
     watch = asyncio.create_task(_loss_of(source, 1))
     take: Any = NodeAgent._take
@@ -70,7 +71,7 @@ async def begun(mover: Stuck) -> None:
 
 async def test_a_source_that_is_lost_ends_the_writing() -> None:
     """The loss is what is told, and not what the mover says of it."""
-    mover, source = Stuck(), Source()
+    mover, source = Stuck(), Peer()
     take, _ = taking(mover, source)
     await begun(mover)
     source.ended.set_exception(ActorDiedError())
@@ -81,7 +82,7 @@ async def test_a_source_that_is_lost_ends_the_writing() -> None:
 
 async def test_an_offer_that_ends_does_not_end_the_writing() -> None:
     """What was given is at hand."""
-    mover, source = Stuck(), Source()
+    mover, source = Stuck(), Peer()
     take, watch = taking(mover, source)
     await begun(mover)
     source.ended.set_result(None)
@@ -93,7 +94,7 @@ async def test_an_offer_that_ends_does_not_end_the_writing() -> None:
 
 async def test_a_transfer_that_is_given_up_writes_no_more() -> None:
     """Not even when it is given up twice; it is over when the thread is."""
-    mover, source = Stuck(), Source()
+    mover, source = Stuck(), Peer()
     take, watch = taking(mover, source)
     await begun(mover)
     take.cancel()
@@ -103,3 +104,19 @@ async def test_a_transfer_that_is_given_up_writes_no_more() -> None:
         await take
     assert mover.closed.is_set() and not mover.writes
     watch.cancel()
+
+
+@pytest.mark.parametrize("error", [None, ActorDiedError()])
+async def test_an_offer_ends_with_its_receiver(error: Exception | None) -> None:
+    """It has received it, or given up, or was lost."""
+    receiver, ended = Peer(), asyncio.Queue[int]()
+    source, order = SimpleNamespace(_offers=SimpleNamespace(end=ended.put)), SimpleNamespace(id=1)
+    ending = asyncio.create_task(NodeAgent._end_with(cast(Any, source), receiver, cast(Any, order), 7))
+    await asyncio.sleep(0)
+    assert ended.empty()
+    if error is None:
+        receiver.ended.set_result(None)
+    else:
+        receiver.ended.set_exception(error)
+    assert await ended.get() == 7
+    await ending

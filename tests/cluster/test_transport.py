@@ -27,7 +27,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+def nodes(ray_of_its_own: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Two nodes for all tests of this file: they take seconds to start."""
     folder = tmp_path_factory.mktemp("ray")
     folder.chmod(0o700)

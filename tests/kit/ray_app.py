@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared_rpc import Client
 from shared_rpc.cluster import transport
+from shared_rpc.cluster.tensors import client_of
 from shared_rpc.memory.mapping import MAPPINGS
 
 __all__ = ["STORE", "Holder", "Nodes", "segment_of"]
@@ -75,7 +76,7 @@ class Holder:
     @ray.method(tensor_transport="SHARED_RPC")
     def view_of_buffer(self) -> torch.Tensor:
         """A view of memory that lies in the node's server already."""
-        self.kept = Client(device="cpu").create_buffer((8, 8), "float32")
+        self.kept = client_of("cpu").create_buffer((8, 8), "float32")
         self.kept.value.fill_(1)
         return self.kept.value[2:4, 3].t()
 

@@ -36,6 +36,8 @@ _SYSTEM = {
     "health_check_failure_threshold": 4,
     "enable_metrics_collection": False,
 }
+#: Of a head node: no process for what tests do not look at.
+_FEW_PROCESSES = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -274,7 +276,7 @@ class Sites:
         self._store = store
         self._count = 0
         self._numbers = itertools.count()
-        self._head = {"num_cpus": 1, "object_store_memory": store, "include_dashboard": False, "_system_config": _SYSTEM}
+        self._head = {"num_cpus": 1, "object_store_memory": store, "_system_config": _SYSTEM, **_FEW_PROCESSES}
         if port is not None:
             self._head["gcs_server_port"] = port
         self.cluster = Cluster(initialize_head=True, head_node_args=self._head)
