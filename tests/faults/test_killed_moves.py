@@ -19,7 +19,7 @@ from shared_rpc.errors import StaleHandleError, WorkerCrashed
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.catalogue import decode_message
-from tests.kit.brokers import BrokerApp, BrokerProgram, is_running
+from tests.kit.brokers import BrokerApp, BrokerProgram, is_running, memory_of
 from tests.kit.fake_driver import GPUS
 from tests.kit.holding import HoldingSession
 from tests.kit.killing import Killing
@@ -41,15 +41,6 @@ def spill(tmp_path: Path) -> Path:
     """A directory for files."""
     (tmp_path / "spill").mkdir()
     return tmp_path / "spill"
-
-
-def memory_of(pid: int) -> int:
-    """How many descriptors of memory and of spilled files a process has."""
-    links = []
-    for number in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/{pid}/fd/{number}"))
-    return sum(link.startswith("/memfd:") or "/spill/" in link for link in links)
 
 
 def died(killing: Killing, step: str) -> int:

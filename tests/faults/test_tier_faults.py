@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc import Client
-from tests.kit.brokers import BrokerApp, fds_of
+from tests.kit.brokers import BrokerApp, memory_of
 from tests.kit.processes import Child, eventually, python
 
 #: An object whose copy takes a while.
@@ -43,7 +43,8 @@ sys.stdin.readline()
 def client(broker_app: BrokerApp, tmp_path: Path) -> Client:
     """A client of a broker that has a directory for files."""
     broker_app.write(LARGE)
-    broker_app.start("--spill-dir", str(tmp_path))
+    (tmp_path / "spill").mkdir()
+    broker_app.start("--spill-dir", str(tmp_path / "spill"))
     return broker_app.connect()
 
 
@@ -66,11 +67,14 @@ def test_a_client_that_is_killed_while_its_object_moves(
     """Whoever waits for the object gets it; the lease of the killed one is gone, and the broker has no descriptor more."""
     with client.call("large") as handle:
         object_id = str(handle.object_id)
+    client.evict(object_id)
+    broker = int(client.get_server_info()["pid"])
+    before = memory_of(broker)
+    with client.call("large"):
         child = python(CLIENT.format(object_id=object_id, how=how))
         children.append(child)
         child.expect("suspended")
     client.evict(object_id)
-    before = fds_of(client.get_server_info()["pid"])
     child.tell("")
     if how == "resume":
         eventually(lambda: (info := client.get_object_info(object_id))["tier"] == "device" or "moving" in info)
@@ -78,7 +82,7 @@ def test_a_client_that_is_killed_while_its_object_moves(
     check(client, object_id)
     eventually(lambda: client.get_object_info(object_id)["leases"] == 0)
     client.evict(object_id)
-    eventually(lambda: fds_of(client.get_server_info()["pid"]) < before)
+    eventually(lambda: memory_of(broker) == before)
 
 
 @pytest.mark.parametrize("cold", [False, True], ids=["evicting", "restoring"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,6 +164,15 @@ def is_running(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def memory_of(pid: int) -> int:
+    """How many descriptors of memory and of spilled files a process has."""
+    links = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return sum(link.startswith("/memfd:") or "/spill/" in link for link in links)
 
 
 def fds_of(pid: int) -> int:
