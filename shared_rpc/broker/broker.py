@@ -234,6 +234,7 @@ class Broker:
             host_quota=resolve_host_quota(self._options.host_quota),
             memory=RelayedMemory(self._memory, message.devices),
             spill=self._spill,
+            copy_offers=self._memory.copies.offers,
             mechanism=message.mechanism,
             socket_path=message.socket_path,
             server_id=server_id,

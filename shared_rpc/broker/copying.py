@@ -1,4 +1,4 @@
-"""Copies of segments that workers make for a broker, which has no GPU's driver itself."""
+"""Copies of segments that workers make for a broker, which has no GPU's driver itself; or clients, where they offer it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+import msgspec
+
+from shared_rpc.broker.offering import ClientOffers, OfferingClient
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ProtocolError, SharedRPCError, WorkerCrashed, from_wire
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps, Written, closing_all
+from shared_rpc.memory.digests import DIGEST, PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.frames import Frame, close_all
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.server.copy_offers import OfferCaller
 
 __all__ = ["CopyRequests"]
 
@@ -29,28 +36,32 @@ _TURN = 0.1
 _SEGMENTS = 256
 
 
-class _NoWorker(WorkerCrashed):
-    """No worker can be asked."""
+#: A process that makes copies.
+Copier = Worker | OfferingClient
+
+
+class _NoCopier(WorkerCrashed):
+    """No process can be asked."""
 
 
 class _Asked:
-    """A request under way: what its worker says goes to the thread that waits for it."""
+    """A request under way: what its copier says goes to the thread that waits for it."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    def __init__(self, copier: Copier) -> None:
+        self.copier = copier
         self._news: queue.SimpleQueue[w.CopyProgress | Exception | tuple[w.SegmentsCopied, list[int]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._over = False
 
     def tell(self, news: w.CopyProgress | Exception) -> None:
-        """Pass on progress, or the worker's end."""
+        """Pass on progress, or the copier's end."""
         self._news.put(news)
 
-    def answer(self, message: w.SegmentsCopied, frame: Frame) -> None:
-        """Pass on the answer; its descriptors stay the frame's if nobody waits any more."""
+    def answer(self, message: w.SegmentsCopied, owner: OfferCaller | Frame) -> None:
+        """Pass on the answer; its descriptors stay their owner's if nobody waits any more."""
         with self._lock:
             if not self._over:
-                self._news.put((message, frame.detach_fds()))
+                self._news.put((message, owner.detach_fds()))
 
     def hear(self, seconds: float) -> w.CopyProgress | Exception | tuple[w.SegmentsCopied, list[int]] | None:
         """Return what comes next, None if nothing does in time."""
@@ -69,7 +80,7 @@ class _Asked:
 
 
 class CopyRequests:
-    """Requests for copies to workers.
+    """Requests for copies to workers, and to clients that have offered to make them, where no worker can.
 
     :param workers: returns the workers that may be asked, on the loop.
     """
@@ -79,17 +90,18 @@ class CopyRequests:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.cycle(range(1, 1 << 32))
         self._asked: dict[int, _Asked] = {}
+        self.offers = ClientOffers(self._told, self._answered, self.lost)
         #: The workers that have a copy's host memory mapped, by the copy's id.
         self._mapped: dict[str, set[Worker]] = {}
 
     def copy(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Have a worker make the ordered segments; from another thread.
+        """Have a worker or an offering client make the ordered segments; from another thread.
 
         One that ends before it answers leaves nothing behind, so another one is asked, once: after a reload there is one.
 
-        :raises SharedRPCError: as the worker does.
-        :raises WorkerCrashed: if no worker is there, or the second one ends too, or one makes no step for long.
-        :raises CopyCancelled: if the copies are not wanted any more; the worker has stopped.
+        :raises SharedRPCError: as the copier does.
+        :raises WorkerCrashed: if there is none, or the second one ends too, or makes no step for long, or answers nonsense.
+        :raises CopyCancelled: if the copies are not wanted any more; the copier has stopped.
         """
         made: list[Written] = []
         with closing_all(made):
@@ -100,7 +112,7 @@ class CopyRequests:
                 except WorkerCrashed as crash:
                     try:
                         made += self._copied(some, told)
-                    except _NoWorker:
+                    except _NoCopier:
                         raise crash from None
         return made
 
@@ -111,67 +123,93 @@ class CopyRequests:
             [source.info for source in sources], [order.digest for order in orders], [order.wanted for order in orders]
         )
         fds = tuple([segment.fileno() for segment in (*sources, *files)])
-        number, asked = asyncio.run_coroutine_threadsafe(self._begin(message, fds), self._loop).result()
+        number, asked = asyncio.run_coroutine_threadsafe(self._begin(message, fds, told.copier), self._loop).result()
+        told.copier = asked.copier
         try:
             answer, received = self._await(number, asked, told)
         finally:
             asked.end()
             self._on_loop(lambda: self._asked.pop(number, None))
-        return self._written(orders, answer, received, asked.worker)
+        return self._written(orders, answer, received, asked.copier)
 
-    async def _begin(self, message: w.CopySegments, fds: tuple[int, ...]) -> tuple[int, _Asked]:
-        worker = self._choose(message)
+    async def _begin(self, message: w.CopySegments, fds: tuple[int, ...], failed: Copier | None) -> tuple[int, _Asked]:
+        copier = self._choose(message, failed)
         number = next(self._numbers)
-        asked = _Asked(worker)
+        asked = self._asked[number] = _Asked(copier)
         try:
-            worker.send(message, number, b"", fds)
+            copier.send(message, number, b"", fds)
         except (ProtocolError, OSError) as error:
-            raise CapabilityError(f"cannot send {len(fds)} descriptors to worker {worker.pid}: {error}") from error
-        self._asked[number] = asked
+            del self._asked[number]
+            raise CapabilityError(f"cannot send {len(fds)} descriptors to {_named(copier)}: {error}") from error
         return number, asked
 
-    def _choose(self, message: w.CopySegments) -> Worker:
-        """Return the worker to ask: one that sees the GPUs and, where there is one, has the host memory mapped."""
+    def _choose(self, message: w.CopySegments, failed: Copier | None) -> Copier:
+        """Return the process to ask: one that sees the GPUs; rather a worker that reads, and has the host memory mapped.
+
+        :param failed: the one that was asked before, and comes last.
+        """
         devices = {info.device for info in (*message.sources, *message.wanted)} - {"cpu"}
         mapping = {worker for info in message.sources for worker in self._mapped.get(info.id, ())}
         serving = [worker for worker in self._workers() if worker.served]
-        able = [worker for worker in serving if devices <= _devices_of(worker)] or serving
-        worker = min(able, key=lambda worker: (worker.congested, worker not in mapping), default=None)
-        if worker is None:
-            raise _NoWorker("no worker runs that could copy GPU memory: try again when one has loaded the app")
-        return worker
+        able: list[Copier] = [worker for worker in serving if devices <= _devices_of(worker)]
+        able += self.offers.able(devices)
+
+        def rank(copier: Copier) -> tuple[bool, ...]:
+            stuck = isinstance(copier, Worker) and copier.congested
+            return copier is failed, stuck, isinstance(copier, OfferingClient), copier.congested, copier not in mapping
+
+        copier = min(able or serving, key=rank, default=None)
+        if copier is None:
+            raise _NoCopier(
+                "no worker runs that could copy GPU memory: try again when one has loaded the app, or have a process that sees "
+                "the GPU make copies meanwhile, by Client.offer_copies()"
+            )
+        return copier
 
     def _await(self, number: int, asked: _Asked, told: _Told) -> tuple[w.SegmentsCopied, list[int]]:
-        """Wait for the answer. A worker that is told to stop answers too."""
-        stopping = False
+        """Wait for the answer. A copier that is told to stop answers too."""
+        copier, stopping = asked.copier, False
         last = time.monotonic()
         while True:
             news = asked.hear(_TURN)
             if isinstance(news, tuple):
                 if stopping or news[0].stopped:
-                    self._discard(news, asked.worker)
+                    self._discard(news, copier)
                     raise CopyCancelled
                 return news
             if isinstance(news, Exception):
                 if stopping:
                     raise CopyCancelled
                 raise news
-            if news is not None:
+            if news is not None or (isinstance(copier, OfferingClient) and copier.defers(number)):
                 last = time.monotonic()
             elif time.monotonic() - last > _PATIENCE:
-                self._on_loop(lambda: asked.worker.send(w.StopCopy(), number))
-                raise WorkerCrashed(f"the worker (pid {asked.worker.pid}) has copied nothing for {_PATIENCE:g} s")
+                self._on_loop(lambda: copier.send(w.StopCopy(), number))
+                raise self._unreliable(copier, f"has copied nothing for {_PATIENCE:g} s")
             if not stopping:
                 try:
                     told.look(news)
                 except CopyCancelled:
                     stopping = True
-                    self._on_loop(lambda: asked.worker.send(w.StopCopy(), number))
+                    self._on_loop(lambda: copier.send(w.StopCopy(), number))
+
+    def _unreliable(self, copier: Copier, problem: str) -> WorkerCrashed:
+        """Return the error for a copier that does not do its part. A client's offer ends with that."""
+        if isinstance(copier, OfferingClient):
+            self._on_loop(lambda: self.offers.drop(copier))
+        return WorkerCrashed(f"{_named(copier)} {problem}")
 
     def _written(
-        self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], worker: Worker
+        self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], copier: Copier
     ) -> list[Written]:
-        """Return what a worker has made."""
+        """Return what a copier has made.
+
+        :raises WorkerCrashed: if that is not what was ordered.
+        """
+        problem = _problem(orders, answer, received)
+        if problem:
+            close_all(received)
+            raise self._unreliable(copier, f"did not make the copies that were ordered: {problem}")
         if answer.error:
             _raise(answer)
         left = iter(received)
@@ -179,18 +217,19 @@ class CopyRequests:
             Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)
             for order, info, digest in zip(orders, answer.segments, answer.digests, strict=True)
         ]
-        for order, one in zip(orders, made, strict=True):
-            if "file" not in (order.source.info.mechanism, one.segment.info.mechanism):
-                for info in (order.source.info, one.segment.info):
-                    if info.mechanism in ("host_vmm", "memfd"):
-                        self._mapped.setdefault(info.id, set()).add(worker)
+        if isinstance(copier, Worker):  # a client keeps nothing mapped
+            for order, one in zip(orders, made, strict=True):
+                if "file" not in (order.source.info.mechanism, one.segment.info.mechanism):
+                    for info in (order.source.info, one.segment.info):
+                        if info.mechanism in ("host_vmm", "memfd"):
+                            self._mapped.setdefault(info.id, set()).add(copier)
         return made
 
-    def _discard(self, news: tuple[w.SegmentsCopied, list[int]], worker: Worker) -> None:
+    def _discard(self, news: tuple[w.SegmentsCopied, list[int]], copier: Copier) -> None:
         _discard(news)
         copies = [info.id for info in news[0].segments]
         if copies:
-            self._on_loop(lambda: worker.send(w.ForgetCopies(copies)))
+            self._on_loop(lambda: copier.send(w.ForgetCopies(copies)))
 
     def forget(self, copy_id: str) -> None:
         """Have host memory unmapped whose copy is gone; from any thread, without waiting."""
@@ -202,32 +241,39 @@ class CopyRequests:
         with suppress(RuntimeError):  # the loop is closed: the workers end too
             self._loop.call_soon_threadsafe(job)
 
-    # Messages of workers. On the loop.
+    # Messages of copiers. On the loop.
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
-        """The handlers of messages about copies."""
+        """The handlers of workers' messages about copies."""
         return {w.CopyProgress: self._progressed, w.SegmentsCopied: self.answered}
 
     def _progressed(self, worker: Worker, message: w.CopyProgress, frame: Frame) -> None:
-        asked = self._asked.get(frame.request_id)
-        if asked is not None:
-            asked.tell(message)
+        self._told(frame.request_id, message)
 
     def answered(self, worker: Worker, message: w.SegmentsCopied, frame: Frame) -> None:
         """Pass an answer to the thread that waits for it."""
-        asked = self._asked.pop(frame.request_id, None)
-        if asked is not None:
-            asked.answer(message, frame)
+        self._answered(frame.request_id, message, frame)
 
-    def lost(self, worker: Worker) -> None:
-        """Fail the requests to a worker that has ended; what it had mapped is not mapped any more."""
+    def _told(self, number: int, message: w.CopyProgress) -> None:
+        asked = self._asked.get(number)
+        if asked is not None:
+            asked.tell(message)
+
+    def _answered(self, number: int, message: w.SegmentsCopied, owner: OfferCaller | Frame) -> None:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            asked.answer(message, owner)
+
+    def lost(self, copier: Copier) -> None:
+        """Fail the requests to a copier that has ended; what a worker had mapped is not mapped any more."""
         for number, asked in tuple(self._asked.items()):
-            if asked.worker is worker:
+            if asked.copier is copier:
                 del self._asked[number]
-                asked.tell(WorkerCrashed(f"the worker (pid {worker.pid}) ended while it copied an object"))
-        for workers in tuple(self._mapped.values()):
-            workers.discard(worker)
+                asked.tell(WorkerCrashed(f"{_named(copier)} ended while it copied an object"))
+        if isinstance(copier, Worker):
+            for workers in tuple(self._mapped.values()):
+                workers.discard(copier)
 
 
 class _Told:
@@ -236,6 +282,8 @@ class _Told:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._done = 0
+        #: The process that was asked last.
+        self.copier: Copier | None = None
 
     def look(self, news: w.CopyProgress | None) -> None:
         """Tell of progress.
@@ -261,7 +309,41 @@ def _raise(answer: w.SegmentsCopied) -> NoReturn:
 def _discard(news: object) -> None:
     """Close what came with an answer for which nobody waits."""
     if isinstance(news, tuple):
-        answer, fds = news
-        infos = [info for info in answer.segments if info.mechanism != "file"]
-        for info, fd in zip(infos, fds, strict=True):
-            Segment.owning(info, fd).close()
+        close_all(news[1])
+
+
+def _named(copier: Copier) -> str:
+    if isinstance(copier, OfferingClient):
+        return f"the client (pid {copier.pid}) that offers to copy"
+    return f"the worker (pid {copier.pid})"
+
+
+def _problem(orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: Sequence[int]) -> str:
+    """Return what an answer has that was not ordered, ``""`` for nothing. The bytes are the copier's word."""
+    if answer.error or answer.stopped:
+        return f"{len(received)} descriptors came with a refusal" if received else ""
+    if not len(orders) == len(answer.segments) == len(answer.digests):
+        return f"{len(answer.segments)} segments and {len(answer.digests)} digests in place of {len(orders)}"
+    if len(received) != sum(info.mechanism != "file" for info in answer.segments):
+        return f"{len(received)} descriptors for {len(answer.segments)} segments"
+    left = iter(received)
+    for order, info, digest in zip(orders, answer.segments, answer.digests, strict=True):
+        parts = -(-info.nbytes // PART) if info.mechanism == "file" else 0
+        if not _fits(order.wanted, info) or len(digest) != parts * DIGEST:
+            return f"{info!r}"[:200] + f" with {len(digest)} bytes of digests in place of {order.wanted!r}"
+        if info.mechanism != "file":
+            fd = next(left)
+            if info.mechanism == "memfd":
+                try:
+                    HOST.check(fd, info.nbytes)
+                except CapabilityError as error:
+                    return f"segment {info.id}: {error}"
+    return ""
+
+
+def _fits(wanted: SegmentInfo, info: SegmentInfo) -> bool:
+    """Return whether a segment is the one that is wanted; where a driver makes no host memory, the kernel does."""
+    if wanted.mechanism != "host_vmm" or info.mechanism != "memfd":
+        return info == wanted
+    nbytes = -(-wanted.nbytes // HOST.granularity) * HOST.granularity
+    return info == msgspec.structs.replace(wanted, device="cpu", mechanism="memfd", nbytes=nbytes)

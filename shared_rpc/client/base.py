@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Self
 
 from shared_rpc.client.connection import Connection
+from shared_rpc.client.copy_offer import CopyOffer
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import send
@@ -92,6 +93,7 @@ class BaseClient(Driver):
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
+        self._offers: weakref.WeakSet[CopyOffer] | None = weakref.WeakSet()
         self._begin()
         preload_codec()
         after_fork(self._after_fork)
@@ -137,6 +139,7 @@ class BaseClient(Driver):
         self._watch = None
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
+        self._offers = weakref.WeakSet()
 
     @abstractmethod
     def _end_job(self) -> Job | None:
@@ -185,6 +188,11 @@ class BaseClient(Driver):
 
     def _news_source(self) -> ConnectionSource:
         return ConnectionSource(Connection(self.socket_path).open(self._watched.token, PROMPT))
+
+    def _end_offers(self) -> None:
+        """End the offers to make copies, each after its order."""
+        for offer in list(self._offers or ()):
+            offer.close()
 
     def _unwatch(self) -> None:
         watch, self._watch = self._watch, None

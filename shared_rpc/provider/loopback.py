@@ -22,6 +22,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from shared_rpc.client.copy_offer import CopyOffer
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
@@ -195,6 +196,9 @@ class _LocalCaller:
         """The payload of the request."""
         return self.request.payload
 
+    def detach_fds(self) -> list[int]:
+        return []  # no request of this process has any
+
     def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
         assert isinstance(self.request, _LiveRequest), "a call has its arguments"
         return self.request.lowered, self.request.arguments
@@ -268,6 +272,7 @@ class LoopbackDriver(BlockingMethods):
         self._watch: Subscriptions | None = None
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
+        self._offers: weakref.WeakSet[CopyOffer] | None = None
 
     # Facts for operations.
 

@@ -29,7 +29,8 @@ from shared_rpc.memory.copies import (
 )
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.segments import Segment, gpu_support, new_segment_id
+from shared_rpc.memory.ordered_copies import load_gpu_copies
+from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.records import SegmentInfo, Tier
 from shared_rpc.protocol.specs import DeviceSpec
@@ -163,10 +164,7 @@ class DeviceMemory:
     @functools.cached_property
     def gpu_copies(self) -> GpuCopies:
         """The copies that this process makes with a GPU's driver."""
-        with gpu_support("copying a GPU's memory"):
-            from shared_rpc.memory.gpu_copies import GpuCopies
-
-        return GpuCopies()
+        return load_gpu_copies()
 
     def _watch(self, order: CopyOrder, made: Segment) -> None:
         """Have host memory unmapped where it was copied from or to, once its last descriptor in this process is closed."""

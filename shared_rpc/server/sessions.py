@@ -59,10 +59,15 @@ class Sessions:
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[str, Session] = {}
 
-    def pid_of(self, session_id: str) -> int:
-        """Return the process of a session; this one where it has no connection: for its own calls and for tasks."""
+    def peer_of(self, session_id: str) -> Peer | None:
+        """Return the client of a session; None without a connection: for this process's own calls and for tasks."""
         session = self._by_id.get(session_id)
-        return session.peer.pid if session is not None else os.getpid()
+        return session.peer if session is not None else None
+
+    def pid_of(self, session_id: str) -> int:
+        """Return the process of a session; this one where it has no connection."""
+        peer = self.peer_of(session_id)
+        return peer.pid if peer is not None else os.getpid()
 
     def join(self, peer: Peer, token: str) -> Session:
         """Return the session of a new connection: the one of its token, or a new one.

@@ -6,14 +6,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shared_rpc.errors import CapabilityError, SharedRPCError, to_wire
-from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps, Written
-from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.segments import Segment
+from shared_rpc.errors import CapabilityError, SharedRPCError
+from shared_rpc.memory.copies import Steps, Written
+from shared_rpc.memory.ordered_copies import answered, fds_of, ordered, refusal
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.threads import Job, WorkerThreads
 
@@ -45,14 +43,14 @@ class Copying:
 
     def _copy(self, frame: Frame, message: w.CopySegments) -> None:
         number = frame.request_id
-        orders = _orders(message, frame.detach_fds())
+        orders = ordered(message, frame.detach_fds())
         stop = self._stops[number] = threading.Event()
 
         def tell(done: int, total: int) -> None:
             self._on_loop(lambda: self._send(w.CopyProgress(done), number))
 
         def work() -> tuple[w.SegmentsCopied, list[Written]]:
-            return self._made(orders, Steps(0, tell, stop.is_set))
+            return answered(lambda: self._memory.gpu_copies, orders, Steps(0, tell, stop.is_set))
 
         def done(answer: tuple[w.SegmentsCopied, list[Written]]) -> None:
             del self._stops[number]
@@ -60,30 +58,13 @@ class Copying:
 
         self._threads.start(Job(work, done))
 
-    def _made(self, orders: Sequence[CopyOrder], steps: Steps) -> tuple[w.SegmentsCopied, list[Written]]:
-        """Copy in a thread; return the answer, and what is to be sent with it."""
-        try:
-            # A safe point: memory dropped to make room is returned to the device before more is allocated.
-            MAPPINGS.drain()
-            made = self._memory.gpu_copies.copy(orders, steps)
-        except CopyCancelled:
-            return w.SegmentsCopied([], [], stopped=True), []
-        except Exception as error:
-            return _refusal(error), []
-        finally:
-            for order in orders:
-                order.source.close()
-                if order.target is not None:
-                    order.target.close()
-        return w.SegmentsCopied([one.segment.info for one in made], [one.digest for one in made]), made
-
     def _answer(self, number: int, message: w.SegmentsCopied, made: Sequence[Written]) -> None:
-        fds = tuple([one.segment.fileno() for one in made if one.segment.info.mechanism != "file"])
+        fds = fds_of(made)
         try:
             self._send(message, number, b"", fds)
         except (SharedRPCError, OSError) as error:
             self._unmap([one.segment.info.id for one in made])
-            self._send(_refusal(CapabilityError(f"cannot send {len(fds)} descriptors of copies: {error}")), number)
+            self._send(refusal(CapabilityError(f"cannot send {len(fds)} descriptors of copies: {error}")), number)
         finally:
             for one in made:
                 one.segment.close()
@@ -102,21 +83,3 @@ class Copying:
             threading.Thread(
                 target=self._memory.gpu_copies.forget, args=(copies,), name="shared-rpc-unmapping", daemon=True
             ).start()
-
-
-def _refusal(error: Exception) -> w.SegmentsCopied:
-    known = error if isinstance(error, SharedRPCError) else CapabilityError(f"{type(error).__name__}: {error}")
-    code, text, detail = to_wire(known)
-    return w.SegmentsCopied([], [], code, text, detail)
-
-
-def _orders(message: w.CopySegments, fds: list[int]) -> list[CopyOrder]:
-    """Return what is ordered; the segments own the descriptors."""
-    left = iter(fds)
-
-    def owned(info: SegmentInfo) -> Segment:
-        return Segment.owning(info, next(left))
-
-    sources = [owned(info) for info in message.sources]
-    targets = [owned(info) if info.mechanism == "file" else None for info in message.wanted]
-    return [CopyOrder(*parts) for parts in zip(sources, message.wanted, message.digests, targets, strict=True)]

@@ -260,8 +260,8 @@ def test_another_worker_copies_where_one_ends(serve: Callable[..., Copier], fill
 
     def kill() -> None:
         [asked] = copier.broker._memory.copies._asked.values()
-        [other] = set(copier.workers) - {asked.worker.pid}
-        os.kill(asked.worker.pid, signal.SIGKILL)
+        [other] = set(copier.workers) - {asked.copier.pid}
+        os.kill(asked.copier.pid, signal.SIGKILL)
         os.kill(other, signal.SIGCONT)
 
     [copy] = copier.memory.lower([segment], "host", None, _ignore, _once(kill))

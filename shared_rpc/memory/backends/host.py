@@ -69,12 +69,11 @@ class MemfdBackend:
             raise CapabilityError(f"cannot make a host segment of {size} bytes: {error}") from error
         return segment
 
-    vacates = replaces = True
+    @staticmethod
+    def check(fd: int, nbytes: int) -> None:
+        """Check that a descriptor is memory of so many bytes at least, for good.
 
-    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
-        """Map ``nbytes`` bytes of ``fd``, shared; with ``access="copy"`` each page until it is written to.
-
-        :raises CapabilityError: if the descriptor is smaller than that, or sealed against writing.
+        :raises CapabilityError: if it is not.
         """
         try:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
@@ -88,6 +87,15 @@ class MemfdBackend:
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             raise CapabilityError(f"the segment's descriptor has {actual} bytes, but {nbytes} were announced")
+
+    vacates = replaces = True
+
+    def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
+        """Map ``nbytes`` bytes of ``fd``, shared; with ``access="copy"`` each page until it is written to.
+
+        :raises CapabilityError: if the descriptor is smaller than that, or sealed against writing.
+        """
+        self.check(fd, nbytes)
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if access != "read" else 0)
         # Copies of pages are rare: memory for all of them is not reserved, and a mapping is not refused for lack of it.
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE if access == "copy" else mmap.MAP_SHARED

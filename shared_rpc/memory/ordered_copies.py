@@ -1,0 +1,73 @@
+"""Copies that a broker orders by a message: a worker makes them with its GPU's driver, or a client that has offered it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from shared_rpc.errors import CapabilityError, SharedRPCError, to_wire
+from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps, Written
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.segments import Segment, gpu_support
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.records import SegmentInfo
+
+if TYPE_CHECKING:
+    from shared_rpc.memory.gpu_copies import GpuCopies
+
+__all__ = ["answered", "fds_of", "load_gpu_copies", "ordered", "refusal"]
+
+
+def load_gpu_copies() -> GpuCopies:
+    """Return new copies that this process makes with a GPU's driver.
+
+    :raises CapabilityError: if the bindings of the driver are not installed.
+    """
+    with gpu_support("copying a GPU's memory"):
+        from shared_rpc.memory.gpu_copies import GpuCopies
+
+    return GpuCopies()
+
+
+def ordered(message: w.CopySegments, fds: list[int]) -> list[CopyOrder]:
+    """Return what is ordered; the segments own the descriptors."""
+    left = iter(fds)
+
+    def owned(info: SegmentInfo) -> Segment:
+        return Segment.owning(info, next(left))
+
+    sources = [owned(info) for info in message.sources]
+    targets = [owned(info) if info.mechanism == "file" else None for info in message.wanted]
+    return [CopyOrder(*parts) for parts in zip(sources, message.wanted, message.digests, targets, strict=True)]
+
+
+def answered(
+    copies: Callable[[], GpuCopies], orders: Sequence[CopyOrder], steps: Steps
+) -> tuple[w.SegmentsCopied, list[Written]]:
+    """Make the ordered segments, and close the orders'; return the answer, and what is to be sent with it."""
+    try:
+        # A safe point: memory dropped to make room is returned to the device before more is allocated.
+        MAPPINGS.drain()
+        made = copies().copy(orders, steps)
+    except CopyCancelled:
+        return w.SegmentsCopied([], [], stopped=True), []
+    except Exception as error:
+        return refusal(error), []
+    finally:
+        for order in orders:
+            order.source.close()
+            if order.target is not None:
+                order.target.close()
+    return w.SegmentsCopied([one.segment.info for one in made], [one.digest for one in made]), made
+
+
+def fds_of(made: Sequence[Written]) -> tuple[int, ...]:
+    """Return the descriptors that go with an answer: those of files are known to the other side."""
+    return tuple([one.segment.fileno() for one in made if one.segment.info.mechanism != "file"])
+
+
+def refusal(error: Exception) -> w.SegmentsCopied:
+    """Return the answer to orders of which nothing was made."""
+    known = error if isinstance(error, SharedRPCError) else CapabilityError(f"{type(error).__name__}: {error}")
+    code, text, detail = to_wire(known)
+    return w.SegmentsCopied([], [], code, text, detail)
