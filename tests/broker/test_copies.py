@@ -1,4 +1,4 @@
-"""Copies of a GPU's memory that workers make for a broker, by CUDA's driver and by one that is made of host memory."""
+"""Copies of a GPU's memory that workers make for a broker, or clients, by CUDA's driver and by one of host memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
+from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.broker import copying
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
@@ -22,11 +25,17 @@ from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.copies import CopyCancelled
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.peers import Peer
 from shared_rpc.settings import ServeOptions
 from tests.kit import fake_driver
 from tests.kit.brokers import BrokerApp
 from tests.kit.gpu_memory import bytes_of, write
-from tests.kit.processes import eventually
+from tests.kit.offering import Offering, fake_mappings
+from tests.kit.processes import Child, eventually
+from tests.kit.raw import Raw
 
 MIB = 1 << 20
 
@@ -68,6 +77,17 @@ class Copier:
     def workers(self) -> list[int]:
         """The process ids of the workers that are ready."""
         return [worker.pid for worker in self.broker._supervisor.workers if worker.state == "ready"]
+
+    @property
+    def path(self) -> str:
+        """Where clients connect."""
+        [path] = self.broker.served()
+        return path
+
+    @property
+    def offers(self) -> list[int]:
+        """The process ids of clients that offer to copy."""
+        return [client.pid for client in self.broker._memory.copies.offers.able(())]
 
     @property
     def mapped(self) -> dict[str, list[int]]:
@@ -329,8 +349,218 @@ def test_no_worker(copier: Copier, filled: Callable[..., Segment], monkeypatch: 
     """That is told at once."""
     segment = filled()
     monkeypatch.setattr(copier.broker._memory.copies, "_workers", list)
-    with pytest.raises(WorkerCrashed, match="no worker runs that could copy"):
+    with pytest.raises(WorkerCrashed, match=r"no worker runs that could copy.*Client\.offer_copies\(\)"):
         copier.memory.lower([segment], "host")
+
+
+@pytest.fixture
+def offering(copier: Copier, driver: str, held: Path, children: list[Child], monkeypatch: pytest.MonkeyPatch) -> Offering:
+    """A process that offers to copy for a broker without workers."""
+    made = Offering(copier.path, held, children, fake=driver == "fake")
+    monkeypatch.setattr(copier.broker._memory.copies, "_workers", list)
+    return made
+
+
+@pytest.mark.parametrize("to", ["host", "file"])
+def test_bytes_come_back_by_way_of_a_client(
+    copier: Copier,
+    offering: Offering,
+    filled: Callable[..., Segment],
+    spill: SpillDirectory,
+    to: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by way of a worker, also in several orders; the client has nothing mapped afterwards."""
+    monkeypatch.setattr(copying, "_SEGMENTS", 2)
+    segments = [filled(2 * MIB), filled(6 * MIB), filled(4 * MIB)]
+    expected = [bytes_of(segment) for segment in segments]
+    before = descriptors()
+    told: list[tuple[int, int]] = []
+    copies = copier.memory.lower(segments, to, spill, lambda *news: told.append(news))
+    assert told[-1] == (12 * MIB, 12 * MIB)
+    again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
+    assert [bytes_of(one) for one in again] == expected
+    assert copier.mapped == {}
+    eventually(lambda: fake_mappings(offering.pid) == 0)
+    for one in (*copies, *again):
+        one.close()
+    settled(before)
+
+
+def test_damage_is_told_by_a_client(
+    copier: Copier, offering: Offering, filled: Callable[..., Segment], spill: SpillDirectory
+) -> None:
+    """It checks the digests that another process has made."""
+    segment = filled()
+    [copy] = copier.memory.lower([segment], "file", spill)
+    found = os.pread(copy.segment.fileno(), 1, 7)
+    os.pwrite(copy.segment.fileno(), bytes([found[0] ^ 1]), 7)
+    with closing(copy), pytest.raises(RecordError, match="is damaged") as caught:
+        copier.memory.raise_([copy], [segment.info.incarnation(1)])
+    assert caught.value.reason == "damaged"
+
+
+def test_a_client_stops_where_a_copy_is_not_wanted_any_more(
+    copier: Copier, offering: Offering, filled: Callable[..., Segment], held: Path, driver: str, threads: ThreadPoolExecutor
+) -> None:
+    """It leaves nothing, and gets the next order."""
+    if driver != "fake":
+        pytest.skip("a GPU copies")
+    segments = [filled() for _ in range(4)]
+    before = descriptors()
+    held.write_text("cuMemcpyAsync")
+    [client] = copier.broker._memory.copies.offers.able(())
+
+    def go_on() -> None:
+        eventually(lambda: not client.wanted)
+        held.unlink()
+
+    def stop() -> bool:
+        offering.reaches()
+        threads.submit(go_on)
+        return True
+
+    with pytest.raises(CopyCancelled):
+        copier.memory.lower(segments, "host", None, _ignore, stop)
+    settled(before)
+    eventually(lambda: fake_mappings(offering.pid) == 0)
+    for copy in copier.memory.lower(segments, "host"):
+        copy.close()
+
+
+def test_an_order_that_waits_for_a_client_is_taken_back(
+    copier: Copier, offering: Offering, filled: Callable[..., Segment], held: Path, driver: str, threads: ThreadPoolExecutor
+) -> None:
+    """At once; the one that it waits for goes on."""
+    if driver != "fake":
+        pytest.skip("a GPU copies")
+    segments = filled(), filled()
+    before = descriptors()
+    held.write_text("cuMemcpyAsync")
+    first = threads.submit(copier.memory.lower, segments[:1], "host")
+    offering.reaches()
+    with pytest.raises(CopyCancelled):
+        copier.memory.lower(segments[1:], "host", None, _ignore, lambda: True)
+    assert not first.done()
+    held.unlink()
+    [copy] = first.result(30)
+    copy.close()
+    settled(before)
+
+
+def test_a_client_that_makes_no_step(
+    copier: Copier,
+    offering: Offering,
+    filled: Callable[..., Segment],
+    monkeypatch: pytest.MonkeyPatch,
+    held: Path,
+    driver: str,
+    children: list[Child],
+) -> None:
+    """Its offer ends, and another one is asked; it offers anew when it goes on."""
+    monkeypatch.setattr(copying, "_PATIENCE", 1.0)
+    segment = filled()
+    before = descriptors()
+    os.kill(offering.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerCrashed, match=rf"the client \(pid {offering.pid}\).* has copied nothing for 1 s"):
+        copier.memory.lower([segment], "host")
+    assert copier.offers == []
+    settled(before)
+    monkeypatch.setattr(copying, "_PATIENCE", 60.0)
+    other = Offering(copier.path, held, children, fake=driver == "fake")
+    os.kill(offering.pid, signal.SIGCONT)
+    eventually(lambda: copier.offers == [other.pid, offering.pid], 20.0)
+    [copy] = copier.memory.lower([segment], "host")
+    copy.close()
+
+
+def test_a_client_copies_where_the_worker_makes_no_step(
+    copier: Copier,
+    filled: Callable[..., Segment],
+    held: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    driver: str,
+    children: list[Child],
+) -> None:
+    """In the second attempt, though the worker is still there."""
+    monkeypatch.setattr(copying, "_devices_of", lambda worker: {filled().info.device})
+    monkeypatch.setattr(copying, "_PATIENCE", 1.0)
+    segment = filled()
+    Offering(copier.path, held, children, fake=driver == "fake")
+    [worker] = copier.workers
+    os.kill(worker, signal.SIGSTOP)
+    asked: set[int] = set()
+
+    def note() -> bool:
+        asked.update(each.copier.pid for each in list(copier.broker._memory.copies._asked.values()))
+        return False
+
+    [copy] = copier.memory.lower([segment], "host", None, _ignore, note)
+    os.kill(worker, signal.SIGCONT)
+    copy.close()
+    assert worker in asked
+
+
+def test_a_digest_of_another_size_is_refused(
+    copier: Copier,
+    filled: Callable[..., Segment],
+    spill: SpillDirectory,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file of a client that answers so is closed."""
+    monkeypatch.setattr(copier.broker._memory.copies, "_workers", list)
+    segment = filled()
+    before = descriptors()
+    with Raw(copier.path) as raw:
+        assert raw.ask(t.OfferCopies([segment.info.device])) == m.Count(1)
+        answer = threads.submit(copier.memory.lower, [segment], "file", spill)
+        order = raw.ask(t.AwaitCopyOrder())
+        assert isinstance(order, w.CopySegments)
+        raw.ask(w.SegmentsCopied(order.wanted, [b"short"]))
+        with pytest.raises(WorkerCrashed, match="5 bytes of digests in place of"):
+            answer.result(30)
+    settled(before)
+
+
+def test_only_the_servers_own_user_copies(copier: Copier) -> None:
+    """Whoever copies can write to what others may only read."""
+    with pytest.raises(CapabilityError, match=f"of its own user alone, uid {os.geteuid()}"):
+        copier.broker._memory.copies.offers.offer("session", Peer(1, os.geteuid() + 1, 1), [])
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_an_offer_ends_with_its_client(copier: Copier, filled: Callable[..., Segment], kind: Any) -> None:
+    """By this process itself: while it is open it copies, and no longer."""
+
+    async def offered() -> None:
+        async with AsyncClient(socket_path=copier.path) as client, await client.offer_copies() as offer:
+            assert offer.active and copier.offers == [os.getpid()]
+        assert not offer.active
+        async with AsyncClient(socket_path=copier.path) as client:
+            offer = await client.offer_copies()
+        assert not offer.active
+
+    if kind is AsyncClient:
+        anyio.run(offered)
+    else:
+        with Client(socket_path=copier.path) as client, client.offer_copies() as offer:
+            assert offer.active and copier.offers == [os.getpid()]
+        assert not offer.active
+        with Client(socket_path=copier.path) as client:
+            offer = client.offer_copies()
+        assert not offer.active and offer.error is None
+        offer.close()
+    eventually(lambda: copier.offers == [])
+
+
+def test_an_offer_that_is_not_taken(driver: str, provider: Provider) -> None:
+    """By a server that makes its copies itself; and the process that is the server needs none."""
+    with Server(provider) as server, Client(socket_path=server.socket_path) as client:
+        with pytest.raises(CapabilityError, match="makes its copies itself"):
+            client.offer_copies()
+        with pytest.raises(CapabilityError, match="makes the copies of its objects itself"):
+            provider.offer_copies()
 
 
 def _ignore(done: int, total: int) -> None:
