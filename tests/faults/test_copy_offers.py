@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from shared_rpc import Client
 from shared_rpc.errors import CapabilityError, ServerBusy, WorkerCrashed
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
