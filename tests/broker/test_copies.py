@@ -413,7 +413,7 @@ def test_a_client_stops_where_a_copy_is_not_wanted_any_more(
 
     def go_on() -> None:
         eventually(lambda: not client.wanted)
-        held.unlink()
+        held.write_text("cuMemCreate")  # of the next segment, which it does not come to
 
     def stop() -> bool:
         offering.reaches()
@@ -422,6 +422,7 @@ def test_a_client_stops_where_a_copy_is_not_wanted_any_more(
 
     with pytest.raises(CopyCancelled):
         copier.memory.lower(segments, "host", None, _ignore, stop)
+    held.unlink()
     settled(before)
     eventually(lambda: fake_mappings(offering.pid) == 0)
     for copy in copier.memory.lower(segments, "host"):
