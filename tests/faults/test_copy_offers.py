@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared_rpc.errors import CapabilityError, ServerBusy, WorkerCrashed
@@ -203,6 +204,20 @@ def test_a_client_that_is_killed_at_a_step(served: Served, move: Move, step: str
     assert served.bytes_of(move.object_id) == move.data
 
 
+def test_a_client_that_is_killed_and_leaves_a_child(served: Served, move: Move) -> None:
+    """The child has the copies of its sockets no more, and the offer ends with the parent."""
+    offering = served.offering()
+    offering.child.tell("fork")
+    offering.child.expect("forked")
+    served.hold("cuMemcpyAsync")
+    answer = move.begin()
+    offering.reaches()
+    os.kill(offering.pid, signal.SIGKILL)
+    with pytest.raises(WorkerCrashed, match="ended while it copied"):
+        answer.result(30)
+    assert served.tier(move.object_id) == move.before
+
+
 def test_a_stopped_client_that_is_killed_before_it_reads_its_order(served: Served, move: Move) -> None:
     """As one that has begun."""
     offering = served.offering()
@@ -249,9 +264,9 @@ def test_a_closed_offer_finishes_its_order(served: Served, move: Move) -> None:
     served.go()
     assert len(answer.result(30)) == 1
     offering.child.expect("closed False")
-    other, _ = move.object_id, served.tier(move.object_id)
+    back = served.client.restore if move.before == "device" else served.client.evict
     with pytest.raises(WorkerCrashed, match=NO_COPIER):
-        (served.client.restore if served.tier(other) == "host" else served.client.evict)(other)
+        back(move.object_id)
 
 
 def test_an_idle_offer_is_closed(served: Served) -> None:
@@ -327,8 +342,6 @@ class Liar:
 
 
 def _changed(**changes: Any) -> Callable[[SegmentInfo], SegmentInfo]:
-    import msgspec
-
     return lambda info: msgspec.structs.replace(info, **changes)
 
 
@@ -374,6 +387,21 @@ def test_a_client_that_answers_nonsense(served: Served, threads: ThreadPoolExecu
         served.offering()
         assert [move["tier"] for move in served.client.evict(object_id, "host")] == ["host"]
     assert served.bytes_of(object_id) == data
+
+
+def test_a_client_that_hangs_up(served: Served, threads: ThreadPoolExecutor) -> None:
+    """With an order that it has not answered; its process lives on."""
+    object_id, _ = served.made()
+    served.lose_workers()
+    fds = served.fds()
+    with Raw(served.path) as raw:
+        liar = Liar(raw)
+        answer = threads.submit(served.client.evict, object_id, "host")
+        liar.order()[1].close()
+    with pytest.raises(WorkerCrashed, match=rf"client \(pid {os.getpid()}\).* ended while it copied"):
+        answer.result(30)
+    assert served.tier(object_id) == "device"
+    eventually(lambda: served.fds() == fds, what=f"{fds} descriptors")
 
 
 def test_a_client_that_asks_for_orders_without_an_answer(served: Served, threads: ThreadPoolExecutor) -> None:

@@ -36,13 +36,19 @@ for name in {steps!r}:
 
 #: A process that does what it is told by lines.
 OFFERING = """
-import sys
+import os, sys
 from shared_rpc import Client
 
 client = Client(socket_path={path!r})
 offer = client.offer_copies()
 print("offers", flush=True)
 for line in sys.stdin:
+    if line.strip() == "fork":
+        if not os.fork():
+            os.read(0, 1)  # until nobody has the other end
+            os._exit(0)
+        print("forked", flush=True)
+        continue
     offer.close()
     print("closed", offer.active, flush=True)
 """
