@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import msgspec
 
-from shared_rpc.broker.offering import ClientOffers, OfferingClient
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ProtocolError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.memory.backends.host import HOST
@@ -24,7 +23,7 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame, close_all
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.server.copy_offers import OfferCaller
+from shared_rpc.server.copy_offers import CopyOffers, OfferCaller, OfferingClient
 
 __all__ = ["CopyRequests"]
 
@@ -90,7 +89,7 @@ class CopyRequests:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.cycle(range(1, 1 << 32))
         self._asked: dict[int, _Asked] = {}
-        self.offers = ClientOffers(self._told, self._answered, self.lost)
+        self.offers = CopyOffers(self._told, self._answered, self.lost)
         #: The workers that have a copy's host memory mapped, by the copy's id.
         self._mapped: dict[str, set[Worker]] = {}
 

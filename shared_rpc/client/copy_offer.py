@@ -39,6 +39,8 @@ _log = logging.getLogger("shared_rpc")
 
 #: Seconds for the server's answers about an order that goes on.
 _PATIENCE = 60.0
+#: Errors of a server that may be there later: OSErrors are those of a process that has too many files open.
+_AWAY = (ConnectError, ConnectionClosed, DeadlineExceeded, ServerBusy, OSError)
 #: Seconds between two attempts to reach the next server.
 _RETRY = 1.0
 
@@ -63,7 +65,7 @@ class CopyOffer:
         #: Whether an order is being carried out.
         self._busy = False
         #: Why the offer has ended, None where it was closed or goes on.
-        self.error: SharedRPCError | None = None
+        self.error: Exception | None = None
         self._connection = self._offered()
         self._thread = threading.Thread(target=self._run, name="shared-rpc-copies", daemon=True)
         self._thread.start()
@@ -130,22 +132,18 @@ class CopyOffer:
         while not self._closed.wait(_RETRY):
             try:
                 connection = self._offered()
-            except (ConnectError, ConnectionClosed, DeadlineExceeded, ServerBusy) as error:
-                if not isinstance(error, Stranger):
+            except (SharedRPCError, OSError) as error:
+                if isinstance(error, _AWAY) and not isinstance(error, Stranger):
                     continue
                 self.error = error
-            except SharedRPCError as error:
-                self.error = error
-            else:
-                with self._lock:
-                    if self._closed.is_set():
-                        connection.close()
-                        return None
-                    self._connection = connection
-                _log.info("the server at %s has the offer to copy again", self._path)
-                return connection
-            _log.error("the offer to copy for the server at %s has ended: %s", self._path, self.error)
-            return None
+                _log.error("the offer to copy for the server at %s has ended: %s", self._path, error)
+                return None
+            with self._lock:
+                self._connection = connection
+                if not self._closed.is_set():
+                    _log.info("the server at %s has the offer to copy again", self._path)
+                    return connection
+            connection.close()
         return None
 
     def _serve(self, connection: Connection) -> None:
