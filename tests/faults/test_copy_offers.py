@@ -313,6 +313,15 @@ def test_an_offer_outlives_its_broker(served: Served) -> None:
     offering.close()
 
 
+def test_an_offer_ends_where_the_next_server_takes_none(served: Served) -> None:
+    """With the reason in the log, and the offer can be closed."""
+    offering = served.offering()
+    served.broker.kill()
+    served._app.start("--socket", served.path, "--in-process")
+    assert "makes its copies itself" in offering.child.expect_error("has ended")
+    offering.close()
+
+
 def test_a_worker_that_is_back_copies_again(served: Served) -> None:
     """What a client has copied is a copy as any."""
     object_id, data = served.made()
