@@ -246,7 +246,7 @@ def of_gpu():
 #: The functions of a worker, with their modules.
 OF_WORKERS = {
     "Copying._copy": "shared_rpc.worker.copying",
-    "Copying._made": "shared_rpc.worker.copying",
+    "GpuCopies.copy": "shared_rpc.memory.gpu_copies",
     "Copying._answer": "shared_rpc.worker.copying",
     "GpuCopies._map": "shared_rpc.memory.gpu_copies",
     "Steps.count": "shared_rpc.memory.copies",
@@ -256,11 +256,11 @@ OF_WORKERS = {
 #: What a worker does for each of its orders, in memory and with files.
 COPYING = [
     "before Copying._copy",
-    "before Copying._made",
+    "before GpuCopies.copy",
     "after GpuCopies._map",
     "after _Stream.copy",
     "after Steps.count",
-    "after Copying._made",
+    "after GpuCopies.copy",
     "before Copying._answer",
     "after Copying._answer",
 ]
