@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,15 +16,6 @@ _names = (f"m{number}" for number in itertools.count(1))
 
 #: Nodes that a test holds up are not found to be slow.
 _RULES = dataclasses.replace(directory_actor.RULES, slow=float("inf"))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests that share something to one process: those of a file, and all those of the cluster here."""
-    for item in items:
-        if isinstance(item, pytest.Function) and item.path.parent == Path(__file__).parent:
-            shared = "cluster" in item.fixturenames and not hasattr(item.module, "cluster")
-            item.add_marker(pytest.mark.xdist_group("cluster" if shared else item.path.stem))
 
 
 class _Kept:
