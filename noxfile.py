@@ -100,11 +100,11 @@ def vllm(session: nox.Session) -> None:
 @nox.session
 def cluster(session: nox.Session) -> None:
     """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``nox -s cluster -- -k swap`` for some."""
-    # Tests of a group share a Ray cluster, and wait more than they compute.
+    # Tests of a file share a Ray cluster, and wait more than they compute.
     session.install("torch", "-e", ".[test,ray]", "ray[serve]", *CONSTRAINTS)
     # By itself, `nixl` asks for the builds for two versions of CUDA. One of them is enough, and needs no CUDA for host memory.
     session.install("--no-deps", "nixl==1.5.1", "nixl-cu13==1.5.1")
-    session.run("pytest", "tests/cluster", "-m", "not gpu", *("-n", "2", "--dist", "loadgroup"), *session.posargs)
+    session.run("pytest", "tests/cluster", "-m", "not gpu", *("-n", "2", "--dist", "loadfile"), *session.posargs)
 
 
 @nox.session(venv_backend="none")
