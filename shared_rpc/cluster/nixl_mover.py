@@ -191,6 +191,8 @@ class _End:
             # One that cannot be cancelled ends with the agent.
             with suppress(Exception):
                 self._agent.release_xfer_handle(handle)
+            # It keeps the agent, and an exception keeps this frame.
+            del handle
 
     def close(self) -> None:
         """End the agent: nothing reads or writes the memory by it any more when this returns."""

@@ -6,6 +6,7 @@ import itertools
 import os
 import pickle
 import signal
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -222,9 +223,11 @@ def test_a_transfer_ends_when_its_mover_is_closed(
     os.kill(child.pid, signal.SIGSTOP)
     taking = threads.submit(mover.take, ticket, room, WHOLE)
     eventually(lambda: is_reading(mover), 20.0, "it reads")
+    [agent] = (weakref.ref(end._agent.agent) for end in mover._ends.values())
     mover.close()
     with pytest.raises(MoverFailed, match="was ended"):
         taking.result(1)
+    assert agent() is None, "what reads ends with NIXL's agent, whoever keeps the exception"
     before = bits(room).clone()
     os.kill(child.pid, signal.SIGCONT)
     child.tell("")
