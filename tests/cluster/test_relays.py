@@ -93,7 +93,7 @@ def test_damage_on_the_way_to_a_relay_ends_there(cluster: Sites, relaying: Relay
     assert relaying.relay.says("do not fit: 15728640 bytes at 31457280 of segment 0 arrived as 15728640 bytes")
     assert relaying.relay.says(f"from {relaying.source.node}")
     assert not any("failed here" in line for line in relaying.late.log[before:])
-    assert {node["demerits"] for node in cluster.status()["nodes"].values()} == {0}
+    until(lambda: {node["demerits"] for node in cluster.status()["nodes"].values()} == {0}, "nobody is blamed")
 
 
 @pytest.mark.parametrize("loss", ["agent", "node"])
