@@ -21,7 +21,7 @@ from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
 from tests.kit import fake_driver
-from tests.kit.brokers import BrokerApp, another_worker, fds_of, worker_pids
+from tests.kit.brokers import BrokerApp, another_worker, memory_of, worker_pids
 from tests.kit.offering import STEPS, Offering, fake_mappings
 from tests.kit.processes import Child, eventually
 from tests.kit.raw import Raw, sealed_memory
@@ -132,10 +132,10 @@ def test_a_client_copies_where_no_worker_can(served: Served, to: Any) -> None:
     with pytest.raises(WorkerCrashed, match=NO_COPIER):
         served.client.evict(object_id, to)
     offering = served.offering()
+    before = memory_of(offering.pid)
     assert [(move["tier"], move["copied"]) for move in served.client.evict(object_id, to)] == [(to, 2 * MIB)]
-    before = fds_of(offering.pid)
     assert served.bytes_of(object_id) == data
-    eventually(lambda: (fake_mappings(offering.pid), fds_of(offering.pid)) == (0, before), what="nothing left in the client")
+    eventually(lambda: (fake_mappings(offering.pid), memory_of(offering.pid)) == (0, before), what="nothing left in the client")
 
 
 def test_a_worker_that_can_is_asked_first(served: Served) -> None:
