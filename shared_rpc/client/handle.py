@@ -269,6 +269,11 @@ class Lease(Generic[T]):
         self._value = self._page = nothing
         return True
 
+    def _return_soon(self) -> None:
+        """Have another thread return the lease of a dropped handle."""
+        issuer, object_id, session = self._issuer, self.object_id, self._session
+        FINALIZER.submit(lambda: issuer._end_lease(object_id, session))
+
     def __reduce__(self) -> NoReturn:
         raise CapabilityError(
             f"cannot pickle or copy the handle of object {self.object_id}, because its lease belongs to this process: "
@@ -278,8 +283,7 @@ class Lease(Generic[T]):
     def __del__(self) -> None:
         if not getattr(self, "_released", True):
             self._released = True
-            issuer, object_id, session = self._issuer, self.object_id, self._session
-            FINALIZER.submit(lambda: issuer._end_lease(object_id, session))
+            self._return_soon()
 
     def __repr__(self) -> str:
         state = "released" if self._released else "suspended" if self.suspended else type(self._value).__name__

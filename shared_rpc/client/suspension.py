@@ -296,7 +296,8 @@ def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
     except BaseException as error:
         passage.end()
         if is_interrupt(error):
-            yield Tell(t.Suspend([object_id]))
+            if book.is_to_tell(object_id):
+                yield Tell(t.Suspend([object_id]))
         elif _sleeps(object_id):
             yield from _settled(ctx, object_id)
         raise

@@ -231,11 +231,13 @@ def _awake(ctx: Context, handle: Lease[Any]) -> Operation[Any]:
         except GeneratorExit:
             raise
         except BaseException as error:
-            if handle._forgo() and not is_interrupt(error):
+            if not handle._forgo() or (is_interrupt(error) and isinstance(handle, Handle)):
+                interrupted([handle])
+            elif is_interrupt(error):  # cancelled: the release must not wait
+                handle._return_soon()
+            else:
                 release = m.Release([handle.object_id])
                 yield from ask(Request(release, "release", at_once=True, sessions=[handle._session]), m.Count)
-            else:
-                interrupted([handle])
             raise
     return handle
 

@@ -327,6 +327,28 @@ def test_a_buffer_is_suspended_as_any_object(client: Client) -> None:
     assert has_numbers(value)
 
 
+def test_a_resumption_that_is_interrupted_beside_an_active_handle(
+    broker: BrokerApp, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes nothing from the other handle: the server may not evict the object."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    watcher = broker.connect()
+    with client.call("load") as active, client.call("load") as other:
+        other.suspend()
+        monkeypatch.setattr(MAPPINGS, "resume", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.resume()
+        assert watcher.get_object_info(active.object_id)["active"] >= 1
+        monkeypatch.undo()
+        client.ping()
+        assert watcher.get_object_info(active.object_id)["active"] >= 1
+        other.resume()
+        assert has_numbers(active.value) and has_numbers(other.value)
+
+
 def test_hooks_are_called_around_it(client: Client) -> None:
     """With the ranges that go and come back."""
     handle = client.call("load")
@@ -523,6 +545,55 @@ async def test_a_cancelled_block_gives_the_memory_up(async_client: AsyncClient) 
                 scope.cancel()
                 await anyio.sleep_forever()
         assert (handle.suspended, is_mapped(value), (await handle.get_object_info())["active"]) == (True, False, 0)
+
+
+class Gate:
+    """A lock that is taken when the test lets it: who maps memory waits there."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __enter__(self) -> None:
+        self.reached.set()
+        assert self.open.wait(30)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+async def cancelled_while_mapping(operation: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel an operation that has the memory from the server, and maps it."""
+    with monkeypatch.context() as patch:
+        gate = Gate(MAPPINGS.changing)
+        patch.setattr(MAPPINGS, "changing", gate)
+        async with anyio.create_task_group() as group:
+            group.start_soon(operation)
+            while not gate.reached.is_set():
+                await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+            gate.open.set()
+
+
+async def settles(handle: AsyncHandle[Any], **expected: int) -> None:
+    """The server soon tells this of the object."""
+    with anyio.fail_after(10):
+        while {name: (await handle.get_object_info())[name] for name in expected} != expected:  # type: ignore[literal-required]
+            await anyio.lowlevel.checkpoint()
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_call_for_a_suspended_object(async_client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease goes back, and the object is suspended as before."""
+    async with async_client as client, await client.call("load") as handle:
+        value = handle.value
+        await handle.suspend()
+        await cancelled_while_mapping(lambda: client.call("load"), monkeypatch)
+        await settles(handle, leases=1, active=0)
+        eventually(lambda: not is_mapped(value))
+        await handle.resume()
+        assert has_numbers(value)
 
 
 @pytest.mark.anyio
