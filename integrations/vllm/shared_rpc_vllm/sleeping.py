@@ -36,15 +36,15 @@ class SharedRpcSleepMode(SleepModeBackend):
 
         :raises shared_rpc.errors.CapabilityError: where the weights cannot be unmapped and mapped again; nothing has changed.
         """
-        handles = [handle for handle in attached if not handle.suspended]
+        active = [handle for handle in attached if not handle.suspended]
         try:
-            for handle in handles:
+            for handle in attached:  # also of those that a lost session has suspended: their memory is mapped
                 handle.suspend()
             if self._own is not None:
                 # Tensors of the engine's own among the weights are in no checkpoint, so that there is no level 2 of them.
                 self._own.suspend(1)
         except BaseException:
-            for handle in handles:
+            for handle in active:
                 handle.resume()
             raise
         self._state = "SUSPENDED"
