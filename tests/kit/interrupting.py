@@ -48,6 +48,10 @@ def _caught_at(code: CodeType, offset: int) -> int | None:
     return next((entry.target for entry in _ranges(code) if entry.start <= offset < entry.end), None)
 
 
+#: Callbacks of weak references: like finalisers, what they raise goes nowhere, as Python has it.
+_CALLBACKS = frozenset({"after_fork.<locals>.<lambda>"})
+
+
 class _Tracer:
     """Counts the points at which the interpreter may run a handler, in the package's frames, and sends a signal at one.
 
@@ -67,7 +71,7 @@ class _Tracer:
         if event == "call":
             if "/shared_rpc/" not in name and not name.endswith(_BENEATH):
                 return None
-            if frame.f_code.co_name == "__del__":
+            if frame.f_code.co_name == "__del__" or frame.f_code.co_qualname in _CALLBACKS:
                 return None
             frame.f_trace_opcodes = True
             self._last.pop(frame, None)
