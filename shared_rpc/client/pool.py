@@ -119,7 +119,10 @@ class ConnectionPool:
             with self._lock:
                 lost = session is None or connection not in session.connections
                 if session is not None and not lost and connection not in (*session.idle, *session.parked):
-                    session.parked.append(connection)
+                    if session.ended:
+                        lost = True  # whoever ended it has left the connection to this thread
+                    else:
+                        session.parked.append(connection)
             if lost:
                 connection.close()
         if session is not None:

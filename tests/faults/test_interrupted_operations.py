@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import signal
 import threading
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider
+from shared_rpc.client.pool import Turn
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingTable
@@ -258,6 +260,32 @@ def test_an_operation_that_is_interrupted(client: Client, watcher: Client, opera
             eventually(lambda: not surplus(), 5.0)
         except AssertionError:
             pytest.fail(f"interrupted in {place}: {surplus()} more than before")
+
+
+def test_a_resumption_that_is_interrupted_beside_an_active_handle(client: Client, watcher: Client) -> None:
+    """It takes nothing from the other handle: the server may not evict the object."""
+    with client.call("kept") as active, client.call("kept") as other:
+        other.suspend()
+        points = points_of(other.resume)
+        for point, kind in chosen(points):
+            other.suspend()
+            with raising_handler(kind):
+                place, _ = interrupted_at(point, other.resume)
+            client.ping()  # in the next session, if there is one
+            assert watcher.get_object_info(active.object_id)["active"] >= 1, f"interrupted in {place}"
+            other.resume()
+
+
+def test_an_operation_that_is_interrupted_when_its_session_has_ended(client: Client) -> None:
+    """It closes its connection: who ended the session has only hung up."""
+    client.ping()
+    pool, turn = client._pool, Turn()
+    session, connection = pool._acquire(None, math.inf, 0.0, turn)
+    pool.retire_session(session)
+    eventually(lambda: session.ended and session not in pool.retired)
+    assert connection._socket.fileno() >= 0
+    pool.retire(turn)
+    assert connection._socket.fileno() == -1
 
 
 @pytest.mark.parametrize("name", ["a call", "a tensor there and back", "attach and release"])
