@@ -44,7 +44,9 @@ PICTURES = [
     Picture("info", "shared-rpc info"),
     Picture("objects", "shared-rpc objects", columns=148),
     Picture("devices", "shared-rpc devices"),
-    Picture("top", "shared-rpc top", until=r" [56]\d\d/1000", columns=124, lines=28, beside="traffic.py", measured=True),
+    Picture(
+        "top", "shared-rpc top", until=r" ([5-9]\d\d|[12]\d{3})/3000", columns=124, lines=28, beside="traffic.py", measured=True
+    ),
     # The task of this one runs on when the picture is taken.
     Picture("call", "shared-rpc call train steps=200", until=r"1[0-4]\d/200"),
     Picture("tasks", "shared-rpc tasks", columns=124),

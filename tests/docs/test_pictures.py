@@ -37,6 +37,7 @@ def anew(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_picture_shows_what_the_command_shows(name: str, anew: Path) -> None:
     """Titles, columns and rows: where they have changed, 'nox -s pictures' takes it anew."""
