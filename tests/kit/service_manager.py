@@ -97,7 +97,7 @@ class ServiceManager:
         return child
 
     def _hear_all(self) -> None:
-        """Hear what an ended process has told, as a manager does before it starts the next one. See sd_notify_barrier(3)."""
+        """Hear what was told, as a manager does before it starts the next process. See sd_notify_barrier(3)."""
         reading, writing = os.pipe()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.connect(self._notified.getsockname())
@@ -107,7 +107,8 @@ class ServiceManager:
         os.close(reading)
 
     def names(self, kind: str = "") -> list[str]:
-        """Of what it keeps."""
+        """Of what it keeps, with all that it was told before."""
+        self._hear_all()
         with self._lock:
             return [name for name, _ in self.store if name.startswith(kind)]
 
