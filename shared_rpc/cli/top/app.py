@@ -77,6 +77,8 @@ class Grid(DataTable[Text]):
         self.set_reactive(DataTable.cursor_coordinate, Coordinate(min(place, max(self.row_count - 1, 0)), 0))
         self.set_scroll(*scrolled)
         self.move_cursor(row=row, scroll=row != place)
+        # Textual keeps the height of a table that it laid out before it measured the rows: it would be 0 for ever.
+        self.refresh(layout=True)
 
     @property
     def selected(self) -> str | None:
