@@ -485,7 +485,7 @@ def test_a_client_copies_where_the_worker_makes_no_step(
 ) -> None:
     """In the second attempt, though the worker is still there."""
     monkeypatch.setattr(copying, "_devices_of", lambda worker: {filled().info.device})
-    monkeypatch.setattr(copying, "_PATIENCE", 1.0)
+    monkeypatch.setattr(copying, "_PATIENCE", 5.0)  # the client has that long to make a context on a GPU
     segment = filled()
     Offering(copier.path, held, children, fake=driver == "fake")
     [worker] = copier.workers

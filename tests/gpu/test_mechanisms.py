@@ -360,6 +360,7 @@ def test_private_tensors_by_each_mechanism(server: tuple[Child, str], children: 
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_memory_comes_back_after_a_client_was_killed(
     mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]
 ) -> None:
@@ -388,6 +389,7 @@ def test_memory_comes_back_after_a_client_was_killed(
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_memory_comes_back_after_a_client_released(
     mechanism: str, server: tuple[Child, str], attach: Callable[[], Child]
 ) -> None:

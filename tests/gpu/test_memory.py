@@ -74,6 +74,7 @@ def _gpu_backend(mechanism: Mechanism) -> Backend:
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 class TestVmm(BackendConformance):
     """The memory of one GPU."""
 
@@ -136,6 +137,7 @@ class TestVmm(BackendConformance):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 class TestHostVmm(BackendConformance):
     """Host memory that a GPU's driver makes."""
 
@@ -190,6 +192,7 @@ class _Bound(TestVmm):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 class TestIpc(_Bound):
     """The memory of one GPU by legacy CUDA IPC."""
 
@@ -200,6 +203,7 @@ class TestIpc(_Bound):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 class TestPool(_Bound):
     """The memory of one GPU by stream-ordered pools."""
 

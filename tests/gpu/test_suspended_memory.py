@@ -56,6 +56,7 @@ def process(code: str) -> Child:
     return python(PROCESS + textwrap.dedent(code))
 
 
+@pytest.mark.whole_gpu
 def test_a_graph_captured_before_gives_the_same_bits_after(children: list[Child]) -> None:
     """Tensors and CUDA graphs are good again, over other memory too, and the GPU has the memory back meanwhile."""
     child = process(
@@ -235,6 +236,7 @@ def test_a_replayed_graph_has_the_same_bits_after_an_eviction(
     assert child.expect("same:") == "same: [True, True, True]"
 
 
+@pytest.mark.whole_gpu
 def test_an_eviction_frees_the_gpu_where_all_have_suspended(app: BrokerApp, children: list[Child]) -> None:
     """The object's bytes are back with the driver, and come back for two processes once."""
     other = client_process(
