@@ -40,12 +40,17 @@ provider = Provider(device={device!r})
 @provider.share(managed=True, access="read")
 def model(mebibytes: int, number: int) -> Stack:
     return make(mebibytes, number, {device!r})
+
+@provider.share(managed=True)
+def written(mebibytes: int) -> Stack:
+    return make(mebibytes, 0, {device!r})
 """
 
 _Times = defaultdict[tuple[str, str], list[float]]
 
 #: The names of the rows, in their order.
 _LOWER, _SUSPEND, _EVICT = "first eviction: the copy is made", "suspend: unmap", "evict, the copy being there"
+_AGAIN = "a later eviction of a model that is written to"
 _SLEEP, _WAKE, _MAP = "sleep: both", "wake: restore, and map at the same address", "… as a map alone, while it is on its device"
 _FORWARD, _FIRST = "a pass over all weights", "… the first one after a wake"
 
@@ -61,7 +66,9 @@ def run(*, cuda: bool, mebibytes: int | None, rounds: int, models: int, engines:
         options = ["--spill-dir", str(servers.folder)]
         socket = stack.enter_context(broker(servers, APP.format(device=device), *options))
         with Client(socket_path=socket, device=device, timeout=_PATIENCE) as client:
-            _one_model(report, client, _Plain(device, whole << 20, servers.folder), whole, rounds, servers.folder)
+            plain = _Plain(device, whole << 20, servers.folder)
+            _one_model(report, client, plain, whole, rounds, servers.folder)
+            _written_model(report, client, plain, whole, rounds)
             _engines(report, client, device, whole, engines)
         stack.close()
         _round_robin(report, servers, device, max(whole // models, 8), models, rounds)
@@ -152,6 +159,29 @@ def _one_model(report: Report, client: Client, plain: _Plain, mebibytes: int, ro
     report.add(Row("a pass after each wake has the bits of one before", {}, texts={OURS: "yes" if same else "NO"}))
     if torch.cuda.is_available() and next(model.parameters()).is_cuda:
         report.add(Row("a CUDA graph of before, replayed, has them too", {}, texts={OURS: "yes" if graph else "NO"}))
+
+
+def _written_model(report: Report, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
+    """Measure evictions of a model that processes write to: each of them copies it, the later ones to memory that is there."""
+    times: _Times = defaultdict(list)
+    handle: Handle[Stack] = client.call("written", mebibytes)
+    same = True
+    with handle:
+        handle.suspend()
+        client.evict(handle)
+        handle.resume()
+        for number in range(rounds):
+            with torch.no_grad():
+                next(handle.value.parameters()).fill_(number)
+            before = digest(handle.value)
+            times[PLAIN, _AGAIN].append(plain.lower())
+            handle.suspend()
+            times[OURS, _AGAIN].append(timed(lambda: client.evict(handle)))
+            handle.resume()
+            same = same and digest(handle.value) == before
+    client.invalidate_endpoint_cache("written")
+    report.sampled(_AGAIN, {who: Sample([times[who, _AGAIN]]) for who in (PLAIN, OURS)})
+    report.add(Row("… with what was written since", {}, texts={OURS: "yes" if same else "NO"}))
 
 
 def _captured(model: Stack) -> Callable[[], list[float]]:

@@ -16,7 +16,7 @@ import msgspec
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ProtocolError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps, Written, closing_all
+from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps, Written, closing_all, on_host
 from shared_rpc.memory.digests import DIGEST, PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
@@ -31,7 +31,7 @@ __all__ = ["CopyRequests"]
 _PATIENCE = 60.0
 #: Seconds between two looks whether a copy is still wanted.
 _TURN = 0.1
-#: Segments of one request: their descriptors, and those of as many files, fit one frame.
+#: Segments of one request: their descriptors, and those of as many targets, fit one frame.
 _SEGMENTS = 256
 
 
@@ -110,18 +110,21 @@ class CopyRequests:
                     made += self._copied(some, told)
                 except WorkerCrashed as crash:
                     try:
-                        made += self._copied(some, told)
+                        made += self._copied([_anew(order) for order in some], told)
                     except _NoCopier:
                         raise crash from None
         return made
 
     def _copied(self, orders: Sequence[CopyOrder], told: _Told) -> list[Written]:
         sources = [order.source for order in orders]
-        files = [order.target for order in orders if order.target is not None]
+        targets = {number: order.target for number, order in enumerate(orders) if order.target is not None}
         message = w.CopySegments(
-            [source.info for source in sources], [order.digest for order in orders], [order.wanted for order in orders]
+            [source.info for source in sources],
+            [order.digest for order in orders],
+            [order.wanted for order in orders],
+            list(targets),
         )
-        fds = tuple([segment.fileno() for segment in (*sources, *files)])
+        fds = tuple([segment.fileno() for segment in (*sources, *targets.values())])
         number, asked = asyncio.run_coroutine_threadsafe(self._begin(message, fds, told.copier), self._loop).result()
         told.copier = asked.copier
         try:
@@ -296,6 +299,13 @@ class _Told:
             self._steps.check()
 
 
+def _anew(order: CopyOrder) -> CopyOrder:
+    """Return an order that was given before. Host memory of then may be written to still: it is left alone."""
+    if order.target is None or order.target.info.mechanism == "file":
+        return order
+    return CopyOrder(order.source, on_host(order.source.info))
+
+
 def _devices_of(worker: Worker) -> set[str]:
     return {device.id for serve in worker.served.values() for device in serve.devices}
 
@@ -323,14 +333,15 @@ def _problem(orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: Se
         return f"{len(received)} descriptors came with a refusal" if received else ""
     if not len(orders) == len(answer.segments) == len(answer.digests):
         return f"{len(answer.segments)} segments and {len(answer.digests)} digests in place of {len(orders)}"
-    if len(received) != sum(info.mechanism != "file" for info in answer.segments):
+    if len(received) != sum(order.target is None for order in orders):
         return f"{len(received)} descriptors for {len(answer.segments)} segments"
     left = iter(received)
     for order, info, digest in zip(orders, answer.segments, answer.digests, strict=True):
         parts = -(-info.nbytes // PART) if info.mechanism == "file" else 0
-        if not _fits(order.wanted, info) or len(digest) != parts * DIGEST:
+        fits = _fits(order.wanted, info) if order.target is None else info == order.wanted
+        if not fits or len(digest) != parts * DIGEST:
             return f"{info!r}"[:200] + f" with {len(digest)} bytes of digests in place of {order.wanted!r}"
-        if info.mechanism != "file":
+        if order.target is None:
             fd = next(left)
             if info.mechanism == "memfd":
                 try:

@@ -25,7 +25,7 @@ from shared_rpc.errors import (
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.memory.copies import Steps
 from shared_rpc.memory.inventory import devices_of
-from shared_rpc.memory.ordered_copies import answered, fds_of, load_gpu_copies, ordered, refusal
+from shared_rpc.memory.ordered_copies import answered, load_gpu_copies, ordered, refusal
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol import worker as w
@@ -178,20 +178,20 @@ class CopyOffer:
             return not _ask(connection, w.CopyProgress(done), "the progress of copies").count
 
         orders = ordered(message, reply.frame.detach_fds())
-        answer, made = answered(lambda: self._copies, orders, Steps(0, progressed, cancelled))
+        answer, new = answered(lambda: self._copies, orders, Steps(0, progressed, cancelled))
         try:
             if not connection.usable:
                 raise ConnectionClosed("the progress of an order had no answer")
             try:
-                _ask(connection, answer, "the answer to an order", fds_of(made))
+                _ask(connection, answer, "the answer to an order", tuple([segment.fileno() for segment in new]))
             except (ConnectionClosed, DeadlineExceeded):
                 raise
             except (ProtocolError, OSError) as error:
-                problem = CapabilityError(f"cannot send {len(fds_of(made))} descriptors of copies: {error}")
+                problem = CapabilityError(f"cannot send {len(new)} descriptors of copies: {error}")
                 _ask(connection, refusal(problem), "the answer to an order")
         finally:
-            for one in made:
-                one.segment.close()
+            for segment in new:
+                segment.close()
             # Nothing stays mapped: this process is to cost nothing until the next order.
             self._copies.forget([info.id for info in (*message.sources, *message.wanted)])
 

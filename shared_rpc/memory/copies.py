@@ -17,7 +17,7 @@ import xxhash
 from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.digests import DIGEST, PART
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "copy_on_host",
     "never",
     "nobody",
+    "on_host",
     "read_exactly",
     "reading",
     "write_exactly",
@@ -90,7 +91,7 @@ class CopyOrder(msgspec.Struct, eq=False):
 
     :param wanted: the segment to be made; for host memory of a GPU's driver, another kind of host memory may be made.
     :param digest: the digests of the source's parts, where that is a file.
-    :param target: the segment to be written, where it is there already, as a file is.
+    :param target: the segment to be written, where it is there already, as a file is, or the memory of an earlier copy.
     """
 
     source: Segment
@@ -134,6 +135,13 @@ class Steps:
         self._done += nbytes
         self._progress(self._done, self._total)
         self.check()
+
+
+def on_host(info: SegmentInfo) -> SegmentInfo:
+    """Return what a new copy of a segment in host memory is to be."""
+    if info.mechanism in ("memfd", "host_vmm"):
+        return info
+    return msgspec.structs.replace(info, id=new_segment_id(), access="read_write", mechanism="host_vmm")
 
 
 @contextmanager

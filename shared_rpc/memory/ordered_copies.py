@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shared_rpc.errors import CapabilityError, SharedRPCError, to_wire
-from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps, Written
+from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, gpu_support
 from shared_rpc.protocol import worker as w
@@ -15,7 +15,7 @@ from shared_rpc.protocol.records import SegmentInfo
 if TYPE_CHECKING:
     from shared_rpc.memory.gpu_copies import GpuCopies
 
-__all__ = ["answered", "fds_of", "load_gpu_copies", "ordered", "refusal"]
+__all__ = ["answered", "load_gpu_copies", "ordered", "refusal"]
 
 
 def load_gpu_copies() -> GpuCopies:
@@ -37,14 +37,14 @@ def ordered(message: w.CopySegments, fds: list[int]) -> list[CopyOrder]:
         return Segment.owning(info, next(left))
 
     sources = [owned(info) for info in message.sources]
-    targets = [owned(info) if info.mechanism == "file" else None for info in message.wanted]
+    targets = [owned(info) if number in message.targets else None for number, info in enumerate(message.wanted)]
     return [CopyOrder(*parts) for parts in zip(sources, message.wanted, message.digests, targets, strict=True)]
 
 
 def answered(
     copies: Callable[[], GpuCopies], orders: Sequence[CopyOrder], steps: Steps
-) -> tuple[w.SegmentsCopied, list[Written]]:
-    """Make the ordered segments, and close the orders'; return the answer, and what is to be sent with it."""
+) -> tuple[w.SegmentsCopied, list[Segment]]:
+    """Make the ordered segments, and close the orders'; return the answer, and the new segments, which go with it."""
     try:
         # A safe point: memory dropped to make room is returned to the device before more is allocated.
         MAPPINGS.drain()
@@ -58,12 +58,14 @@ def answered(
             order.source.close()
             if order.target is not None:
                 order.target.close()
-    return w.SegmentsCopied([one.segment.info for one in made], [one.digest for one in made]), made
-
-
-def fds_of(made: Sequence[Written]) -> tuple[int, ...]:
-    """Return the descriptors that go with an answer: those of files are known to the other side."""
-    return tuple([one.segment.fileno() for one in made if one.segment.info.mechanism != "file"])
+    answer = w.SegmentsCopied([one.segment.info for one in made], [one.digest for one in made])
+    new: list[Segment] = []
+    for order, one in zip(orders, made, strict=True):
+        if order.target is None:
+            new.append(one.segment)
+        else:
+            one.segment.close()
+    return answer, new
 
 
 def refusal(error: Exception) -> w.SegmentsCopied:

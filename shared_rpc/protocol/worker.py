@@ -229,13 +229,15 @@ class FreeBytes(Message):
 class CopySegments(Message):
     """Request for :class:`SegmentsCopied`: segments with the bytes of others; a :class:`CopyProgress` may come before.
 
-    Descriptors come with the frame: those of ``sources``, and then of the ``wanted`` that are files, which are there already.
-    ``digests`` are of the parts of sources that are files. Host memory stays mapped until :class:`ForgetCopies`.
+    Descriptors come with the frame: those of ``sources``, and then of the ``wanted`` that are there already, whose numbers
+    ``targets`` has, as files and the host memory of an earlier copy are. ``digests`` are of the parts of sources that are
+    files. Host memory stays mapped until :class:`ForgetCopies`.
     """
 
     sources: list[SegmentInfo]
     digests: list[bytes]
     wanted: list[SegmentInfo]
+    targets: list[int]
 
 
 class StopCopy(Message):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.lifecycle.finalizer import FINALIZER
@@ -26,11 +25,12 @@ from shared_rpc.memory.copies import (
     copy_on_host,
     never,
     nobody,
+    on_host,
 )
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.ordered_copies import load_gpu_copies
-from shared_rpc.memory.segments import Segment, new_segment_id
+from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.records import SegmentInfo, Tier
 from shared_rpc.protocol.specs import DeviceSpec
@@ -84,6 +84,7 @@ class DeviceMemory:
         spill: SpillDirectory | None = None,
         progress: Progress = nobody,
         cancelled: Cancelled = never,
+        into: Mapping[str, Segment] = MappingProxyType({}),
     ) -> list[LowerCopy]:
         """Copy the bytes of an object to a lower tier; its segments are borrowed, and may be copies in host memory themselves.
 
@@ -93,6 +94,8 @@ class DeviceMemory:
         :param spill: where files are made.
         :param progress: called in this thread with how many bytes of how many are copied.
         :param cancelled: asked in this thread whether the copies are not wanted any more.
+        :param into: host memory that is written to in place of new one, by the id of the segment that it had the bytes of. It
+            is borrowed, and after an error somebody may write to it still.
         :raises CapabilityError: if there is no room, or no spill directory.
         :raises WorkerCrashed: if the worker that copied has ended; nothing is left of its copies.
         :raises CopyCancelled: if they are not wanted any more; nothing is left.
@@ -108,8 +111,10 @@ class DeviceMemory:
                         )
                     target = spill.create(segment.info.nbytes)
                     orders.append(CopyOrder(segment, target.info, target=target))
+                elif (host := into.get(segment.info.id)) is not None:
+                    orders.append(CopyOrder(segment, host.info, target=host.duplicate()))
                 else:
-                    orders.append(CopyOrder(segment, _on_host(segment.info)))
+                    orders.append(CopyOrder(segment, on_host(segment.info)))
             made = self._copied(orders, progress, cancelled)
             return [LowerCopy(segment, to, digest) for segment, digest in made]
         finally:
@@ -183,13 +188,6 @@ class DeviceMemory:
         """Unmap host memory of a copy that is gone, in a thread of its own: it takes as long as it took to map it."""
         with suppress(RuntimeError):  # the interpreter ends
             threading.Thread(target=self.gpu_copies.forget, args=([copy_id],), name=_UNMAPPING, daemon=True).start()
-
-
-def _on_host(info: SegmentInfo) -> SegmentInfo:
-    """Return what the copy of a segment in host memory is."""
-    if info.mechanism in ("memfd", "host_vmm"):
-        return info
-    return msgspec.structs.replace(info, id=new_segment_id(), access="read_write", mechanism="host_vmm")
 
 
 def _is_there(order: CopyOrder) -> bool:

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
-from shared_rpc.protocol.records import SegmentInfo, Tier
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import LeaseTable
@@ -31,6 +31,7 @@ from shared_rpc.server.state.room import (
     RoomRequest,
     Whereabouts,
 )
+from shared_rpc.server.state.tiers import STALE
 
 __all__ = ["Room", "SetAside", "TierMover"]
 
@@ -72,9 +73,6 @@ class TierMover(Protocol):
 
     def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
         """Return the tiers below the one of a group that it can go to, the nearest first."""
-
-    def has_good_copies(self, group: Sequence[StoredObject], tier: Tier) -> bool:
-        """Return whether a group could go to a tier without being copied."""
 
     def make_room(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin to move a group down, whose end is told to :meth:`Room.moved` or :meth:`Room.not_moved`."""
@@ -249,6 +247,23 @@ class Room:
             if excess > 0:
                 self._drop_copies(one.objects)
                 excess -= one.nbytes
+
+    def drop_stale_copies(self, nbytes: int, spared: Collection[StoredObject]) -> bool:
+        """Drop stale host copies until so many bytes of them are gone; return whether any is.
+
+        :param spared: objects whose copies stay.
+        """
+        dropped = 0
+        names = {stored.object_id for stored in spared}
+        for one in self._places.host_copies():
+            if dropped < nbytes and not one.cold and names.isdisjoint(one.objects) and self._is_stale(one.objects):
+                self._drop_copies(one.objects)
+                dropped += one.nbytes
+        return dropped > 0
+
+    def _is_stale(self, object_ids: tuple[str, ...]) -> bool:
+        copies = [self._objects.copies.get(name, "host") for name in _infos(self._all(object_ids))]
+        return all(copy is None or copy.revision == STALE for copy in copies)
 
     def moved(self, objects: tuple[str, ...]) -> None:
         """Note that objects are where :meth:`TierMover.make_room` was to move them."""
@@ -512,7 +527,7 @@ class _Places:
                 continue
             if below:
                 total = sum(info.nbytes for info in infos.values())
-                ready = total if "host" in below and mover.has_good_copies(group, "host") else 0
+                ready = sum(info.nbytes for info in infos.values() if self._objects.copies.get(info.id, "host") is not None)
                 yield Evictable(names, _by_device(infos), below, total, ready)
             elif all(map(self._is_droppable, group)):
                 yield Evictable(names, _by_device(infos))

@@ -45,7 +45,7 @@ from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.room import BELOW, Below
 from shared_rpc.server.state.tasks import TASK_SESSION
-from shared_rpc.server.state.tiers import LOWER, is_good, next_tier, outlives_use
+from shared_rpc.server.state.tiers import LOWER, STALE, is_good, next_tier, outlives_use
 from shared_rpc.server.threads import Job, WorkerThreads
 
 __all__ = ["Tiers"]
@@ -406,8 +406,9 @@ class Tiers:
         tier = self._evictable(group, to) if self._keeps(stored) else None
         if tier is None:
             return []
-        if tier == "host" and reason == "request" and not self.has_good_copies(group, tier):
-            self._room.require_host(sum(info.nbytes for info in _infos(group).values()), group)
+        new = self._uncopied(group)
+        if tier == "host" and reason == "request" and new:
+            self._room.require_host(sum(info.nbytes for info in new), group)
         with self._moving(group, tier) as move:
             for member in group:
                 self._leases.watch(member.object_id, move.cancel)
@@ -490,10 +491,6 @@ class Tiers:
                     found.append(to)
         return tuple(found)
 
-    def has_good_copies(self, group: Sequence[StoredObject], tier: Tier) -> bool:
-        """Return whether a group could go to a tier without being copied."""
-        return _is_reusable(group) and self._has_copies(group, tier)
-
     def make_room(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin to move a group down."""
         names = tuple(stored.object_id for stored in group)
@@ -524,9 +521,9 @@ class Tiers:
                 await self._free(stored)
                 group = self._objects.group(stored)
                 tier = self._lower_tier(group, "") if self._keeps(stored) and not stored.cold else None
-                nbytes = sum(info.nbytes for info in _infos(group).values())
                 if tier is not None and not self._has_copies(group, tier):
-                    self._room.require_copies(len(_infos(group)), nbytes if tier == "host" else 0)
+                    new = self._uncopied(group) if tier == "host" else list(_infos(group).values())
+                    self._room.require_copies(len(new), sum(info.nbytes for info in new) if tier == "host" else 0)
                     with self._moving(group, tier) as move:
                         await self._copy(move)
         except SharedRPCError as error:
@@ -628,11 +625,19 @@ class Tiers:
         revision = self._revision(group)
         return all(is_good(copy, revision) for copy in copies)
 
+    def _uncopied(self, group: Sequence[StoredObject]) -> list[SegmentInfo]:
+        """Return the segments of a group without host memory of a copy, good or not."""
+        return [info for info in _infos(group).values() if self._objects.copies.get(info.id, "host") is None]
+
     async def _copy(self, move: _Move) -> int:
         """Make copies of a move's group; return how many bytes were copied. They are kept if they are good.
 
+        Host memory of an earlier copy is written to again: new memory takes the driver longer than the copy does.
+
         :raises ServerBusy: if the move was cancelled.
         """
+        if move.to == "host":
+            await self._spare_host(move.group)
         group, infos = move.group, _infos(move.group)
         cold = group[0].cold
         revision = self._revision(group)
@@ -645,20 +650,34 @@ class Tiers:
             source = segment if segment is not None else above.segment if above is not None else None
             assert source is not None, "an object has memory, or a copy in the tier above"
             sources.append(source.duplicate())
-        work = functools.partial(self._memory.lower, sources, move.to, self._spill, move.note, lambda: move.cancelled)
+        into: dict[str, Segment] = {}
+        if move.to == "host":
+            earlier = {segment_id: self._objects.copies.get(segment_id, "host") for segment_id in infos}
+            into = {segment_id: copy.segment.duplicate() for segment_id, copy in earlier.items() if copy is not None}
+        work = functools.partial(self._memory.lower, sources, move.to, self._spill, move.note, lambda: move.cancelled, into)
         try:
-            made: Sequence[LowerCopy] = await self._in_thread(work, sources)
-        except CopyCancelled:
-            raise ServerBusy(f"{_named(group[0])} is not evicted: others have asked for it meanwhile") from None
+            made: Sequence[LowerCopy] = await self._in_thread(work, [*sources, *into.values()])
+        except BaseException as error:
+            for segment_id in into:  # somebody may write there still
+                self._objects.copies.discard(segment_id, "host")
+            if isinstance(error, CopyCancelled):
+                raise ServerBusy(f"{_named(group[0])} is not evicted: others have asked for it meanwhile") from None
+            raise
         kept = all(map(self._keeps, group))
         good = cold or self._revision(group) == revision
         for info, copy in zip(infos.values(), made, strict=True):
-            copy.revision = revision or 0
-            if kept and good:
+            copy.revision = (revision or 0) if good else STALE
+            if kept and (good or copy.tier == "host"):
                 self._objects.copies.add(info, copy)
             else:
                 copy.close()
         return move.done
+
+    async def _spare_host(self, group: Sequence[StoredObject]) -> None:
+        """Give the host memory of other objects' stale copies back, where a group's copies would find too little."""
+        new, free = sum(info.nbytes for info in self._uncopied(group)), self._memory.free("cpu")
+        if free is not None and new > free and self._room.drop_stale_copies(new - free, group):
+            await until_freed()
 
     async def _restore(self, stored: StoredObject, reason: MoveReason, aside: SetAside | None) -> list[MoveInfo]:
         """Restore an object that is cold, and that nothing moves; see :meth:`move_up`.
@@ -690,13 +709,12 @@ class Tiers:
         finally:
             for segment in borrowed:
                 segment.close()
-        revision = self._revision(left)
-        keep = _is_reusable(left)
+        revision = self._revision(left) if _is_reusable(left) else STALE
         for segment_id in used:
             for copy in self._objects.copies.of(segment_id):
-                copy.revision = revision if revision is not None else -1
-            if not keep:
-                self._objects.copies.discard(segment_id)
+                copy.revision = revision if revision is not None else STALE
+            if revision == STALE:
+                self._objects.copies.discard(segment_id, "file")
         return self._told(left, before, move.done, began, reason)
 
     @contextlib.contextmanager

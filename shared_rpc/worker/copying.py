@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared_rpc.errors import CapabilityError, SharedRPCError
-from shared_rpc.memory.copies import Steps, Written
-from shared_rpc.memory.ordered_copies import answered, fds_of, ordered, refusal
+from shared_rpc.memory.copies import Steps
+from shared_rpc.memory.ordered_copies import answered, ordered, refusal
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
@@ -49,25 +50,24 @@ class Copying:
         def tell(done: int, total: int) -> None:
             self._on_loop(lambda: self._send(w.CopyProgress(done), number))
 
-        def work() -> tuple[w.SegmentsCopied, list[Written]]:
+        def work() -> tuple[w.SegmentsCopied, list[Segment]]:
             return answered(lambda: self._memory.gpu_copies, orders, Steps(0, tell, stop.is_set))
 
-        def done(answer: tuple[w.SegmentsCopied, list[Written]]) -> None:
+        def done(answer: tuple[w.SegmentsCopied, list[Segment]]) -> None:
             del self._stops[number]
             self._answer(number, *answer)
 
         self._threads.start(Job(work, done))
 
-    def _answer(self, number: int, message: w.SegmentsCopied, made: Sequence[Written]) -> None:
-        fds = fds_of(made)
+    def _answer(self, number: int, message: w.SegmentsCopied, new: Sequence[Segment]) -> None:
         try:
-            self._send(message, number, b"", fds)
+            self._send(message, number, b"", tuple([segment.fileno() for segment in new]))
         except (SharedRPCError, OSError) as error:
-            self._unmap([one.segment.info.id for one in made])
-            self._send(refusal(CapabilityError(f"cannot send {len(fds)} descriptors of copies: {error}")), number)
+            self._unmap([segment.info.id for segment in new])
+            self._send(refusal(CapabilityError(f"cannot send {len(new)} descriptors of copies: {error}")), number)
         finally:
-            for one in made:
-                one.segment.close()
+            for segment in new:
+                segment.close()
 
     def _stop(self, frame: Frame, message: w.StopCopy) -> None:
         stop = self._stops.get(frame.request_id)

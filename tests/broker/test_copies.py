@@ -290,6 +290,58 @@ def test_another_worker_copies_where_one_ends(serve: Callable[..., Copier], fill
         assert bytes_of(again) == bytes_of(segment)
 
 
+@pytest.mark.parametrize("by", ["worker", "client"])
+def test_host_memory_of_an_earlier_copy_is_written_again(
+    copier: Copier, filled: Callable[..., Segment], request: pytest.FixtureRequest, by: str
+) -> None:
+    """In place of new memory, beside segments that have none; the copy is the same memory, and nothing is left over."""
+    if by == "client":
+        request.getfixturevalue("offering")
+    segments = [filled(2 * MIB), filled(6 * MIB)]
+    [earlier] = copier.memory.lower(segments[:1], "host")
+    write(segments[0], b"changed")
+    before = descriptors()
+    copies = copier.memory.lower(segments, "host", into={segments[0].info.id: earlier.segment})
+    assert copies[0].segment.info == earlier.segment.info
+    assert copies[0].segment.fileno() == earlier.segment.fileno() != copies[1].segment.fileno()
+    again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
+    assert [bytes_of(one) for one in again] == [bytes_of(segment) for segment in segments]
+    for one in (*copies, *again):
+        one.close()
+    settled(before)
+    earlier.close()
+
+
+def test_memory_that_one_who_was_given_up_may_write_to_is_left_alone(
+    serve: Callable[..., Copier], filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second attempt is written to new memory."""
+    copier = serve(workers=2)
+    segment = filled()
+    [earlier] = copier.memory.lower([segment], "host")
+    write(segment, b"changed")
+    monkeypatch.setattr(copying, "_PATIENCE", 5.0)
+    for worker in copier.workers:
+        os.kill(worker, signal.SIGSTOP)
+    stopped: list[int] = []
+
+    def go_on() -> bool:
+        asked = {each.copier.pid for each in copier.broker._memory.copies._asked.values()}
+        if not stopped:
+            stopped.extend(asked)
+            [other] = set(copier.workers) - asked
+            os.kill(other, signal.SIGCONT)
+        return False
+
+    [copy] = copier.memory.lower([segment], "host", None, _ignore, go_on, {segment.info.id: earlier.segment})
+    written = bytes_of(earlier.segment)
+    os.kill(stopped[0], signal.SIGCONT)
+    [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again), closing(copy), closing(earlier):
+        assert copy.segment.info.id != earlier.segment.info.id
+        assert bytes_of(again) == bytes_of(segment) != written
+
+
 def test_a_copy_that_is_not_wanted_any_more(copier: Copier, filled: Callable[..., Segment], held: Path) -> None:
     """The worker stops, and is as good as before."""
     segments = [filled() for _ in range(4)]

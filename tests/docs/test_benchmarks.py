@@ -127,6 +127,8 @@ def test_models_that_sleep_wake_with_their_bits(results: Callable[[str], Run]) -
     assert [row["samples"]["shared_rpc"]["n"] for row in rows] == [1, 2, 2, 2]
     assert {"plain copy", "shared_rpc"} <= rows[2]["values"].keys()
     assert run.row("a pass after each wake")["texts"] == run.row("… with the bits of before")["texts"] == {"shared_rpc": "yes"}
+    assert run.row("a later eviction of")["samples"]["shared_rpc"]["n"] == 2
+    assert run.row("… with what was written since")["texts"] == {"shared_rpc": "yes"}
     assert "evictions with a copy copied 0 bytes in all" in run.printed
     assert run.row("… what a process adds")["met"] is True
 

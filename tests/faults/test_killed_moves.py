@@ -6,28 +6,30 @@ belongs there: the last tests find what a party does between two of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from shared_rpc import Client
-from shared_rpc.errors import StaleHandleError, WorkerCrashed
+from shared_rpc.errors import WorkerCrashed
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
-from shared_rpc.protocol.catalogue import decode_message
 from tests.kit.brokers import BrokerApp, BrokerProgram, is_running, memory_of
 from tests.kit.fake_driver import GPUS
-from tests.kit.holding import HoldingSession
 from tests.kit.killing import Killing
+from tests.kit.moving import APP, MovedBuffer, back_of, to_of
 from tests.kit.processes import Child, eventually, python
 from tests.kit.service_manager import ServiceManager
 
 #: Bytes of an object, and of one whose file has two parts.
 SMALL, LARGE = 64 << 10, (64 << 20) + (64 << 10)
+
+
+def nbytes_for(step: str) -> int:
+    """Bytes of an object that is moved by way of a step."""
+    return LARGE if "Steps.count" in step else SMALL
 
 
 @pytest.fixture
@@ -227,22 +229,6 @@ def test_the_steps_of_clients_are_all(client: Client, killing: Killing, children
 
 # Workers, and buffers of a GPU.
 
-APP = """
-from tests.kit import fake_driver
-fake_driver.install()
-{watching}
-from shared_rpc import Provider
-
-cpu, gpu = Provider(device="cpu"), Provider(device=fake_driver.GPUS[0])
-
-@cpu.share
-def of_cpu():
-    return "cpu"
-
-@gpu.share
-def of_gpu():
-    return "gpu"
-"""
 #: The functions of a worker, with their modules.
 OF_WORKERS = {
     "Copying._copy": "shared_rpc.worker.copying",
@@ -270,116 +256,24 @@ TO_FILE = ["after Steps.count, after Steps.count"]
 WORKING = {
     "evicting to the host": COPYING + TO_MEMORY,
     "restoring from the host": COPYING + TO_MEMORY,
+    "evicting to the host again": COPYING,
     "evicting to a file": COPYING + TO_FILE,
     "restoring from a file": COPYING + TO_MEMORY + TO_FILE,
 }
 
 
-class Subject:
-    """A buffer of a broker, on the host or on a GPU, without holders.
+def check_subject(subject: MovedBuffer, move: str) -> None:
+    """Nothing is left over in the broker, and the buffer can be had, evicted and had again.
 
-    :param device: an id.
-    :param step: at which a process is to end.
+    What was in the host's memory once keeps that for the next time.
     """
-
-    def __init__(self, app: BrokerApp, device: str, step: str) -> None:
-        self._path = f"{app.base_path}-{device.removeprefix('GPU-')[:8]}.sock"
-        self.pid = 0
-        self._bytes = os.urandom(LARGE if "Steps.count" in step else SMALL)
-        with self._session() as session:
-            before = memory_of(self.pid)
-            made = _reply(session, m.CreateBuffer(len(self._bytes), device=device, keep=True))
-            assert isinstance(made.message, m.Result), made.message
-            self.object_id = made.message.object_id
-            [fd] = made.fds
-            assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
-            self.inode = os.fstat(fd).st_ino
-            made.close()
-        eventually(lambda: memory_of(self.pid) == before + 1)
-
-    def _session(self) -> HoldingSession:
-        session = HoldingSession(self._path)
-        self.pid = session.welcome.pid
-        return session
-
-    def ask(self, message: m.Message) -> m.Message:
-        """Have a new session ask."""
-        with self._session() as session:
-            return session.ask(message)
-
-    def move(self, move: str) -> HoldingSession:
-        """Begin a move, in a session that gets the answer."""
-        session = self._session()
-        session.say(t.Evict(self.object_id, to_of(move)) if move.startswith("evicting") else t.Restore(self.object_id))
-        return session
-
-    def moved(self, move: str) -> str:
-        """Make a move: the tier in which it is then."""
-        with self.move(move) as session:
-            reply = session.heard()
-            assert isinstance(reply, t.Moved), reply
-        return self.tier
-
-    @property
-    def tier(self) -> str:
-        """The tier in which it is."""
-        reply = self.ask(m.GetObjectInfo(self.object_id))
-        assert isinstance(reply, m.ObjectReply), reply
-        return str(reply.info["tier"])
-
-    def has_its_bytes(self) -> bool:
-        """Whether somebody who asks for it gets what was written."""
-        with self._session() as session:
-            found = _reply(session, m.GetBuffer(self.object_id))
-            assert isinstance(found.message, m.Result), found.message
-            with closing(found):
-                return [os.pread(fd, len(self._bytes) + 1, 0) for fd in found.fds] == [self._bytes]
-
-    def is_gone(self) -> bool:
-        """Whether the broker does not know it."""
-        reply = self.ask(m.GetObjectInfo(self.object_id))
-        return isinstance(reply, m.Error) and reply.code == StaleHandleError.code
-
-    def workers(self) -> list[int]:
-        """The process ids of the workers that are ready."""
-        reply = self.ask(m.GetServerInfo())
-        assert isinstance(reply, m.ServerReply), reply
-        return [worker["pid"] for worker in reply.info["workers"] if worker["state"] == "ready"]
-
-
-class _Reply(NamedTuple):
-    message: m.Message
-    fds: list[int]
-
-    def close(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-
-
-def _reply(session: HoldingSession, message: m.Message) -> _Reply:
-    session.say(message)
-    frame = session.hear_frame()
-    return _Reply(decode_message(frame), frame.detach_fds())
-
-
-def to_of(move: str) -> str:
-    """The tier to which, or from which, a move goes."""
-    return "file" if move.endswith("file") else "host"
-
-
-def back_of(move: str) -> str:
-    """The move after which that one can be made."""
-    return f"evicting to {'a file' if to_of(move) == 'file' else 'the host'}"
-
-
-def check_subject(subject: Subject, move: str) -> None:
-    """Nothing is left over in the broker, and the buffer can be had, evicted and had again."""
     assert subject.has_its_bytes()
-    eventually(lambda: memory_of(subject.pid) == 1)
+    eventually(lambda: memory_of(subject.pid) == 1 + subject.is_copied)
     assert subject.moved(back_of(move)) == to_of(move)
     eventually(lambda: memory_of(subject.pid) == 1)
     assert subject.has_its_bytes()
-    eventually(lambda: memory_of(subject.pid) == 1)
+    eventually(lambda: memory_of(subject.pid) == 1 + subject.is_copied)
+    assert subject.is_copied == (to_of(move) == "host")
 
 
 @pytest.mark.parametrize(("move", "step"), [(move, step) for move, steps in WORKING.items() for step in steps])
@@ -389,10 +283,9 @@ def test_a_worker_that_is_killed_while_it_copies(
     """Whoever asked is told, and the object stays where it was; or the answer was on its way. The next worker copies."""
     broker_app.file.write_text(APP.format(watching=killing.code(OF_WORKERS)))
     broker_app.start("--spill-dir", str(spill))
-    subject = Subject(broker_app, GPUS[0], step)
+    subject = MovedBuffer(broker_app, GPUS[0], nbytes_for(step))
     [worker] = subject.workers()
-    if move.startswith("restoring"):
-        assert subject.moved(back_of(move)) == to_of(move)
+    subject.prepare(move)
     before = subject.tier
     killing.arm(step)
     with subject.move(move) as session:
@@ -411,8 +304,9 @@ def test_the_steps_of_workers_are_all(broker_app: BrokerApp, killing: Killing, s
     """A worker does nothing between two of them that others see."""
     broker_app.file.write_text(APP.format(watching=killing.code(OF_WORKERS)))
     broker_app.start("--spill-dir", str(spill))
-    subject = Subject(broker_app, GPUS[0], "")
     for move, steps in WORKING.items():
+        subject = MovedBuffer(broker_app, GPUS[0])
+        subject.prepare(move)
         passed = killing.trace()
         subject.moved(move)
         assert not between(passed(), steps), move
@@ -467,6 +361,7 @@ BROKERING = {
     ("cpu", "restoring from a file"): [*RESTORING, "after _host_segment", "after Steps.count", "after copy_on_host"],
     (GPUS[0], "evicting to the host"): ORDERING,
     (GPUS[0], "restoring from the host"): ORDERING,
+    (GPUS[0], "evicting to the host again"): ORDERING,
 }
 
 
@@ -488,14 +383,13 @@ def kinds(manager: ServiceManager) -> list[str]:
 
 def end_broker(
     start: Callable[[BrokerProgram], Child], app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str
-) -> Subject:
+) -> MovedBuffer:
     """Have a broker end at a step of a move; its workers end by themselves."""
     app.file.write_text(APP.format(watching=""))
     broker = start(app.program(killing.code(OF_BROKERS), spill_dir=str(spill)))
-    subject = Subject(app, device, step)
+    subject = MovedBuffer(app, device, nbytes_for(step))
     workers = subject.workers()
-    if move.startswith("restoring"):
-        assert subject.moved(back_of(move)) == to_of(move)
+    subject.prepare(move)
     killing.arm(step)
     with subject.move(move):
         assert died(killing, step) == broker.pid
@@ -533,7 +427,7 @@ def test_a_broker_that_is_killed_while_it_moves_an_object(
     broker_app.start("--spill-dir", str(spill))
     assert subject.is_gone()
     assert memory_of(subject.pid) == 0
-    check_subject(Subject(broker_app, device, ""), move)
+    check_subject(MovedBuffer(broker_app, device), move)
 
 
 def anybody_has(inode: int, spill: Path) -> bool:
@@ -552,9 +446,8 @@ def test_the_steps_of_brokers_are_all(broker_app: BrokerApp, manager: ServiceMan
     broker_app.file.write_text(APP.format(watching=""))
     manager.start(program=broker_app.program(killing.code(OF_BROKERS), spill_dir=str(spill)))
     for (device, move), steps in BROKERING.items():
-        subject = Subject(broker_app, device, "")
-        if move.startswith("restoring"):
-            subject.moved(back_of(move))
+        subject = MovedBuffer(broker_app, device)
+        subject.prepare(move)
         passed = killing.trace()
         with subject.move(move) as session:
             assert isinstance(session.heard(), t.Moved)

@@ -108,6 +108,22 @@ def test_a_good_copy_is_used_again(client: Client) -> None:
         assert bool((handle.value == 3).all())
 
 
+def test_what_was_written_since_is_in_the_next_copy(client: Client) -> None:
+    """A model that processes write to is copied at each eviction, to the host memory that it has."""
+    object_id = released(client, "weights", 0)
+    for value in (1, 2, 3):
+        (moved,) = client.evict(object_id)
+        assert moved["copied"] == moved["nbytes"]
+        with client.call("weights", 0) as handle:
+            assert bool((handle.value == value - 1).all())
+            assert gpu_of(client)["copies"] == {"host": moved["nbytes"]}
+            assert client.get_object_info(object_id)["copies"] == {}  # it is no copy while the object is in use
+            handle.value.fill_(value)
+            torch.cuda.synchronize()
+        del handle
+        MAPPINGS.drain()
+
+
 @pytest.mark.parametrize("to", ["host", "file"])
 def test_memory_of_the_host_goes_with_its_object(client: Client, to: Any) -> None:
     """An object of both is whole again: host memory is its own copy on the host."""

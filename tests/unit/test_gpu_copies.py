@@ -110,6 +110,25 @@ def test_bytes_come_back(
     copy.close()
 
 
+def test_host_memory_of_an_earlier_copy_is_written_again(memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
+    """Where it is mapped: the second copy is the first one's memory, and makes none."""
+    segments = [filled(2 * MIB), filled(4 * MIB)]
+    copies = memory.lower(segments, "host")
+    for segment in segments:
+        write(segment, os.urandom(segment.info.nbytes))
+    into = {segment.info.id: copy.segment for segment, copy in zip(segments, copies, strict=True)}
+    mapped = len(memory.gpu_copies)
+    later = memory.lower(segments, "host", into=into)
+    assert [one.segment.info for one in later] == [one.segment.info for one in copies]
+    assert len(memory.gpu_copies) == mapped
+    for one in copies:
+        one.close()
+    again = memory.raise_(later, [segment.info.incarnation(1) for segment in segments])
+    assert [bytes_of(one) for one in again] == [bytes_of(segment) for segment in segments]
+    for one in (*later, *again):
+        one.close()
+
+
 def test_host_memory_is_the_drivers(memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
     """It is told from a GPU's, and known to be that GPU's."""
     segment = filled(2 * MIB)
@@ -271,6 +290,13 @@ def test_where_the_driver_makes_no_host_memory(
     [again] = memory.raise_([copy], [segment.info.incarnation(1)])
     with closing(again):
         assert bytes_of(again) == bytes_of(segment)
+    write(segment, os.urandom(2 * MIB))
+    [later] = memory.lower([segment], "host", into={segment.info.id: copy.segment})
+    assert (later.segment.info, later.segment.fileno()) == (copy.segment.info, copy.segment.fileno())
+    [again] = memory.raise_([later], [segment.info.incarnation(2)])
+    with closing(again):
+        assert bytes_of(again) == bytes_of(segment)
+    later.close()
     copy.close()
 
 

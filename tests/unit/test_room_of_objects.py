@@ -17,6 +17,7 @@ from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.state.room import Below
+from shared_rpc.server.state.tiers import STALE
 from tests.unit.test_store import Shelf, record_of
 
 
@@ -162,6 +163,26 @@ def test_host_copies_of_what_is_there_are_dropped_first(evicting: Store) -> None
     assert evicting.named() == [(["f(4)"], "host")] and cold.tier == "file"
     evicting.end_move()
     assert len(evicting.granted) == 1 and evicting.store.copies.nbytes("host") == 200
+
+
+def test_stale_copies_are_dropped_where_the_host_has_little_left(refusing: Store) -> None:
+    """Those that were used last come last, and so many as are needed; not good ones, nor those of what is cold."""
+    spared, good, cold, first, second = (refusing.add(f"f({name})", name) for name in ("spared", "good", "cold", "1", "2"))
+    for stored in (spared, good, cold, first, second):
+        refusing.copy(stored)
+    refusing.store.evict([cold], "host")
+    for stored in (spared, first, second):
+        for segment in stored.record.segments:
+            copy = refusing.store.copies.get(segment.info.id, "host")
+            assert copy is not None
+            copy.revision = STALE
+    first.last_accessed_at += 1
+    assert not refusing.room.drop_stale_copies(0, [spared])
+    assert refusing.room.drop_stale_copies(1, [spared])
+    assert [refusing.store.copies.get(name, "host") is None for name in ("1", "2")] == [False, True]
+    assert refusing.room.drop_stale_copies(1000, [spared])
+    assert refusing.store.copies.nbytes("host") == 300
+    assert not refusing.room.drop_stale_copies(1000, [spared])
 
 
 def test_a_request_to_evict_has_room_or_not(refusing: Store) -> None:

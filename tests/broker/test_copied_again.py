@@ -1,0 +1,169 @@
+"""Host memory of copies that is written again: an object that was evicted once is evicted faster from then on."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from shared_rpc.protocol import messages as m
+from tests.kit.brokers import BrokerApp
+from tests.kit.fake_driver import GPUS
+from tests.kit.moving import APP, MovedBuffer
+from tests.kit.processes import eventually
+
+NBYTES = 64 << 10
+
+#: The app of a broker with one provider: quotas are of its devices.
+ONE_GPU = """
+from tests.kit import fake_driver
+fake_driver.install()
+from shared_rpc import Provider
+
+provider = Provider(device=fake_driver.GPUS[0])
+
+@provider.share
+def of_gpu():
+    return "gpu"
+"""
+
+
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """The app of a broker whose workers see GPUs of host memory."""
+    broker_app.file.write_text(APP.format(watching=""))
+    return broker_app
+
+
+def memory_of(pid: int) -> set[int]:
+    """The inodes of the memory that a process has by descriptors."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if os.readlink(link).startswith("/memfd:"):
+                found.add(link.stat().st_ino)
+    return found
+
+
+def has(buffer: MovedBuffer, memory: set[int]) -> None:
+    """Wait until a broker has this memory, and no other."""
+    eventually(lambda: memory_of(buffer.pid) == memory, what=f"{memory}")
+
+
+def copied_once(buffer: MovedBuffer) -> int:
+    """Evict and restore a buffer: the inode of the host memory that it keeps."""
+    others = memory_of(buffer.pid) - {buffer.inode}
+    assert buffer.moved("evicting to the host") == "host"
+    eventually(lambda: len(memory_of(buffer.pid) - others) == 1)
+    [copy] = memory_of(buffer.pid) - others
+    assert buffer.moved("restoring from the host") == "device"
+    return copy
+
+
+def test_an_object_keeps_the_memory_of_its_copy(app: BrokerApp) -> None:
+    """What was written since is in it after the next eviction; while the object is in use it is no copy."""
+    app.start()
+    buffer = MovedBuffer(app, GPUS[0])
+    copy = copied_once(buffer)
+    for _ in range(3):
+        buffer.write()
+        info = buffer.ask(m.GetObjectInfo(buffer.object_id))
+        assert isinstance(info, m.ObjectReply) and info.info["copies"] == {}
+        assert buffer.is_copied
+        assert buffer.moved("evicting to the host") == "host"
+        has(buffer, {copy})
+        assert buffer.has_its_bytes()
+    assert buffer.tier == "device"
+    buffer.ask(m.FreeBuffer(buffer.object_id))
+    has(buffer, set())
+
+
+def test_it_goes_when_the_object_goes_to_a_file(app: BrokerApp, tmp_path: Path) -> None:
+    """Host memory is what is to be spared then."""
+    app.start("--spill-dir", str(tmp_path))
+    buffer = MovedBuffer(app, GPUS[0])
+    copied_once(buffer)
+    buffer.write()
+    assert buffer.moved("evicting to a file") == "file"
+    has(buffer, set())
+    assert buffer.has_its_bytes()
+    assert not buffer.is_copied
+
+
+def test_it_counts_and_makes_way_for_others(app: BrokerApp) -> None:
+    """Its object needs no more than it has; where another one needs the room, it goes."""
+    app.start("--host-quota", str(NBYTES))
+    first = MovedBuffer(app, GPUS[0])
+    copy = copied_once(first)
+    first.write()
+    assert first.moved("evicting to the host") == "host"
+    has(first, {copy})
+    assert first.has_its_bytes()
+    second = MovedBuffer(app, GPUS[0])
+    other = copied_once(second)
+    assert copy not in memory_of(first.pid) and other in memory_of(first.pid)
+    assert first.has_its_bytes() and second.has_its_bytes()
+
+
+def test_it_is_enough_where_objects_make_room(app: BrokerApp) -> None:
+    """For an eviction that makes room on the device: a host that is full has room for the object whose memory that is."""
+    app.file.write_text(ONE_GPU)
+    app.start("--when-full", "evict", "--quota", f"{GPUS[0]}={2 * NBYTES}", "--host-quota", str(NBYTES))
+    first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
+    copy = copied_once(first)
+    first.write()
+    assert second.has_its_bytes()  # used last
+    third = MovedBuffer(app, GPUS[0])
+    assert (first.tier, second.tier, third.tier) == ("host", "device", "device")
+    assert copy in memory_of(first.pid)
+
+
+def test_it_goes_where_the_host_has_little_memory(app: BrokerApp) -> None:
+    """It only saves time: a copy that would find too little memory has it."""
+    app.start_program(app.program(FULL_HOST))
+    first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
+    copy = copied_once(first)
+    other = copied_once(second)
+    eventually(lambda: copy not in memory_of(second.pid) and other in memory_of(second.pid))
+    first.write()
+    assert first.moved("evicting to the host") == "host"
+    assert first.has_its_bytes() and second.has_its_bytes()
+
+
+def test_a_copy_that_failed_leaves_it_to_nobody(app: BrokerApp) -> None:
+    """Who was to write there may do so still: the memory goes, and the object stays where it is."""
+    app.file.write_text(APP.format(watching=FAILING))
+    app.start()
+    buffer = MovedBuffer(app, GPUS[0])
+    copied_once(buffer)
+    buffer.write()
+    with buffer.move("evicting to the host") as session:
+        reply = session.heard()
+    assert isinstance(reply, m.Error) and "the third copy fails" in reply.text, reply
+    eventually(lambda: len(memory_of(buffer.pid)) == 1)
+    assert buffer.tier == "device" and not buffer.is_copied
+    assert buffer.moved("evicting to the host") == "host"
+    assert buffer.has_its_bytes()
+
+
+#: Code of a broker that finds no free memory on its host.
+FULL_HOST = """
+from shared_rpc.server import device_memory
+device_memory.free_bytes = lambda device: 0
+"""
+#: Code of a worker whose third copy fails: the first one makes the memory, the second one restores.
+FAILING = """
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.gpu_copies import GpuCopies
+copy, numbers = GpuCopies.copy, iter(range(9))
+def failing(*arguments):
+    made = copy(*arguments)
+    if next(numbers) == 2:
+        for one in made:
+            one.segment.close()
+        raise CapabilityError("the third copy fails")
+    return made
+GpuCopies.copy = failing
+"""

@@ -1,0 +1,153 @@
+"""A broker's buffer that goes to lower tiers and comes back, watched by raw sessions: nothing of it is mapped in the test."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from typing import NamedTuple
+
+from shared_rpc.errors import StaleHandleError
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
+from shared_rpc.protocol.catalogue import decode_message
+from tests.kit.brokers import BrokerApp, memory_of
+from tests.kit.holding import HoldingSession
+from tests.kit.processes import eventually
+
+#: The app of a broker whose GPUs are :data:`tests.kit.fake_driver.GPUS`; ``watching`` is code of its workers.
+APP = """
+from tests.kit import fake_driver
+fake_driver.install()
+{watching}
+from shared_rpc import Provider
+
+cpu, gpu = Provider(device="cpu"), Provider(device=fake_driver.GPUS[0])
+
+@cpu.share
+def of_cpu():
+    return "cpu"
+
+@gpu.share
+def of_gpu():
+    return "gpu"
+"""
+
+
+class MovedBuffer:
+    """A buffer of a broker, on the host or on a GPU, without holders.
+
+    :param device: an id.
+    """
+
+    def __init__(self, app: BrokerApp, device: str, nbytes: int = 64 << 10) -> None:
+        self._path = f"{app.base_path}-{device.removeprefix('GPU-')[:8]}.sock"
+        self.pid = 0
+        self._bytes = os.urandom(nbytes)
+        with self._session() as session:
+            before = memory_of(self.pid)
+            made = _reply(session, m.CreateBuffer(len(self._bytes), device=device, keep=True))
+            assert isinstance(made.message, m.Result), made.message
+            self.object_id = made.message.object_id
+            [fd] = made.fds
+            assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
+            self.inode = os.fstat(fd).st_ino
+            made.close()
+        eventually(lambda: memory_of(self.pid) <= before + 1)  # others may have made room
+
+    def _session(self) -> HoldingSession:
+        session = HoldingSession(self._path)
+        self.pid = session.welcome.pid
+        return session
+
+    def ask(self, message: m.Message) -> m.Message:
+        """Have a new session ask."""
+        with self._session() as session:
+            return session.ask(message)
+
+    def move(self, move: str) -> HoldingSession:
+        """Begin a move, in a session that gets the answer."""
+        session = self._session()
+        session.say(t.Evict(self.object_id, to_of(move)) if move.startswith("evicting") else t.Restore(self.object_id))
+        return session
+
+    def prepare(self, move: str) -> None:
+        """Move it to where the move begins."""
+        if move.startswith("restoring"):
+            assert self.moved(back_of(move)) == to_of(move)
+        elif move.endswith("again"):
+            assert self.moved(back_of(move)) == to_of(move)
+            assert self.moved("restoring") == "device"
+
+    def moved(self, move: str) -> str:
+        """Make a move: the tier in which it is then."""
+        with self.move(move) as session:
+            reply = session.heard()
+            assert isinstance(reply, t.Moved), reply
+        return self.tier
+
+    @property
+    def tier(self) -> str:
+        """The tier in which it is."""
+        reply = self.ask(m.GetObjectInfo(self.object_id))
+        assert isinstance(reply, m.ObjectReply), reply
+        return str(reply.info["tier"])
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the broker counts a copy of it in a lower tier: it has no other objects."""
+        reply = self.ask(m.GetServerInfo())
+        assert isinstance(reply, m.ServerReply), reply
+        return bool(reply.info["copies"])
+
+    def write(self) -> None:
+        """Write other bytes to it, as a process does that maps it."""
+        self._bytes = os.urandom(len(self._bytes))
+        with self._session() as session:
+            found = _reply(session, m.GetBuffer(self.object_id))
+            assert isinstance(found.message, m.Result), found.message
+            with closing(found):
+                assert os.pwrite(found.fds[0], self._bytes, 0) == len(self._bytes)
+
+    def has_its_bytes(self) -> bool:
+        """Whether somebody who asks for it gets what was written."""
+        with self._session() as session:
+            found = _reply(session, m.GetBuffer(self.object_id))
+            assert isinstance(found.message, m.Result), found.message
+            with closing(found):
+                return [os.pread(fd, len(self._bytes) + 1, 0) for fd in found.fds] == [self._bytes]
+
+    def is_gone(self) -> bool:
+        """Whether the broker does not know it."""
+        reply = self.ask(m.GetObjectInfo(self.object_id))
+        return isinstance(reply, m.Error) and reply.code == StaleHandleError.code
+
+    def workers(self) -> list[int]:
+        """The process ids of the workers that are ready."""
+        reply = self.ask(m.GetServerInfo())
+        assert isinstance(reply, m.ServerReply), reply
+        return [worker["pid"] for worker in reply.info["workers"] if worker["state"] == "ready"]
+
+
+class _Reply(NamedTuple):
+    message: m.Message
+    fds: list[int]
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+def _reply(session: HoldingSession, message: m.Message) -> _Reply:
+    session.say(message)
+    frame = session.hear_frame()
+    return _Reply(decode_message(frame), frame.detach_fds())
+
+
+def to_of(move: str) -> str:
+    """The tier to which, or from which, a move goes."""
+    return "file" if move.endswith("file") else "host"
+
+
+def back_of(move: str) -> str:
+    """The move after which that one can be made."""
+    return f"evicting to {'a file' if to_of(move) == 'file' else 'the host'}"
