@@ -164,9 +164,10 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
 
     ``endpoints`` are names. ``objects`` counts ``buffers`` too, and ``nbytes`` is what they lie in together on their
     devices, ``copies`` what their copies take by tier, and ``waiting`` the number of requests that wait for room on a device.
-    ``leases`` counts pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each
-    status. ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of
-    records is attached.
+    ``copiers`` are the processes of clients that offer to make copies, in the order in which they are asked. ``leases``
+    counts pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each status.
+    ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of records
+    is attached.
     """
 
     server_id: str
@@ -179,6 +180,7 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
     buffers: int
     nbytes: int
     copies: dict[Tier, int]
+    copiers: list[int]
     waiting: int
     descriptors: DescriptorInfo
     leases: int

@@ -550,6 +550,7 @@ class Core:
             "buffers": len(self.buffers.table),
             "nbytes": self.objects.nbytes,
             "copies": self.objects.copies.usage(),
+            "copiers": [client.pid for client in self.copy_offers.able(())] if self.copy_offers is not None else [],
             "waiting": len(self.room),
             "descriptors": self.objects.descriptors.info(),
             "leases": len(self.leases),

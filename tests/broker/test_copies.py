@@ -588,7 +588,7 @@ def test_an_offer_ends_with_its_client(copier: Copier, filled: Callable[..., Seg
 
     async def offered() -> None:
         async with AsyncClient(socket_path=copier.path) as client, await client.offer_copies() as offer:
-            assert offer.active and copier.offers == [os.getpid()]
+            assert offer.active and copier.offers == (await client.get_server_info())["copiers"] == [os.getpid()]
         assert not offer.active
         async with AsyncClient(socket_path=copier.path) as client:
             offer = await client.offer_copies()
@@ -598,7 +598,7 @@ def test_an_offer_ends_with_its_client(copier: Copier, filled: Callable[..., Seg
         anyio.run(offered)
     else:
         with Client(socket_path=copier.path) as client, client.offer_copies() as offer:
-            assert offer.active and copier.offers == [os.getpid()]
+            assert offer.active and copier.offers == client.get_server_info()["copiers"] == [os.getpid()]
         assert not offer.active
         with Client(socket_path=copier.path) as client:
             offer = client.offer_copies()
