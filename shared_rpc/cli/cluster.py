@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from shared_rpc.cli.options import Arguments, Json, keywords
@@ -19,10 +23,17 @@ Address = Annotated[str | None, typer.Option("--address", help="Ray's address; R
 Call = Annotated[Arguments, typer.Argument(help="key=value for each argument of the call")]
 
 
+@contextmanager
+def _connected(name: str | None, address: str | None) -> Iterator[Cluster]:
+    """Connect to a cluster. What Ray prints meanwhile, such as that a node has died, goes to standard error."""
+    with redirect_stdout(sys.stderr), Cluster(name, address=address) as cluster:
+        yield cluster
+
+
 @app.command()
 def status(name: Name = None, address: Address = None, json: Json = False) -> None:
     """Show the nodes, what they do, and which of them have which objects."""
-    with Cluster(name, address=address) as cluster:
+    with _connected(name, address) as cluster:
         found = cluster.status()
     if json:
         as_json(found)
@@ -65,23 +76,22 @@ def status(name: Name = None, address: Address = None, json: Json = False) -> No
 @app.command()
 def refresh(endpoint: str, arguments: Call = None, name: Name = None, address: Address = None, json: Json = False) -> None:
     """Build a new version of a cached call's object, and make it current on all nodes that have one."""
-    with Cluster(name, address=address) as cluster:
-        _show(cluster.refresh_all(endpoint, **keywords(arguments)), json)
+    with _connected(name, address) as cluster:
+        changes = cluster.refresh_all(endpoint, **keywords(arguments))
+    _show(changes, json)
 
 
 @app.command()
 def invalidate(endpoint: str, arguments: Call = None, name: Name = None, address: Address = None, json: Json = False) -> None:
     """Drop the object of a call, or without arguments all of an endpoint, on every node."""
-    with Cluster(name, address=address) as cluster:
-        if arguments:
-            _show(cluster.invalidate(endpoint, **keywords(arguments)), json)
-        else:
-            _show(cluster.invalidate_endpoint(endpoint), json)
+    with _connected(name, address) as cluster:
+        changes = cluster.invalidate(endpoint, **keywords(arguments)) if arguments else cluster.invalidate_endpoint(endpoint)
+    _show(changes, json)
 
 
 def _show(changes: list[Change], json: bool) -> None:
     if json:
-        as_json(changes)
+        as_json(msgspec.to_builtins(changes))
         return
     if not changes:
         print("no node has it")
