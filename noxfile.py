@@ -57,6 +57,18 @@ def deep(session: nox.Session) -> None:
     _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", "--timeout", "600")), **environ)
 
 
+@nox.session(venv_backend="none")
+def busy(session: nox.Session) -> None:
+    """The tests of `tests` beside as many endless loops as there are cores: they are to depend on no load."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", *ROOMS)))
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 @nox.session(python=False)
 def pythons(session: nox.Session) -> None:
     """The tests on every supported Python that is found here: as ``python3.13`` and so on, which must start."""
