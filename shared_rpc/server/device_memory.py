@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["DeviceMemory"]
 
 _UNMAPPING = "shared-rpc-unmapping"
+#: One part in so many of the host's memory is left to others by what only saves time.
+_SPARE = 4
 
 
 class DeviceMemory:
@@ -66,6 +68,12 @@ class DeviceMemory:
     def free(self, device: str) -> int | None:
         """Return the free bytes of a device, None if they are not known."""
         return free_bytes(device)
+
+    @property
+    def host_is_short(self) -> bool:
+        """Whether less than a quarter of the host's memory is available."""
+        free = self.free("cpu")
+        return free is not None and free < facts_of("cpu").total // _SPARE
 
     def allocate(self, device: str, nbytes: int) -> Segment:
         """Make zeroed memory.

@@ -710,11 +710,13 @@ class Tiers:
             for segment in borrowed:
                 segment.close()
         revision = self._revision(left) if _is_reusable(left) else STALE
-        for segment_id in used:
+        for segment_id, info in used.items():
             for copy in self._objects.copies.of(segment_id):
                 copy.revision = revision if revision is not None else STALE
             if revision == STALE:
-                self._objects.copies.discard(segment_id, "file")
+                # Host memory is kept for the next copy; that of the object itself is no other.
+                keep = info.device != "cpu" and not self._memory.host_is_short
+                self._objects.copies.discard(segment_id, "file" if keep else None)
         return self._told(left, before, move.done, began, reason)
 
     @contextlib.contextmanager

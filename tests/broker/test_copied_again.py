@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +38,22 @@ def app(broker_app: BrokerApp) -> BrokerApp:
     return broker_app
 
 
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """While it is there, the broker finds no free memory on its host."""
+    return tmp_path / "full"
+
+
+#: Starts the broker with some options.
+Start = Callable[..., object]
+
+
+@pytest.fixture
+def start(app: BrokerApp, full: Path) -> Start:
+    """Starts a broker on a host with much memory."""
+    return lambda **options: app.start_program(app.program(HOST.format(full=str(full)), **options))
+
+
 def memory_of(pid: int) -> set[int]:
     """The inodes of the memory that a process has by descriptors."""
     found = set()
@@ -62,9 +79,9 @@ def copied_once(buffer: MovedBuffer) -> int:
     return copy
 
 
-def test_an_object_keeps_the_memory_of_its_copy(app: BrokerApp) -> None:
+def test_an_object_keeps_the_memory_of_its_copy(start: Start, app: BrokerApp) -> None:
     """What was written since is in it after the next eviction; while the object is in use it is no copy."""
-    app.start()
+    start()
     buffer = MovedBuffer(app, GPUS[0])
     copy = copied_once(buffer)
     for _ in range(3):
@@ -80,9 +97,9 @@ def test_an_object_keeps_the_memory_of_its_copy(app: BrokerApp) -> None:
     has(buffer, set())
 
 
-def test_it_goes_when_the_object_goes_to_a_file(app: BrokerApp, tmp_path: Path) -> None:
+def test_it_goes_when_the_object_goes_to_a_file(start: Start, app: BrokerApp, tmp_path: Path) -> None:
     """Host memory is what is to be spared then."""
-    app.start("--spill-dir", str(tmp_path))
+    start(spill_dir=str(tmp_path))
     buffer = MovedBuffer(app, GPUS[0])
     copied_once(buffer)
     buffer.write()
@@ -92,9 +109,9 @@ def test_it_goes_when_the_object_goes_to_a_file(app: BrokerApp, tmp_path: Path) 
     assert not buffer.is_copied
 
 
-def test_it_counts_and_makes_way_for_others(app: BrokerApp) -> None:
+def test_it_counts_and_makes_way_for_others(start: Start, app: BrokerApp) -> None:
     """Its object needs no more than it has; where another one needs the room, it goes."""
-    app.start("--host-quota", str(NBYTES))
+    start(host_quota=NBYTES)
     first = MovedBuffer(app, GPUS[0])
     copy = copied_once(first)
     first.write()
@@ -107,10 +124,10 @@ def test_it_counts_and_makes_way_for_others(app: BrokerApp) -> None:
     assert first.has_its_bytes() and second.has_its_bytes()
 
 
-def test_it_is_enough_where_objects_make_room(app: BrokerApp) -> None:
+def test_it_is_enough_where_objects_make_room(start: Start, app: BrokerApp) -> None:
     """For an eviction that makes room on the device: a host that is full has room for the object whose memory that is."""
     app.file.write_text(ONE_GPU)
-    app.start("--when-full", "evict", "--quota", f"{GPUS[0]}={2 * NBYTES}", "--host-quota", str(NBYTES))
+    start(when_full="evict", quotas=[f"{GPUS[0]}={2 * NBYTES}"], host_quota=NBYTES)
     first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
     copy = copied_once(first)
     first.write()
@@ -120,22 +137,38 @@ def test_it_is_enough_where_objects_make_room(app: BrokerApp) -> None:
     assert copy in memory_of(first.pid)
 
 
-def test_it_goes_where_the_host_has_little_memory(app: BrokerApp) -> None:
-    """It only saves time: a copy that would find too little memory has it."""
-    app.start_program(app.program(FULL_HOST))
+def test_it_is_not_kept_where_the_host_has_little_memory(start: Start, app: BrokerApp, full: Path) -> None:
+    """It only saves time: other programs need it more."""
+    start()
+    full.touch()
+    buffer = MovedBuffer(app, GPUS[0])
+    copy = copied_once(buffer)
+    eventually(lambda: copy not in memory_of(buffer.pid))
+    assert not buffer.is_copied
+    buffer.write()
+    assert buffer.moved("evicting to the host") == "host"
+    assert buffer.has_its_bytes()
+
+
+def test_it_goes_where_a_copy_would_find_too_little_memory(start: Start, app: BrokerApp, full: Path) -> None:
+    """The other one's copy has it."""
+    start()
     first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
     copy = copied_once(first)
-    other = copied_once(second)
-    eventually(lambda: copy not in memory_of(second.pid) and other in memory_of(second.pid))
+    full.touch()
+    assert second.moved("evicting to the host") == "host"
+    eventually(lambda: copy not in memory_of(first.pid))
+    assert second.has_its_bytes()
+    full.unlink()
     first.write()
     assert first.moved("evicting to the host") == "host"
     assert first.has_its_bytes() and second.has_its_bytes()
 
 
-def test_a_copy_that_failed_leaves_it_to_nobody(app: BrokerApp) -> None:
+def test_a_copy_that_failed_leaves_it_to_nobody(start: Start, app: BrokerApp) -> None:
     """Who was to write there may do so still: the memory goes, and the object stays where it is."""
     app.file.write_text(APP.format(watching=FAILING))
-    app.start()
+    start()
     buffer = MovedBuffer(app, GPUS[0])
     copied_once(buffer)
     buffer.write()
@@ -148,10 +181,11 @@ def test_a_copy_that_failed_leaves_it_to_nobody(app: BrokerApp) -> None:
     assert buffer.has_its_bytes()
 
 
-#: Code of a broker that finds no free memory on its host.
-FULL_HOST = """
+#: Code of a broker whose host has much free memory, but for the time in which a file is there.
+HOST = """
+import os
 from shared_rpc.server import device_memory
-device_memory.free_bytes = lambda device: 0
+device_memory.free_bytes = lambda device: 0 if os.path.exists({full!r}) else 1 << 50
 """
 #: Code of a worker whose third copy fails: the first one makes the memory, the second one restores.
 FAILING = """

@@ -265,7 +265,7 @@ WORKING = {
 def check_subject(subject: MovedBuffer, move: str) -> None:
     """Nothing is left over in the broker, and the buffer can be had, evicted and had again.
 
-    What was in the host's memory once keeps that for the next time.
+    What was in the host's memory once keeps that for the next time, if the host has enough.
     """
     assert subject.has_its_bytes()
     eventually(lambda: memory_of(subject.pid) == 1 + subject.is_copied)
@@ -273,7 +273,7 @@ def check_subject(subject: MovedBuffer, move: str) -> None:
     eventually(lambda: memory_of(subject.pid) == 1)
     assert subject.has_its_bytes()
     eventually(lambda: memory_of(subject.pid) == 1 + subject.is_copied)
-    assert subject.is_copied == (to_of(move) == "host")
+    assert to_of(move) == "host" or not subject.is_copied
 
 
 @pytest.mark.parametrize(("move", "step"), [(move, step) for move, steps in WORKING.items() for step in steps])

@@ -116,7 +116,6 @@ def test_what_was_written_since_is_in_the_next_copy(client: Client) -> None:
         assert moved["copied"] == moved["nbytes"]
         with client.call("weights", 0) as handle:
             assert bool((handle.value == value - 1).all())
-            assert gpu_of(client)["copies"] == {"host": moved["nbytes"]}
             assert client.get_object_info(object_id)["copies"] == {}  # it is no copy while the object is in use
             handle.value.fill_(value)
             torch.cuda.synchronize()
