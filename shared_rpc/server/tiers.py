@@ -418,16 +418,19 @@ class Tiers:
                 copied += await self._copy(move)
                 if not self._keeps(stored):
                     return []
-                if self._has_copies(group, tier):
+                if self._has_copies(group, tier) or not all(map(self._keeps, group)):
                     break
             else:
                 raise ServerBusy(f"{_named(stored)} is not evicted: it was written to during each of {_ATTEMPTS} copies of it")
-            group = self._objects.group(stored)
-            if move.cancelled or set(group) != set(move.group):
+            if move.cancelled:
                 raise ServerBusy(f"{_named(stored)} is not evicted: others have asked for it meanwhile")
-            self._evictable(group, to)
-            before = stored.tier
-            self._objects.evict(group, tier)
+            changed = set(self._objects.group(stored)) != set(group)
+            if not changed:
+                self._evictable(group, to)
+                before = stored.tier
+                self._objects.evict(group, tier)
+        if changed:  # others came that share its memory, or went
+            return await self.move_down(stored, to, reason)
         self._reclaim()
         moves = self._told(group, before, copied, began, reason)
         await until_freed()
@@ -636,9 +639,11 @@ class Tiers:
 
         :raises ServerBusy: if the move was cancelled.
         """
-        if move.to == "host":
-            await self._spare_host(move.group)
         group, infos = move.group, _infos(move.group)
+        if move.to == "host":
+            await self._spare_host(group)
+            if not all(map(self._keeps, group)):
+                return 0
         cold = group[0].cold
         revision = self._revision(group)
         if revision is None and not cold:

@@ -742,6 +742,46 @@ def test_an_object_that_is_dropped_while_it_is_evicted(client: Client, server: S
     assert (info["copies"], info["descriptors"]["used"], lowering.calls) == ({}, 0, 1)
 
 
+@pytest.mark.parametrize("change", ["goes", "comes"])
+def test_objects_that_share_memory_change_while_one_is_evicted(client: Client, raw: Raw, lowering: Gate, change: str) -> None:
+    """One that goes leaves the others to be evicted; one that comes is in use, and the error names it."""
+    with client.create_buffer(4096, keep=True) as handle:
+        first = handle.object_id
+    raw.say(m.GetBuffer(first), 3)
+    frame = raw.hear_frame()
+    frame.close()
+    result = decode_message(frame)
+    assert isinstance(result, m.Result)
+    segment = result.segments[0].id
+    kept = ""
+    if change == "goes":
+        answer = raw.ask(m.KeepSegments([segment]))
+        assert isinstance(answer, m.Result)
+        kept = answer.object_id
+        raw.ask(t.Suspend([kept]))
+    raw.ask(t.Suspend([first]))
+    with ThreadPoolExecutor(1) as pool:
+        evicted = pool.submit(client.evict, first)
+        assert lowering.begun.wait(30)
+        if change == "goes":
+            raw.ask(m.Release([kept]))
+        else:
+            answer = raw.ask(m.KeepSegments([segment]))
+            assert isinstance(answer, m.Result)
+            kept = answer.object_id
+        lowering.open.set()
+        if change == "goes":
+            assert [move["object_id"] for move in evicted.result()] == [first]
+            assert lowering.calls == 2  # the copy was of both
+        else:
+            with pytest.raises(
+                ServerBusy, match=rf"object {kept} .* cannot be evicted while it is in use by pid {os.getpid()}"
+            ):
+                evicted.result()
+    with client.get_buffer(first) as again:
+        assert not again.value.any()
+
+
 def test_an_object_that_is_dropped_while_it_is_restored(client: Client, connect: Connect, raising: Gate) -> None:
     """Who called for it gets a new one; nothing is left of the earlier one."""
     object_id = cold(client, 10)
