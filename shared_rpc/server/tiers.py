@@ -656,9 +656,11 @@ class Tiers:
             assert source is not None, "an object has memory, or a copy in the tier above"
             sources.append(source.duplicate())
         into: dict[str, Segment] = {}
-        if move.to == "host":
-            earlier = {segment_id: self._objects.copies.get(segment_id, "host") for segment_id in infos}
-            into = {segment_id: copy.segment.duplicate() for segment_id, copy in earlier.items() if copy is not None}
+        for segment_id in infos if move.to == "host" else ():
+            earlier = self._objects.copies.get(segment_id, "host")
+            if earlier is not None:
+                earlier.revision = STALE  # it is written to from here on
+                into[segment_id] = earlier.segment.duplicate()
         work = functools.partial(self._memory.lower, sources, move.to, self._spill, move.note, lambda: move.cancelled, into)
         try:
             made: Sequence[LowerCopy] = await self._in_thread(work, [*sources, *into.values()])
@@ -715,13 +717,14 @@ class Tiers:
             for segment in borrowed:
                 segment.close()
         revision = self._revision(left) if _is_reusable(left) else STALE
+        # Host memory is kept for the next copy, if there is enough.
+        keeps = revision == STALE and not self._memory.host_is_short
         for segment_id, info in used.items():
             for copy in self._objects.copies.of(segment_id):
                 copy.revision = revision if revision is not None else STALE
             if revision == STALE:
-                # Host memory is kept for the next copy; that of the object itself is no other.
-                keep = info.device != "cpu" and not self._memory.host_is_short
-                self._objects.copies.discard(segment_id, "file" if keep else None)
+                own = info.device == "cpu"  # the object's own memory is its copy on the host
+                self._objects.copies.discard(segment_id, "file" if keeps and not own else None)
         return self._told(left, before, move.done, began, reason)
 
     @contextlib.contextmanager

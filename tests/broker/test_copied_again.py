@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import BrokerApp
 from tests.kit.fake_driver import GPUS
 from tests.kit.moving import APP, MovedBuffer
@@ -97,6 +98,40 @@ def test_an_object_keeps_the_memory_of_its_copy(start: Start, app: BrokerApp) ->
     has(buffer, set())
 
 
+def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, tmp_path: Path) -> None:
+    """Though it was a good one before: of an eviction that was refused, after the bytes were copied."""
+    held = tmp_path / "held"
+    app.file.write_text(APP.format(watching=HELD.format(held=str(held))))
+    start()
+    buffer = MovedBuffer(app, GPUS[0])
+
+    def copies() -> dict[str, int]:
+        reply = buffer.ask(m.GetObjectInfo(buffer.object_id))
+        assert isinstance(reply, m.ObjectReply)
+        return dict(reply.info["copies"])
+
+    def copying() -> None:
+        eventually(Path(f"{held}-reached").exists)
+        Path(f"{held}-reached").unlink()
+
+    held.touch()
+    with buffer.session() as user, buffer.move("evicting to the host") as session:
+        copying()
+        user.say(m.GetBuffer(buffer.object_id))
+        user.hear_frame().close()
+        held.unlink()
+        assert isinstance(session.heard(), m.Error)
+    assert copies() == {"host": NBYTES}
+    buffer.write()
+    held.touch()
+    with buffer.move("evicting to the host") as session:
+        copying()
+        assert copies() == {}
+        held.unlink()
+        assert isinstance(session.heard(), t.Moved)
+    assert buffer.has_its_bytes()
+
+
 def test_it_goes_when_the_object_goes_to_a_file(start: Start, app: BrokerApp, tmp_path: Path) -> None:
     """Host memory is what is to be spared then."""
     start(spill_dir=str(tmp_path))
@@ -181,6 +216,20 @@ def test_a_copy_that_failed_leaves_it_to_nobody(start: Start, app: BrokerApp) ->
     assert buffer.has_its_bytes()
 
 
+#: Code of a worker that has copied, and does not say so while a file is there.
+HELD = """
+import os, time
+from shared_rpc.memory.gpu_copies import GpuCopies
+copy = GpuCopies.copy
+def holding(*arguments):
+    made = copy(*arguments)
+    if os.path.exists({held!r}):
+        open({held!r} + "-reached", "w").close()
+    while os.path.exists({held!r}):
+        time.sleep(0.01)
+    return made
+GpuCopies.copy = holding
+"""
 #: Code of a broker whose host has much free memory, but for the time in which a file is there.
 HOST = """
 import os

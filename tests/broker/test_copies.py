@@ -34,7 +34,7 @@ from tests.kit import fake_driver
 from tests.kit.brokers import BrokerApp
 from tests.kit.gpu_memory import bytes_of, write
 from tests.kit.offering import Offering, fake_mappings
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, sigstop
 from tests.kit.raw import Raw
 
 MIB = 1 << 20
@@ -261,7 +261,7 @@ def test_a_worker_that_is_killed(copier: Copier, filled: Callable[..., Segment],
     if driver == "fake":
         held.touch()
     else:
-        os.kill(worker, signal.SIGSTOP)
+        sigstop(worker)
     with pytest.raises(WorkerCrashed, match=rf"pid {worker}.* while it copied"):
         copier.memory.lower(segments, "host", None, _ignore, _once(lambda: os.kill(worker, signal.SIGKILL)))
     held.unlink(missing_ok=True)
@@ -276,7 +276,7 @@ def test_another_worker_copies_where_one_ends(serve: Callable[..., Copier], fill
     copier = serve(workers=2)
     segment = filled()
     for worker in copier.workers:
-        os.kill(worker, signal.SIGSTOP)
+        sigstop(worker)
 
     def kill() -> None:
         [asked] = copier.broker._memory.copies._asked.values()
@@ -322,14 +322,13 @@ def test_memory_that_one_who_was_given_up_may_write_to_is_left_alone(
     write(segment, b"changed")
     monkeypatch.setattr(copying, "_PATIENCE", 5.0)
     for worker in copier.workers:
-        os.kill(worker, signal.SIGSTOP)
+        sigstop(worker)
     stopped: list[int] = []
 
     def go_on() -> bool:
-        asked = {each.copier.pid for each in copier.broker._memory.copies._asked.values()}
         if not stopped:
-            stopped.extend(asked)
-            [other] = set(copier.workers) - asked
+            stopped.extend(each.copier.pid for each in copier.broker._memory.copies._asked.values())
+            [other] = set(copier.workers) - set(stopped)
             os.kill(other, signal.SIGCONT)
         return False
 
@@ -514,7 +513,7 @@ def test_a_client_that_makes_no_step(
     monkeypatch.setattr(copying, "_PATIENCE", 1.0)
     segment = filled()
     before = descriptors()
-    os.kill(offering.pid, signal.SIGSTOP)
+    sigstop(offering.pid)
     with pytest.raises(WorkerCrashed, match=rf"the client \(pid {offering.pid}\).* has copied nothing for 1 s"):
         copier.memory.lower([segment], "host")
     assert copier.offers == []
@@ -541,7 +540,7 @@ def test_a_client_copies_where_the_worker_makes_no_step(
     segment = filled()
     Offering(copier.path, held, children, fake=driver == "fake")
     [worker] = copier.workers
-    os.kill(worker, signal.SIGSTOP)
+    sigstop(worker)
     asked: set[int] = set()
 
     def note() -> bool:

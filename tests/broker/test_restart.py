@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import EMPTY_TABLE
 from tests.kit.brokers import BrokerApp, begun
-from tests.kit.processes import eventually
+from tests.kit.processes import eventually, sigstop
 
 
 @pytest.fixture
@@ -225,7 +224,7 @@ async def test_a_question_that_was_sent(app: BrokerApp, threads: concurrent.futu
         assert other._channel is not None
         sockets = [other._channel._socket, *(next(iter(client._pool.session.connections))._socket for client in clients)]
         before = [each.written for each in sockets]
-        os.kill(broker.pid, signal.SIGSTOP)
+        sigstop(broker.pid)
         asked = [
             threads.submit(question)
             for question in (clients[0].get_server_info, clients[1].list_endpoints, clients[2].list_objects)

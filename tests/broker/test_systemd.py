@@ -23,7 +23,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, sigstop
 from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
 
@@ -432,7 +432,7 @@ def test_a_ttl_that_passes_while_no_broker_runs(app: BrokerApp, manager: Service
     client = app.connect(connect_timeout=20)
     buffer = client.create_buffer(16, ttl=0.5)
     manager.expect(lambda: len(manager.names("object-")) == 1)
-    os.kill(broker.pid, signal.SIGSTOP)
+    sigstop(broker.pid)
     ends = time.time() + 0.5
     broker.kill()
     eventually(lambda: time.time() > ends)

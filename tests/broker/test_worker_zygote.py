@@ -15,7 +15,7 @@ import pytest
 
 from shared_rpc import Client
 from tests.kit.brokers import BrokerApp, another_worker, is_running, worker_pids
-from tests.kit.processes import PYTHONPATH, Child, eventually
+from tests.kit.processes import PYTHONPATH, Child, eventually, sigstop
 
 #: Several processes, one after the other, import torch.
 pytestmark = [pytest.mark.timeout(240)]
@@ -194,7 +194,7 @@ def test_a_zygote_that_is_stopped(app: ImpatientApp) -> None:
     client = app.connect()
     client.call("model")
     zygote = zygote_ready(client)
-    os.kill(zygote, signal.SIGSTOP)
+    sigstop(zygote)
     earlier = worker_pids(client)[0]
     os.kill(earlier, signal.SIGKILL)
     assert app.connect().call("model").weight[0, 0] == 4
@@ -208,7 +208,7 @@ def test_a_broker_ends_soon_with_a_zygote_that_is_stopped(app: ImpatientApp) -> 
     broker = app.start()
     client = app.connect()
     zygote = zygote_ready(client)
-    os.kill(zygote, signal.SIGSTOP)
+    sigstop(zygote)
     os.kill(worker_pids(client)[0], signal.SIGKILL)
     broker.process.send_signal(signal.SIGINT)
     assert broker.close()[0] == 0

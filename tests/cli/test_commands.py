@@ -21,7 +21,7 @@ from shared_rpc.cli.doctor import examine
 from shared_rpc.provider.amounts import in_bytes
 from tests.kit.commands import MODULE, Ran, cli
 from tests.kit.forks import run
-from tests.kit.processes import PYTHONPATH, ROOT, Child
+from tests.kit.processes import PYTHONPATH, ROOT, Child, sigstop
 
 
 class Net(torch.nn.Linear):
@@ -155,7 +155,7 @@ def test_ls_does_not_wait_for_a_stuck_server(
     app()
     stuck = start("serve", "app")
     stuck.expect("serving")
-    stuck.process.send_signal(signal.SIGSTOP)
+    sigstop(stuck.pid)
     begin = time.monotonic()
     ran = cli("ls", "--json")
     assert time.monotonic() - begin < 15

@@ -21,7 +21,7 @@ from shared_rpc.scripts.front import CONTINUED, GO, ended
 from shared_rpc.scripts.key import limits
 from shared_rpc.scripts.wire import packed, unpacked
 from shared_rpc.zygote.framing import Incoming, Lost
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, sigstop
 from tests.kit.scripts import RUN, Place
 
 pytestmark = pytest.mark.timeout(300)
@@ -67,7 +67,7 @@ def test_a_script_outlives_its_zygote(place: Place, zygote: int, children: list[
     children += [place.start(script), place.start(script)]
     for child in children:
         child.expect("ready")
-    os.kill(zygote, signal.SIGSTOP)
+    sigstop(zygote)
     children[0].tell("7")
     assert children[0].close() == (7, "")
     os.kill(zygote, signal.SIGKILL)
@@ -79,7 +79,7 @@ def test_a_zygote_that_is_stopped_is_passed_by(place: Place, zygote: int) -> Non
     """At once, and not when patience ends. What it was asked it does not do later: the script runs once."""
     counted = place.folder / "counted"
     script = place.write(f"open({str(counted)!r}, 'a').write('x')\n{HAS_TORCH}")
-    os.kill(zygote, signal.SIGSTOP)
+    sigstop(zygote)
     try:
         ran = place.run(script)
         assert ran.output == "False\n"

@@ -21,7 +21,7 @@ from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.observability import events as happenings
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.commands import MODULE, Ran, cli
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, sigstop
 from tests.kit.terminals import ALTERNATE, NORMAL, Tty
 
 MIB = 1 << 20
@@ -211,13 +211,13 @@ def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tt
     """
     top = tty(command=("-c", textwrap.dedent(view)), columns=100)
     top.until("objects 0")
-    child.process.send_signal(signal.SIGSTOP)
+    sigstop(child.pid)
     top.until("lost the server")
     top.press("?")
     top.until("Focus Next")
     child.process.send_signal(signal.SIGCONT)
     top.until_gone("lost the server")
-    child.process.send_signal(signal.SIGSTOP)
+    sigstop(child.pid)
     quit_from(top)
 
 

@@ -22,7 +22,7 @@ from shared_rpc.client.exported import ExportedRecord
 from shared_rpc.cluster import nixl_mover
 from shared_rpc.cluster.movers import DamagedPart, MoverFailed, Part
 from shared_rpc.cluster.nixl_mover import NixlMover
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Child, eventually, python, sigstop
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # NIXL's own
@@ -206,7 +206,7 @@ def test_a_source_that_is_killed_in_a_transfer_is_an_error(
 ) -> None:
     """It was stopped, and the transfer does not go on; when its connection ends, so does the transfer."""
     child, ticket = other
-    os.kill(child.pid, signal.SIGSTOP)
+    sigstop(child.pid)
     taking = threads.submit(mover.take, ticket, room, WHOLE)
     eventually(lambda: is_reading(mover), 20.0, "it reads")
     assert not taking.done()
@@ -220,7 +220,7 @@ def test_a_transfer_ends_when_its_mover_is_closed(
 ) -> None:
     """The source does not answer, and nobody waits for that; nothing is written once the mover is closed."""
     child, ticket = other
-    os.kill(child.pid, signal.SIGSTOP)
+    sigstop(child.pid)
     taking = threads.submit(mover.take, ticket, room, WHOLE)
     eventually(lambda: is_reading(mover), 20.0, "it reads")
     [agent] = (weakref.ref(end._agent.agent) for end in mover._ends.values())
@@ -241,7 +241,7 @@ def test_a_part_that_does_not_arrive_in_time_is_an_error(
     """A source that is stopped does not end by itself."""
     monkeypatch.setattr(nixl_mover, "_PATIENCE", 0.2)
     child, ticket = other
-    os.kill(child.pid, signal.SIGSTOP)
+    sigstop(child.pid)
     with pytest.raises(MoverFailed, match=r"did not arrive in 0\.2 s"):
         mover.take(ticket, room, WHOLE)
 

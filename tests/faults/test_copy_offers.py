@@ -23,7 +23,7 @@ from shared_rpc.protocol.records import SegmentInfo
 from tests.kit import fake_driver
 from tests.kit.brokers import BrokerApp, another_worker, memory_of, worker_pids
 from tests.kit.offering import STEPS, Offering, fake_mappings
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, sigstop
 from tests.kit.raw import Raw, sealed_memory
 
 #: An app of a GPU that is made of host memory.
@@ -221,7 +221,7 @@ def test_a_client_that_is_killed_and_leaves_a_child(served: Served, move: Move) 
 def test_a_stopped_client_that_is_killed_before_it_reads_its_order(served: Served, move: Move) -> None:
     """As one that has begun."""
     offering = served.offering()
-    os.kill(offering.pid, signal.SIGSTOP)
+    sigstop(offering.pid)
     answer = move.begin()
     eventually(lambda: "moving" in served.client.get_object_info(move.object_id))
     offering.child.kill()

@@ -19,7 +19,7 @@ import torch
 from shared_rpc import Client, errors
 from shared_rpc.settings import ServeOptions
 from tests.kit.brokers import BrokerApp, another_worker, begun, fds_of, is_running, worker_pids
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, sigstop
 
 
 @pytest.fixture
@@ -364,7 +364,7 @@ def test_the_broker_is_killed(app: BrokerApp) -> None:
     broker = app.start()
     client = app.connect()
     model, handle, worker = client.call("model"), client.call("held"), worker_pids(client)[0]
-    os.kill(worker, signal.SIGSTOP)
+    sigstop(worker)
     broker.kill()
     eventually(lambda: not is_running(worker), what="the worker ends with its broker")
     assert model.weight[0, 0] == 4

@@ -29,7 +29,7 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.runs import Run
 from shared_rpc.settings import ServeOptions
 from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Child, eventually, python, sigstop
 
 #: More than a socket takes that nobody reads.
 LARGE = "x" * 4_000_000
@@ -50,7 +50,7 @@ def stop(app: BrokerApp) -> Iterator[Callable[[], int]]:
         client = app.connect(timeout=0.5)
         client.call("model")
         stopped.append(worker_pids(client)[0])
-        os.kill(stopped[-1], signal.SIGSTOP)
+        sigstop(stopped[-1])
         with pytest.raises(errors.DeadlineExceeded):
             client.call("echo", [LARGE, torch.ones(1)])
         client.close()

@@ -43,7 +43,7 @@ class MovedBuffer:
         self._path = f"{app.base_path}-{device.removeprefix('GPU-')[:8]}.sock"
         self.pid = 0
         self._bytes = os.urandom(nbytes)
-        with self._session() as session:
+        with self.session() as session:
             before = memory_of(self.pid)
             made = _reply(session, m.CreateBuffer(len(self._bytes), device=device, keep=True))
             assert isinstance(made.message, m.Result), made.message
@@ -54,19 +54,20 @@ class MovedBuffer:
             made.close()
         eventually(lambda: memory_of(self.pid) <= before + 1)  # others may have made room
 
-    def _session(self) -> HoldingSession:
+    def session(self) -> HoldingSession:
+        """Begin a session with its broker."""
         session = HoldingSession(self._path)
         self.pid = session.welcome.pid
         return session
 
     def ask(self, message: m.Message) -> m.Message:
         """Have a new session ask."""
-        with self._session() as session:
+        with self.session() as session:
             return session.ask(message)
 
     def move(self, move: str) -> HoldingSession:
         """Begin a move, in a session that gets the answer."""
-        session = self._session()
+        session = self.session()
         session.say(t.Evict(self.object_id, to_of(move)) if move.startswith("evicting") else t.Restore(self.object_id))
         return session
 
@@ -102,7 +103,7 @@ class MovedBuffer:
     def write(self) -> None:
         """Write other bytes to it, as a process does that maps it."""
         self._bytes = os.urandom(len(self._bytes))
-        with self._session() as session:
+        with self.session() as session:
             found = _reply(session, m.GetBuffer(self.object_id))
             assert isinstance(found.message, m.Result), found.message
             with closing(found):
@@ -110,7 +111,7 @@ class MovedBuffer:
 
     def has_its_bytes(self) -> bool:
         """Whether somebody who asks for it gets what was written."""
-        with self._session() as session:
+        with self.session() as session:
             found = _reply(session, m.GetBuffer(self.object_id))
             assert isinstance(found.message, m.Result), found.message
             with closing(found):

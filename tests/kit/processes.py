@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -104,6 +105,23 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0, what: str =
             raise AssertionError(f"not within {seconds} s: {what or condition}")
         time.sleep(every)
     return time.monotonic() - begin
+
+
+def sigstop(pid: int) -> None:
+    """SIGSTOP, and wait until no thread of the process runs: one goes on until another has taken the signal."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def stopped() -> bool:
+        states = []
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with (
+                suppress(FileNotFoundError),
+                open(f"/proc/{pid}/task/{thread}/stat", encoding="ascii", errors="replace") as stat,
+            ):
+                states.append(stat.read().rpartition(")")[2].split()[0])
+        return set(states) == {"T"}
+
+    eventually(stopped, 30.0, f"pid {pid} stopped")
 
 
 def open_fds() -> int:

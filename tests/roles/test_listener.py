@@ -19,7 +19,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.listener import bind_socket
 from tests.kit.apps import Connect, Serve
-from tests.kit.processes import Child, python
+from tests.kit.processes import Child, python, sigstop
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -92,7 +92,7 @@ def test_a_live_server_is_not_disturbed(other_server: Child, serve: Serve, conne
 
 def test_a_live_server_that_is_suspended(other_server: Child, serve: Serve, connect: Connect) -> None:
     """A server that does not answer for now is no dead one."""
-    os.kill(other_server.pid, signal.SIGSTOP)
+    sigstop(other_server.pid)
     with pytest.raises(ConfigurationError, match=f"is served by pid {other_server.pid}"):
         serve()
     os.kill(other_server.pid, signal.SIGCONT)
