@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -98,9 +98,16 @@ def test_an_object_keeps_the_memory_of_its_copy(start: Start, app: BrokerApp) ->
     has(buffer, set())
 
 
-def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, tmp_path: Path) -> None:
+@pytest.fixture
+def held(app: BrokerApp, tmp_path: Path) -> Iterator[Path]:
+    """While it is there, a worker that has copied does not say so."""
+    path = tmp_path / "held"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: Path) -> None:
     """Though it was a good one before: of an eviction that was refused, after the bytes were copied."""
-    held = tmp_path / "held"
     app.file.write_text(APP.format(watching=HELD.format(held=str(held))))
     start()
     buffer = MovedBuffer(app, GPUS[0])
@@ -111,17 +118,24 @@ def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, tmp_pat
         return dict(reply.info["copies"])
 
     def copying() -> None:
-        eventually(Path(f"{held}-reached").exists)
+        eventually(Path(f"{held}-reached").exists, 50.0)
         Path(f"{held}-reached").unlink()
 
-    held.touch()
-    with buffer.session() as user, buffer.move("evicting to the host") as session:
-        copying()
+    with buffer.session() as user:
         user.say(m.GetBuffer(buffer.object_id))
-        user.hear_frame().close()
-        held.unlink()
-        assert isinstance(session.heard(), m.Error)
-    assert copies() == {"host": NBYTES}
+        found = user.heard()
+        assert isinstance(found, m.Result)
+        user.suspend(buffer.object_id)
+        held.touch()
+        with buffer.move("evicting to the host") as session:
+            copying()
+            # Another object, in use, over the same memory.
+            other = user.ask(m.KeepSegments([found.segments[0].id]))
+            assert isinstance(other, m.Result)
+            held.unlink()
+            assert isinstance(session.heard(), m.Error)
+        assert copies() == {"host": NBYTES}
+        assert user.ask(m.Release([other.object_id])) == m.Count(1)
     buffer.write()
     held.touch()
     with buffer.move("evicting to the host") as session:
