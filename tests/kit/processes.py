@@ -22,6 +22,7 @@ class Child:
     """A Python process running ``code``; it prints lines for :meth:`expect`, and reads those of :meth:`tell`.
 
     :param options: of the interpreter.
+    :param before: a command line that starts the interpreter, as of ``unshare``.
     :param fresh: whether it is to be a new process, and no fork, see :class:`tests.kit.forks.Popen` for this and the next one.
     """
 
@@ -34,9 +35,10 @@ class Child:
         options: Sequence[str] = ("-u",),
         fresh: bool = False,
         has_workers: bool = False,
+        before: Sequence[str] = (),
     ) -> None:
         self.process = Popen(
-            [sys.executable, *options, *arguments],
+            [*before, sys.executable, *options, *arguments],
             fresh=fresh,
             has_workers=has_workers,
             stdin=subprocess.PIPE,
