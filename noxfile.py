@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import nox
@@ -28,6 +32,17 @@ SHARED = Path(__file__).parent / ".nox" / "shared"
 ROOMS = [f"tests/{room}" for room in ("unit", "roles", "broker", "faults", "cli", "integrations", "gpu")]
 #: As many tests at once as there are cores, up to a number for which there is memory anywhere.
 PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
+#: The same, with one worker for a file: its tests look at the result of one run, all that benchmarks print.
+BY_FILE = (*PARALLEL, "--dist", "loadfile")
+
+#: Tests that failed and then passed alone, in all sessions of this run.
+FLAKY: list[str] = []
+
+
+@atexit.register
+def _name_flaky() -> None:
+    for name in FLAKY:
+        print(f"flaky: {name}")
 
 
 @nox.session
@@ -47,19 +62,22 @@ def types(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """All tests that need no GPU, but for those of `docs`, `demo` and `bench`; ``nox -s tests -- tests/unit`` for some."""
-    _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", *ROOMS)))
+    if session.posargs:
+        _run(session, "pytest", *session.posargs)
+    else:
+        _test(session, *PARALLEL, *ROOMS)
 
 
 @nox.session(venv_backend="none")
 def deep(session: nox.Session) -> None:
-    """Every test there is, with processes that are no forks, and properties that are looked at for long. It takes an hour."""
+    """Every test, with processes that are not forks and more examples of each property. It takes an hour; no flake is forgiven."""
     environ = {"SHARED_RPC_TESTS": "fresh", "HYPOTHESIS_PROFILE": "deep"}
     _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", "--timeout", "600")), **environ)
 
 
 @nox.session(venv_backend="none")
 def busy(session: nox.Session) -> None:
-    """The tests of `tests` beside as many endless loops as there are cores: they are to depend on no load."""
+    """The tests of `tests` beside as many endless loops as there are cores. They must not depend on load; no flake is forgiven."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
         _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", *ROOMS)))
@@ -106,7 +124,10 @@ def vllm(session: nox.Session) -> None:
     session.install(*packages, *CONSTRAINTS)
     # Those that vLLM asks for are built for CUDA, and it imports them where they are. It does without.
     session.run("pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
-    session.run("pytest", "integrations/vllm/tests", *session.posargs)
+    if session.posargs:
+        session.run("pytest", "integrations/vllm/tests", *session.posargs)
+    else:
+        _rerun(session.run, "integrations/vllm/tests")
 
 
 @nox.session
@@ -116,14 +137,18 @@ def cluster(session: nox.Session) -> None:
     session.install("torch", "-e", ".[test,ray]", "ray[serve]", *CONSTRAINTS)
     # By itself, `nixl` asks for the builds for two versions of CUDA. One of them is enough, and needs no CUDA for host memory.
     session.install("--no-deps", "nixl==1.5.1", "nixl-cu13==1.5.1")
-    session.run("pytest", "tests/cluster", "-m", "not gpu", *("-n", "2", "--dist", "loadfile"), *session.posargs)
+    arguments = ("tests/cluster", "-m", "not gpu", "-n", "2", "--dist", "loadfile")
+    if session.posargs:
+        session.run("pytest", *arguments, *session.posargs)
+    else:
+        _rerun(session.run, *arguments)
 
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """The main job on real weights, the verification, and the other scenarios: each fails if something it claims is false."""
     _run(session, "python", "examples/semantic_search_demo.py", *session.posargs)
-    _test(session, "tests/docs/test_verify.py", *Path("tests/docs").glob("test_example_*.py"))
+    _test(session, *BY_FILE, "tests/docs/test_verify.py", *map(str, Path("tests/docs").glob("test_example_*.py")))
 
 
 @nox.session(venv_backend="none")
@@ -132,7 +157,11 @@ def docs(session: nox.Session) -> None:
     for builder in ("html", "doctest"):
         target = ("docs", f"docs/_build/{builder}")
         _run(session, "sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "-d", "docs/_build/doctrees", *target)
-    _test(session, *(f"tests/docs/test_{name}.py" for name in ("pages", "compatibility", "tutorial", "pictures", "deploy")))
+    _test(
+        session,
+        *BY_FILE,
+        *(f"tests/docs/test_{name}.py" for name in ("pages", "compatibility", "tutorial", "pictures", "deploy")),
+    )
 
 
 @nox.session(venv_backend="none")
@@ -141,7 +170,7 @@ def bench(session: nox.Session) -> None:
     if session.posargs:
         _run(session, "python", "-m", "benchmarks", *session.posargs)
     else:
-        _test(session, "tests/docs/test_benchmarks.py", "tests/docs/test_plots.py")
+        _test(session, *BY_FILE, "tests/docs/test_benchmarks.py", "tests/docs/test_plots.py")
 
 
 @nox.session(venv_backend="none")
@@ -150,9 +179,15 @@ def pictures(session: nox.Session) -> None:
     _run(session, "python", "-m", "docs.pictures", *session.posargs)
 
 
-def _test(session: nox.Session, *which: str | Path) -> None:
-    # What several tests of a file look at, all that benchmarks say, runs once: one worker has the file.
-    _run(session, "pytest", *PARALLEL, "--dist", "loadfile", "-m", "not gpu", *map(str, which))
+def _test(session: nox.Session, *arguments: str) -> None:
+    _rerun(partial(_run, session), *arguments, "-m", "not gpu")
+
+
+def _rerun(run: Callable[..., object], *arguments: str) -> None:
+    """Run pytest, and tests that failed once more, alone: one that passes then fails no session, but is named at the end."""
+    with tempfile.NamedTemporaryFile("r") as flaky:
+        run("python", "tests/kit/rerun.py", flaky.name, *arguments)
+        FLAKY.extend(flaky.read().splitlines())
 
 
 def _run(session: nox.Session, program: str, *arguments: str, **environ: str) -> None:
