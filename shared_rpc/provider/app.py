@@ -28,7 +28,8 @@ def load_providers(target: str) -> list[Provider]:
         if not isinstance(found, Provider):
             raise ConfigurationError(f"{place} has no Provider named {name!r}")
         return [found]
-    providers = list({id(value): value for value in vars(module).values() if isinstance(value, Provider)}.values())
+    # By its type: isinstance() evaluates a lazy proxy.
+    providers = list({id(value): value for value in vars(module).values() if issubclass(type(value), Provider)}.values())
     if not providers:
         raise ConfigurationError(f"{place} has no Provider at its top level: add one, or name it with {place}:name")
     return providers

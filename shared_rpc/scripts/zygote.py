@@ -26,7 +26,7 @@ from shared_rpc.scripts.wire import GREETING, packed, unpacked
 from shared_rpc.server.listener import bind_socket, remove_socket
 from shared_rpc.zygote.forking import fork
 from shared_rpc.zygote.framing import Incoming, Lost
-from shared_rpc.zygote.installed import is_installed
+from shared_rpc.zygote.installed import file_of, is_installed
 from shared_rpc.zygote.messages import Preload, Unfit
 from shared_rpc.zygote.process import pss_of
 from shared_rpc.zygote.serving import Zygote
@@ -98,8 +98,8 @@ def _prepare(zygote: Zygote, preload: list[str]) -> str:
             return f"cannot import {name}: {answer.dropped[name]}"
     own = os.path.dirname(shared_rpc.__file__)
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and os.path.isabs(file) and not file.startswith(own + os.sep) and not is_installed(file):
+        file = file_of(module)
+        if os.path.isabs(file) and not file.startswith(own + os.sep) and not is_installed(file):
             return f"the module {name} is not an installed package and may change at any time: {file}"
     return ""
 

@@ -31,6 +31,9 @@ class Coroutines:
         self._tasks: dict[object, asyncio.Task[Failure | None]] = {}
         #: Whether a start is under way: a run that ends at once may start another run.
         self._starting = False
+        #: The context of callbacks after an endpoint's end, without a current run. One thread at a time can enter a context, so
+        #: each loop needs its own.
+        self._outside = contextvars.Context()
 
     def start(
         self, name: object, endpoint: str, run: RunContext, begin: list[Callable[[], Awaitable[Any]]], ended: Ended
@@ -64,7 +67,7 @@ class Coroutines:
             ended(_outcome(task, value))
 
         self._tasks[name] = task
-        task.add_done_callback(done, context=_OUTSIDE)
+        task.add_done_callback(done, context=self._outside)
 
     def cancel(self, name: object) -> None:
         """Cancel a run where it awaits, if it does."""
@@ -78,10 +81,6 @@ class Coroutines:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.wait(self._tasks.values(), timeout=_AGAIN)
-
-
-#: The context of callbacks after an endpoint's end, without a current run.
-_OUTSIDE = contextvars.Context()
 
 
 def _eager(work: Coroutine[Any, Any, Failure | None], loop: asyncio.AbstractEventLoop) -> asyncio.Task[Failure | None]:

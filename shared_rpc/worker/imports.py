@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.settings import watched_environment
-from shared_rpc.zygote.installed import is_installed
+from shared_rpc.zygote.installed import file_of, is_installed, names_in
 
 __all__ = ["Learner"]
 
@@ -46,7 +46,7 @@ class Learner:
         """
         modules = [(name, module) for name, module in list(sys.modules.items()) if _is_real(name, module)]
         installed = {name: None for name, module in modules if _is_installed(name, module)}
-        own = [name for name, module in modules if name not in installed and _file(module)]
+        own = [name for name, module in modules if name not in installed and file_of(module)]
         steps: list[str | dict[str, str | None]] = []
         told = set(known)
         for there, variable, value in self._changes:
@@ -70,17 +70,12 @@ def _while_installed_is_imported(frame: FrameType | None) -> bool:
 
 def _is_real(name: str, module: object) -> bool:
     """Return whether importing a name gives that module: some are entered under further names, or made by others."""
-    return getattr(getattr(module, "__spec__", None), "name", None) == name and name not in ("__main__", "__mp_main__")
-
-
-def _file(module: ModuleType) -> str:
-    file = getattr(module, "__file__", None)
-    return file if isinstance(file, str) else ""
+    return getattr(names_in(module).get("__spec__"), "name", None) == name and name not in ("__main__", "__mp_main__")
 
 
 def _is_installed(name: str, module: ModuleType) -> bool:
     # Every worker imports this library's own modules, wherever they lie.
-    return _top(name) == _PACKAGE or is_installed(_file(module))
+    return _top(name) == _PACKAGE or is_installed(file_of(module))
 
 
 def _top(name: str) -> str:
@@ -98,10 +93,15 @@ def _folders() -> tuple[list[str], list[str]]:
 
 def _used_by(own: list[str]) -> set[str]:
     """Return the packages of modules, classes and functions that are global names of modules."""
-    used = set()
-    for name in own:
-        for value in list(vars(sys.modules[name]).values()):
-            module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if isinstance(module, str):
-                used.add(_top(module))
-    return used
+    values = [value for name in own for value in list(names_in(sys.modules[name]).values())]
+    return {_top(module) for module in map(_module_of, values) if type(module) is str}
+
+
+def _module_of(value: object) -> object:
+    """Return the name of a value's module, from its type: ``isinstance`` and attributes evaluate a lazy proxy."""
+    kind = type(value)
+    if issubclass(kind, ModuleType):
+        return names_in(value).get("__name__")
+    if kind is FunctionType or kind is BuiltinFunctionType:
+        return value.__module__
+    return type.__getattribute__(value if issubclass(kind, type) else kind, "__module__")

@@ -7,8 +7,9 @@ import os
 import site
 import sys
 import sysconfig
+from typing import Any
 
-__all__ = ["is_installed"]
+__all__ = ["file_of", "is_installed", "names_in"]
 
 #: Names of directories to which pip and Debian install packages.
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
@@ -26,3 +27,18 @@ def _folders() -> tuple[str, ...]:
     paths |= {entry for entry in sys.path if os.path.basename(entry) in _PACKAGES}
     paths.add(f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info.major}{sys.version_info.minor}.zip")
     return tuple(sorted({f"{form}/" for path in paths for form in (path, os.path.realpath(path))}))
+
+
+def names_in(module: object) -> dict[str, Any]:
+    """Return the global names of an entry of ``sys.modules``. Reading an attribute of a lazy module would import it."""
+    try:
+        names = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return names if type(names) is dict else {}
+
+
+def file_of(module: object) -> str:
+    """Return the file of an entry of ``sys.modules``; empty if it has none."""
+    file = names_in(module).get("__file__")
+    return file if type(file) is str else ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shared_rpc.settings import change_environment, environment
+from shared_rpc.zygote.installed import file_of, names_in
 from shared_rpc.zygote.messages import Step
 
 __all__ = ["Files", "Preloaded", "preload", "shadowed"]
@@ -95,8 +96,8 @@ def shadowed(folders: Iterable[str]) -> str:
 
 
 def _is_of(module: object, path: str) -> bool:
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and f"{os.path.realpath(file)}/".startswith(f"{os.path.realpath(path)}/")
+    file = file_of(module)
+    return bool(file) and f"{os.path.realpath(file)}/".startswith(f"{os.path.realpath(path)}/")
 
 
 class Files:
@@ -105,7 +106,7 @@ class Files:
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, int, int]] = {}
         for module in list(sys.modules.values()):
-            for name in {getattr(module, "__file__", None), getattr(getattr(module, "__spec__", None), "origin", None)}:
+            for name in {file_of(module), getattr(names_in(module).get("__spec__"), "origin", None)}:
                 if isinstance(name, str) and os.path.isabs(name) and (facts := _facts(name)) is not None:
                     self._known[name] = facts
 

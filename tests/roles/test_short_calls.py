@@ -8,6 +8,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -293,6 +294,23 @@ class TestCoroutines:
         assert seen == [run]
         assert CURRENT_RUN.get() is None
         assert ended == [None]
+
+    def test_runs_that_end_in_two_loops_at_once(self) -> None:
+        """Each of two servers in a process handles the end of its run while the other one does."""
+        both = threading.Barrier(2)
+
+        async def serve() -> None:
+            over = asyncio.Event()
+
+            def end(outcome: Failure | list[Any]) -> None:
+                both.wait(10)
+                over.set()
+
+            Coroutines().start("a run", "endpoint", self.run(), [lambda: asyncio.sleep(0)], end)
+            await asyncio.wait_for(over.wait(), 20)
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda _: asyncio.run(serve()), range(2)))
 
     @pytest.mark.asyncio
     async def test_one_that_starts_the_next(self, ended: list[Any]) -> None:

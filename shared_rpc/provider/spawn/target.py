@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from types import ModuleType
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.server import App
+from shared_rpc.zygote.installed import names_in
 
 __all__ = ["target_of"]
 
@@ -43,8 +43,7 @@ def target_of(provider: App) -> str:
 
 
 def _global_name(module: str, provider: App) -> str:
-    found: ModuleType | None = sys.modules.get(module)
-    return next((name for name, value in list(getattr(found, "__dict__", {}).items()) if value is provider), "")
+    return next((name for name, value in list(names_in(sys.modules.get(module)).items()) if value is provider), "")
 
 
 def _script(provider: App) -> str:
