@@ -70,14 +70,14 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def deep(session: nox.Session) -> None:
-    """Every test, with processes that are not forks and more examples of each property. It takes an hour; no flake is forgiven."""
+    """Every test, with processes that are not forks and more examples of each property: an hour; a flake fails it."""
     environ = {"SHARED_RPC_TESTS": "fresh", "HYPOTHESIS_PROFILE": "deep"}
     _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", "--timeout", "600")), **environ)
 
 
 @nox.session(venv_backend="none")
 def busy(session: nox.Session) -> None:
-    """The tests of `tests` beside as many endless loops as there are cores. They must not depend on load; no flake is forgiven."""
+    """The tests of `tests` beside as many endless loops as there are cores: they must not depend on load. A flake fails it."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
         _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", *ROOMS)))
@@ -157,11 +157,8 @@ def docs(session: nox.Session) -> None:
     for builder in ("html", "doctest"):
         target = ("docs", f"docs/_build/{builder}")
         _run(session, "sphinx-build", "-n", "-W", "--keep-going", "-q", "-b", builder, "-d", "docs/_build/doctrees", *target)
-    _test(
-        session,
-        *BY_FILE,
-        *(f"tests/docs/test_{name}.py" for name in ("pages", "compatibility", "tutorial", "pictures", "deploy")),
-    )
+    pages = ("pages", "compatibility", "tutorial", "pictures", "deploy")
+    _test(session, *BY_FILE, *(f"tests/docs/test_{name}.py" for name in pages))
 
 
 @nox.session(venv_backend="none")

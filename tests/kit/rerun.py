@@ -1,8 +1,8 @@
 """Run pytest, and the tests that failed once more, alone: ``python tests/kit/rerun.py FLAKY ARGUMENTS``.
 
-The run succeeds if every failed test passes the second time. Each of these prints a line ``flaky: NAME``, and its name is written
-to the file FLAKY. A test that fails twice fails the run. Nothing runs again after an error of pytest itself or while it collects
-tests, or if more than ``MOST`` tests failed: those are no flakes.
+The run succeeds if every failed test passes the second time. Each of these prints a line ``flaky: NAME``, and its name
+is written to the file FLAKY. A test that fails twice fails the run. An error of pytest itself, an error in collection, or
+more than ``MOST`` failures fail the run at once.
 """
 
 from __future__ import annotations
