@@ -295,7 +295,6 @@ class ServeOptions(NamedTuple):
     :param spill_dir: where objects are evicted to files, None for no files.
     :param when_full: what becomes of requests for which a quota has no room.
     :param host_quota: bytes of host copies, or a fraction of the host's memory.
-    :param allow_uids: users beside the server's own whose clients are let in.
     :param pool_initial: bytes with which a session's pool begins; see :class:`shared_rpc.PoolOptions`.
     :param pool_limit: bytes up to which a session's pool grows.
     :param cluster: the cluster that the server joins, see :func:`resolve_cluster`; ``""`` for none.
@@ -317,7 +316,6 @@ class ServeOptions(NamedTuple):
     max_tasks: int = 1000
     result_ttl: float = 3600.0
     max_connections: int = 8192
-    allow_uids: tuple[int, ...] = ()
     pool_initial: int | None = None
     pool_limit: int | None = None
     cluster: str | None = None

@@ -245,8 +245,7 @@ class Broker:
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
         listener = self._manager.listener(message.socket_path)
-        uids = {os.geteuid(), *self._options.allow_uids}
-        acceptor = Acceptor(core, message.socket_path, uids, self._options.max_connections, listener)
+        acceptor = Acceptor(core, message.socket_path, self._options.max_connections, listener)
         if self._exporter is not None:
             self._exporter.watch(core.server_id)
         service = self._services[message.key] = Service(message, core, acceptor, executor)

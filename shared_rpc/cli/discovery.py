@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from shared_rpc import Client
 from shared_rpc.cli.rendering import complain
 from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, TaskError
+from shared_rpc.protocol.peers import is_own_or_root
 from shared_rpc.settings import is_socket_of, resolve_base_path
 
 __all__ = ["find_server", "live_servers", "the_owner", "the_server"]
@@ -60,7 +60,7 @@ def _is_ours(path: Path, base_path: str) -> bool:
     sticky directory, sockets of other users are left out, except at a place where a server of this user would listen.
     """
     with suppress(FileNotFoundError):
-        foreign = path.lstat().st_uid not in (os.geteuid(), 0)
+        foreign = not is_own_or_root(path.lstat().st_uid)
         return is_socket_of(base_path, str(path)) if foreign else path.with_name(f"{path.name}.lock").exists()
     return False
 

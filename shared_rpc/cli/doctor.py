@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.memory.backends.choice import PREFERENCE, chosen, survey
+from shared_rpc.protocol.peers import is_own
 from shared_rpc.server.listener import why_not_there
 from shared_rpc.settings import resolve_base_path, resolve_role
 
@@ -65,7 +66,7 @@ def _directory(base_path: str | None) -> Iterator[Finding]:
     reason = why_not_there(status)
     if not reason:
         yield Finding("socket directory", "good", f"{directory}, mode {stat.S_IMODE(status.st_mode):04o}")
-    elif stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+    elif stat.S_ISDIR(status.st_mode) and is_own(status.st_uid):
         yield Finding("socket directory", "broken", f"{directory} {reason}", f"chmod 700 {directory}, or {fix}")
     else:
         yield Finding("socket directory", "broken", f"{directory} {reason}", fix)

@@ -68,10 +68,6 @@ def serve(
         float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
     ] = 3600.0,
     max_connections: Annotated[int, typer.Option(min=1, help="Further connections are refused.")] = 8192,
-    allow_uid: Annotated[
-        list[int] | None,
-        typer.Option(min=0, metavar="UID", help="Another user whose clients are admitted. May be repeated."),
-    ] = None,
     pool_initial: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory with which a session's pool for results begins: 4M by default.")
     ] = None,
@@ -159,7 +155,6 @@ def serve(
         max_tasks=max_tasks,
         result_ttl=result_ttl,
         max_connections=max_connections,
-        allow_uids=tuple(allow_uid or ()),
         pool_initial=in_bytes(f"--pool-initial {pool_initial}", pool_initial) if pool_initial is not None else None,
         pool_limit=in_bytes(f"--pool-limit {pool_limit}", pool_limit) if pool_limit is not None else None,
         cluster=joined,
@@ -242,7 +237,6 @@ class _InProcessHost:
                 when_full=options.when_full,
                 host_quota=options.host_quota,
                 max_connections=options.max_connections,
-                allow_uids=options.allow_uids,
                 source_grace=options.source_grace,
                 metrics_port=options.metrics_port,
                 metrics_host=options.metrics_host,

@@ -16,7 +16,7 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, Sha
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.forks import after_fork
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.peers import peer_of
+from shared_rpc.protocol.peers import is_own_or_root, named, peer_of
 from shared_rpc.protocol.socket import FrameSocket
 
 __all__ = ["PROMPT", "Connection", "ExchangeSocket", "Stranger", "connect", "nobody_listens"]
@@ -52,7 +52,7 @@ def _connect_error(error: OSError, path: str) -> ConnectError:
     owner = _foreign_owner(path)
     if owner is not None:
         why += (
-            f"; the file belongs to uid {owner}, not to you (uid {os.geteuid()}), so no server of yours can listen there: "
+            f"; the file belongs to {named(owner)}, not to you (uid {os.geteuid()}), so no server of yours can listen there: "
             f"have that user remove it, or choose another base_path (SHARED_TENSOR_BASE_PATH)"
         )
     return ConnectError(f"cannot connect to {path}: {why}")
@@ -66,7 +66,7 @@ def _foreign_owner(path: str) -> int | None:
         if is_of_handler(error):
             raise
         return None
-    return uid if uid not in (os.geteuid(), 0) else None
+    return None if is_own_or_root(uid) else uid
 
 
 def nobody_listens(error: ConnectError) -> bool:
@@ -82,15 +82,15 @@ def _refuse_stranger(sock: socket.socket, path: str) -> None:
     """
     pid, uid, _ = peer_of(sock)
     way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user stop the server"
-    if uid not in (os.geteuid(), 0):
+    if not is_own_or_root(uid):
         raise Stranger(
-            f"the server at {path} belongs to uid {uid}, not to you (uid {os.geteuid()}): it is pid {pid}; {way_out}"
+            f"the server at {path} belongs to {named(uid)}, not to you (uid {os.geteuid()}): it is pid {pid}; {way_out}"
         )
     owner = _foreign_owner(path)
     if owner is not None and os.path.islink(path):
         # With fs.protected_symlinks, the kernel does not follow such a link.
         raise Stranger(
-            f"{path} is a link of uid {owner}, not yours (uid {os.geteuid()}), to another server: remove it, or {way_out}"
+            f"{path} is a link of {named(owner)}, not yours (uid {os.geteuid()}), to another server: remove it, or {way_out}"
         )
 
 

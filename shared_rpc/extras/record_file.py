@@ -34,6 +34,7 @@ from shared_rpc.memory.copies import write_exactly
 from shared_rpc.memory.digests import DIGEST, PART, digest
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
+from shared_rpc.protocol.peers import is_own_or_root, named
 from shared_rpc.protocol.records import SegmentInfo
 
 if TYPE_CHECKING:
@@ -302,9 +303,9 @@ def _staging(nbytes: int) -> Any:
 def _check_file(path: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise RecordError(f"the record {path} is no regular file", reason="unreadable")
-    if status.st_uid not in (os.geteuid(), 0):
+    if not is_own_or_root(status.st_uid):
         raise RecordError(
-            f"the record {path} belongs to uid {status.st_uid}, but this process has uid {os.geteuid()}: a record holds a "
+            f"the record {path} belongs to {named(status.st_uid)}, but this process has uid {os.geteuid()}: a record holds a "
             f"pickle, which is loaded by those who call the endpoint. Check it, and copy it",
             reason="untrusted",
         )

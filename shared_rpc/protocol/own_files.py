@@ -7,6 +7,7 @@ import stat
 from contextlib import suppress
 
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.protocol.peers import is_own, named
 
 __all__ = ["open_own"]
 
@@ -41,8 +42,8 @@ def open_own(path: str, flags: int) -> int:
 
 
 def _check_owner(path: str, status: os.stat_result) -> None:
-    if status.st_uid != os.geteuid():
+    if not is_own(status.st_uid):
         raise ConfigurationError(
-            f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}: have that user remove it, or choose another "
+            f"{path} belongs to {named(status.st_uid)}, not {os.geteuid()}: have that user remove it, or choose another "
             f"base_path (SHARED_TENSOR_BASE_PATH)"
         )

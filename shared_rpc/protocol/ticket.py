@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shared_rpc.errors import ConfigurationError, StaleHandleError, TicketError
+from shared_rpc.protocol.peers import is_own_or_root, named
 
 __all__ = ["Ticket", "TicketTensor", "read_ticket"]
 
@@ -217,10 +218,10 @@ def _check_file(name: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise TicketError(f"the ticket {name} is no regular file", reason="unreadable")
     # The same users whose servers clients accept.
-    if status.st_uid not in (os.geteuid(), 0):
+    if not is_own_or_root(status.st_uid):
         raise TicketError(
-            f"the ticket {name} belongs to uid {status.st_uid}, but this process has uid {os.geteuid()}: a ticket is for the "
-            f"user who wrote it",
+            f"the ticket {name} belongs to {named(status.st_uid)}, but this process has uid {os.geteuid()}: a ticket is for "
+            f"the user who wrote it",
             reason="untrusted",
         )
     if status.st_mode & 0o022:

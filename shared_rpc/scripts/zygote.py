@@ -19,7 +19,7 @@ import msgspec
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.protocol.peers import peer_of
+from shared_rpc.protocol.peers import is_own, peer_of
 from shared_rpc.scripts.main_module import ScriptFork, ScriptRequest
 from shared_rpc.scripts.watcher import begin_script
 from shared_rpc.scripts.wire import GREETING, packed, unpacked
@@ -181,7 +181,7 @@ class _Serving:
     def _accept(self) -> None:
         with suppress(OSError):
             sock = self._listener.accept()[0]
-            if peer_of(sock).uid != os.geteuid():
+            if not is_own(peer_of(sock).uid):
                 sock.close()
                 return
             sock.setblocking(False)

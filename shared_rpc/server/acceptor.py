@@ -15,7 +15,7 @@ import anyio.lowlevel
 
 from shared_rpc.errors import ConfigurationError, ServerBusy
 from shared_rpc.forks import after_fork
-from shared_rpc.protocol.peers import peer_of
+from shared_rpc.protocol.peers import is_own, named, peer_of
 from shared_rpc.server.core import Core
 from shared_rpc.server.listener import bind_socket, remove_socket
 from shared_rpc.server.remote import RemoteClient
@@ -37,7 +37,6 @@ class Usage(NamedTuple):
 class Acceptor:
     """Listens at ``path`` from its making on, and serves clients while :meth:`serve` runs.
 
-    :param uids: the users whose clients are let in.
     :param listener: a socket that listens there already, whose file another process removes.
     :raises ConfigurationError: if the socket cannot be had; a live server's pid is named.
     """
@@ -46,13 +45,11 @@ class Acceptor:
         self,
         core: Core,
         path: str,
-        uids: Collection[int],
         max_connections: int,
         listener: socket.socket | None = None,
     ) -> None:
         self.path = path
         self._core = core
-        self._uids = uids
         self._max_connections = max_connections
         self._connections: set[RemoteClient] = set()
         #: Admitted connections so far.
@@ -112,10 +109,14 @@ class Acceptor:
         peer = peer_of(sock)
         scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.quotas.relieve()
         connection = RemoteClient(sock, peer, self._core, self._connections.discard)
-        if peer.uid not in self._uids:
-            _log.warning("refused the connection of pid %d of uid %d (allow_uids)", peer.pid, peer.uid)
-            text = f"the server (pid {os.getpid()}) admits no client of uid {peer.uid}: start it with that uid in allow_uids"
-            connection.refuse(ConfigurationError(text))
+        if not is_own(peer.uid):
+            _log.warning("refused the connection of pid %d of %s", peer.pid, named(peer.uid))
+            connection.refuse(
+                ConfigurationError(
+                    f"the server (pid {os.getpid()}) of uid {os.geteuid()} admits its own user alone, and this process is of "
+                    f"{named(peer.uid)}: run both as one user"
+                )
+            )
         elif len(self._connections) >= self._max_connections:
             text = f"the server (pid {os.getpid()}) has all its {self._max_connections} connections (max_connections)"
             connection.refuse(ServerBusy(text))

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.own_files import open_own
-from shared_rpc.protocol.peers import Peer, peer_of
+from shared_rpc.protocol.peers import Peer, is_own, is_own_or_root, named, peer_of
 from shared_rpc.settings import checked_path
 
 __all__ = ["bind_socket", "check_directory", "remove_socket", "why_not_there"]
@@ -83,7 +83,7 @@ def check_directory(directory: str) -> None:
         raise ConfigurationError(f"cannot use the socket directory {directory}: {error}") from error
     reason = why_not_there(status)
     if reason:
-        open_to_others = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        open_to_others = stat.S_ISDIR(status.st_mode) and is_own(status.st_uid)
         raise ConfigurationError(
             f"the socket directory {directory} {reason}: {'chmod 700, or ' if open_to_others else ''}"
             f"set SHARED_TENSOR_BASE_PATH, or base_path, to a path in a directory of your own"
@@ -99,10 +99,10 @@ def why_not_there(status: os.stat_result) -> str:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
         return "is no directory"
-    if mode & stat.S_ISVTX and status.st_uid in (os.geteuid(), 0):
+    if mode & stat.S_ISVTX and is_own_or_root(status.st_uid):
         return ""
-    if status.st_uid != os.geteuid():
-        return f"belongs to uid {status.st_uid}, not {os.geteuid()}"
+    if not is_own(status.st_uid):
+        return f"belongs to {named(status.st_uid)}, not {os.geteuid()}"
     return f"has mode {mode:04o}, so other users can write to it" if mode & 0o022 else ""
 
 
@@ -126,8 +126,8 @@ def _locked(path: str) -> Iterator[None]:
 
 
 def _named(peer: Peer) -> str:
-    if peer.uid != os.geteuid():
-        return f"by pid {peer.pid} of uid {peer.uid}"
+    if not is_own(peer.uid):
+        return f"by pid {peer.pid} of {named(peer.uid)}"
     return f"by pid {peer.pid}" if peer.pid != os.getpid() else f"by another provider of this process (pid {peer.pid})"
 
 
@@ -137,14 +137,14 @@ def _make_way(path: str) -> None:
         status = os.lstat(path)
     except FileNotFoundError:
         return
-    ours, is_socket = status.st_uid == os.geteuid(), stat.S_ISSOCK(status.st_mode)
+    ours, is_socket = is_own(status.st_uid), stat.S_ISSOCK(status.st_mode)
     if ours and not is_socket:
         raise ConfigurationError(f"{path} exists and is no socket: remove the file, or choose another base_path")
     owner = _who_listens(path) if is_socket else ""
     if not ours:
         served = f", and is served {owner}" if owner else ""
         raise ConfigurationError(
-            f"{path} belongs to uid {status.st_uid}, not {os.geteuid()}{served}: have that user remove it, or choose "
+            f"{path} belongs to {named(status.st_uid)}, not {os.geteuid()}{served}: have that user remove it, or choose "
             f"another base_path (SHARED_TENSOR_BASE_PATH)"
         )
     if owner:

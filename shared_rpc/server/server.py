@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -80,8 +80,6 @@ class Server:
         host memory are evicted there alone.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
-    :param allow_uids: users beside this process's own whose clients are let in. They can write to what is shared with
-        ``access="read_write"``, and the socket's mode and directory must let them through as well.
     :param cluster: the cluster that the server joins: ``"ray"``, or the command line of a program that answers its misses, see
         :meth:`Client.source`; ``""`` for none. By default as the provider says.
     :param source_grace: seconds that calls wait for the next source of records when the last one has gone without an answer to
@@ -106,7 +104,6 @@ class Server:
         host_quota: float | None = None,
         max_connections: int = 8192,
         pool: PoolOptions | None = None,
-        allow_uids: Collection[int] = (),
         cluster: str | None = None,
         source_grace: float = 15.0,
         metrics_port: int | None = None,
@@ -125,7 +122,6 @@ class Server:
         self._host_quota = host_quota
         self._max_connections = max_connections
         self._pool = pool
-        self._uids = {os.geteuid(), *allow_uids}
         self._cluster = cluster
         self._source_grace = source_grace
         self._engine: Engine | None = None
@@ -205,7 +201,7 @@ class Server:
         exporter = self._take_metrics_port()
         acceptor: Acceptor | None = None
         try:
-            acceptor = Acceptor(core, path, self._uids, self._max_connections)
+            acceptor = Acceptor(core, path, self._max_connections)
             engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)
             engine.start()
         except BaseException:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -15,17 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.processes import ROOT, Child
+from tests.kit.processes import Child
 
 __all__ = ["STRANGER", "as_uid", "common_directory", "in_namespaces", "needs_another_uid", "needs_namespaces"]
 
 #: A uid without an account, which is not the kernel's overflow uid either.
 STRANGER = 23456
 
-#: The user is changed after the imports that code of attackers usually needs.
 _DROP = """\
-import encodings.idna, logging, os, sys
-import tests.kit.raw
+import encodings.idna, logging, os, sys, tests.kit.raw
 os.setgroups([])
 os.setresgid({uid}, {uid}, {uid})
 os.setresuid({uid}, {uid}, {uid})
@@ -34,32 +30,30 @@ os.setresuid({uid}, {uid}, {uid})
 _CONTAINER = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
 
 
-def _others_can_import() -> bool:
-    """Whether another user can enter the repository and the Python installation."""
-    for path in (Path(ROOT), Path(sys.prefix), Path(sys.executable).resolve().parent):
-        for folder in (path, *path.parents):
-            if not folder.stat().st_mode & stat.S_IXOTH:
-                return False
-    return True
-
-
 def _can_unshare() -> bool:
     if shutil.which("unshare") is None:
         return False
     return subprocess.run([*_CONTAINER, "true"], capture_output=True, check=False).returncode == 0
 
 
-needs_another_uid = pytest.mark.skipif(
-    os.geteuid() != 0 or not _others_can_import(), reason="only root can act as another user, who must reach the repository"
-)
+needs_another_uid = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 needs_namespaces = pytest.mark.skipif(not _can_unshare(), reason="this machine does not allow user, pid and mount namespaces")
 
 
 def as_uid(
-    code: str, *arguments: str, uid: int = STRANGER, environ: dict[str, str] | None = None, cwd: Path | None = None
+    code: str,
+    *arguments: str,
+    before: str = "",
+    uid: int = STRANGER,
+    environ: dict[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> Child:
-    """Run code as another user. See :func:`common_directory` for files that it is to reach."""
-    return Child("-c", _DROP.format(uid=uid) + textwrap.dedent(code), *arguments, environ=environ, cwd=cwd)
+    """Run code as another user. See :func:`common_directory` for files that it is to reach.
+
+    :param before: code that runs as this user, for imports: the other one may not be able to read where the interpreter lies.
+    """
+    code = "\n".join([textwrap.dedent(before), _DROP.format(uid=uid), textwrap.dedent(code)])
+    return Child("-c", code, *arguments, environ=environ, cwd=cwd)
 
 
 def in_namespaces(code: str, *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> Child:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import socket
 import stat
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.listener import bind_socket
 from tests.kit.apps import Connect, Serve
+from tests.kit.attacker import STRANGER, as_uid, common_directory, needs_another_uid, needs_namespaces
 from tests.kit.processes import Child, python, sigstop
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -60,15 +58,6 @@ def other_server(base_path: str, children: list[Child]) -> Child:
     children.append(child)
     child.expect("serving")
     return child
-
-
-@pytest.fixture
-def open_directory() -> Iterator[Path]:
-    """A directory that every user can enter."""
-    directory = Path(tempfile.mkdtemp())
-    directory.chmod(0o755)
-    yield directory
-    shutil.rmtree(directory)
 
 
 def mode(path: str | Path) -> int:
@@ -334,18 +323,9 @@ def test_a_relative_path(provider: Provider, tmp_path: Path, monkeypatch: pytest
 
 # Other users.
 
-AS_NOBODY = """
-import os, sys
-from shared_rpc.errors import ConnectError
-from shared_rpc.client.connection import Connection
-from tests.kit.raw import Raw
-import logging, encodings.idna
-
-os.setgroups([])
-os.setgid(65534)
-os.setuid(65534)
+CONNECT = """
 try:
-    Connection({path!r}).open("", 5.0).close()
+    Connection(sys.argv[1]).open("", 5.0).close()
 except Exception as error:
     print(type(error).__name__, error)
 else:
@@ -353,35 +333,38 @@ else:
 """
 
 
-@needs_root
-def test_a_client_of_another_user_is_turned_away(open_directory: Path, children: list[Child], connect: Connect) -> None:
+@needs_another_uid
+def test_a_client_of_another_user_is_turned_away(children: list[Child]) -> None:
     """Even where directory and socket let it through: the server asks the kernel who it is."""
-    provider = Provider(open_directory / "s", device="cpu")
-    with Server(provider) as server, Client(open_directory / "s", device="cpu") as mine:
+    with (
+        common_directory() as directory,
+        Server(Provider(directory / "s", device="cpu")) as server,
+        Client(directory / "s", device="cpu") as mine,
+    ):
         os.chmod(server.socket_path, 0o666)
-        stranger = python(AS_NOBODY.format(path=server.socket_path))
+        stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.connection import Connection")
         children.append(stranger)
         assert stranger.expect("") == (
-            f"ConfigurationError the server (pid {os.getpid()}) admits no client of uid {NOBODY}: "
-            "start it with that uid in allow_uids"
+            f"ConfigurationError the server (pid {os.getpid()}) of uid 0 admits its own user alone, and this process is of uid "
+            f"{STRANGER}: run both as one user"
         )
         assert mine.get_server_info()["connections"] == 1
 
 
-@needs_root
-def test_the_socket_keeps_other_users_out(open_directory: Path, children: list[Child]) -> None:
+@needs_another_uid
+def test_the_socket_keeps_other_users_out(children: list[Child]) -> None:
     """Before the server asks anybody, the socket's mode does."""
-    with Server(Provider(open_directory / "s", device="cpu")) as server:
-        stranger = python(AS_NOBODY.format(path=server.socket_path))
+    with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
+        stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.connection import Connection")
         children.append(stranger)
         assert "Permission denied" in stranger.expect("ConnectError")
 
 
-@needs_root
-def test_a_user_who_is_admitted(open_directory: Path, children: list[Child]) -> None:
-    """``allow_uids`` names those who may."""
-    with Server(Provider(open_directory / "s", device="cpu"), allow_uids=[NOBODY]) as server:
-        os.chmod(server.socket_path, 0o666)
-        guest = python(AS_NOBODY.format(path=server.socket_path))
-        children.append(guest)
-        assert guest.expect("") == "welcome"
+@pytest.mark.parametrize(("namespace", "own"), [((), "True"), (("unshare", "--user"), "False")], ids=["mapped", "unmapped"])
+@needs_namespaces
+def test_the_uid_of_all_unmapped_users_is_nobodys(children: list[Child], namespace: tuple[str, ...], own: str) -> None:
+    """A process without a uid of its own in its user namespace takes no other such user for itself."""
+    code = "import os; from shared_rpc.protocol.peers import is_own; print(os.geteuid(), is_own(os.geteuid()))"
+    child = Child("-c", code, before=namespace)
+    children.append(child)
+    assert child.expect("").endswith(own)

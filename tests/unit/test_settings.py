@@ -211,7 +211,7 @@ def test_whose_socket_it_is(path: str, expected: bool) -> None:
 
 def test_options_travel_as_one_word() -> None:
     """What is not the default, as JSON; what is none is an error that quotes it."""
-    options = ServeOptions(devices=("cuda:0", "cpu"), preload=False, max_bytes=1 << 40, allow_uids=(7,), log_level="info")
+    options = ServeOptions(devices=("cuda:0", "cpu"), preload=False, max_bytes=1 << 40, hooks=("a:b",), log_level="info")
     flag, text = options.words
     assert (flag, ServeOptions.of(text)) == ("--options", options)
     assert ServeOptions().words == ["--options", "{}"]

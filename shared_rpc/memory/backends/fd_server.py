@@ -17,7 +17,7 @@ import threading
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import after_fork
-from shared_rpc.protocol.peers import peer_of
+from shared_rpc.protocol.peers import is_own, peer_of
 
 __all__ = ["FD_SERVER", "FdServer", "fetch"]
 
@@ -87,7 +87,7 @@ class FdServer:
                     _log.debug("a client of the descriptor server hung up: %s", error)
 
     def _answer(self, asking: socket.socket) -> None:
-        if peer_of(asking).uid != os.geteuid():
+        if not is_own(peer_of(asking).uid):
             return
         asking.settimeout(_ASKING)
         token = asking.recv(TOKEN_BYTES + 1)
@@ -113,7 +113,7 @@ def fetch(address: str, token: bytes) -> int:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_ANSWERING)
             sock.connect("\0" + address)
-            if peer_of(sock).uid != os.geteuid():
+            if not is_own(peer_of(sock).uid):
                 raise CapabilityError(f"the descriptor server {address} belongs to another user than this process")
             sock.send(token)
             # socket.recv_fds() of Python 3.11 drops the flags.
