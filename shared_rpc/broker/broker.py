@@ -250,7 +250,7 @@ class Broker:
             self._exporter.watch(core.server_id)
         service = self._services[message.key] = Service(message, core, acceptor, executor)
         self._manager.watch(message, core)
-        self._spawn(self._serve, service)
+        self._spawn.vital(self._serve, service)
         return service
 
     async def _serve(self, service: Service) -> None:
@@ -371,7 +371,9 @@ class Broker:
         async def work() -> None:
             try:
                 answer(await self._reload(objects))
-            except SharedRPCError as error:
+            except Exception as error:
+                if not isinstance(error, SharedRPCError):
+                    _log.exception("a reload failed")
                 answer(Failure.of(error))
 
         self._spawn(work)

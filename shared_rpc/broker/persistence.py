@@ -176,9 +176,9 @@ class Persistence:
             return
         data = _SERVICE + msgspec.msgpack.encode(_Service(server_id, serve))
         if self._said.get(serve.key) != data:
-            self._said[serve.key] = data
             digest = hashlib.blake2b(serve.key.encode(), digest_size=16).hexdigest()
             self._store(serve.key, f"service-{digest}", data)
+            self._said[serve.key] = data
 
     def remove_service(self, key: str) -> None:
         """Remove a provider; its objects are removed one by one."""

@@ -65,8 +65,11 @@ class ServiceManager:
             core.objects.watcher = _Storing(self._persistence, serve.key, core)
 
     def keep_service(self, serve: w.Serve, core: Core) -> None:
-        """Store the changes of a provider."""
-        self._persistence.keep_service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
+        """Store the changes of a provider. If that fails, it is logged, and tried again with the next change."""
+        try:
+            self._persistence.keep_service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
+        except OSError as error:
+            _log.error("cannot store the provider at %s with the service manager: %s", serve.socket_path, error)
 
     def discard(self, key: str, core: Core) -> None:
         """Remove a provider that is served no more, and the rest of its objects."""

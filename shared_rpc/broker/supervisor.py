@@ -34,6 +34,8 @@ _LIMIT, _WINDOW = 5, 30.0
 _GRACE = 0.6
 #: Seconds. A worker that ends earlier counts as short-lived.
 _SHORT = 10.0
+#: Seconds before another attempt where the system lets no thread begin.
+_NO_THREAD = 1.0
 #: Seconds before the first restart, and the most before any restart.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
@@ -230,7 +232,7 @@ class Supervisor:
             self._spawn(self._clean_up, worker)
 
     async def _clean_up(self, worker: Worker) -> None:
-        crash = await anyio.to_thread.run_sync(worker.crash)
+        crash = await _crash_of(worker)
         if worker.forked:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
         # Where a start or reload awaits the worker, that one raises the reason.
@@ -374,6 +376,16 @@ class Supervisor:
         until = time.monotonic() + _GRACE
         for worker in self.all:
             worker.end(until)
+
+
+async def _crash_of(worker: Worker) -> WorkerCrashed:
+    """Return how a worker ended, read in a thread, as soon as one can be started."""
+    while True:
+        try:
+            return await anyio.to_thread.run_sync(worker.crash)
+        except RuntimeError as error:
+            _log.error("cannot clean up after worker %d yet: %s; trying again in %g s", worker.pid, error, _NO_THREAD)
+            await anyio.sleep(_NO_THREAD)
 
 
 async def _all_done(loaded: list[asyncio.Future[None]]) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
@@ -39,6 +39,8 @@ _PREPARATION = 600.0
 _LINK = 100
 #: Seconds without an answer after which a zygote counts as stuck. A fork takes 0.02 to 0.1 s.
 _PATIENCE = 2.0
+#: Seconds in which a killed zygote ends.
+_ENDING = 0.5
 #: Zygotes tried one after the other, each without a package that made the one before unfit for forks.
 _ATTEMPTS = 8
 #: Consecutive failures of zygotes or forks after which no more are made.
@@ -63,36 +65,50 @@ class _Failed(Exception):
 
 
 class _Running:
-    """A zygote's process.
+    """A zygote's process, whose end the loop watches and never waits for.
 
     :param imports: the imports it was made with.
+    :raises OSError: if it cannot be started, or not be watched.
     """
 
     def __init__(self, imports: Imports) -> None:
         self.imports = imports
+        #: Called when the process has ended, unless :meth:`end` has ended it.
+        self.lost: Callable[[], None] | None = None
+        self.gone = asyncio.Event()
         self.modules: frozenset[str] = frozenset()
         self.dropped: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._socket, self._answers = ours, answers()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by end()
-        words = [sys.executable, "-m", "shared_rpc.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM]
-        try:
+        self._answers = answers()
+        with ExitStack() as opened:
+            self._errors: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())
+            self._socket, theirs = socket.socketpair()
+            opened.enter_context(self._socket)
+            self._socket.setblocking(False)
+            number = str(theirs.fileno())
             with theirs:
                 self.process = subprocess.Popen(
-                    words,
+                    [sys.executable, "-m", "shared_rpc.zygote", "--fd", number, "--parent", str(os.getpid()), ROOM],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._errors,
                     process_group=0,
                 )
-        except BaseException:
-            ours.close()
-            self._errors.close()
-            raise
+            opened.callback(self.process.wait)  # it has hardly begun, and is killed
+            opened.callback(self.process.kill)
+            self._pidfd = os.pidfd_open(self.process.pid)
+            opened.callback(self._unwatch)
+            self._loop.add_reader(self._pidfd, self._exited)
+            opened.pop_all()
+
+    def _exited(self) -> None:
+        self.process.wait()
+        self._unwatch()
+        self.gone.set()
+        if self.lost is not None:
+            self.lost()
 
     async def ask(self, request: Request, seconds: float, fds: Sequence[int] = ()) -> Answer:
         """Ask for something. One at a time.
@@ -107,7 +123,7 @@ class _Running:
                 while True:
                     part = await self._loop.sock_recv(self._socket, 1 << 16)
                     if not part:
-                        raise _Failed(self.ended())
+                        raise _Failed(await self._hung_up())
                     answer = self._answers.feed(part)
                     if answer is not None:
                         return answer
@@ -115,32 +131,26 @@ class _Running:
             self.end()
             raise _Failed(f"the zygote (pid {self.process.pid}) did not answer within {seconds:g} s") from None
         except OSError as error:
-            why = self.ended()
+            why = await self._hung_up()
             raise _Failed(f"{why}: {error}") from error
         except BaseException:
             self.end()
             raise
 
+    async def _hung_up(self) -> str:
+        """Return how the process has ended, which closed its socket; end it if it goes on."""
+        with anyio.move_on_after(_ENDING):
+            await self.gone.wait()
+        return self.ended()
+
     def ended(self) -> str:
         """End the process, if it has not ended; return how it has."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(0.5)
         code = self.process.returncode
         self._errors.seek(0)
         text = self._errors.read()[-2000:].decode(errors="replace").strip()
         self.end()
         how = "hung up" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         return f"the zygote (pid {self.process.pid}) {how}" + (f": {text}" if text else "")
-
-    def watch(self, ended: Callable[[], None]) -> None:
-        """Call a function when the process ends, unless :meth:`end` ends it."""
-
-        def tell() -> None:
-            self._unwatch()
-            ended()
-
-        self._pidfd = os.pidfd_open(self.process.pid)
-        self._loop.add_reader(self._pidfd, tell)
 
     def _unwatch(self) -> None:
         if self._pidfd >= 0:
@@ -149,13 +159,18 @@ class _Running:
             self._pidfd = -1
 
     def end(self) -> None:
-        """End it. Forks of it live on."""
-        self._unwatch()
+        """Kill it. Forks of it live on. The kernel needs a while to free its memory, see :attr:`gone`."""
+        self.lost = None
         self._socket.close()
         self._errors.close()
         self.process.kill()
-        with suppress(subprocess.TimeoutExpired):  # a system call holds it up, after which it ends
-            self.process.wait(0.5)
+
+    async def reap(self) -> None:
+        """Kill it, and wait until it has ended. A system call may hold it up, after which it ends."""
+        self.end()
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_ENDING):
+            await self.gone.wait()
+        self._unwatch()
 
 
 class WorkerZygote:
@@ -173,6 +188,8 @@ class WorkerZygote:
         #: Packages that make a zygote unfit for forks, and why.
         self._left_out: dict[str, str] = {}
         self._running: _Running | None = None
+        #: Zygotes that have not ended yet.
+        self._made: list[_Running] = []
         #: Variables of the environment that the app sets to different values, and how often each differed.
         self._varying: Counter[str] = Counter()
         self._due = asyncio.Event()
@@ -213,6 +230,8 @@ class WorkerZygote:
                 await self._make()
         finally:
             self._end()
+            for running in self._made:
+                await running.reap()
 
     def _end(self) -> None:
         if self._running is not None:
@@ -290,6 +309,7 @@ class WorkerZygote:
             running: _Running | None = None
             try:
                 running = _Running(imports)
+                self._made = [*(one for one in self._made if not one.gone.is_set()), running]
                 answer = await running.ask(self._preload(imports), _PREPARATION)
             except (_Failed, OSError) as error:
                 if running is not None:
@@ -304,7 +324,10 @@ class WorkerZygote:
                     self._end()
                     running.modules, running.dropped = frozenset(answer.modules), answer.dropped
                     self._running, self._state, self._why, self._gauged = running, "ready", "", (0.0, 0)
-                    running.watch(self._lost)
+                    running.lost = self._lost
+                if running.gone.is_set():
+                    self._lost()
+                    return
                 took = time.monotonic() - begin
                 _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.process.pid, len(answer.modules), took)
                 for name, why in answer.dropped.items():

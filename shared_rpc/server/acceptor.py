@@ -25,6 +25,10 @@ __all__ = ["Acceptor", "Usage"]
 _log = logging.getLogger("shared_rpc.server")
 
 
+#: Seconds before the next attempt to accept a connection.
+_PAUSE = 0.05
+
+
 class Usage(NamedTuple):
     """Counts of a server's users: clients, their leases, tasks that have not ended, and runs."""
 
@@ -92,18 +96,29 @@ class Acceptor:
                 # However many clients connect, the connected ones get their turn.
                 await anyio.lowlevel.checkpoint()
                 try:
-                    sock, _ = self._listener.accept()
-                except BlockingIOError:
-                    await anyio.wait_readable(self._listener)
-                    continue
-                except OSError as error:
-                    # Without free descriptors, or when the client hung up at once. Neither may end the server.
-                    _log.error("cannot accept a connection: %s", error)
-                    full = error.errno in (errno.EMFILE, errno.ENFILE)
-                    if not full or self._core.objects.descriptors.closing() or not self._core.quotas.relieve():
-                        await anyio.sleep(0.05)
-                    continue
-                self._admit(sock)
+                    await self._accept_one()
+                except Exception:  # also of an observer of what is evicted for the sake of descriptors
+                    _log.exception("cannot accept a connection")
+                    await anyio.sleep(_PAUSE)
+
+    async def _accept_one(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            await anyio.wait_readable(self._listener)
+            return
+        except OSError as error:
+            # Without free descriptors, or when the client hung up at once. Neither may end the server.
+            _log.error("cannot accept a connection: %s", error)
+            full = error.errno in (errno.EMFILE, errno.ENFILE)
+            if not full or self._core.objects.descriptors.closing() or not self._core.quotas.relieve():
+                await anyio.sleep(_PAUSE)
+            return
+        try:
+            self._admit(sock)
+        except BaseException:
+            sock.close()
+            raise
 
     def _admit(self, sock: socket.socket) -> None:
         peer = peer_of(sock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ import anyio
 from shared_rpc.server.state.clock import Clock
 
 __all__ = ["BootClock", "Sweeper"]
+
+_log = logging.getLogger("shared_rpc.server")
 
 #: Seconds between two checks at the most, if anything can expire.
 _LONGEST = 60.0
@@ -54,8 +57,17 @@ class Sweeper:
         """
         while True:
             self._wake = awake = anyio.Event()
-            pause = min((pause for drop in expire if (pause := drop()) is not None), default=float("inf"))
+            pause = min((pause for drop in expire if (pause := _pause_after(drop)) is not None), default=float("inf"))
             self._looks_at = self._clock.now() + pause
             # The loop's clock stands still while the host sleeps.
             with anyio.move_on_after(min(pause, _LONGEST) if pause < float("inf") else pause):
                 await awake.wait()
+
+
+def _pause_after(drop: Callable[[], float | None]) -> float | None:
+    """Drop expired entries; return the seconds until there may be more, or until the next attempt after an error."""
+    try:
+        return drop()
+    except Exception:
+        _log.exception("cannot drop what has expired; trying again in %g s", _LONGEST)
+        return _LONGEST

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shared_rpc.broker.persistence import Persistence
-from shared_rpc.broker.systemd import Notifier, Passed
+from shared_rpc.broker.service_manager import ServiceManager
+from shared_rpc.broker.systemd import Inherited, Notifier, Passed
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
@@ -20,6 +24,7 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
+from shared_rpc.server.endpoints import Registry
 from shared_rpc.server.state.objects import StoredObject
 from tests.kit.service_manager import store
 
@@ -126,3 +131,35 @@ def test_a_broker_that_is_killed_between_two_messages_of_a_move(moving: Moving) 
             there = len(restored)
         assert there == 2 + (number > 1)
         assert len(moving.entries) == 3 + there, [name for name, _ in moving.entries]
+
+
+def test_a_provider_that_could_not_be_stored(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stored with the next change, when there are descriptors again."""
+    persistence = moving._persistence
+    serve = w.Serve("another", "socket", GPU, [], {"name": "vmm", "reason": ""}, [], {})
+
+    def refuse(name: str, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", refuse)
+        with pytest.raises(OSError, match="too many open files"):
+            persistence.keep_service("server", serve)
+    before = len(persistence)
+    persistence.keep_service("server", serve)
+    assert len(persistence) == before + 1
+
+
+def test_a_provider_that_cannot_be_stored_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The broker serves it all the same, and the log says what is missing."""
+    manager = ServiceManager(Inherited())
+
+    def refuse(server_id: str, serve: w.Serve) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(manager._persistence, "keep_service", refuse)
+    core: Any = SimpleNamespace(server_id="server", registry=Registry())
+    manager.keep_service(w.Serve("key", "/socket", "cpu", [], {"name": "memfd", "reason": ""}, [], {}), core)
+    assert "cannot store the provider at /socket with the service manager: [Errno 24]" in caplog.text

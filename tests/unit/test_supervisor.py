@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
 from shared_rpc.broker import supervisor as supervisor_module
+from shared_rpc.broker import zygote as zygote_module
+from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.zygote import ForkedWorker, WorkerZygote
 from shared_rpc.errors import ConfigurationError, WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.infos import ReloadInfo
 from shared_rpc.protocol.messages import Message
+from shared_rpc.server import sweeper
+from shared_rpc.server.outcomes import Failure
 
 
 class FakeWorker:
@@ -251,3 +265,155 @@ def test_workers_that_end_as_soon_as_they_have_loaded(run: Callable[..., None]) 
         assert await asyncio.gather(*reloads) == [[new]] * len(reloads)
 
     run(story)
+
+
+def test_a_worker_ends_where_no_thread_can_be_started(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clean-up after it is tried again until there is a thread, and another worker takes its place."""
+    run_sync, attempts = anyio.to_thread.run_sync, itertools.count()
+
+    async def refuse(function: Callable[[], Any]) -> Any:
+        if next(attempts) < 2:
+            raise RuntimeError("can't start new thread")
+        return await run_sync(function)
+
+    monkeypatch.setattr(supervisor_module, "_NO_THREAD", 0.0)
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE", 0.0)
+
+    async def story(stage: Stage) -> None:
+        monkeypatch.setattr(anyio.to_thread, "run_sync", refuse)
+        stage.workers[0].kill("the test says so")
+        (await stage.made(2)).load()
+        await turns(lambda: stage.supervisor.workers == stage.workers[1:])
+
+    run(story)
+    assert "can't start new thread" in caplog.text
+
+
+def test_a_task_that_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The group of the broker's tasks goes on, and the log has the reason; what the broker is for ends it."""
+    done: list[str] = []
+
+    async def fail() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def succeed() -> None:
+        done.append("the other task")
+
+    async def group(vital: bool) -> None:
+        async with anyio.create_task_group() as tasks:
+            spawn = Spawner(tasks)
+            (spawn.vital if vital else spawn)(fail)
+            await anyio.lowlevel.checkpoint()
+            spawn(succeed)
+
+    anyio.run(group, False)
+    assert done == ["the other task"]
+    assert "too many open files" in caplog.text
+    with pytest.raises(ExceptionGroup):
+        anyio.run(group, True)
+
+
+@pytest.fixture
+def zygote(monkeypatch: pytest.MonkeyPatch) -> WorkerZygote:
+    """A zygote that is to import nothing, as soon as it is watched."""
+    monkeypatch.setattr(zygote_module, "_SETTLE", 0.0)
+    found = WorkerZygote(WorkerCommand("app"))
+    found.learn(w.Imports([], [], [], [], []), forked=False)
+    return found
+
+
+async def zygote_ready(zygote: WorkerZygote, earlier: int = 0) -> int:
+    """The pid of the zygote, once there is one in place of an earlier one."""
+    await turns(lambda: zygote.info().get("pid", earlier) != earlier)
+    return zygote.info()["pid"]
+
+
+def test_a_zygote_that_cannot_be_watched(
+    zygote: WorkerZygote, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a descriptor for it, it is a zygote that could not be started, and the next attempt succeeds."""
+    pidfd_open, attempts = os.pidfd_open, itertools.count()
+
+    def refuse(pid: int) -> int:
+        if next(attempts) == 0:
+            raise OSError(errno.EMFILE, "too many open files")
+        return pidfd_open(pid)
+
+    async def story() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(zygote.run)
+            await zygote_ready(zygote)
+            tasks.cancel_scope.cancel()
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    anyio.run(story)
+    assert "cannot start a zygote: [Errno 24] too many open files" in caplog.text
+
+
+def test_the_loop_does_not_wait_for_the_end_of_a_zygote(zygote: WorkerZygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is replaced at once and reaped when it has ended, also by the broker's end."""
+    waited: list[float | None] = []
+    wait = subprocess.Popen.wait
+
+    def watched(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waited.append(timeout)
+        assert timeout is None
+        assert os.waitid(os.P_PIDFD, pidfds[process.pid], os.WEXITED | os.WNOHANG | os.WNOWAIT), "it has not ended"
+        return wait(process, timeout)
+
+    pidfds: dict[int, int] = {}
+
+    async def story() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(zygote.run)
+            first = await zygote_ready(zygote)
+            pidfds[first] = os.pidfd_open(first)
+            os.kill(first, signal.SIGKILL)
+            second = await zygote_ready(zygote, first)
+            pidfds[second] = os.pidfd_open(second)
+            tasks.cancel_scope.cancel()
+
+    monkeypatch.setattr(subprocess.Popen, "wait", watched)
+    anyio.run(story)
+    assert len(waited) == 2
+    for fd in pidfds.values():
+        os.close(fd)
+
+
+def test_a_reload_that_fails_unexpectedly_is_answered() -> None:
+    """The client that asked for it gets the error."""
+
+    async def story() -> None:
+        broker = Broker(WorkerCommand("app"))
+
+        async def fail(objects: str) -> ReloadInfo:
+            raise OSError(errno.EMFILE, "too many open files")
+
+        answers: list[ReloadInfo | Failure] = []
+        async with anyio.create_task_group() as tasks:
+            broker._spawn, broker._reload = Spawner(tasks), fail  # type: ignore[method-assign]
+            broker._reload_for_client("changed", answers.append)
+        assert isinstance(answers[0], Failure)
+        assert "too many open files" in answers[0].text
+
+    anyio.run(story)
+
+
+def test_an_error_of_an_expiry_ends_no_sweep(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged, and the others are swept, now and later."""
+    monkeypatch.setattr(sweeper, "_LONGEST", 0.0)
+    swept: list[int] = []
+
+    def fail() -> float:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    async def story() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sweeper.Sweeper(sweeper.BootClock()).run, fail, lambda: swept.append(1))
+            await turns(lambda: len(swept) > 2)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(story)
+    assert "too many open files" in caplog.text
