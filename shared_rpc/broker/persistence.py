@@ -190,19 +190,31 @@ class Persistence:
     ) -> None:
         """Store an object, or its changes. An object whose memory ends with a process is not stored.
 
+        Where its changes cannot be stored, nothing of it is: an earlier entry is out of date.
+
         :param code: see :func:`code_of`.
         :param copies: of a cold object, by the ids of its segments.
         """
-        record = stored.record
-        if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in record.segments):
+        if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in stored.record.segments):
             return
+        try:
+            self._keep(key, stored, code, terms, copies)
+        except Exception as error:
+            _log.error("cannot store object %s for the next broker: %s", stored.object_id, error)
+            self.remove(stored.object_id)
+
+    def _keep(
+        self, key: str, stored: StoredObject, code: str, terms: Terms | None, copies: Mapping[str, Sequence[LowerCopy]]
+    ) -> None:
+        record = stored.record
         infos = [segment.info for segment in record.segments]
         cold = [(number, copy) for number, info in enumerate(infos) for copy in copies[info.id]] if stored.cold else []
         parts = [(f"copy-{copy.tier}-{infos[number].id}", copy.segment) for number, copy in cold]
         if not stored.cold:
             parts = [(f"segment-{segment.info.id}", segment) for segment in record.segments]
         former = self._memory.get(stored.object_id, [])
-        memory = self._memory[stored.object_id] = [self._store_memory(stored.object_id, *part) for part in parts]
+        memory = [self._store_memory(stored.object_id, *part) for part in parts]
+        self._memory[stored.object_id] = [*former, *memory]
         if stored.page is not None and stored.object_id not in self._pages:
             self._notifier.store(f"page-{stored.object_id}", stored.page.fileno())
             self._pages.add(stored.object_id)
@@ -218,6 +230,7 @@ class Persistence:
             (terms.expires_at, terms.accesses_left, terms.kept) if terms is not None else None,
         )
         self._store(stored.object_id, f"object-{stored.object_id}", _OBJECT + msgspec.msgpack.encode(entry))
+        self._memory[stored.object_id] = memory
         self._remove_memory(stored.object_id, set(former).difference(memory))
 
     def remove(self, object_id: str) -> None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -84,6 +85,11 @@ class Moving:
             stored = StoredObject(object_id, "get", f"get({object_id})", record, 1, None, 1.0, 1.0, tier=tier)
             self._persistence.keep("key", stored, "", None, copies)
         return list(self._heard())
+
+    def tell(self, tier: Tier, number: int) -> None:
+        """Keep them in a tier, and let the service manager have all that it is told."""
+        for fields, fds in self.put(tier, number):
+            store(self.entries, 100, fields, fds)
 
     def _heard(self) -> Iterator[tuple[dict[str, str], list[int]]]:
         while True:
@@ -163,3 +169,15 @@ def test_a_provider_that_cannot_be_stored_ends_nothing(
     core: Any = SimpleNamespace(server_id="server", registry=Registry())
     manager.keep_service(w.Serve("key", "/socket", "cpu", [], {"name": "memfd", "reason": ""}, [], {}), core)
     assert "cannot store the provider at /socket with the service manager: [Errno 24]" in caplog.text
+
+
+def test_an_object_that_cannot_be_stored(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is left in the store, because an earlier entry is out of date; its next change is stored."""
+    moving.tell("device", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("shared_rpc.broker.persistence._sealed", Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
+        moving.tell("host", 1)
+    assert [name for name, _ in moving.entries if not name.startswith("service")] == []
+    moving.tell("device", 2)
+    assert moving.restored() == [CONTENTS] * 3
+    assert len(moving.entries) == 6

@@ -135,7 +135,7 @@ def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
 
 
 class ListingObserver(Protocol):
-    """An observer of which objects are listed."""
+    """An observer of which objects are listed. Its methods raise nothing: the store has changed when they are called."""
 
     def listed(self, stored: StoredObject) -> None:
         """Note that an object is listed from now on, or on other terms."""
