@@ -74,6 +74,9 @@ class TierMover(Protocol):
     def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
         """Return the tiers below the one of a group that it can go to, the nearest first."""
 
+    def host_takes(self) -> int:
+        """Return the bytes of host copies that are reserved for moves which :meth:`make_room` did not begin."""
+
     def make_room(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin to move a group down, whose end is told to :meth:`Room.moved` or :meth:`Room.not_moved`."""
 
@@ -224,7 +227,7 @@ class Room:
         :raises ServerBusy: if there is none.
         """
         self._quotas.require_descriptors(descriptors)
-        if self._host_quota is not None and self._places.host_used() + host_nbytes > self._host_quota:
+        if self._host_quota is not None and self._host_used() + host_nbytes > self._host_quota:
             raise ServerBusy(f"{host_nbytes} bytes of host copies do not fit: the limit is {self._host_quota}")
 
     def require_host(self, nbytes: int, spared: Collection[StoredObject]) -> None:
@@ -237,16 +240,21 @@ class Room:
             return
         names = {stored.object_id for stored in spared}
         droppable = [one for one in self._places.host_copies() if not one.cold and names.isdisjoint(one.objects)]
-        excess = self._places.host_used() + nbytes - self._host_quota
+        used = self._host_used()
+        excess = used + nbytes - self._host_quota
         if excess > sum(one.nbytes for one in droppable):
             raise ServerBusy(
                 f"{nbytes} bytes of host copies do not fit: the limit (Server(host_quota=...)) is {self._host_quota}, and "
-                f"{self._places.host_used()} are in use. Restore or drop objects that are there, or move them to files"
+                f"{used} are in use or reserved. Restore or drop objects that are there, or move them to files"
             )
         for one in droppable:
             if excess > 0:
                 self._drop_copies(one.objects)
                 excess -= one.nbytes
+
+    def _host_used(self) -> int:
+        """Return the bytes of all host copies, and those that moves under way will make."""
+        return self._places.host_used() + (self._line.host_ordered() if self._line is not None else 0)
 
     def drop_stale_copies(self, nbytes: int, spared: Collection[StoredObject]) -> bool:
         """Drop stale host copies until so many bytes of them are gone; return whether any is.
@@ -547,7 +555,7 @@ class _Places:
         return cached and not stored.pinned and not self._leases.held(stored.object_id)
 
     def host_used(self) -> int:
-        return self._objects.copies.nbytes("host")
+        return self._objects.copies.nbytes("host") + self._mover().host_takes()
 
     def host_copies(self) -> Iterator[HostCopies]:
         mover, copies = self._mover(), self._objects.copies

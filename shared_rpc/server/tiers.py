@@ -63,6 +63,7 @@ class _Move:
     """A move of a group of objects that goes on, or a copy of it for a later one; each object has one at a time.
 
     ``over`` is set when it has ended. ``cancelled`` is read by the thread that copies, which notes the progress.
+    ``host_takes``: bytes reserved for host copies until they are made, apart from those that the line of requests counts.
     """
 
     group: Sequence[StoredObject]
@@ -71,6 +72,7 @@ class _Move:
     cancelled: bool = False
     done: int = 0
     total: int = 0
+    host_takes: int = 0
 
     def cancel(self) -> None:
         """Have the thread that copies stop: the move will not be made."""
@@ -406,10 +408,10 @@ class Tiers:
         tier = self._evictable(group, to) if self._keeps(stored) else None
         if tier is None:
             return []
-        new = self._uncopied(group)
-        if tier == "host" and reason == "request" and new:
-            self._room.require_host(sum(info.nbytes for info in new), group)
-        with self._moving(group, tier) as move:
+        new = sum(info.nbytes for info in self._uncopied(group)) if tier == "host" and reason == "request" else 0
+        if new:
+            self._room.require_host(new, group)
+        with self._moving(group, tier, new) as move:
             for member in group:
                 self._leases.watch(member.object_id, move.cancel)
             for _ in range(_ATTEMPTS):
@@ -494,6 +496,10 @@ class Tiers:
                     found.append(to)
         return tuple(found)
 
+    def host_takes(self) -> int:
+        """Return the bytes of host copies that requests have reserved, and that are not made yet."""
+        return sum(move.host_takes for move in set(self._moves.values()))
+
     def make_room(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin to move a group down."""
         names = tuple(stored.object_id for stored in group)
@@ -526,8 +532,9 @@ class Tiers:
                 tier = self._lower_tier(group, "") if self._keeps(stored) and not stored.cold else None
                 if tier is not None and not self._has_copies(group, tier):
                     new = self._uncopied(group) if tier == "host" else list(_infos(group).values())
-                    self._room.require_copies(len(new), sum(info.nbytes for info in new) if tier == "host" else 0)
-                    with self._moving(group, tier) as move:
+                    host_takes = sum(info.nbytes for info in new) if tier == "host" else 0
+                    self._room.require_copies(len(new), host_takes)
+                    with self._moving(group, tier, host_takes) as move:
                         await self._copy(move)
         except SharedRPCError as error:
             _log.info("%s is not copied ahead of its eviction: %s", _named(stored), error)
@@ -549,9 +556,9 @@ class Tiers:
             await moves[0].over.wait()
 
     @contextlib.contextmanager
-    def _moving(self, group: Sequence[StoredObject], to: Tier) -> Iterator[_Move]:
+    def _moving(self, group: Sequence[StoredObject], to: Tier, host_takes: int = 0) -> Iterator[_Move]:
         """Enter a move of a group, which nothing moves, for the time of the block."""
-        move = _Move(group, to)
+        move = _Move(group, to, host_takes=host_takes)
         members = [member.object_id for member in group]
         self._moves.update(dict.fromkeys(members, move))
         try:
@@ -678,6 +685,7 @@ class Tiers:
                 self._objects.copies.add(info, copy)
             else:
                 copy.close()
+        move.host_takes = 0  # the copies count themselves
         return move.done
 
     async def _spare_host(self, group: Sequence[StoredObject]) -> None:

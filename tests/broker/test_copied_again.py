@@ -173,6 +173,21 @@ def test_it_counts_and_makes_way_for_others(start: Start, app: BrokerApp) -> Non
     assert first.has_its_bytes() and second.has_its_bytes()
 
 
+def test_two_evictions_at_once_keep_to_the_quota_of_host_memory(start: Start, app: BrokerApp, held: Path) -> None:
+    """The room for the first one's copy is reserved before it is made: the second one is refused meanwhile."""
+    app.file.write_text(APP.format(watching=HELD.format(held=str(held))))
+    start(host_quota=NBYTES)
+    first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
+    held.touch()
+    with first.move("evicting to the host") as session:
+        eventually(Path(f"{held}-reached").exists, 50.0)
+        refused = second.ask(t.Evict(second.object_id, "host"))
+        held.unlink()
+        assert isinstance(session.heard(), t.Moved)
+    assert isinstance(refused, m.Error) and "do not fit" in refused.text
+    assert (first.tier, second.tier) == ("host", "device")
+
+
 def test_it_is_enough_where_objects_make_room(start: Start, app: BrokerApp) -> None:
     """For an eviction that makes room on the device: a host that is full has room for the object whose memory that is."""
     app.file.write_text(ONE_GPU)

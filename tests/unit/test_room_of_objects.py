@@ -30,6 +30,7 @@ class Store(Shelf):
         self.room = Room(self.store, self.leases, self.quotas, self.clock, lambda seconds: None, ord, lambda: self, **options)
         self.tiers: tuple[Below, ...] = ("host", "file")
         self.moves: list[tuple[list[StoredObject], Below]] = []
+        self.reserved = 0
         self.granted: list[SetAside] = []
         self.refused: list[Failure] = []
 
@@ -51,6 +52,10 @@ class Store(Shelf):
     def has_good_copies(self, group: Sequence[StoredObject], tier: Tier) -> bool:
         """Return whether there are copies, good ones all."""
         return all(self.store.copies.get(segment.info.id, tier) for one in group for segment in one.record.segments)
+
+    def host_takes(self) -> int:
+        """Return what a test has reserved."""
+        return self.reserved
 
     def make_room(self, group: Sequence[StoredObject], to: Below) -> None:
         """Note the order."""
@@ -201,3 +206,39 @@ def test_a_request_to_evict_has_room_or_not(refusing: Store) -> None:
     refusing.room.require_host(100, [own])
     assert refusing.store.copies.get("warm", "host") is None
     refusing.room.require_copies(1, 100)
+
+
+@pytest.mark.parametrize("kind", ["refusing", "evicting"])
+def test_host_copies_that_are_being_made_count(kind: str, request: pytest.FixtureRequest) -> None:
+    """No second request has the room that is reserved for the first one's copies."""
+    store: Store = request.getfixturevalue(kind)
+    stored = store.add("f(1)", "one")
+    store.reserved = 150
+    with pytest.raises(ServerBusy, match="150 are in use or reserved"):
+        store.room.require_host(100, [stored])
+    with pytest.raises(ServerBusy):
+        store.room.require_copies(1, 100)
+    store.room.require_host(50, [stored])
+
+
+def test_host_copies_of_ordered_moves_count(evicting: Store) -> None:
+    """A request has none of the room in which the line of requests puts others."""
+    first, second = evicting.add("f(1)", "one", "two"), evicting.add("f(2)", "three")
+    evicting.ask(200)
+    assert evicting.named() == [(["f(1)"], "host")]
+    with pytest.raises(ServerBusy, match="200 are in use or reserved"):
+        evicting.room.require_host(100, [second])
+    evicting.end_move()
+    assert first.cold and evicting.store.copies.nbytes("host") == 200
+
+
+def test_an_ordered_move_waits_for_reserved_room(evicting: Store) -> None:
+    """It begins when a request's copies need no room any more."""
+    evicting.tiers = ("host",)
+    evicting.add("f(1)", "one", "two")
+    evicting.reserved = 100
+    evicting.ask(200)
+    assert evicting.moves == []
+    evicting.reserved = 0
+    evicting.room.expire()
+    assert evicting.named() == [(["f(1)"], "host")]

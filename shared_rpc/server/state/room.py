@@ -102,7 +102,7 @@ class Occupancy(Protocol):
         """List what can leave its devices: neither used nor pinned, and not on its way."""
 
     def host_used(self) -> int:
-        """Return the bytes of all host copies."""
+        """Return the bytes of all host copies, and those reserved for copies that the line did not order."""
 
     def host_copies(self) -> Iterable[HostCopies]:
         """List the host copies that can be dropped, and those that can go to files; none of objects on their way."""
@@ -273,6 +273,10 @@ class RoomLine(Generic[W]):
             sizes, missing = found.sizes, {} if request.object_id in self._arriving else found.missing
         return {device: missing.get(device, 0) for device, nbytes in sizes.items() if nbytes and device in self.limits}
 
+    def host_ordered(self) -> int:
+        """Return the bytes of host copies that ordered moves make."""
+        return sum(move.host_takes for move in self._moves.values())
+
     def ahead(self, request: RoomRequest[W]) -> int:
         """Return how many requests are in line before one."""
         return self._line.index(request)
@@ -368,8 +372,7 @@ class RoomLine(Generic[W]):
         return self._host_free() + self._host_coming() + sum(copies.nbytes for copies in self._movable_copies())
 
     def _host_free(self) -> int:
-        taken = sum(move.host_takes for move in self._moves.values())
-        return (self.host_limit or 0) - self._occupancy.host_used() - taken
+        return (self.host_limit or 0) - self._occupancy.host_used() - self.host_ordered()
 
     def _host_coming(self) -> int:
         return sum(move.host_frees for move in self._moves.values())
