@@ -17,7 +17,7 @@ import anyio.to_thread
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
 from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import Connection
-from shared_rpc.client.exchange import PROMPT
+from shared_rpc.client.exchange import BRIEFLY, PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.session import RENEWAL, ClientSession, Search, Takeover, renewing
@@ -33,7 +33,6 @@ from shared_rpc.client.steps import (
     Tell,
     Within,
     Work,
-    drive,
     goes_to_operation,
 )
 from shared_rpc.client.suspension import lease_ended, renewed
@@ -110,38 +109,22 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             await self._run(lease_ended(self, [object_id]))
             await _drain()
 
-    def _end_lease(self, object_id: str, session: object) -> None:
-        # Not on the loop: over a connection of its own, in the same session.
-        if session is self._session and isinstance(session, ClientSession):
-            with suppress(SharedRPCError, OSError):
-                self._tell(session, m.Release([object_id]))
-                drive(lease_ended(self, [object_id]), functools.partial(self._perform_apart, session))
-
     def _has_lease(self, handle: Lease[Any]) -> bool:
         return handle.in_session(self._session)
 
     def _return_chunks(self, chunks: list[int]) -> None:
         if self._session is not None:
-            self._tell(self._session, m.Free(chunks))
-
-    def _tell(self, session: ClientSession, message: m.Message) -> None:
-        self._exchange_apart(session, Request(message, "a message"))
+            self._exchange_apart(self._session, Request(m.Free(chunks), "free"))
 
     def _exchange_apart(self, session: ClientSession, request: Request) -> Reply:
-        connection = Connection(self.socket_path).open(session.token, 1.0)
+        # Not on the loop: over a connection of its own, in the same session.
+        connection = Connection(self.socket_path).open(session.token, BRIEFLY)
         try:
-            return connection.exchange(request, time.monotonic() + 1.0)
+            if connection.welcome.token != session.token:
+                raise ConnectionClosed("the session has ended")
+            return connection.exchange(request, time.monotonic() + BRIEFLY)
         finally:
             connection.close()
-
-    def _perform_apart(self, session: ClientSession, step: Step) -> Any:
-        """Do what an operation asks for that ends no lease, and is in no coroutine."""
-        match step:
-            case Request():
-                return self._exchange_apart(session, step)
-            case Work():
-                return step.function()
-        return None
 
     # Driving of operations.
 

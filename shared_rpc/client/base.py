@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -17,11 +18,11 @@ from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import ClientSession, LeaseBook
-from shared_rpc.client.steps import Driver, Lend, Operation, Reply
+from shared_rpc.client.steps import Driver, Lend, Operation, Reply, Request, Step, Work, drive
 from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
-from shared_rpc.client.suspension import Suspensions
-from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.errors import ConnectionClosed
+from shared_rpc.client.suspension import Suspensions, lease_ended
+from shared_rpc.client.transfer import ClientTransfer, TransferClosed
+from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FINALIZER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
@@ -34,6 +35,8 @@ __all__ = ["OWN_TIMEOUT", "BaseClient", "preload_codec"]
 
 #: A timeout that stands for the client's own.
 OWN_TIMEOUT = -1.0
+#: Seconds until the finaliser thread tries again to return leases to a server that is stuck.
+_LATER = 2.0
 
 
 def preload_codec() -> None:
@@ -173,6 +176,43 @@ class BaseClient(Driver):
         handle = self._handle(step.message, step.value, session.server_id, session)
         self._leases.add(handle)
         return handle
+
+    @abstractmethod
+    def _exchange_apart(self, session: ClientSession, request: Request) -> Reply:
+        """Send a request in a session, for the finaliser thread: wait for a second or so, and begin no operation.
+
+        :raises TransferClosed, SharedRPCError: if there is no reply.
+        """
+
+    def _end_lease_soon(self, object_id: str, session: object) -> None:
+        if isinstance(session, ClientSession):
+            session.dropped.append(object_id)
+            if len(session.dropped) == 1:  # no other attempt is queued
+                self._release_dropped(session)
+
+    def _release_dropped(self, session: ClientSession) -> None:
+        """Return the leases of collected handles. If the server takes no request now, try again later."""
+        if session is not self._known():
+            return  # its leases have ended, or end without these handles
+        request = Request(m.Release(session.dropped), "release", transfer=session.transfer)
+        try:
+            self._exchange_apart(session, request).frame.close()
+            drive(lease_ended(self, session.dropped), functools.partial(self._perform_apart, session))
+        except (TransferClosed, SharedRPCError, OSError):
+            if not request.sent and session is self._known():
+                again = weakly(self._release_dropped)
+                FINALIZER.submit(functools.partial(again, session), after=_LATER)
+                return
+        session.dropped = []
+
+    def _perform_apart(self, session: ClientSession, step: Step) -> Any:
+        """Do what an operation asks for that ends no lease, in the finaliser thread."""
+        match step:
+            case Request():
+                return self._exchange_apart(session, step)
+            case Work():
+                return step.function()
+        return None
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False

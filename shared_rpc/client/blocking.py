@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
-from shared_rpc.client.exchange import PROMPT
+from shared_rpc.client.exchange import BRIEFLY, PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.pool import ConnectionPool, Turn
 from shared_rpc.client.session import ClientSession
@@ -19,6 +19,7 @@ from shared_rpc.client.steps import (
     Notify,
     Operation,
     Reach,
+    Reply,
     Request,
     Step,
     Tell,
@@ -88,6 +89,13 @@ class BlockingDriver(BaseClient, BlockingMethods):
             self._run(ask(Request(m.Release([object_id]), "release"), m.Count), patience=0)
             self._run(lease_ended(self, [object_id]), patience=0)
             MAPPINGS.drain()
+
+    def _release_dropped(self, session: ClientSession) -> None:
+        super()._release_dropped(session)
+        MAPPINGS.drain()
+
+    def _exchange_apart(self, session: ClientSession, request: Request) -> Reply:
+        return self._pool.exchange(request, time.monotonic() + BRIEFLY, 0)
 
     def _interrupted(self, session: object) -> None:
         if isinstance(session, ClientSession):

@@ -12,7 +12,7 @@ import anyio
 import anyio.lowlevel
 
 from shared_rpc.client.connection import ExchangeSocket, connect
-from shared_rpc.client.exchange import PROMPT, Exchange, TooLate
+from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, TooLate
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.protocol import messages as m
@@ -103,7 +103,7 @@ class Channel(ExchangeSocket):
                 await self._flush()
 
     async def _withdraw(self, exchange: Exchange) -> None:
-        with anyio.move_on_after(PROMPT, shield=True), suppress(SharedRPCError):
+        with anyio.move_on_after(BRIEFLY, shield=True), suppress(SharedRPCError):
             if self._exchanges.withdraw(exchange):
                 await self._await(exchange)
 

@@ -186,10 +186,10 @@ class Connection(ExchangeSocket):
         try:
             self._await(exchange, deadline)
         except TooLate:
-            self._withdraw(exchange, PROMPT)
+            self._withdraw(exchange)
         except BaseException as error:
             if not is_interrupt(error):  # an interrupt retires the session, see ConnectionPool
-                self._withdraw(exchange, BRIEFLY)
+                self._withdraw(exchange)
                 self._exchanges.abandon(exchange)
                 self._send_pending()
             raise
@@ -244,10 +244,10 @@ class Connection(ExchangeSocket):
         poll.register(self._socket.fileno(), events)
         poll.poll(min(left, _LONG) * 1000)
 
-    def _withdraw(self, exchange: Exchange, seconds: float) -> None:
+    def _withdraw(self, exchange: Exchange) -> None:
         with passed_over(TooLate, SharedRPCError):
             if self._exchanges.withdraw(exchange):
-                self._await(exchange, time.monotonic() + seconds)
+                self._await(exchange, time.monotonic() + BRIEFLY)
 
     def _send_pending(self) -> None:
         """Send the release of an abandoned answer. The connection is in order again if no answer is owed."""

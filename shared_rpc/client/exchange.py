@@ -37,9 +37,9 @@ from shared_rpc.protocol.tasks import TaskInfo
 
 __all__ = ["BRIEFLY", "PROMPT", "Exchange", "Exchanges", "TooLate", "discard", "release_for"]
 
-#: Seconds for the server's part of the handshake, and for its answer to a cancellation.
+#: Seconds for the server's part of the handshake, and for its answer to a request that it answers without a wait.
 PROMPT = 5.0
-#: Seconds for the answer to an interrupted request, before another connection replaces this one.
+#: Seconds beyond the caller's time for the server's answer to a cancellation; and all that the finaliser thread waits.
 BRIEFLY = 1.0
 #: Request ids have 32 bits and begin again after the last one; 0 is for the handshake and the server's own messages.
 LAST_ID = (1 << 32) - 1

@@ -45,12 +45,18 @@ class Giver(Protocol):
         :raises CapabilityError: in the local role, which has none.
         """
 
-    def _end_lease(self, object_id: str, session: object) -> None:
-        """Return one lease, from any thread. It raises no error of its own: without the session there is no lease."""
+    def _end_lease_soon(self, object_id: str, session: object) -> None:
+        """Return the lease of a collected handle, in the finaliser thread, which must not wait for one server.
+
+        Errors are ignored, because the lease ends with the session.
+        """
 
 
 class Issuer(Giver, Protocol):
     """The issuer of a :class:`Handle`: a blocking client, or a role. For public methods see :class:`shared_rpc.Client`."""
+
+    def _end_lease(self, object_id: str, session: object) -> None:
+        """Return one lease, and wait until the server has it back. Errors are ignored: the lease ends with the session."""
 
     def _interrupted(self, session: object) -> None:
         """Return a lease whose release a signal handler interrupted, at a place that is not known."""
@@ -84,7 +90,7 @@ class AsyncIssuer(Giver, Protocol):
     """The issuer of an :class:`AsyncHandle`: :class:`Issuer` for coroutines."""
 
     async def _aend_lease(self, object_id: str, session: object) -> None:
-        """Do the work of :meth:`Giver._end_lease` in a coroutine."""
+        """Do the work of :meth:`Issuer._end_lease` in a coroutine."""
 
     async def get_object_info(self, handle: str, /) -> ObjectInfo:
         """Ask for the facts of an object."""
@@ -272,7 +278,7 @@ class Lease(Generic[T]):
     def _return_soon(self) -> None:
         """Have another thread return the lease of a dropped handle."""
         issuer, object_id, session = self._issuer, self.object_id, self._session
-        FINALIZER.submit(lambda: issuer._end_lease(object_id, session))
+        FINALIZER.submit(lambda: issuer._end_lease_soon(object_id, session))
 
     def __reduce__(self) -> NoReturn:
         raise CapabilityError(

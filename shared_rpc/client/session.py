@@ -49,6 +49,8 @@ class ClientSession:
     connections: set[Connection] = field(default_factory=set)
     idle: list[Connection] = field(default_factory=list)
     parked: list[Connection] = field(default_factory=list)
+    #: Objects of collected handles, whose leases the finaliser thread returns.
+    dropped: list[str] = field(default_factory=list)
     ended: bool = False
 
 

@@ -76,7 +76,7 @@ class Client(BlockingDriver, BlockingOperations, Context):
     :param base_path: the beginning of the socket's path, see :func:`shared_rpc.settings.resolve_base_path`.
     :param device: the server's device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
     :param socket_path: the server's socket itself, in place of base path and device.
-    :param timeout: seconds that an operation may take; None for no limit.
+    :param timeout: seconds that an operation may take, and one more if the server is stuck; None for no limit.
     :param connect_timeout: seconds to wait until a server listens.
     :param pool: how much memory arguments may take until the server has done with them.
     """

@@ -431,6 +431,8 @@ class LoopbackDriver(BlockingMethods):
             self._engine.post(session.give_back)
             self._run(lease_ended(self, [session.object_id]))
 
+    _end_lease_soon = _end_lease
+
     def _has_lease(self, handle: Lease[Any]) -> bool:
         lease = handle._session
         return isinstance(lease, _LocalLease) and lease.core is self._engine.core and not lease.over

@@ -347,6 +347,6 @@ def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
 class Giver:
     """Takes nothing back."""
 
-    def _end_lease(self, object_id: str, session: object) -> None:
+    def _end_lease_soon(self, object_id: str, session: object) -> None:
         """Never called here."""
         raise AssertionError(object_id)

@@ -121,7 +121,7 @@ def test_a_reply_that_comes_long_after_its_caller_left(
     """
     with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         client.call("doubled", torch.ones(4))
-        monkeypatch.setattr(connection_module, "PROMPT", 0.1)
+        monkeypatch.setattr(connection_module, "BRIEFLY", 0.1)
         client._timeout = 0.2
         with deaf_from(server, begun, go), pytest.raises(DeadlineExceeded, match="is stuck"):
             client.call(endpoint, torch.ones(100))
@@ -144,7 +144,7 @@ def test_a_client_is_closed_before_the_reply_comes(
     """Nothing waits for it any more, and nothing is left."""
     with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         client.call("doubled", torch.ones(4))
-        monkeypatch.setattr(connection_module, "PROMPT", 0.1)
+        monkeypatch.setattr(connection_module, "BRIEFLY", 0.1)
         client._timeout = 0.2
         with deaf_from(server, begun, go):
             with pytest.raises(DeadlineExceeded, match="is stuck"):
@@ -161,7 +161,7 @@ async def test_a_reply_that_comes_long_after_its_coroutine_left(
     """What comes over the one connection is read with the next answer, and known for whose it is."""
     async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         await client.call("doubled", torch.ones(4))
-        monkeypatch.setattr(channel_module, "PROMPT", 0.1)
+        monkeypatch.setattr(channel_module, "BRIEFLY", 0.1)
         with deaf_from(server, begun, go):
             client._timeout = 0.2
             with pytest.raises(DeadlineExceeded):

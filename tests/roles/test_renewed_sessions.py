@@ -396,7 +396,7 @@ def test_memory_that_is_not_replaced_in_one_step(client: Client, other: Client, 
 class Giver:
     """Takes nothing back."""
 
-    def _end_lease(self, object_id: str, session: object) -> None:
+    def _end_lease_soon(self, object_id: str, session: object) -> None:
         """Never called here."""
         raise AssertionError(object_id)
 

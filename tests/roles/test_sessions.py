@@ -274,7 +274,7 @@ def test_a_server_that_is_stuck_for_a_while_keeps_the_session(
     """A server that answers nobody until later finds the session of those who gave up waiting still there."""
     client = connect()
     held = client.call("own", 3)
-    monkeypatch.setattr(connection_module, "PROMPT", 0.1)
+    monkeypatch.setattr(connection_module, "BRIEFLY", 0.1)
     monkeypatch.setattr(client, "_timeout", 0.1)
     with pytest.raises(DeadlineExceeded, match=f"the server at {server.socket_path} is stuck"):
         client.call("jam")

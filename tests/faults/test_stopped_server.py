@@ -1,0 +1,127 @@
+"""A server that is stopped, as by a debugger: what a client of it waits for, and what it leaves to be done later."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from shared_rpc import AsyncClient, Client
+from shared_rpc.client.exchange import PROMPT
+from shared_rpc.errors import DeadlineExceeded
+from tests.kit.processes import Child, eventually, python, sigstop
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+SERVER = """
+import sys, torch
+from shared_rpc import Provider, Server
+provider = Provider(device="cpu")
+provider.share("held", managed=True)(lambda: torch.ones(3))
+with Server(provider):
+    print("serving", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start(no_leaks: None, tmp_path: Path, children: list[Child]) -> Callable[[str], Child]:
+    """``start(name)`` starts a server of another process, with ``tmp_path / name`` as its base path."""
+    tmp_path.chmod(0o700)
+
+    def start(name: str) -> Child:
+        children.append(python(SERVER, environ={"SHARED_TENSOR_BASE_PATH": str(tmp_path / name)}))
+        children[-1].expect("serving")
+        return children[-1]
+
+    return start
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Callable[..., Client]]:
+    """``connect(name)`` makes a client of that server; it is closed at the end."""
+    made: list[Client] = []
+
+    def connect(name: str, **options: Any) -> Client:
+        made.append(Client(tmp_path / name, **{"device": "cpu", **options}))
+        return made[-1]
+
+    yield connect
+    for client in made:
+        client.close()
+
+
+def leases(client: Client) -> int:
+    """The leases on objects of a server."""
+    return client.get_server_info()["leases"]
+
+
+def test_a_dropped_handle_of_it_delays_no_other_clean_up(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
+    """The handle of another server's object is returned at once, and that of this one when the server goes on."""
+    server = start("stopped")
+    start("other")
+    stopped, other = connect("stopped"), connect("other")
+    first, second, third = stopped.call("held"), stopped.call("held"), other.call("held")
+    sigstop(server.pid)
+    del first, second, third
+    eventually(lambda: leases(other) == 0, seconds=60)
+    os.kill(server.pid, signal.SIGCONT)
+    eventually(lambda: leases(stopped) == 0, seconds=60)
+
+
+def test_a_dropped_handle_of_a_coroutine_is_returned_later(
+    start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path
+) -> None:
+    """The lease goes back when the server goes on, though the first attempt found no server."""
+    server = start("stopped")
+    start("other")
+    stopped, other = connect("stopped"), connect("other")
+
+    async def main() -> None:
+        async with AsyncClient(tmp_path / "stopped", device="cpu") as client:
+            first, second = await client.call("held"), other.call("held")
+            sigstop(server.pid)
+            del first, second
+            # Releases are sent one after the other: the first attempt has failed by then.
+            await anyio.to_thread.run_sync(lambda: eventually(lambda: leases(other) == 0, seconds=60))
+            os.kill(server.pid, signal.SIGCONT)
+            await anyio.to_thread.run_sync(lambda: eventually(lambda: leases(stopped) == 0, seconds=60))
+
+    anyio.run(main)
+
+
+def test_a_timeout_of_a_client(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
+    """An operation ends soon after the client's timeout, although the server does not confirm that it was cancelled."""
+    server = start("stopped")
+    client = connect("stopped", timeout=0.5)
+    client.ping()
+    sigstop(server.pid)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="is stuck"):
+        client.ping()
+    assert time.monotonic() - begin < PROMPT
+    os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_timeout_of_a_coroutine(start: Callable[[str], Child], tmp_path: Path) -> None:
+    """It ends as soon."""
+    server = start("stopped")
+
+    async def main() -> None:
+        async with AsyncClient(tmp_path / "stopped", device="cpu", timeout=0.5) as client:
+            await client.ping()
+            sigstop(server.pid)
+            begin = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match="is stuck"):
+                await client.ping()
+            assert time.monotonic() - begin < PROMPT
+            os.kill(server.pid, signal.SIGCONT)
+
+    anyio.run(main)
