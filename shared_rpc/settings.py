@@ -39,6 +39,7 @@ __all__ = [
     "cluster_settings",
     "environment",
     "is_socket_of",
+    "program",
     "resolve_base_path",
     "resolve_cluster",
     "resolve_role",
@@ -128,6 +129,15 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 def client_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a client that a server starts, which finds the modules that this process finds."""
     return {**server_environment(environ), _ROLE: "client"}
+
+
+def program(module: str, *words: str) -> list[str]:
+    """Return the command line that runs a module of this package as a program.
+
+    It takes no module from the working directory (``-P``), which may be another user's. Unlike ``PYTHONSAFEPATH``, the option
+    is not inherited by interpreters that the program starts.
+    """
+    return [sys.executable, "-P", "-m", module, *words]
 
 
 @contextmanager

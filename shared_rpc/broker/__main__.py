@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import logging
 import os
 import select
@@ -42,7 +42,7 @@ def main() -> int:
         if options.log_format is not None or options.log_level is not None:
             configure(options.log_format or "text", options.log_level or "info", LogHandler())
         for name in options.hooks:
-            _add_hook(name)
+            _add_hook(name, words.target)
         exporter = None
         if options.metrics_port is not None:  # before the app is loaded: a server must not begin without its metrics port
             from shared_rpc.observability.exporter import Exporter
@@ -92,13 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_hook(name: str) -> None:
-    """Import a hook, ``package.module:name``.
+def _add_hook(name: str, target: str) -> None:
+    """Import a hook, ``package.module:name``, which may lie beside the app.
 
     :raises ConfigurationError: if there is none.
     """
     module, _, attribute = name.partition(":")
     try:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            place = target.partition(":")[0]
+            sys.path.append(os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd())
         hook = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"

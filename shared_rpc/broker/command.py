@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from dataclasses import dataclass, field
 
-from shared_rpc.settings import ServeOptions
+from shared_rpc.settings import ServeOptions, program
 
 __all__ = ["WorkerCommand"]
 
@@ -33,7 +32,7 @@ class WorkerCommand:
 
     def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
         """Start a worker in a process group of its own: Ctrl-C at a terminal is for the broker. See :meth:`words`."""
-        words = [sys.executable, "-m", "shared_rpc.worker", *self.words(number, fd)]
+        words = program("shared_rpc.worker", *self.words(number, fd))
         return subprocess.Popen(
             words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0
         )

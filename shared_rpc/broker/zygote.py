@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ import msgspec
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
+from shared_rpc.settings import program
 from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Request, Step, Unfit, answers, packed
 from shared_rpc.zygote.process import ForkedProcess, adopting, pss_of
 from shared_rpc.zygote.title import ROOM
@@ -89,7 +89,7 @@ class _Running:
             number = str(theirs.fileno())
             with theirs:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "shared_rpc.zygote", "--fd", number, "--parent", str(os.getpid()), ROOM],
+                    program("shared_rpc.zygote", "--fd", number, "--parent", str(os.getpid()), ROOM),
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
 from shared_rpc.provider.amounts import amount_of, check_quotas, in_bytes, quotas_of
 from shared_rpc.server.joiner import check_cluster
-from shared_rpc.settings import ServeOptions, checked_path
+from shared_rpc.settings import ServeOptions, checked_path, program
 
 if TYPE_CHECKING:
     from shared_rpc.provider.provider import Provider
@@ -171,7 +171,7 @@ def serve(
         return
     # The broker takes this process over: it runs for long, and needs none of the modules that parse and print here.
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "shared_rpc.broker", target, *options.words])
+    os.execv(sys.executable, program("shared_rpc.broker", target, *options.words))
 
 
 def _serve_in_process(target: str, options: ServeOptions) -> None:

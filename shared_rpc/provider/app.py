@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -67,8 +68,11 @@ def _load_file(path: Path) -> ModuleType:
 def _load_module(name: str) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigurationError(f"{name!r} is neither a file nor a module: write app.py, or package.module")
-    sys.path.insert(0, "")
+    top = name.partition(".")[0]
     try:
+        if top not in sys.modules and importlib.util.find_spec(top) is None:
+            # The working directory is the app's own folder if it has the app, and may be another user's if it has not.
+            sys.path.insert(0, os.getcwd())
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from typing import IO
@@ -20,7 +19,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.forks import after_fork
 from shared_rpc.observability.stderr import Tail
 from shared_rpc.protocol.infos import JoinerInfo
-from shared_rpc.settings import client_environment
+from shared_rpc.settings import client_environment, program
 
 __all__ = ["Joiner", "check_cluster"]
 
@@ -44,7 +43,7 @@ def check_cluster(cluster: str) -> list[str]:
         # Found, not imported: that takes a second.
         if importlib.util.find_spec("ray") is None:
             raise ConfigurationError("cluster='ray' needs Ray, which is not installed: pip install 'shared-rpc[ray]'")
-        return [sys.executable, "-m", "shared_rpc.cluster.join"]
+        return program("shared_rpc.cluster.join")
     try:
         words = shlex.split(cluster)
     except ValueError as error:
@@ -121,7 +120,7 @@ class Joiner:
         """Start the process, and wait for its end; return how it ended."""
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "shared_rpc.zygote.attached", str(os.getpid()), *self._words],
+                program("shared_rpc.zygote.attached", str(os.getpid()), *self._words),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

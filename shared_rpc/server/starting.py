@@ -7,7 +7,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -17,7 +16,7 @@ from shared_rpc.errors import ConnectError
 from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.own_files import open_own
 from shared_rpc.server.listener import check_directory
-from shared_rpc.settings import ServeOptions, server_environment
+from shared_rpc.settings import ServeOptions, program, server_environment
 
 __all__ = ["ServerStarter", "log_path"]
 
@@ -75,13 +74,13 @@ class ServerStarter:
         reason = election.failure()
         if reason:
             raise ConnectError(reason)
-        words = ["-m", "shared_rpc.broker", self._target(), *self._options.words]
+        words = program("shared_rpc.broker", self._target(), *self._options.words)
         begin = time.monotonic()
         with _opened_log(path) as log:
             start = os.fstat(log).st_size
             os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()} starts: {' '.join(words)}\n".encode())
             process = subprocess.Popen(
-                [sys.executable, *words, "--detach", str(election.fd)],
+                [*words, "--detach", str(election.fd)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -98,7 +97,7 @@ class ServerStarter:
         text = _written(path, start)
         if state == "ended":
             reason = (
-                f"the server for {path} ended before it listened. It was started with: python {' '.join(words)}. "
+                f"the server for {path} ended before it listened. It was started with: {' '.join(words)}. "
                 f"The end of its log, {log_path(path)}:\n{text}"
             )
             election.record_failure(reason)

@@ -12,6 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from shared_rpc.protocol.worker import Imports
+from shared_rpc.settings import program
 from shared_rpc.worker.imports import Learner
 from shared_rpc.zygote.child import inherited_environment
 
@@ -95,4 +96,4 @@ class Beginning:
         sys.stdout.flush()
         sys.stderr.flush()
         os.set_inheritable(int(words[words.index("--fd") + 1]), True)
-        os.execve(sys.executable, [sys.executable, "-m", "shared_rpc.worker", *words], inherited_environment())
+        os.execve(sys.executable, program("shared_rpc.worker", *words), inherited_environment())

@@ -105,7 +105,7 @@ BROKER = """
     core = Core(
         Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", transfers_of(), socket_path=path
     )
-    acceptor = Acceptor(core, path, {os.geteuid()}, 10)
+    acceptor = Acceptor(core, path, 10)
     engine = Engine(core, elsewhere, "the broker", acceptor.serve)
     engine.start()
     print("serving", flush=True)

@@ -65,7 +65,8 @@ from shared_rpc.broker import supervisor, zygote
 from shared_rpc.cli.__main__ import main
 
 def become(program, words):
-    sys.argv[:] = words[2:]
+    assert words[1:3] == ["-P", "-m"]
+    sys.argv[:] = words[3:]
     runpy.run_module("shared_rpc.broker", run_name="__main__", alter_sys=True)
 
 zygote._SETTLE = 0.05

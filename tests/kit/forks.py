@@ -15,6 +15,7 @@ import fcntl
 import gc
 import importlib
 import io
+import itertools
 import multiprocessing.util
 import os
 import runpy
@@ -89,6 +90,7 @@ class _Request(msgspec.Struct):
 
     :param words: of the command line, behind the interpreter and its options.
     :param nested: whether it gets a zygote of its own.
+    :param safe_path: whether ``sys.path`` begins without the folder of the program, as by ``-P``.
     """
 
     words: list[str]
@@ -98,6 +100,7 @@ class _Request(msgspec.Struct):
     new_session: bool = False
     group: int = -1
     nested: bool = False
+    safe_path: bool = False
 
 
 class _Zygote:
@@ -215,15 +218,16 @@ class Popen(subprocess.Popen[Any]):
             return
         streams = {number: number if fd < 0 else fd for number, fd in enumerate((p2cread, c2pwrite, errwrite))}
         fds = streams | {fd: fd for fd in pass_fds}
-        unbuffered, words = words
+        options, words = words
         request = _Request(
             words=words,
             variables=variables,
             fds=list(fds),
-            unbuffered=unbuffered or bool(variables.get("PYTHONUNBUFFERED")),
+            unbuffered="-u" in options or bool(variables.get("PYTHONUNBUFFERED")),
             new_session=bool(new_session),
             group=-1 if group is None else group,
             nested=self._has_workers or _has_workers(words, variables),
+            safe_path="-P" in options,
         )
         try:
             self.pid = zygote.ask(request, fds.values(), cwd)
@@ -301,13 +305,13 @@ def _is_inherited(fd: int) -> bool:
         return False
 
 
-def _words(args: Any, variables: dict[str, str], imported_with: dict[str, str]) -> tuple[bool, list[str]] | None:
-    """Whether output is unbuffered, and the words behind the interpreter's options; None for what only a new process can be."""
+def _words(args: Any, variables: dict[str, str], imported_with: dict[str, str]) -> tuple[list[str], list[str]] | None:
+    """The interpreter's options, and the words behind them; None for what only a new process can be."""
     if isinstance(args, (str, bytes, os.PathLike)):
         return None
     program, *words = map(os.fsdecode, args)
-    unbuffered = words[:1] == ["-u"]
-    words = words[unbuffered:]
+    options = list(itertools.takewhile(lambda word: word in ("-u", "-P"), words))
+    words = words[len(options) :]
     if program != sys.executable or not words or (words[0].startswith("-") and words[0] not in ("-c", "-m")):
         return None
     if words[0] == "-m" and (len(words) < 2 or words[1].partition(".")[0] not in ("shared_rpc", "tests")):
@@ -317,7 +321,7 @@ def _words(args: Any, variables: dict[str, str], imported_with: dict[str, str]) 
         return None
     if any("\udc80" <= letter <= "\udcff" for text in (*words, *variables.values()) for letter in text):
         return None  # the request is text
-    return unbuffered, words
+    return options, words
 
 
 def _has_workers(words: list[str], variables: dict[str, str]) -> bool:
@@ -393,7 +397,11 @@ class _Born:
             else ""
         )
         given = request.variables.get("PYTHONPATH", "")
-        path = [own, *(os.path.abspath(entry) for entry in given.split(os.pathsep) if entry), *self._path]
+        path = [
+            *([] if request.safe_path else [own]),
+            *(os.path.abspath(entry) for entry in given.split(os.pathsep) if entry),
+            *self._path,
+        ]
         argv = words if words[0] not in ("-c", "-m") else [words[0], *words[2:]]
         become(
             Identity(fds=request.fds, argv=argv, variables=request.variables, path=path, group=False, title=words),
@@ -464,7 +472,7 @@ class _Exec(BaseException):
 
 def _exec(program: str, words: Sequence[str]) -> NoReturn:
     """:func:`os.execv`, as ``serve`` becomes a broker by it; the process keeps what it has imported, and its zygote."""
-    serves = list(words[1:3]) == ["-m", "shared_rpc.broker"] or list(words[1:4]) == ["-m", "shared_rpc.cli", "serve"]
+    serves = list(words[1:4]) == ["-P", "-m", "shared_rpc.broker"] or list(words[1:4]) == ["-m", "shared_rpc.cli", "serve"]
     if not program == words[0] == sys.executable or not serves:
         _execv(program, words)
     raise _Exec(words[1:])
@@ -479,6 +487,9 @@ def _run(words: Sequence[str]) -> None:
     except _Exec as given:
         following = given.words
     if following is not None:
+        if following[0] == "-P":
+            following = following[1:]
+            del sys.path[:1]
         sys.argv[:] = [following[0], *following[2:]]
         sys.orig_argv[1:] = following
         set_title([sys.executable, *following])

@@ -710,7 +710,7 @@ BROKER = """
             pass
 
     core = Core(Registry([]), Nowhere(), DEVICE, transfers_of(), quotas={DEVICE: 1 << 30})
-    acceptor = Acceptor(core, sys.argv[1], {os.geteuid()}, 10)
+    acceptor = Acceptor(core, sys.argv[1], 10)
     engine = Engine(core, Nowhere(), "the broker", acceptor.serve)
     engine.start()
     print("serving", flush=True)

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.extras.verification.clients import LOG, VerifyClient
 from shared_rpc.extras.verification.interrupts import Interrupts
 from shared_rpc.protocol.infos import ServerInfo
-from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, server_environment
+from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, program, server_environment
 
 __all__ = ["CannotRun", "Stage", "marked", "within"]
 
@@ -134,7 +133,7 @@ class Stage:
         words = ["serve", "shared_rpc.extras.verification.app", "--no-preload", "--device", self._device]
         with self.interrupts.deferred(), open(self.folder / "server.log", "ab") as log:
             broker = subprocess.Popen(
-                [sys.executable, "-m", "shared_rpc.cli", *words, "--socket", self.socket_path, "--idle-exit", str(_ORPHANED)],
+                program("shared_rpc.cli", *words, "--socket", self.socket_path, "--idle-exit", str(_ORPHANED)),
                 cwd=self.folder,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,

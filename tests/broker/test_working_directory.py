@@ -1,0 +1,116 @@
+"""No process that the library starts takes modules from the working directory, which may be another user's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.joiners import PROGRAM, command_of, source_of
+from tests.kit.processes import Child, eventually
+
+#: In place of modules that every process of the library imports: each writes down who imported it, and fails.
+HOSTILE = """
+import pathlib, sys
+with (pathlib.Path(__file__).parent / "imported").open("a") as file:
+    print(__name__, sys.orig_argv, file=file)
+raise ImportError("from the working directory")
+"""
+
+#: The console script, whose own folder comes first on the path.
+COMMAND = ("-P", "-m", "shared_rpc.cli")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A directory with modules in place of those that processes of the library import."""
+    folder = tmp_path / "hostile"
+    folder.mkdir()
+    for name in ("msgspec", "anyio", "torch", "numpy", "cloudpickle", "argparse", "colorsys"):
+        (folder / f"{name}.py").write_text(HOSTILE)
+    return folder
+
+
+def imported(folder: Path) -> str:
+    """What was imported from the directory, and by whom."""
+    file = folder / "imported"
+    return file.read_text() if file.exists() else ""
+
+
+def serve(hostile: Path, children: list[Child], *words: str) -> Child:
+    """``shared-rpc serve``, in the hostile directory, in a process that imported nothing before."""
+    child = Child(*COMMAND, "serve", *words, cwd=hostile, fresh=True)
+    children.append(child)
+    child.expect("serving")
+    return child
+
+
+def zygote_ready(app: BrokerApp) -> None:
+    """Wait until the broker's workers can be forks."""
+    eventually(lambda: app.connect().get_server_info()["zygote"]["state"] == "ready", 90.0, "a zygote", every=0.1)
+
+
+def test_a_broker_its_zygote_and_its_workers(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
+    """None of them imports from there: not the first worker, nor a fork, nor one that begins again for a variable's sake."""
+    broker_app.write("os.environ['LEVEL'] = str(os.getpid())\nimport colorsys")
+    serve(hostile, children, str(broker_app.file))
+    zygote_ready(broker_app)
+    client = broker_app.connect()
+    (first,) = worker_pids(client)
+    os.kill(first, signal.SIGKILL)
+    another_worker(client, first)
+    assert client.call("model").weight[0, 0] == 4
+    assert imported(hostile) == ""
+
+
+def test_a_module_that_is_installed(base_path: str, hostile: Path, children: list[Child]) -> None:
+    """An app that is found elsewhere does not bring the working directory along."""
+    serve(hostile, children, "shared_rpc.extras.verification.app")
+    assert imported(hostile) == ""
+
+
+def test_a_module_in_the_working_directory(base_path: str, tmp_path: Path, children: list[Child]) -> None:
+    """An app that is found nowhere else is looked for there."""
+    (tmp_path / "here_alone.py").write_text("from shared_rpc import Provider\nprovider = Provider(device='cpu')\n")
+    serve(tmp_path, children, "here_alone")
+
+
+def test_a_hook_beside_the_app(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
+    """It is found wherever the command was given."""
+    broker_app.file.with_name("my_hooks.py").write_text("import sys\ndef hook(event): print('event', file=sys.stderr)\n")
+    serve(hostile, children, str(broker_app.file), "--hook", "my_hooks:hook").expect_error("event")
+    assert imported(hostile) == ""
+
+
+def test_a_joiner(broker_app: BrokerApp, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
+    """The program that joins a cluster begins without it."""
+    serve(hostile, children, str(broker_app.file), "--cluster-program", command_of(tmp_path, PROGRAM))
+    eventually(lambda: source_of(broker_app.connect())["session"] is not None, 40.0, "a source", every=0.05)
+    assert imported(hostile) == ""
+
+
+def test_a_server_that_a_script_starts(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
+    """The role spawn adds nothing to where the script looks for modules."""
+    script = broker_app.file
+    script.write_text(f"{script.read_text()}\nif __name__ == '__main__':\n    print('model', model().weight.shape)\n")
+    child = Child(str(script), cwd=hostile, environ={"SHARED_TENSOR_ROLE": "spawn"}, fresh=True)
+    children.append(child)
+    child.expect("model")
+    stop = Child(*COMMAND, "stop", cwd=hostile)
+    children.append(stop)
+    assert stop.close()[0] == 0
+    assert imported(hostile) == ""
+
+
+def test_a_zygote_of_scripts(base_path: str, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
+    """Nor does shared-rpc run."""
+    script = tmp_path / "script.py"
+    script.write_text("import msgspec, torch\nprint('ran', msgspec.__file__)\n")
+    for words in ((*COMMAND, "run", str(script)), (*COMMAND, "stop", "--all")):
+        child = Child(*words, cwd=hostile, fresh=True)
+        children.append(child)
+        assert child.close()[0] == 0
+    assert imported(hostile) == ""
