@@ -94,9 +94,7 @@ class Placement:
             if named or mapping.segment is None:
                 self.segments.append(Segment(mapping.info))
             else:
-                if mapping.fresh and access in ("read", "private"):
-                    mapping.seal()
-                mapping.fresh = False
+                mapping.publish(access)
                 self.segments.append(mapping.segment.duplicate("read" if mapping.sealed and access != "private" else access))
         return number
 
@@ -140,7 +138,7 @@ class Placement:
             if not chunk:
                 return False
             self.held.append(chunk)
-        elif not known and mapping.segment is None:
+        elif (not known and mapping.segment is None) or (access == "read" and mapping.may_change):
             return False
         self.put(block, self.segment(mapping, access, named=mapping.pooled), offset, chunk)
         return True
@@ -154,8 +152,9 @@ class Placement:
 def move(scan: Scan, access: Access, tensors: Tensors = "all") -> Placement:
     """Give every storage of ``scan`` a place in a segment, and rebind its tensors. All work on the memory is complete then.
 
-    A storage that lies in a segment that this process may publish stays where it is. One that is to be private is copied into
-    a segment, wherever it lies, and its tensors are not rebound.
+    A storage that lies in a segment that this process may publish stays where it is, unless it is shared for reading and
+    another process may write to it (:attr:`Mapping.may_change`). One that is to be private is copied into a segment, wherever
+    it lies, and its tensors are not rebound.
 
     :raises CapabilityError: if a device has not enough memory. Tensors already moved stay valid.
     """

@@ -169,8 +169,8 @@ def copy_on_host(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
             target = order.target.duplicate() if order.target is not None else _host_segment(order.wanted)
             made.append(Written(target, b""))
             made[-1] = Written(target, _copy(order, target, buffer, steps))
-            if order.wanted.mechanism == "memfd" and order.wanted.access != "read_write":
-                HOST.seal(target.fileno())
+            if order.wanted.mechanism == "memfd" and order.target is None:
+                HOST.seal(target.fileno(), order.wanted.access)
     return made
 
 

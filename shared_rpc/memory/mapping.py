@@ -65,7 +65,8 @@ class Mapping:
     owner: str = ""
     #: Whether the bytes are reused when their reader has released them: no other process may learn of them.
     pooled: bool = False
-    #: Whether this process made the segment, and has not yet sent it to another process.
+    #: Whether this process made the segment, and whether it has not yet published it.
+    made: bool = False
     fresh: bool = False
     #: Whether this process may publish the memory again, and whether consumers may only map it for reading.
     publishes: bool = field(init=False)
@@ -112,11 +113,24 @@ class Mapping:
         """Return whether something of an object lives over it."""
         return any(use.object_id == object_id and use() is not None for use in self.uses)
 
-    def seal(self) -> None:
-        """Refuse later writable mappings of a segment that this process made; its own stays writable."""
-        if not self.sealed and self.segment is not None:
-            self.backend.seal(self.segment.fileno())
-            self.sealed = True
+    def publish(self, access: Access) -> None:
+        """Seal a segment that this process made, before it is sent for the first time; see :meth:`Backend.seal`.
+
+        The mapping itself stays writable.
+        """
+        if self.fresh and self.segment is not None:
+            self.backend.seal(self.segment.fileno(), access)
+            self.sealed = access != "read_write"
+        self.fresh = False
+
+    @property
+    def may_change(self) -> bool:
+        """Whether another process may write to this host memory although no endpoint of this process shared it for writing.
+
+        That is memory of a caller's argument, or of a buffer: a seal does not end the mappings that exist. What this process
+        made is as its endpoints shared it, and what a server published for reading is sealed.
+        """
+        return self.info.mechanism == "memfd" and not self.made and not (self.sealed and self.owner)
 
     def view(self) -> object:
         """Return the bytes, see :meth:`Backend.view`. Valid while this mapping has a user."""
@@ -229,7 +243,7 @@ class MappingTable:
         mappings: list[Mapping] = []
         try:
             self._add(mappings, segment.info, backend, segment, keep=True)
-            mappings[0].fresh = True
+            mappings[0].made = mappings[0].fresh = True
             yield mappings[0]
         finally:
             if not mappings:

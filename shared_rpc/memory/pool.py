@@ -147,6 +147,7 @@ class Pool:
             raise PoolFull(self._held(total, nbytes), self.frees)
         with MAPPINGS.create(size, device) as mapping:
             mapping.pooled = True
+            mapping.publish("read_write")
             arena = Arena(MAPPINGS.hold(mapping), mapping, Extents(mapping.info.nbytes))
         arenas.append(arena)
         return arena

@@ -9,6 +9,11 @@ odd number without a lock is an update that was begun and never ended.
     offset  size
     0       8     the revision
     8       4     the pid of the last or present writer, in its own pid namespace
+    12      4     1 if the last update ended without commit()
+
+An object that is shared for reading has a page that only its server's process writes: it maps the page before it seals it,
+and holds the lock, on a description that no other process gets, for as long as the page exists. So readers can neither write
+to the page nor lock it, and an odd number without a lock means that the server has ended.
 
 Order, on every machine: what the writer wrote before it set an even revision, the work on the GPU included, is there for
 readers of that revision.
@@ -30,13 +35,13 @@ from typing import TypeVar
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, UpdateInterrupted
 from shared_rpc.errors.interrupts import is_of_handler
-from shared_rpc.forks import after_fork
+from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory import futex
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.segments import Descriptor, Segment, new_segment_id
-from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.protocol.records import Access, SegmentInfo
 
 __all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page", "settled_revision"]
 
@@ -47,12 +52,28 @@ V = TypeVar("V")
 SLICE = 0.05
 #: struct flock of 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("hhqqi4x")
+#: Offset of the word that says that an update was left.
+_LEFT = 12
 
 
-def new_page() -> Segment:
-    """Return a page of revision 0, which the caller owns."""
+def new_page(access: Access = "read_write") -> Segment:
+    """Return a page of revision 0, which the caller owns.
+
+    :param access: ``"read"`` if no other process is to write to it: see :func:`read_only`.
+    """
     futex.supported()
-    return HOST.create(HOST.granularity)
+    page = HOST.create(HOST.granularity)
+    try:
+        if access == "read":
+            assert page.descriptor is not None
+            _mappings[page.descriptor] = _own[os.fstat(page.fileno()).st_ino] = _OwnPage(page)
+            # A forked child's copy would keep the lock of a server that was killed.
+            after_fork(page.descriptor.close)
+        HOST.seal(page.fileno(), access)
+    except BaseException:
+        page.close()
+        raise
+    return page
 
 
 def restored_page(fd: int) -> Segment:
@@ -69,12 +90,16 @@ def read_only(page: Segment) -> Segment:
 def settled_revision(page: Segment) -> int | None:
     """Return the revision in a page, which need not be mapped here; None while a process writes to the object's memory."""
     revision = int.from_bytes(os.pread(page.fileno(), 8, 0), sys.byteorder)
-    return None if revision % 2 and _is_locked(page.fileno()) else revision
+    return None if revision % 2 and _has_writer(page.fileno()) else revision
 
 
-def _is_locked(page: int) -> bool:
+def _has_writer(page: int) -> bool:
+    """Return whether the update that an odd revision means goes on: its process lives, and has not left it."""
+    if _updating.get(os.fstat(page).st_ino) is not None:  # this process's own lock does not show
+        return True
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    return bool(_FLOCK.unpack(fcntl.fcntl(page, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
+    locked = _FLOCK.unpack(fcntl.fcntl(page, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+    return locked and not any(os.pread(page, 4, _LEFT))
 
 
 class Page:
@@ -94,12 +119,17 @@ class Page:
             if page.descriptor is None:
                 raise ValueError(f"segment {page.info.id} is closed")
             self._descriptor = page.descriptor
-        made: list[int] = []
-        weakref.finalize(self, _unmap, made, page.info.nbytes).atexit = False
-        self._address = HOST.map(self._descriptor.number, page.info.nbytes, page.info.access, made)
         self._inode = os.fstat(self._descriptor.number).st_ino
+        self._own = _own.get(self._inode) if self.access == "read_write" else None
+        if self._own is not None:
+            self._address = self._own.address
+        else:
+            made: list[int] = []
+            weakref.finalize(self, _unmap, made, page.info.nbytes).atexit = False
+            self._address = HOST.map(self._descriptor.number, page.info.nbytes, page.info.access, made)
         self._revision = ctypes.c_uint64.from_address(self._address)
         self._pid = ctypes.c_uint32.from_address(self._address + 8)
+        self._left = ctypes.c_uint32.from_address(self._address + _LEFT)
 
     @property
     def revision(self) -> int:
@@ -134,7 +164,7 @@ class Page:
 
     def _check_writer(self, seen: int) -> None:
         self._refuse_own_update("wait for")
-        if _is_locked(self._descriptor.number) or self.revision != seen:
+        if _has_writer(self._descriptor.number) or self.revision != seen:
             return
         pid = int(self._pid.value)
         raise UpdateInterrupted(
@@ -209,7 +239,7 @@ class Page:
             )
         if thread is not None:
             self._refuse_own_update("update")
-        lock = _Lock(self._descriptor.number, thread)
+        lock = _Lock(self._descriptor.number, thread) if self._own is None else _Turn(self._inode, thread)
         if not lock.taken:
             return None
         if thread is not None:
@@ -217,6 +247,7 @@ class Page:
         revision = self.revision
         update = Update(self, lock, revision + 1 if revision % 2 == 0 else revision + 2)
         self._pid.value = os.getpid()
+        self._left.value = 0
         self._revision.value = update.revision
         futex.fence()
         return update
@@ -240,7 +271,7 @@ class Page:
 class Update:
     """Update under way. ``revision`` is its odd number."""
 
-    def __init__(self, page: Page, lock: _Lock, revision: int) -> None:
+    def __init__(self, page: Page, lock: _Lock | _Turn, revision: int) -> None:
         self.revision = revision
         self._page = page
         self._lock = lock
@@ -267,6 +298,8 @@ class Update:
 
         In a child that was forked in the block there is no lock, and nothing happens.
         """
+        if os.getpid() == self._process and self._page._revision.value == self.revision:
+            self._page._left.value = 1
         _updating.pop(self._page._inode, None)
         self._lock.release()
         futex.wake(self._page._address)
@@ -308,8 +341,37 @@ class _Lock:
         self._descriptor.close()
 
 
-#: Updates by threads of this process, by the inode of the page.
-_updating: weakref.WeakValueDictionary[int, _Lock] = weakref.WeakValueDictionary()
+class _Turn:
+    """Turn to update a page of :class:`_OwnPage`: such turns are between threads and coroutines of one process.
+
+    A turn without references has ended.
+    """
+
+    def __init__(self, inode: int, thread: int | None) -> None:
+        self.thread = thread
+        with _turns:
+            self.taken = _updating.setdefault(inode, self) is self
+
+    def release(self) -> None:
+        """Do nothing: the register has forgotten it."""
+
+
+class _OwnPage:
+    """This process's own mapping of a page that others can only read, and the lock that says that this process lives."""
+
+    def __init__(self, page: Segment) -> None:
+        made: list[int] = []
+        weakref.finalize(self, _unmap, made, page.info.nbytes).atexit = False
+        self.address = HOST.map(page.fileno(), page.info.nbytes, "read_write", made)
+        fcntl.fcntl(page.fileno(), fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+
+
+#: Updates by this process, by the inode of the page: those by its threads, and all of its own pages.
+_updating: weakref.WeakValueDictionary[int, _Lock | _Turn] = weakref.WeakValueDictionary()
+_turns = fork_safe_lock()
+#: By the descriptor for as long as that is open, and by the inode for whoever has another one of the page.
+_mappings: weakref.WeakKeyDictionary[Descriptor, _OwnPage] = weakref.WeakKeyDictionary()
+_own: weakref.WeakValueDictionary[int, _OwnPage] = weakref.WeakValueDictionary()
 
 
 after_fork(_updating.clear)

@@ -188,8 +188,10 @@ class Backend(Protocol):
     def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
         """Give the range of a vacated mapping back; ``done`` is as that of :meth:`unmap`."""
 
-    def seal(self, fd: int) -> None:
-        """Refuse every later writable mapping, where the device can; mappings that exist stay as they are."""
+    def seal(self, fd: int, access: Access = "read") -> None:
+        """Refuse every later seal, where the device has seals; unless ``access`` is ``"read_write"``, also every later writable
+        mapping. Mappings that exist stay as they are.
+        """
 
     @property
     def unmaps_in_background(self) -> bool:

@@ -184,7 +184,7 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
     parts: list[SegmentBytes] = []
     try:
         for info, device in zip(header.segments, fits.devices, strict=True):
-            reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl), what, bare=True)
+            reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, room=True), what, bare=True)
             try:
                 made, frame = reply.message, reply.frame
                 if not isinstance(made, m.Result):

@@ -290,7 +290,7 @@ class CreateBuffer(Message):
 
     ``shape``: one, or a number of bytes. ``device``: its id, ``""`` for the server's own. ``zero``: the asker relies on zeros.
     ``ttl``: seconds for which others may get it, ``max_accesses``: how often; None for no such limit. ``keep``: it is there
-    without holders too, as with a ``ttl``.
+    without holders too, as with a ``ttl``. ``room``: for a record, whose memory is sealed when it is adopted.
     """
 
     shape: int | list[int]
@@ -300,6 +300,7 @@ class CreateBuffer(Message):
     ttl: float | None = None
     max_accesses: int | None = None
     keep: bool = False
+    room: bool = False
 
 
 class KeepSegments(Message):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
@@ -113,7 +114,7 @@ class Buffers:
                 self._wake_within(message.ttl)
             tell(waiter, Delivery(stored.record, None, stored, True))
 
-        self._work(waiter, lambda: Completed(self._new_record(extent, facts.id), None), keep, ended)
+        self._work(waiter, lambda: Completed(self._new_record(extent, facts.id, room=message.room), None), keep, ended)
 
     def keep(self, waiter: Waiter, segments: Sequence[Segment], linger: float) -> None:
         """List a buffer over memory that is there, which the waiter's session holds; the waiter is notified at once.
@@ -194,8 +195,11 @@ class Buffers:
             "copies": self._copied(facts.id),
         }
 
-    def _new_record(self, extent: Extent, device: str) -> Record:
+    def _new_record(self, extent: Extent, device: str, *, room: bool) -> Record:
         segments = [self._memory.allocate(device, extent.nbytes)] if extent.nbytes else []
+        for segment in segments:
+            if segment.info.mechanism == "memfd" and not room:
+                HOST.seal(segment.fileno(), "read_write")
         storage = StorageEntry(0 if segments else -1, 0, extent.nbytes)
         tensor = TensorEntry(0, extent.dtype, 0, extent.shape, extent.strides)
         table = TensorTable((device,), (storage,), (tensor,))

@@ -246,11 +246,11 @@ def page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool
         stored = objects.get(object_id)  # the eviction may have dropped it
     if stored is None:
         raise StaleHandleError(f"the server has no object {object_id[:100]}", reason="object_gone")
+    sealed = any(segment.info.access == "read" for segment in stored.record.segments)
     page = stored.page
     if page is None:
-        page = new_page()
+        page = new_page("read" if sealed else "read_write")
         objects.add_page(stored, page)
-    sealed = any(segment.info.access == "read" for segment in stored.record.segments)
     return read_only(page) if sealed and not local else page.duplicate(), _memory_of(stored)
 
 

@@ -12,8 +12,10 @@ from typing import Any
 from shared_rpc.errors import BufferNotFound, CapabilityError, RecordError, RefreshError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.exported import FORMAT, RecordHeader
 from shared_rpc.protocol.generations import Generation
+from shared_rpc.protocol.records import Access
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.endpoints import Registry
 from shared_rpc.server.generations import Generations
@@ -201,9 +203,9 @@ class Records:
         places = homes(header, self._device)
         skeleton, table = moved(header, places)
         segments = [one.record.segments[0] for one in room]
-        for segment, access in zip(segments, chosen, strict=True):
-            if access != "read_write" and segment.info.mechanism == "memfd":
-                HOST.seal(segment.fileno())
+        for one, segment, access in zip(room, segments, chosen, strict=True):
+            if segment.info.mechanism == "memfd":
+                _seal(one, segment, access)
         return Record(
             skeleton,
             table,
@@ -264,3 +266,19 @@ class Records:
         self._generations.announce(stored)
         self._settle(stored.object_id)
         return self._generations.of(stored)
+
+
+def _seal(buffer: StoredObject, segment: Segment, access: Access) -> None:
+    """Seal host memory of a room as the record is shared.
+
+    :raises RecordError: if it cannot be sealed for reading any more: it was shared for writing.
+    """
+    try:
+        HOST.seal(segment.fileno(), access)
+    except PermissionError as error:
+        if access != "read_write":
+            raise RecordError(
+                f"buffer {buffer.object_id} is shared for writing, and the record for reading: use the room that allocate() "
+                f"has made for this record, before it is evicted",
+                reason="room",
+            ) from error

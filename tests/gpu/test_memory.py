@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
 import signal
 from collections.abc import Callable
@@ -14,12 +16,16 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.segments import Backend, Segment
-from shared_rpc.protocol.records import Mechanism
+from shared_rpc.protocol.records import Access, Mechanism
 from tests.kit import segment_peer
 from tests.kit.bound_host import BACKEND
 from tests.kit.conformance import BackendConformance
 from tests.kit.kernel_maps import rights
 from tests.kit.processes import Child, python
+from tests.kit.raw import F_ADD_SEALS, F_SEAL_SHRINK
+
+#: linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_PUNCH_HOLE = 0x1 | 0x2
 
 
 class TestHost(BackendConformance):
@@ -336,12 +342,42 @@ def test_host_seal_refuses_other_ways_to_write() -> None:
             os.close(again)
 
 
-def test_host_seals_are_final() -> None:
-    """Nobody who is sent a sealed segment can add a seal that its maker would meet."""
+@pytest.mark.parametrize("access", ["read", "read_write"])
+def test_host_seals_are_final(access: Access) -> None:
+    """A process that receives a sealed segment cannot add a seal that other processes would meet."""
     with closing(HOST.create(1)) as segment:
-        HOST.seal(segment.fileno())
+        HOST.seal(segment.fileno(), access)
         with pytest.raises(PermissionError):
             HOST.seal(segment.fileno())
+
+
+def test_host_memory_of_huge_pages_is_refused() -> None:
+    """A hole that its sender punches later would end this process with SIGBUS, whatever the seals."""
+    try:
+        fd = os.memfd_create("huge", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"no memfd of huge pages: {error}")
+    try:
+        nbytes = os.fstat(fd).st_blksize
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)
+        with pytest.raises(CapabilityError, match="huge pages"):
+            HOST.map(fd, nbytes, "read")
+    finally:
+        os.close(fd)
+
+
+def test_a_hole_in_host_memory_is_zeros() -> None:
+    """A process that punches one under a reader writes zeros, which it could have written otherwise: no SIGBUS."""
+    with closing(HOST.create(1)) as segment:
+        HOST.seal(segment.fileno(), "read_write")
+        address = HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
+        HOST.view(address, 4)[:] = b"full"
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.fallocate(segment.fileno(), _PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(segment.info.nbytes)):
+            pytest.skip(f"no holes here: {os.strerror(ctypes.get_errno())}")
+        assert bytes(HOST.view(address, 4)) == bytes(4)
+        HOST.unmap(address, segment.info.nbytes)
 
 
 def test_gpu_memory_without_cuda_bindings(children: list[Child]) -> None:

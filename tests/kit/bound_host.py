@@ -7,6 +7,7 @@ import os
 from shared_rpc.memory.backends.exporter_owned import ExportDescriptor, ExporterOwnedBackend, Memory
 from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
 from shared_rpc.memory.backends.host import HOST
+from shared_rpc.protocol.records import Access
 
 
 class BoundHost(ExporterOwnedBackend):
@@ -52,7 +53,7 @@ class BoundHost(ExporterOwnedBackend):
         """Unmap."""
         HOST.unmap(memory.address, int(memory.handle))
 
-    def seal(self, fd: int) -> None:
+    def seal(self, fd: int, access: Access = "read") -> None:
         """Nothing can be refused."""
 
     def synchronize(self) -> bool:

@@ -15,7 +15,7 @@ from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.socket import FrameSocket
 
 #: linux/fcntl.h
-_F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE = 1033, 0x2, 0x8
+F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE = 1033, 0x2, 0x8
 
 
 def frame_of(message: Message, number: int = 1, payload: bytes = b"", fds: int = 0) -> bytes:
@@ -29,7 +29,7 @@ def sealed_memory(nbytes: int = 4096, seals: int = F_SEAL_SHRINK) -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     if seals:
-        fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+        fcntl.fcntl(fd, F_ADD_SEALS, seals)
     return fd
 
 

@@ -225,7 +225,7 @@ def test_a_maker_receives_its_own_mapping(no_leaks: None, table: MappingTable) -
         assert mapping.segment is not None
         with closing(mapping.segment.duplicate("read")) as segment:
             assert table.receive(segment).mapping.info.access == "read"
-            mapping.seal()
+            mapping.publish("read")
             assert table.receive(segment).mapping is mapping
 
 
@@ -524,11 +524,11 @@ def test_find_forgets_what_is_unmapped(table: MappingTable, segments: Callable[[
 # Sealing.
 
 
-def test_sealing_twice_is_harmless(table: MappingTable) -> None:
+def test_publishing_twice_is_harmless(table: MappingTable) -> None:
     """A mapping remembers that its segment is sealed; the maker's own mapping stays writable."""
     with table.create(1, "cpu") as mapping:
-        mapping.seal()
-        mapping.seal()
+        mapping.publish("read")
+        mapping.publish("read")
         mapping.view()[:1] = b"w"
         assert mapping.sealed
         with closing(mapping.segment.duplicate()) as segment, pytest.raises(CapabilityError, match="access='read'"):

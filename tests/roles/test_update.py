@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import math
 import os
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +25,7 @@ from shared_rpc.errors import (
 )
 from shared_rpc.memory import futex, revisions
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.revisions import Page, new_page, read_only
+from shared_rpc.memory.revisions import Page, new_page, read_only, settled_revision
 from shared_rpc.protocol.records import SegmentInfo
 from tests.kit.apps import App, Serve, at_once
 from tests.kit.processes import Child, python
@@ -461,7 +464,7 @@ def _update(page: Page) -> None:
 
 def test_a_reader_s_page_cannot_be_written() -> None:
     """Its descriptor does not allow a writable mapping."""
-    with new_page() as segment, read_only(segment) as sealed:
+    with new_page("read") as segment, read_only(segment) as sealed:
         assert sealed.info.access == "read"
         with pytest.raises(CapabilityError, match="cannot map"):
             HOST.map(sealed.fileno(), sealed.info.nbytes, "read_write")
@@ -470,6 +473,67 @@ def test_a_reader_s_page_cannot_be_written() -> None:
         assert reader.wait(1, time.monotonic() + 5) == 2
         with pytest.raises(CapabilityError, match="access='read'"):
             _update(reader)
+
+
+def test_a_reader_cannot_change_its_page_in_another_way() -> None:
+    """A second description of the page, opened for writing, neither maps it nor writes to it."""
+    with new_page("read") as segment, read_only(segment) as sealed:
+        again = os.open(f"/proc/self/fd/{sealed.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with pytest.raises(CapabilityError, match="access='read'"):
+                HOST.map(again, sealed.info.nbytes, "read_write")
+            with pytest.raises(PermissionError):
+                os.pwrite(again, b"7", 0)
+        finally:
+            os.close(again)
+
+
+def test_a_reader_cannot_lock_its_page() -> None:
+    """The page's writer has the lock from the beginning: no reader can stop its updates, or claim to be the writer."""
+    with new_page("read") as segment, read_only(segment) as sealed:
+        lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        with pytest.raises(BlockingIOError):
+            fcntl.fcntl(sealed.fileno(), fcntl.F_OFD_SETLK, lock)
+        _update(Page(segment.duplicate(), [], "one"))
+        assert settled_revision(segment) == 2
+
+
+def test_writers_of_a_reader_s_page_take_turns() -> None:
+    """The server's threads update the object one after the other, each by a page object of its own."""
+    with new_page("read") as segment:
+        pages = [Page(segment.duplicate(), [], "one") for _ in range(4)]
+        assert at_once(*[functools.partial(_update, page) for page in pages]) == [None] * 4
+        assert settled_revision(segment) == 8
+
+
+def test_a_reader_learns_of_an_update_that_was_left() -> None:
+    """Though the process that left it goes on, and has the lock of the page."""
+    with new_page("read") as segment, read_only(segment) as sealed:
+        reader, writer = Page(sealed.duplicate(), [], "one"), Page(segment.duplicate(), [], "one")
+        with pytest.raises(ZeroDivisionError), writer.update(math.inf):
+            assert settled_revision(sealed) is None
+            raise ZeroDivisionError
+        with pytest.raises(UpdateInterrupted):
+            reader.wait(2, time.monotonic() + 5)
+        assert settled_revision(sealed) == 1
+        _update(writer)
+        assert reader.wait(2, time.monotonic() + 5) == 4
+
+
+def test_a_reader_learns_of_its_server_s_end() -> None:
+    """The lock ends with the server, so an update that was going on then has been interrupted."""
+    with new_page("read") as segment:
+        reader, writer = Page(read_only(segment), [], "one"), Page(segment.duplicate(), [], "one")
+        assert writer.try_begin() is not None
+        del writer
+    with pytest.raises(UpdateInterrupted):
+        reader.wait(2, time.monotonic() + 5)
+
+
+def test_nobody_seals_a_page_that_all_write_to() -> None:
+    """A client that did would keep the others from updating the object."""
+    with new_page() as segment, pytest.raises(PermissionError):
+        HOST.seal(segment.fileno())
 
 
 def test_an_unknown_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

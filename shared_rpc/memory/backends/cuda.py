@@ -251,7 +251,7 @@ class CudaBackend:
         if visible_gpus()[self.ordinal] != self.uuid:
             raise CapabilityError(f"GPU {self.uuid} is not visible to this process: check CUDA_VISIBLE_DEVICES")
 
-    def seal(self, fd: int) -> None:
+    def seal(self, fd: int, access: Access = "read") -> None:
         """Do nothing: CUDA has no seal. A consumer maps read-only if the segment's info says so and its driver can."""
 
     def synchronize(self) -> bool:

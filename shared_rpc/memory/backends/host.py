@@ -84,6 +84,9 @@ class MemfdBackend:
         if not seals & _F_SEAL_SHRINK:
             # Another holder of the descriptor could truncate it, and the next read here would end this process (SIGBUS).
             raise CapabilityError("the segment's descriptor is no memfd sealed against shrinking")
+        if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+            # Another holder could punch a hole (fallocate(2)): zeros in ordinary pages, but SIGBUS in those of hugetlbfs.
+            raise CapabilityError("the segment's descriptor is a memfd of huge pages (MFD_HUGETLB): use one of ordinary pages")
         actual = os.fstat(fd).st_size
         if actual < nbytes:
             raise CapabilityError(f"the segment's descriptor has {actual} bytes, but {nbytes} were announced")
@@ -140,9 +143,11 @@ class MemfdBackend:
         """Unmap those pages."""
         self.unmap(address, nbytes, done)
 
-    def seal(self, fd: int) -> None:
-        """Refuse later writable mappings (F_SEAL_FUTURE_WRITE, Linux 5.1)."""
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | _F_SEAL_SEAL)
+    def seal(self, fd: int, access: Access = "read") -> None:
+        """Refuse later seals, and unless ``access`` is ``"read_write"`` later writable mappings and write(2), holes included
+        (F_SEAL_FUTURE_WRITE, Linux 5.1).
+        """
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SEAL | (_F_SEAL_FUTURE_WRITE if access != "read_write" else 0))
 
     unmaps_in_background = True
 

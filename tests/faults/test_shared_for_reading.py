@@ -1,0 +1,152 @@
+"""Memory that is shared with access="read", and processes that could write to it before it was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import msgspec
+import pytest
+import torch
+
+from shared_rpc import Client, Provider, Server
+from shared_rpc.codec.storages import whole_tensor
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.copies import CopyOrder, Steps, copy_on_host, never, nobody
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.pool import Pool, PoolOptions
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.records import (
+    Access,
+    SegmentInfo,
+    StorageEntry,
+    TensorEntry,
+    TensorTable,
+)
+from shared_rpc.protocol.values import TensorRef, encode
+from tests.kit.apps import Serve
+from tests.kit.raw import Raw, sealed_memory
+
+NBYTES = 8192
+
+
+@pytest.fixture
+def device() -> str:
+    """Host memory: a GPU's has no seals."""
+    return "cpu"
+
+
+@pytest.fixture
+def received(no_leaks: None) -> Iterator[Callable[..., tuple[Segment, torch.Tensor]]]:
+    """``received(access, owner)`` is memory of another process, announced with that access, and a tensor over it here."""
+    with ExitStack() as stack:
+
+        def received(access: Access = "read_write", owner: str = "") -> tuple[Segment, torch.Tensor]:
+            made = stack.enter_context(HOST.create(NBYTES))
+            segment = stack.enter_context(made.duplicate(access))
+            with MAPPINGS.attach([segment], keep=True, owner=owner) as [mapping]:
+                return segment, whole_tensor(mapping, NBYTES)
+
+        yield received
+
+
+@pytest.mark.parametrize("access", ["read_write", "read"])
+def test_what_came_from_a_caller_is_copied(
+    received: Callable[..., tuple[Segment, torch.Tensor]], published: Callable[..., Record], access: Access
+) -> None:
+    """Whatever access the caller announced, it may write to the memory still: readers get another one, which is sealed."""
+    segment, tensor = received(access)
+    (shared,) = published(tensor, "read").segments
+    os.pwrite(segment.fileno(), b"changed", 0)
+    assert os.pread(shared.fileno(), 7, 0) == bytes(7)
+    with pytest.raises(CapabilityError, match="shared read-only"):
+        HOST.map(shared.fileno(), NBYTES, "read_write")
+
+
+def test_what_is_shared_for_writing_stays_where_it_is(
+    received: Callable[..., tuple[Segment, torch.Tensor]], published: Callable[..., Record]
+) -> None:
+    """Without access="read" a caller's memory is returned without a copy."""
+    segment, tensor = received()
+    (shared,) = published(tensor, "read_write").segments
+    assert os.path.samestat(os.fstat(shared.fileno()), os.fstat(segment.fileno()))
+
+
+def test_what_a_server_shared_for_reading_stays_where_it_is(
+    received: Callable[..., tuple[Segment, torch.Tensor]], published: Callable[..., Record]
+) -> None:
+    """A worker that returns the result of another one does not copy it."""
+    segment, tensor = received("read", "a server")
+    (shared,) = published(tensor, "read").segments
+    assert os.path.samestat(os.fstat(shared.fileno()), os.fstat(segment.fileno()))
+
+
+@pytest.fixture
+def server(provider: Provider, serve: Serve) -> Server:
+    """A server that returns what it is given."""
+    provider.share("given", access="read", cache=False)(lambda tensor: tensor)
+    return serve()
+
+
+def test_an_argument_that_its_sender_has_mapped(server: Server) -> None:
+    """The sender writes to its own memory after the reply, and the result is as it was."""
+    fd = sealed_memory(NBYTES)
+    table = TensorTable(("cpu",), (StorageEntry(0, 0, NBYTES),), (TensorEntry(0, "uint8", 0, (NBYTES,), (1,)),))
+    call = m.Call(
+        "given",
+        [encode(TensorRef(0))],
+        {},
+        msgspec.Raw(msgspec.msgpack.encode(table)),
+        [SegmentInfo("chosen by the client", NBYTES, "cpu")],
+    )
+    with Raw(server.socket_path) as raw:
+        raw.say(call, fds=[fd])
+        frame = raw.hear_frame()
+        try:
+            os.pwrite(fd, b"changed", 0)
+            assert os.pread(frame.fds[0], 7, 0) == bytes(7)
+        finally:
+            frame.close()
+            os.close(fd)
+
+
+def test_a_buffer_that_its_holder_has_mapped(server: Server, client: Client) -> None:
+    """A result that was returned from a buffer does not change with the buffer."""
+    with client.create_buffer(NBYTES) as buffer:
+        given = client.call("given", buffer.value)
+        buffer.value.fill_(7)
+        assert not given.any()
+
+
+@pytest.fixture(params=["result", "argument's pool", "buffer", "restored"])
+def sent(request: pytest.FixtureRequest, published: Callable[..., Record]) -> Iterator[int]:
+    """A descriptor of memory that a client may write to, as it is sent."""
+    with ExitStack() as stack:
+        if request.param == "result":
+            yield published(torch.zeros(NBYTES)).segments[0].fileno()
+        elif request.param == "argument's pool":
+            pool = Pool(PoolOptions(), "the pool")
+            stack.callback(pool.close)
+            (segment,) = published(torch.zeros(NBYTES), pool=pool).segments
+            yield segment.fileno()
+        elif request.param == "buffer":
+            connect = request.getfixturevalue("connect")
+            request.getfixturevalue("server")
+            with connect().create_buffer(NBYTES) as buffer:
+                found = MAPPINGS.find(buffer.value.data_ptr())
+                assert found is not None and found[0].descriptor is not None
+                yield found[0].descriptor.fileno()
+        else:
+            segment = stack.enter_context(HOST.create(NBYTES))
+            (made,) = copy_on_host([CopyOrder(segment, segment.info.incarnation(1))], Steps(NBYTES, nobody, never))
+            yield stack.enter_context(made.segment).fileno()
+
+
+def test_a_client_cannot_seal_what_others_write_to(sent: int) -> None:
+    """It would keep every later client from mapping the memory as it is shared."""
+    with pytest.raises(PermissionError):
+        HOST.seal(sent)
