@@ -244,6 +244,7 @@ class Broker:
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
+        core.own_processes = lambda: {worker.pid for worker in self._supervisor.all}
         listener = self._manager.listener(message.socket_path)
         acceptor = Acceptor(core, message.socket_path, self._options.max_connections, listener)
         if self._exporter is not None:
@@ -333,8 +334,7 @@ class Broker:
     # The end of an idle broker.
 
     def _usage(self, asker: str = "") -> Usage:
-        pids = {worker.pid for worker in self._supervisor.all}
-        usages = [service.acceptor.usage(pids, asker) for service in self._services.values()]
+        usages = [service.acceptor.usage(asker) for service in self._services.values()]
         return Usage(*map(sum, zip(*usages, strict=True))) if usages else Usage(0, 0, 0, 0)
 
     def _look(self) -> tuple[bool, int]:

@@ -12,7 +12,7 @@ import typer
 from shared_rpc import __version__
 from shared_rpc.cli.cluster import app as cluster_app
 from shared_rpc.cli.discovery import live_servers, the_server
-from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
+from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
 from shared_rpc.cli.processes import command_of
 from shared_rpc.cli.records import export_object, import_file
 from shared_rpc.cli.rendering import (
@@ -51,7 +51,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; an error of the library is one line on standard error and exit code 1."""
+    """Run the command line; an error of the library is one line on standard error and exit code 1, or 2 for misuse."""
     # A character that the terminal cannot show is replaced.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -59,7 +59,7 @@ def main() -> None:
         app()
     except SharedRPCError as error:
         complain(str(error))
-        raise SystemExit(1) from None
+        raise SystemExit(2 if isinstance(error, Misuse) else 1) from None
     finally:
         _flush_output()
 
@@ -106,7 +106,7 @@ def _server_table(infos: list[ServerInfo]) -> None:
                 contents(info),
                 size(info["nbytes"]),
                 info["leases"],
-                info["sessions"] - 1,  # without the session of this command
+                info["clients"],
                 ago(info["started_at"]),
             )
             for info in infos

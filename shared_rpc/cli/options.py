@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["Arguments", "BasePath", "Json", "Socket", "Timeout", "keywords"]
+__all__ = ["Arguments", "BasePath", "Json", "Misuse", "Socket", "Timeout", "as_misuse", "keywords"]
 
 BasePath = Annotated[
     str | None,
@@ -23,10 +25,23 @@ Timeout = Annotated[
 Arguments = list[str] | None
 
 
+class Misuse(ConfigurationError):
+    """Options or arguments of a command that cannot be used; its exit code is 2."""
+
+
+@contextmanager
+def as_misuse() -> Iterator[None]:
+    """Raise a :class:`ConfigurationError` about the value of an option as :class:`Misuse`."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise Misuse(str(error)) from error
+
+
 def keywords(arguments: Arguments) -> dict[str, Any]:
     """Parse keyword arguments of a call, each ``key=value``. A value that is no Python literal is a string.
 
-    :raises ConfigurationError: for a text of another form.
+    :raises Misuse: for a text of another form.
     """
     return dict(_argument(text) for text in arguments or ())
 
@@ -36,7 +51,7 @@ def _argument(text: str) -> tuple[str, Any]:
 
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        raise ConfigurationError(f"{text!r} is no argument: write key=value")
+        raise Misuse(f"{text!r} is no argument: write key=value")
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shared_rpc.cli.discovery import the_server
-from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, keywords
+from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
 from shared_rpc.cli.rendering import as_json, size
 from shared_rpc.cli.tiers import object_of
 from shared_rpc.client.exported import RecordBytes
@@ -57,7 +57,7 @@ def import_file(
 
     kwargs = keywords(arguments)
     if kwargs and endpoint is None:
-        raise ConfigurationError("arguments are those of a call: name its endpoint with --endpoint")
+        raise Misuse("arguments are those of a call: name its endpoint with --endpoint")
     begin = time.perf_counter()
     with FileRecord(file) as opened, the_server(socket, base_path) as client:
         record: RecordBytes = opened

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from shared_rpc.cli.discovery import the_server
-from shared_rpc.cli.options import BasePath, Json, Socket
+from shared_rpc.cli.options import BasePath, Json, Misuse, Socket, as_misuse
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.memory.devices import check_name
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
 from shared_rpc.provider.amounts import amount_of, check_quotas, in_bytes, quotas_of
@@ -108,64 +109,67 @@ def serve(
     # The app has its role while it is loaded, as with 'SHARED_TENSOR_ROLE=server python app.py'.
     os.environ["SHARED_TENSOR_ROLE"] = "server"
     os.environ.pop("SHARED_TENSOR_ENABLED", None)
-    for path in (base_path, socket):
-        if path is not None:
-            checked_path(path)
     # A malformed amount is an error before anything starts, and so is a directory that cannot be used.
-    if not quotas_of(quota or ()) and when_full == "evict":
-        raise ConfigurationError(
+    with as_misuse():
+        for path in (base_path, socket):
+            if path is not None:
+                checked_path(path)
+        quotas = quotas_of(quota or ())
+    if not quotas and when_full == "evict":
+        raise Misuse(
             "--when-full evict needs a --quota DEVICE=AMOUNT: without one no device is full before its driver refuses memory"
         )
     if spill_dir is not None:
         SpillDirectory(spill_dir)
     if in_process:
         if hook:
-            raise ConfigurationError(
-                "--in-process loads the app into the server: have the app call add_hook, and leave out --hook"
-            )
+            raise Misuse("--in-process loads the app into the server: have the app call add_hook, and leave out --hook")
         if workers != 1 or worker_device or build_timeout is not None:
-            raise ConfigurationError("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
+            raise Misuse("--in-process has no workers: leave out --workers, --worker-device and --build-timeout")
         if no_preload:
-            raise ConfigurationError("--in-process and --no-preload contradict each other: there are no workers to be forked")
+            raise Misuse("--in-process and --no-preload contradict each other: there are no workers to be forked")
         if idle_exit is not None:
-            raise ConfigurationError("--in-process and --idle-exit contradict each other: only a broker ends by itself")
+            raise Misuse("--in-process and --idle-exit contradict each other: only a broker ends by itself")
         if log_format is not None or log_level is not None:
             configure(log_format or LogFormat.TEXT, log_level or LogLevel.INFO)
     if device is not None and worker_device:
-        raise ConfigurationError("--device and --worker-device both name devices: use one of them")
+        raise Misuse("--device and --worker-device both name devices: use one of them")
     if cluster and cluster_program is not None:
-        raise ConfigurationError("--cluster and --cluster-program contradict each other: use one of them")
+        raise Misuse("--cluster and --cluster-program contradict each other: use one of them")
     joined = "ray" if cluster else cluster_program
     if joined:
         check_cluster(joined)
     devices = tuple(worker_device or ([device] if device is not None else []))
-    options = ServeOptions(
-        base_path=base_path,
-        socket=socket,
-        devices=devices,
-        workers=max(workers, len(devices)),
-        threads=threads,
-        build_timeout=build_timeout,
-        preload=not no_preload,
-        max_bytes=in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
-        quotas=tuple(quota or ()),
-        spill_dir=os.path.abspath(spill_dir) if spill_dir is not None else None,
-        when_full=when_full,
-        host_quota=amount_of(f"--host-quota {host_quota}", host_quota) if host_quota is not None else None,
-        max_tasks=max_tasks,
-        result_ttl=result_ttl,
-        max_connections=max_connections,
-        pool_initial=in_bytes(f"--pool-initial {pool_initial}", pool_initial) if pool_initial is not None else None,
-        pool_limit=in_bytes(f"--pool-limit {pool_limit}", pool_limit) if pool_limit is not None else None,
-        cluster=joined,
-        source_grace=source_grace,
-        idle_exit=idle_exit,
-        metrics_port=metrics_port,
-        metrics_host=metrics_host,
-        log_format=log_format,
-        log_level=log_level,
-        hooks=tuple(hook or ()),
-    )
+    with as_misuse():
+        for name in devices:
+            check_name(name)
+        options = ServeOptions(
+            base_path=base_path,
+            socket=socket,
+            devices=devices,
+            workers=max(workers, len(devices)),
+            threads=threads,
+            build_timeout=build_timeout,
+            preload=not no_preload,
+            max_bytes=in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
+            quotas=tuple(quota or ()),
+            spill_dir=os.path.abspath(spill_dir) if spill_dir is not None else None,
+            when_full=when_full,
+            host_quota=amount_of(f"--host-quota {host_quota}", host_quota) if host_quota is not None else None,
+            max_tasks=max_tasks,
+            result_ttl=result_ttl,
+            max_connections=max_connections,
+            pool_initial=in_bytes(f"--pool-initial {pool_initial}", pool_initial) if pool_initial is not None else None,
+            pool_limit=in_bytes(f"--pool-limit {pool_limit}", pool_limit) if pool_limit is not None else None,
+            cluster=joined,
+            source_grace=source_grace,
+            idle_exit=idle_exit,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+            log_format=log_format,
+            log_level=log_level,
+            hooks=tuple(hook or ()),
+        )
     if in_process:
         _serve_in_process(target, options)
         return
@@ -257,7 +261,7 @@ def reload(
     By default cached objects of changed endpoints are dropped; their holders keep them.
     """
     if keep_objects and drop_objects:
-        raise ConfigurationError("--keep-objects and --drop-objects contradict each other: use one of them")
+        raise Misuse("--keep-objects and --drop-objects contradict each other: use one of them")
     objects: Literal["changed", "all", "none"] = "none" if keep_objects else "all" if drop_objects else "changed"
     with the_server(socket, base_path) as client:
         facts = client.reload(objects)

@@ -8,9 +8,9 @@ import typer
 
 from shared_rpc import Client
 from shared_rpc.cli.discovery import live_servers, the_server
-from shared_rpc.cli.options import BasePath, Json, Socket
+from shared_rpc.cli.options import BasePath, Json, Misuse, Socket
 from shared_rpc.cli.rendering import as_json, complain, several, size
-from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import StopInfo
 from shared_rpc.scripts.listing import stop_zygotes
 
@@ -28,7 +28,7 @@ def stop(
 ) -> None:
     """End a server, wait for its end, and print what it held. Clients keep their memory."""
     if every and socket is not None:
-        raise ConfigurationError("--all and --socket contradict each other: use one of them")
+        raise Misuse("--all and --socket contradict each other: use one of them")
     ended: list[StopInfo | dict[str, Any]] = []
     failed = False
     if every:

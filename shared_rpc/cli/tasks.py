@@ -25,15 +25,12 @@ TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id, whic
 
 
 def tasks(
-    status: Annotated[str | None, typer.Option(help=f"Only tasks that are {', '.join(TaskStatus)}.")] = None,
+    status: Annotated[TaskStatus | None, typer.Option(help="Only tasks of this status.")] = None,
     socket: Annotated[str | None, typer.Option("--socket", help="One server's socket; all that are alive by default.")] = None,
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
     """List the tasks of this user's servers, with progress and outcome."""
-    if status is not None and status not in list(TaskStatus):
-        *others, last = TaskStatus
-        raise ConfigurationError(f"--status {status}: use {', '.join(others)} or {last}")
     infos: list[TaskInfo] = []
     if socket is not None:
         with the_server(socket, base_path) as client:

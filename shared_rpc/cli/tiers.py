@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -28,18 +28,15 @@ Target = Annotated[str, typer.Argument(metavar="OBJECT|ENDPOINT", help="An objec
 
 def evict(
     target: Target,
-    to: Annotated[str | None, typer.Option("--to", metavar="host|file", help="The tier; the next lower one.")] = None,
+    to: Annotated[Literal["host", "file"] | None, typer.Option("--to", help="The tier; the next lower one by default.")] = None,
     socket: Socket = None,
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
     """Move an object, or all of an endpoint's, from its device to a lower tier. What a process has active stays."""
-    if to not in (None, "host", "file"):
-        raise ConfigurationError(f"--to {to}: use host or file")
     with the_server(socket, base_path) as client:
         chosen = _target(client, target)
-        # The option was compared with the tiers that there are.
-        moves = _moved(client, lambda: client.evict(chosen, to))  # type: ignore[arg-type]
+        moves = _moved(client, lambda: client.evict(chosen, to))
     _show(moves, "freed>", json)
 
 

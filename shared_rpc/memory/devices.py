@@ -15,7 +15,7 @@ from shared_rpc.memory.segments import gpu_support
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["device_id", "device_kind", "device_tag", "id_of", "torch_device"]
+__all__ = ["check_name", "device_id", "device_kind", "device_tag", "id_of", "torch_device"]
 
 
 def device_id(device: str) -> str:
@@ -26,11 +26,10 @@ def device_id(device: str) -> str:
     :raises ConfigurationError: for anything else.
     :raises CapabilityError: for a GPU that is not there.
     """
+    check_name(device)
     if device == "cpu" or device.startswith("GPU-"):
         return device
-    kind, _, index = device.partition(":")
-    if device != "auto" and (kind != "cuda" or (index and not index.isdecimal())):
-        raise ConfigurationError(f"device={device!r}: use 'auto', 'cpu', 'cuda', 'cuda:<index>' or 'GPU-<uuid>'")
+    _, _, index = device.partition(":")
     import torch
 
     if not torch.cuda.is_available():
@@ -43,6 +42,15 @@ def device_id(device: str) -> str:
     if ordinal >= len(visible_gpus()):
         raise CapabilityError(f"device={device!r}, but this process sees {len(visible_gpus())} GPUs")
     return uuid_of(ordinal)
+
+
+def check_name(device: str) -> None:
+    """Raise :class:`ConfigurationError` for a text that cannot name a device, see :func:`device_id`. It looks at no GPU."""
+    kind, _, index = device.partition(":")
+    if device in ("auto", "cpu", "cuda") or device.startswith("GPU-"):
+        return
+    if kind != "cuda" or not index.isdecimal():
+        raise ConfigurationError(f"device={device!r}: use 'auto', 'cpu', 'cuda', 'cuda:<index>' or 'GPU-<uuid>'")
 
 
 @functools.cache

@@ -167,7 +167,7 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
     ``copiers`` are the processes of clients that offer to make copies, in the order in which they are asked. ``leases``
     counts pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each status.
     ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of records
-    is attached.
+    is attached. ``clients`` counts sessions without the asker's and those of the server's own processes and of its source.
     """
 
     server_id: str
@@ -189,6 +189,7 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
     tasks: dict[str, int]
     socket_path: str | None
     uptime: float
+    clients: int
     sessions: int
     connections: int
     ready: bool

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.memory.devices import check_name
 
 __all__ = ["amount_of", "check_quotas", "in_bytes", "quotas_of"]
 
@@ -53,6 +54,10 @@ def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
             raise ConfigurationError(f"{option}: write device=amount, as in cuda:0=0.8 or cpu=8GiB")
         if device in quotas:
             raise ConfigurationError(f"{option}: {device} has a quota already")
+        try:
+            check_name(device)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{option}: {error}") from None
         quotas[device] = amount_of(option, amount)
     return quotas
 

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Collection
 from typing import NamedTuple
 
 import anyio
@@ -64,16 +63,15 @@ class Acceptor:
         self._inode = os.lstat(path).st_ino if listener is None else 0
         after_fork(self._abandon)
 
-    def usage(self, pids: Collection[int], asker: str = "") -> Usage:
-        """Count the server's users and their uses. On the loop only.
+    def usage(self, asker: str = "") -> Usage:
+        """Count the server's users and their uses, without those of :meth:`Core.apart`. On the loop only.
 
-        :param pids: the server's own processes, which are no clients; neither is the source of its records.
         :param asker: the session of the asking client, which does not count; neither do then connections without a Hello.
         """
-        pids = {*pids, *self._core.sources.pids}
-        leases, apart = self._core.leases, {*self._core.sessions.of_processes(pids), asker}
+        own = {*self._core.own_processes(), *self._core.sources.pids}
+        leases, apart = self._core.leases, self._core.apart(asker)
         tasks = self._core.tasks.table.counts()
-        silent = 0 if asker else sum(one.session is None and one.peer.pid not in pids for one in self._connections)
+        silent = 0 if asker else sum(one.session is None and one.peer.pid not in own for one in self._connections)
         return Usage(
             clients=silent + len({one.session_id for one in self._connections if one.session is not None} - apart),
             leases=len(leases) - sum(leases.count(session) for session in apart),

@@ -211,6 +211,8 @@ class Core:
         #: Stops the server for a client, where the process does nothing but serve: called with the id of the client's session
         #: and :attr:`StopServer.if_idle`, it returns what the server held.
         self.on_stop: Callable[[str, bool], StopInfo] | None = None
+        #: Return the pids of the server's other processes.
+        self.own_processes: Callable[[], Collection[int]] = tuple
 
     async def run(self, *, started: anyio.Event) -> None:
         """Execute calls until cancelled. Then every waiter is notified, and every object dropped."""
@@ -537,8 +539,15 @@ class Core:
             info["lifetime"] = bound
         return {**info, **self.buffers.table.info(stored.object_id)} if stored.kind == "buffer" else info
 
-    def info(self) -> ServerInfo:
-        """Describe the server."""
+    def apart(self, asker: str = "") -> set[str]:
+        """Return the sessions that are not users of the server: of its own processes, of its source, and the asker's."""
+        return {*self.sessions.of_processes({*self.own_processes(), *self.sources.pids}), *filter(None, [asker])}
+
+    def info(self, asker: str = "") -> ServerInfo:
+        """Describe the server.
+
+        :param asker: the session of the asking client, which does not count as a client.
+        """
         return {
             "server_id": self.server_id,
             "pid": os.getpid(),
@@ -559,6 +568,7 @@ class Core:
             "tasks": self.tasks.table.counts(),
             "socket_path": self.socket_path,
             "uptime": self._clock.now() - self._began,
+            "clients": len(self.sessions) - len(self.apart(asker)),
             "sessions": len(self.sessions),
             "connections": self.sessions.connections,
             "ready": True,

@@ -132,7 +132,7 @@ def test_its_own_workers_do_not_keep_it(app: BrokerApp) -> None:
     broker = app.start("--idle-exit", IDLE)
     with app.connect() as client:
         info = client.get_server_info()
-    assert (info["sessions"], info["leases"]) == (2, 1)
+    assert (info["sessions"], info["clients"], info["leases"]) == (2, 0, 1)
     assert broker.close()[0] == 0
 
 
@@ -281,7 +281,7 @@ def test_in_process_does_not_end_by_itself(app: BrokerApp) -> None:
     child = Child("-m", "shared_rpc.cli", "serve", str(app.file), "--in-process", "--idle-exit", "1", cwd=app.file.parent)
     app._children.append(child)
     assert child.close() == (
-        1,
+        2,
         "shared-rpc: --in-process and --idle-exit contradict each other: only a broker ends by itself\n",
     )
 

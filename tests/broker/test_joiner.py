@@ -49,6 +49,17 @@ def test_a_brokers_joiner(app: BrokerApp, program: str) -> None:
         assert "libtorch" not in maps.read()
 
 
+def test_a_joiner_is_no_client(app: BrokerApp, program: str) -> None:
+    """A server that nothing else is connected to is idle: ``stop --if-idle`` ends it."""
+    broker = app.start("--cluster-program", program, "--source-grace", "600")
+    with app.connect() as client:
+        attached(client)
+        info = client.get_server_info()
+        assert (info["sessions"], info["clients"]) == (2, 0)
+        client.stop_server(if_idle=True)
+    assert broker.close()[0] == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_joiner_ends_with_its_broker(app: BrokerApp, faithless: str, number: signal.Signals) -> None:
     """Whatever ends that: the kernel sees to it."""

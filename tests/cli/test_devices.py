@@ -110,14 +110,20 @@ def test_quotas_as_people_write_them(texts: list[str], expected: dict[str, int |
         (["cpu=0.0"], "--quota cpu=0.0: a fraction is more than 0"),
         (["cpu=1G", "cpu=2G"], "--quota cpu=2G: cpu has a quota already"),
         (["cpu=1G", "disk=5"], "--quota disk=5: device='disk': use 'auto', 'cpu', 'cuda'"),
-        (["GPU-1=5"], "--quota GPU-1=5: quotas['GPU-1']: use a device of this server: cpu"),
     ],
     ids=str,
 )
 def test_quotas_that_cannot_be(app: None, base_path: str, tmp_path: Path, options: list[str], complaint: str) -> None:
     """One line with the option and its value; nothing is served then."""
     ran = cli("serve", "app", *(part for option in options for part in ("--quota", option)), cwd=tmp_path)
-    assert ran.complaint.startswith(complaint)
+    assert ran.misuse.startswith(complaint)
+    assert not list(tmp_path.glob("*.sock"))
+
+
+def test_a_quota_of_a_device_that_the_server_lacks(app: None, base_path: str, tmp_path: Path) -> None:
+    """Only the app's providers name the device, so that it is an error and no misuse."""
+    ran = cli("serve", "app", "--quota", "GPU-1=5", cwd=tmp_path)
+    assert ran.complaint.startswith("--quota GPU-1=5: quotas['GPU-1']: use a device of this server: cpu")
     assert not list(tmp_path.glob("*.sock"))
 
 
@@ -136,7 +142,7 @@ def test_policies_that_cannot_be(
 ) -> None:
     """The same of what becomes of a full device."""
     ran = cli("serve", "app", *place, *options, cwd=tmp_path)
-    assert ran.complaint.startswith(complaint)
+    assert ran.misuse.startswith(complaint)
     assert not list(tmp_path.glob("*.sock"))
 
 

@@ -214,12 +214,6 @@ def test_tasks_of_one_status(client: Client) -> None:
     assert [task["task_id"] for task in cli("tasks", "--json", "--status", "running").data] == [running]
 
 
-def test_a_status_that_there_is_not(base_path: str) -> None:
-    """The error names those that there are, and no server is needed to know them."""
-    complaint = "--status done: use pending, running, completed, failed or cancelled"
-    assert cli("tasks", "--status", "done").complaint == complaint
-
-
 def test_tasks_of_several_servers(client: Client, another: Client) -> None:
     """All of them in the order they were submitted; with ``--socket`` those of one."""
     tasks = [begun(one, "forever") for one in (client, another, client)]
@@ -601,9 +595,8 @@ def test_leaving_a_call(client: Client, start: Callable[..., Child]) -> None:
         (["lod"], "the server has no endpoint 'lod': did you mean 'load'?"),
         (["load", "size=1", "siez=1"], "load(): got an unexpected keyword argument 'siez'"),
         (["load"], "load(): missing a required argument: 'size'"),
-        (["load", "16"], "'16' is no argument: write key=value"),
     ],
-    ids=["endpoint", "argument", "missing", "positional"],
+    ids=["endpoint", "argument", "missing"],
 )
 def test_a_call_that_does_not_fit(client: Client, arguments: list[str], complaint: str) -> None:
     """It is one line, and no task."""

@@ -89,7 +89,6 @@ def test_a_pinned_object_stays(client: Client) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("evict", "load", "--to", "moon"), "--to moon: use host or file"),
         (("evict", "load", "--to", "host"), "host"),
         (("evict", "nothing"), "nothing"),
         (("restore", "nothing"), "nothing"),

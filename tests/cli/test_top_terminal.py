@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
+from shared_rpc.cli.top.command import Order
+from shared_rpc.cli.top.tables import ORDERS
 from shared_rpc.observability import events as happenings
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.commands import MODULE, Ran, cli
@@ -378,9 +380,9 @@ def test_one_frame_without_a_server(base_path: str) -> None:
     assert "s-other.sock" in cli("top", "--once", "--socket", f"{base_path}-other.sock").complaint
 
 
-def test_an_order_that_there_is_not(base_path: str) -> None:
-    """The error names those that there are."""
-    assert cli("top", "--sort", "colour").complaint == "--sort colour: use size, age, leases, name or access"
+def test_every_order_can_be_chosen() -> None:
+    """The option's values are the orders of the table."""
+    assert get_args(Order) == tuple(ORDERS)
 
 
 def test_one_frame_loads_no_torch(served: Server) -> None:

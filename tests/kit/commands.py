@@ -44,7 +44,15 @@ class Ran:
     @property
     def complaint(self) -> str:
         """The one line on standard error of a command that failed, and printed nothing else."""
-        assert (self.code, self.output) == (1, "")
+        return self._line(1)
+
+    @property
+    def misuse(self) -> str:
+        """The one line on standard error of a command whose options or arguments cannot be used."""
+        return self._line(2)
+
+    def _line(self, code: int) -> str:
+        assert (self.code, self.output) == (code, "")
         (line,) = self.errors.splitlines()
         assert line.startswith("shared-rpc: ")
         return line.removeprefix("shared-rpc: ")

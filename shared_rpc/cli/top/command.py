@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from shared_rpc.cli.options import BasePath, Socket
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["top"]
+__all__ = ["Order", "top"]
+
+#: The orders of :data:`shared_rpc.cli.top.tables.ORDERS`.
+Order = Literal["size", "age", "leases", "name", "access"]
 
 
 def top(
@@ -18,7 +21,7 @@ def top(
         float, typer.Option("--interval", "-d", min=0.05, max=86400, metavar="SECONDS", help="Between two polls.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit; the default without a terminal.")] = False,
-    sort: Annotated[str, typer.Option(help="Objects by size, age, leases, name or access.")] = "size",
+    sort: Annotated[Order, typer.Option(help="The order of objects.")] = "size",
     socket: Socket = None,
     base_path: BasePath = None,
 ) -> None:
@@ -32,11 +35,7 @@ def top(
 
     from shared_rpc.cli.discovery import find_server
     from shared_rpc.cli.top.printing import print_once
-    from shared_rpc.cli.top.tables import ORDERS
 
-    if sort not in ORDERS:
-        *others, last = ORDERS
-        raise ConfigurationError(f"--sort {sort}: use {', '.join(others)} or {last}")
     find = functools.partial(find_server, socket, base_path)
     console = Console(highlight=False)
     if once or not sys.stdout.isatty() or not console.is_terminal or console.is_dumb_terminal:

@@ -27,7 +27,7 @@ def goodbye(caller: Caller, message: m.Goodbye) -> None:
 
 @handles(m.GetServerInfo)
 def get_server_info(caller: Caller, message: m.GetServerInfo) -> m.ServerReply:
-    return m.ServerReply(caller.core.info())
+    return m.ServerReply(caller.core.info(caller.session))
 
 
 @handles(m.ListEndpoints)
