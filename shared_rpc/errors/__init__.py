@@ -12,6 +12,7 @@
     ├── CodecError              a value could not be taken apart or rebuilt
     ├── CapabilityError         a payload or a device that cannot be shared
     ├── EndpointNotFound        no endpoint of that name                 (also LookupError)
+    ├── SignatureError          arguments do not fit the endpoint        (also TypeError)
     ├── BufferNotFound          no buffer of that id, or not any more    (also LookupError)
     ├── CheckpointError         a file of weights is damaged             (also ValueError)
     ├── RefreshError            a refresh that was invalidated or overtaken
@@ -57,6 +58,7 @@ __all__ = [
     "SegmentNotFound",
     "ServerBusy",
     "SharedRPCError",
+    "SignatureError",
     "StaleHandleError",
     "StateMismatchError",
     "TaskCancelled",
@@ -175,6 +177,12 @@ class EndpointNotFound(SharedRPCError, LookupError):
     """The server has no endpoint of that name."""
 
     code = "endpoint-not-found"
+
+
+class SignatureError(SharedRPCError, TypeError):
+    """The arguments of a call do not fit the endpoint's signature."""
+
+    code = "signature"
 
 
 class BufferNotFound(SharedRPCError, LookupError):
@@ -407,8 +415,8 @@ def _tree(root: type[SharedRPCError]) -> dict[str, type[SharedRPCError]]:
     return found
 
 
-#: The classes by their codes. A call that does not fit the endpoint's signature is a TypeError, as for a plain function.
-_BY_CODE: dict[str, type[SharedRPCError] | type[TypeError]] = {**_tree(SharedRPCError), "signature": TypeError}
+#: The classes by their codes.
+_BY_CODE = _tree(SharedRPCError)
 
 
 def to_wire(error: BaseException) -> tuple[str, str, dict[str, str]]:
@@ -443,19 +451,14 @@ def _parts(error: BaseException) -> tuple[str, str, dict[str, str]]:
         return error.code, error.message, error.detail()
     if isinstance(error, SharedRPCError):
         return error.code, text_of(error), error.detail()
-    if isinstance(error, TypeError):
-        return "signature", text_of(error), {}
     return SharedRPCError.code, f"{type(error).__name__}: {text_of(error)}", {}
 
 
-def class_of(code: str) -> type[SharedRPCError] | type[TypeError]:
+def class_of(code: str) -> type[SharedRPCError]:
     """Return the class of a wire code; the root for an unknown code."""
     return _BY_CODE.get(code, SharedRPCError)
 
 
-def from_wire(code: str, message: str, detail: dict[str, str]) -> Exception:
+def from_wire(code: str, message: str, detail: dict[str, str]) -> SharedRPCError:
     """Rebuild the error that :func:`to_wire` took apart; an unknown code gives the root class."""
-    kind = class_of(code)
-    if issubclass(kind, SharedRPCError):
-        return kind.restore(message, detail)
-    return kind(message)
+    return class_of(code).restore(message, detail)

@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
-from shared_rpc.errors import SharedRPCError, class_of
+from shared_rpc.errors import class_of
 from shared_rpc.observability import events as e
 
 __all__ = ["Metrics", "Reading"]
@@ -219,5 +219,4 @@ def _named(sample: Sample) -> Sample:
 
 def _known(code: str) -> str:
     """Return a code of this library: other codes, which a worker may send, would make unbounded labels."""
-    kind = class_of(code)
-    return kind.code if issubclass(kind, SharedRPCError) else code
+    return class_of(code).code

@@ -226,10 +226,8 @@ class Buffers:
                 return _gone()
             try:
                 return work()
-            except SharedRPCError as error:
-                return Failure.of(error)
             except Exception as error:  # no free descriptor, or a failing driver
-                return Failure.of(CapabilityError(f"the server (pid {os.getpid()}) failed: {type(error).__name__}: {error}"))
+                return Failure.unexpected(error, "the memory of a buffer cannot be made")
 
         def done(outcome: Completed | Failure) -> None:
             if ended is not None:
@@ -244,8 +242,8 @@ class Buffers:
                 return
             try:
                 then(outcome)
-            except SharedRPCError as error:
-                tell(waiter, Failure.of(error))
+            except Exception as error:
+                tell(waiter, Failure.unexpected(error, "a buffer cannot be kept"))
 
         self._threads.start(Job(attempt, done))
 

@@ -273,7 +273,7 @@ class Core:
                 return
         except BaseException as error:
             close_arguments(arguments)
-            tell(waiter, Failure.of(error))
+            tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
 
@@ -359,7 +359,7 @@ class Core:
             waiter.arguments = identity_of(spec, *_read(lowered, arguments))
         except BaseException as error:
             close_arguments(arguments)
-            tell(waiter, Failure.of(error))
+            tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
             return
         self.runs.enter(waiter, spec, key, arguments, chain)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
+from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, SignatureError
 from shared_rpc.protocol.specs import EndpointSpec, Parameter
 from shared_rpc.protocol.values import DtypeRef, canonical, lower
 
@@ -180,12 +180,12 @@ def _signature(parameters: tuple[Parameter, ...]) -> inspect.Signature:
 def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a call's lowered arguments by parameter name, defaults included.
 
-    :raises TypeError: if they do not fit the endpoint's signature, as the function itself would.
+    :raises SignatureError: if they do not fit the endpoint's signature: a TypeError, as the function itself would raise.
     """
     try:
         bound = _signature(spec.parameters).bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{spec.name}(): {error}") from None
+        raise SignatureError(f"{spec.name}(): {error}") from None
     bound.apply_defaults()
     return bound.arguments
 
@@ -208,7 +208,7 @@ def takes(spec: EndpointSpec, count: int) -> bool:
 def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     """Return the :func:`cache_key` of a call, whose arguments are bound where that can fail, or makes a difference.
 
-    :raises TypeError: if they do not fit the endpoint's signature.
+    :raises SignatureError: if they do not fit the endpoint's signature.
     """
     if not spec.cache and not kwargs and takes(spec, len(args)):
         return None
@@ -220,7 +220,7 @@ def identity_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any])
 
     None where nothing does, because there are tensors or modules among them.
 
-    :raises TypeError: if they do not fit the endpoint's signature.
+    :raises SignatureError: if they do not fit the endpoint's signature.
     """
     return cache_key(msgspec.structs.replace(spec, cache_format_key=None), bind(spec, args, kwargs))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
 import traceback
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from shared_rpc.errors import CapabilityError, RemoteError, SharedRPCError, clas
 from shared_rpc.memory.records import Record
 
 __all__ = ["AwaitingRoom", "Completed", "Failure"]
+
+_log = logging.getLogger("shared_rpc.server")
 
 #: Bytes. An exception that pickles larger carries data, and arrives as a RemoteError.
 _EXCEPTION_LIMIT = 1 << 20
@@ -100,10 +103,14 @@ class Failure:
         return cls(*to_wire(error), error=error)
 
     @classmethod
-    def unexpected(cls, error: Exception) -> Failure:
-        """Make the failure of an error in this process, which may be none of the library's: no free descriptor or thread."""
+    def unexpected(cls, error: BaseException, what: str) -> Failure:
+        """Make the failure of any error in this process. One that the library did not raise is logged with its traceback.
+
+        :param what: what failed, for the log.
+        """
         if isinstance(error, SharedRPCError):
             return cls.of(error)
+        _log.error("%s", what, exc_info=error)
         return cls.of(CapabilityError(f"the server (pid {os.getpid()}) failed: {type(error).__name__}: {text_of(error)}"))
 
     @classmethod

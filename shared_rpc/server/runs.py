@@ -245,8 +245,7 @@ class Runs:
         try:
             self._executor.start(run, self)
         except Exception as error:
-            _log.exception("a run of %s() cannot be started", run.spec.name)
-            self._not_begun(run, Failure.unexpected(error))
+            self._not_begun(run, Failure.unexpected(error, f"a run of {run.spec.name}() cannot be started"))
 
     def _not_begun(self, run: Run[Waiter], failure: Failure) -> None:
         """End a run whose work does not begin."""

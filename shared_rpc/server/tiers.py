@@ -298,8 +298,8 @@ class Tiers:
         earlier, self._served = self._served, waiter
         try:
             wish.then()
-        except SharedRPCError as error:
-            tell(waiter, Failure.of(error))
+        except Exception as error:
+            tell(waiter, _failure_of(error))
         finally:
             self._served = earlier
 
@@ -861,9 +861,7 @@ def _together(refusals: Sequence[SharedRPCError], moved: int) -> SharedRPCError:
 
 def _failure_of(error: Exception) -> Failure:
     """Return the failure of a move; one that is not the library's own is logged: a failing driver, for example."""
-    if not isinstance(error, SharedRPCError):
-        _log.error("a move between tiers failed", exc_info=error)
-    return Failure.unexpected(error)
+    return Failure.unexpected(error, "a move between tiers failed")
 
 
 def _gone() -> Failure:

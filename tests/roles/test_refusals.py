@@ -9,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy
 import pytest
 import torch
 
-from shared_rpc.errors import CapabilityError, EndpointNotFound
-from tests.kit.apps import App
+from shared_rpc import Client, Provider
+from shared_rpc.errors import CapabilityError, EndpointNotFound, SignatureError
+from tests.kit.apps import App, Connect, Serve
 from tests.kit.models import Marked, State
 
 
@@ -164,9 +166,38 @@ def test_arguments_that_do_not_fit(every_app: list[App]) -> None:
 
         errors.add((error_of(load), error_of(lambda: load(1, True)), error_of(lambda: load(1, biass=True))))
     ((missing, positional, unknown),) = errors
-    assert missing == (TypeError, "load(): missing a required argument: 'size'")
-    assert positional == (TypeError, "load(): too many positional arguments")
-    assert unknown == (TypeError, "load(): got an unexpected keyword argument 'biass'")
+    assert missing == (SignatureError, "load(): missing a required argument: 'size'")
+    assert positional == (SignatureError, "load(): too many positional arguments")
+    assert unknown == (SignatureError, "load(): got an unexpected keyword argument 'biass'")
+
+
+@pytest.mark.parametrize(
+    ("place", "ask"),
+    [
+        ("shared_rpc.server.core.key_of", lambda client: client.call("one")),
+        ("shared_rpc.server.core.key_of", lambda client: client.submit("one")),
+        ("shared_rpc.server.core.identity_of", lambda client: client.refresh("one")),
+        ("shared_rpc.server.core.Core.info", lambda client: client.get_server_info()),
+    ],
+    ids=["call", "submit", "refresh", "info"],
+)
+def test_a_type_error_in_the_server_is_no_mistake_of_the_caller(
+    place: str,
+    ask: Callable[[Client], object],
+    provider: Provider,
+    serve: Serve,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The caller gets an error that names the server, and the server's log has the traceback."""
+    provider.share("one", managed=True)(lambda: torch.ones(1))
+    serve()
+    client = connect()
+    monkeypatch.setattr(place, Mock(side_effect=TypeError("'NoneType' object is not iterable")))
+    with pytest.raises(CapabilityError, match=r"the server \(pid \d+\) failed: TypeError: 'NoneType' object"):
+        ask(client)
+    assert ["Traceback" in (record.exc_text or "") for record in caplog.records if record.exc_info] == [True]
 
 
 def test_unknown_endpoint(every_app: list[App]) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from shared_rpc.errors import ProtocolError, SharedRPCError
+from shared_rpc.errors import ProtocolError
 from shared_rpc.protocol import messages as m
 from shared_rpc.server.core import Core, Lowered
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter, close_arguments
 
 __all__ = ["Caller", "answer", "entered", "handles"]
-
-_log = logging.getLogger("shared_rpc.server")
 
 
 class Caller(Protocol):
@@ -104,11 +101,9 @@ def answer(caller: Caller, message: m.Message) -> None:
         reply = handler(caller, message)
         if reply is not None:
             caller.reply(reply)
-    except (SharedRPCError, TypeError) as error:
-        caller.fail(Failure.of(error))
     except Exception as error:
-        _log.exception("the handler of request %s of session %s failed", caller.name, caller.session)
-        caller.fail(Failure.of(error))
+        what = f"the handler of request {caller.name} of session {caller.session} failed"
+        caller.fail(Failure.unexpected(error, what))
 
 
 def entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, CallArguments]:
@@ -116,6 +111,6 @@ def entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, Ca
     lowered, arguments = caller.arguments(message)
     try:
         return caller.wait(), lowered, arguments
-    except SharedRPCError:
+    except BaseException:
         close_arguments(arguments)
         raise
