@@ -19,6 +19,7 @@ from shared_rpc.client.channel import Channel
 from shared_rpc.client.connection import Connection
 from shared_rpc.client.exchange import BRIEFLY, PROMPT
 from shared_rpc.client.handle import Lease
+from shared_rpc.client.pool import Turn
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.session import RENEWAL, ClientSession, Search, Takeover, renewing
 from shared_rpc.client.steps import (
@@ -133,7 +134,8 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
 
     async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
         """Drive an operation as :func:`shared_rpc.client.steps.drive` does."""
-        deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(anyio.current_time())
+        turn = Turn()
+        turn.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(anyio.current_time())
         advance = functools.partial(operation.send, None)
         step: Step | None = None
         try:
@@ -143,9 +145,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 except StopIteration as stop:
                     return cast("T", stop.value)
                 try:
-                    if isinstance(step, Within):
-                        deadline = step.deadline(anyio.current_time())
-                    advance = functools.partial(operation.send, await self._perform(step, deadline))
+                    advance = functools.partial(operation.send, await self._perform(turn, step))
                 except BaseException as error:
                     if not goes_to_operation(step, error):
                         raise
@@ -155,26 +155,28 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             del advance
             step = None
 
-    async def _perform(self, step: Step, deadline: float) -> Any:
+    async def _perform(self, turn: Turn, step: Step) -> Any:
         match step:
             case Request():
-                return await self._exchange(step, deadline)
+                return await self._exchange(step, turn)
             case Work():
                 return await _worked(step)
             case Lend():
-                return self._lend(step, self._session)
+                return self._lend(step, None if self._closed else turn.session)
             case Notify():
                 result = step.callback(step.info)
                 return await result if inspect.isawaitable(result) else None
             case Reach():
                 return await self._server()
+            case Within():
+                turn.deadline = step.deadline(anyio.current_time())
             case Tell() if self._channel is not None:
-                self._channel.notify(step.message)
+                if not isinstance(step.message, m.Release) or (step.session or turn.session) is self._session:
+                    self._channel.notify(step.message)
         return None
 
-    async def _exchange(self, request: Request, deadline: float) -> Reply:
-        if request.at_once:
-            deadline = max(deadline, anyio.current_time() + PROMPT)
+    async def _exchange(self, request: Request, turn: Turn) -> Reply:
+        deadline = max(turn.deadline, anyio.current_time() + PROMPT) if request.at_once else turn.deadline
         while True:
             channel: Channel | None = None
             with anyio.CancelScope(deadline=deadline):
@@ -183,6 +185,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                 raise too_late(request.what)
             if request.transfer is not None and request.transfer.closed:
                 raise TransferClosed
+            turn.session = self._session
+            if request.sessions:
+                request.keep_to(turn.session)
             try:
                 return await channel.exchange(request, deadline)
             except ConnectionClosed:

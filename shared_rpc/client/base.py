@@ -175,6 +175,11 @@ class BaseClient(Driver):
             raise ConnectionClosed("this client was closed, which has ended the lease")
         handle = self._handle(step.message, step.value, session.server_id, session)
         self._leases.add(handle)
+        if session.ended and handle.in_session(session) and handle._forgo():
+            what = f"the lease on object {step.message.object_id}"
+            raise ConnectionClosed(
+                f"the session with the server at {self.socket_path} has ended, and {what} with it: call again"
+            )
         return handle
 
     @abstractmethod

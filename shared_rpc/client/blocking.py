@@ -86,7 +86,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
         if session is not self._pool.session:
             return
         with passed_over(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
-            self._run(ask(Request(m.Release([object_id]), "release"), m.Count), patience=0)
+            self._run(ask(Request(m.Release([object_id]), "release", sessions=[session]), m.Count), patience=0)
             self._run(lease_ended(self, [object_id]), patience=0)
             MAPPINGS.drain()
 
@@ -146,6 +146,8 @@ class BlockingDriver(BaseClient, BlockingMethods):
             case Within():
                 turn.deadline = step.deadline(time.monotonic())
             case Tell():
+                sessions = [step.session or turn.session] if isinstance(step.message, m.Release) else []
+                request = Request(step.message, "a message", sessions=sessions)
                 with passed_over(SharedRPCError):
-                    self._pool.exchange(Request(step.message, "a message"), time.monotonic() + PROMPT, 0, turn)
+                    self._pool.exchange(request, time.monotonic() + PROMPT, 0, turn)
         return None

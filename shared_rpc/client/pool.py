@@ -199,6 +199,8 @@ class ConnectionPool:
             if request.transfer is not None and request.transfer is not session.transfer:
                 self._put_back(session, connection)
                 raise TransferClosed
+            if request.sessions:
+                request.keep_to(session)
             try:
                 reply = connection.exchange(request, deadline)
             except ConnectionClosed as error:

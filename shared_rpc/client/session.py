@@ -146,6 +146,8 @@ class Takeover:
         self.earlier = earlier
         self.welcome = welcome
         self.joined = earlier is not None and earlier.token == welcome.token
+        if earlier is not None and not self.joined:
+            earlier.ended = True  # before its handles are looked for: a handle that is made from here on is not among them
         #: The leases that the new session takes over, None if there are none.
         self.renewal: Renewal | None = None
         if earlier is not None and not self.joined and earlier.server_id == welcome.server_id:

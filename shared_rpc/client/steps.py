@@ -81,7 +81,7 @@ class Request:
     transfer: ClientTransfer | None = None
     #: Whether the result is wanted as memory, by a process too that has the value itself.
     bare: bool = False
-    #: Of a release and a resumption: the session of each handle, None for an object that is named by its id.
+    #: Of a release and a resumption: the session of each lease, None for an object that is named by its id.
     sessions: Sequence[object] = ()
     #: Whether the request was queued on a connection that may have sent all of it, and whether the server has reported that
     #: the result waits for memory.
@@ -97,6 +97,13 @@ class Request:
         """Note that the connection broke. A frame whose last byte was not written is none, and the server never acts on it."""
         self.sent = connection.written >= self.end
         self.tries += 1
+
+    def keep_to(self, session: object) -> None:
+        """Leave the leases of other sessions out of a release: they end with those."""
+        if isinstance(self.message, m.Release):
+            leases = zip(self.message.object_ids, self.sessions, strict=True)
+            kept = [(object_id, each) for object_id, each in leases if each is None or each is session]
+            self.message, self.sessions = m.Release([object_id for object_id, _ in kept]), [each for _, each in kept]
 
     @property
     def repeatable(self) -> bool:
@@ -171,9 +178,13 @@ class Notify:
 
 @dataclass(slots=True)
 class Tell:
-    """A message that is sent without a wait for its answer, and may be lost with the connection."""
+    """A message that is sent without a wait for its answer, and may be lost with the connection.
+
+    A release goes to the session of the lease alone, which is by default that of the operation's latest reply.
+    """
 
     message: m.Message
+    session: object = None
 
 
 class Known(Protocol):

@@ -201,11 +201,9 @@ def taken(
         except GeneratorExit:
             result.close()
             raise
-        except BaseException as error:
+        except BaseException:
             result.close()
-            if message.managed and not is_interrupt(error):
-                yield from ask(Request(m.Release([message.object_id]), "release"), m.Count)
-            elif message.managed:  # cancelled or interrupted: the release must not wait
+            if message.managed:
                 yield Tell(m.Release([message.object_id]))
             raise
     elif message.managed or message.object_id not in MAPPINGS.suspended:

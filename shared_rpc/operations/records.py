@@ -254,7 +254,7 @@ def given(
         if room is not record:
             for lease in room._unmap():
                 if lease._forgo():
-                    yield Tell(m.Release([lease.object_id]))
+                    yield Tell(m.Release([lease.object_id]), lease._session)
         raise
     yield from released(ctx, room._unmap())
     return answer

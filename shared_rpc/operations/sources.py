@@ -11,7 +11,6 @@ from shared_rpc.client.exported import RecordBytes
 from shared_rpc.client.handle import AsyncHandle, Handle
 from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
-from shared_rpc.errors.interrupts import is_interrupt
 from shared_rpc.operations.binding import Context, Leased, Steps, lending
 from shared_rpc.operations.records import given
 from shared_rpc.protocol import exported as x
@@ -108,12 +107,8 @@ def _leased(message: m.Message, what: str, payload: bytes = b"") -> Operation[An
         return (yield Lend(result, None))
     except GeneratorExit:
         raise
-    except BaseException as error:
-        release = m.Release([result.object_id])
-        if is_interrupt(error):
-            yield Tell(release)
-        else:
-            yield from ask(Request(release, "release"), m.Count)
+    except BaseException:
+        yield Tell(m.Release([result.object_id]))
         raise
 
 

@@ -8,12 +8,14 @@ import logging
 import mmap
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import pytest
 import torch
 
@@ -21,13 +23,15 @@ from shared_rpc import AsyncClient, Client, Handle, Provider
 from shared_rpc.client import asynchronous, pool
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.pool import Turn
+from shared_rpc.client.results import ReceivedResult, rebuild
 from shared_rpc.client.session import LeaseBook, Renewal
 from shared_rpc.client.steps import Reply, Step, Work, drive
 from shared_rpc.client.suspension import awakened
-from shared_rpc.errors import HandleSuspended, ServerBusy
+from shared_rpc.errors import ConnectionClosed, HandleSuspended, ServerBusy
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.remap_hooks import MappedRange, on_remap
+from shared_rpc.operations import binding
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from tests.kit.apps import Connect, Serve
@@ -495,6 +499,57 @@ def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, ot
         eventually(is_present, 5.0, f"interrupted in {place}")
 
 
+# Leases of the session that was lost.
+
+
+def test_a_lease_that_was_lost_before_there_was_a_handle(
+    client: Client, other: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new session has no lease for it, so the call fails; the next one has a lease."""
+
+    def losing(result: ReceivedResult, values: Any) -> Any:
+        lose(other, result.message.object_id, client)
+        client.ping()
+        return rebuild(result, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(binding, "rebuild", losing)
+        with pytest.raises(ConnectionClosed, match="call again"):
+            client.call("load")
+    handle = client.call("load")
+    assert state(other, handle.object_id) == ("device", 1, 1)
+
+
+def test_a_lease_that_was_lost_before_its_value_could_not_be_rebuilt(
+    client: Client, other: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not released in the new session, which has a lease on the same object for another handle."""
+    handle = client.call("load")
+    client._values.clear()
+
+    def failing(result: ReceivedResult, values: Any) -> Any:
+        lose(other, handle.object_id, client)
+        client.ping()
+        raise ValueError("it cannot be rebuilt")
+
+    monkeypatch.setattr(binding, "rebuild", failing)
+    with pytest.raises(ValueError, match="it cannot be rebuilt"):
+        client.call("load")
+    assert state(other, handle.object_id) == ("device", 1, 1)
+
+
+@pytest.mark.parametrize("release", [lambda client, handle: handle.release(), Client.release], ids=["handle", "client"])
+def test_a_release_after_the_session_was_lost(
+    client: Client, other: Client, release: Callable[[Client, Handle[Any]], object]
+) -> None:
+    """It releases no lease of the new session, which has one for another handle of the object."""
+    first, second = client.call("load"), client.call("load")
+    lose(other, first.object_id, client)
+    release(client, first)
+    client.ping()
+    assert state(other, second.object_id) == ("device", 1, 1)
+
+
 # Coroutines.
 
 
@@ -562,3 +617,87 @@ async def test_a_cancelled_request_leaves_no_handle_with_earlier_memory(
             assert handle.suspended
         await handle.resume()
         assert has_numbers(handle.value)
+
+
+#: Replaces the function that rebuilds results; the events that its thread sets, and waits for.
+Rebuild = Callable[[Callable[..., Any]], tuple[threading.Event, threading.Event]]
+
+
+@pytest.fixture
+def rebuild_in_thread(monkeypatch: pytest.MonkeyPatch) -> Rebuild:
+    """``rebuild_in_thread(function)`` has results rebuilt by a function, in a thread."""
+
+    def replace(function: Callable[..., Any]) -> tuple[threading.Event, threading.Event]:
+        begun, go = threading.Event(), threading.Event()
+
+        def wait(result: ReceivedResult, values: Any) -> Any:
+            begun.set()
+            assert go.wait(30)
+            return function(result, values)
+
+        monkeypatch.setattr(asynchronous, "_QUICK", 0)
+        monkeypatch.setattr(binding, "rebuild", wait)
+        return begun, go
+
+    return replace
+
+
+@pytest.mark.anyio
+async def test_a_lease_of_a_coroutine_that_was_lost_before_there_was_a_handle(
+    broker: BrokerApp, other: Client, rebuild_in_thread: Rebuild
+) -> None:
+    """The new session has no lease for it, so the call fails; the next one has a lease."""
+    object_id = other.call("load").object_id
+    begun, go = rebuild_in_thread(rebuild)
+    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
+        async with anyio.create_task_group() as group:
+
+            async def call() -> None:
+                with pytest.raises(ConnectionClosed, match="call again"):
+                    await client.call("load")
+
+            group.start_soon(call)
+            await anyio.to_thread.run_sync(begun.wait, 30)
+            lose(other, object_id, client)
+            await client.ping()
+            go.set()
+        async with await client.call("load"):
+            assert state(other, object_id) == ("device", 1, 1)
+
+
+@pytest.mark.anyio
+async def test_a_lease_of_a_coroutine_that_was_lost_before_its_value_could_not_be_rebuilt(
+    broker: BrokerApp, other: Client, rebuild_in_thread: Rebuild
+) -> None:
+    """It is not released in the new session, which has a lease on the same object for another handle."""
+
+    def failing(result: ReceivedResult, values: Any) -> Any:
+        raise ValueError("it cannot be rebuilt")
+
+    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
+        handle = await client.call("load")
+        client._values.clear()
+        begun, go = rebuild_in_thread(failing)
+        async with anyio.create_task_group() as group:
+
+            async def call() -> None:
+                with pytest.raises(ValueError, match="it cannot be rebuilt"):
+                    await client.call("load")
+
+            group.start_soon(call)
+            await anyio.to_thread.run_sync(begun.wait, 30)
+            lose(other, handle.object_id, client)
+            await client.ping()
+            go.set()
+        await client.ping()
+        assert state(other, handle.object_id) == ("device", 1, 1)
+
+
+@pytest.mark.anyio
+async def test_a_release_of_a_coroutine_after_the_session_was_lost(broker: BrokerApp, other: Client) -> None:
+    """It releases no lease of the new session, which has one for another handle of the object."""
+    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
+        first, second = await client.call("load"), await client.call("load")
+        lose(other, first.object_id, client)
+        await client.release(first)
+        assert state(other, second.object_id) == ("device", 1, 1)
