@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from shared_rpc.cli.options import Arguments, Json, keywords
-from shared_rpc.cli.rendering import as_json, lasted, several, size, table
+from shared_rpc.cli.rendering import as_json, lasted, one_line, several, size, table
 from shared_rpc.cluster import Change, Cluster
 
 __all__ = ["app"]
@@ -56,7 +56,7 @@ def status(name: Name = None, address: Address = None, json: Json = False) -> No
         ],
     )
     for node, reason in found["left"].items():
-        print(f"{node} has left: {reason}")
+        print(one_line(f"{node} has left: {reason}"))
     table(
         "\nobjects",
         ["call", "version>", "size>", "on", "state"],
@@ -75,7 +75,10 @@ def status(name: Name = None, address: Address = None, json: Json = False) -> No
 
 @app.command()
 def refresh(endpoint: str, arguments: Call = None, name: Name = None, address: Address = None, json: Json = False) -> None:
-    """Build a new version of a cached call's object, and make it current on all nodes that have one."""
+    """Build a new version of a cached call's object, and make it current on all nodes that have one.
+
+    Exit code 1 if a node was left out or a kind of nodes has no new version.
+    """
     with _connected(name, address) as cluster:
         changes = cluster.refresh_all(endpoint, **keywords(arguments))
     _show(changes, json)
@@ -83,7 +86,7 @@ def refresh(endpoint: str, arguments: Call = None, name: Name = None, address: A
 
 @app.command()
 def invalidate(endpoint: str, arguments: Call = None, name: Name = None, address: Address = None, json: Json = False) -> None:
-    """Drop the object of a call, or without arguments all of an endpoint, on every node."""
+    """Drop the object of a call, or without arguments all of an endpoint, on every node. Exit code 1 if one was left out."""
     with _connected(name, address) as cluster:
         changes = cluster.invalidate(endpoint, **keywords(arguments)) if arguments else cluster.invalidate_endpoint(endpoint)
     _show(changes, json)
@@ -92,14 +95,16 @@ def invalidate(endpoint: str, arguments: Call = None, name: Name = None, address
 def _show(changes: list[Change], json: bool) -> None:
     if json:
         as_json(msgspec.to_builtins(changes))
-        return
-    if not changes:
+    elif not changes:
         print("no node has it")
-    for change in changes:
-        what = f"version {change.version} is current" if change.version is not None else "dropped"
-        print(f"{change.cache_key}: {change.error or what} on {several(len(change.nodes), 'node')}")
-        for node, reason in change.left_out.items():
-            print(f"  left out: {node}: {reason}")
+    else:
+        for change in changes:
+            what = f"version {change.version} is current" if change.version is not None else "dropped"
+            print(one_line(f"{change.cache_key}: {change.error or what} on {several(len(change.nodes), 'node')}"))
+            for node, reason in change.left_out.items():
+                print(f"  left out: {one_line(node)}: {one_line(reason)}")
+    if any(change.error or change.left_out for change in changes):
+        raise typer.Exit(1)
 
 
 def _doing(work: dict[str, Any]) -> str:

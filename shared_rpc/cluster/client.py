@@ -94,12 +94,15 @@ class Cluster:
         ``received_by_mover``, and what it is ``doing``; ``bytes_by_mover`` has the sums of all nodes. ``keys`` has for each
         call its current ``version`` and the ``nodes`` that have it with the version of each, who is ``building``,
         ``receiving`` and ``waiting``, and who was ``left_out``, and why.
+
+        :raises ClusterError: for a cluster without nodes, and if its directory does not answer in 10 s.
         """
         until = time.monotonic() + _PATIENCE
         while True:
             try:
                 return {"cluster": self.name, **cast("dict[str, Any]", self._got(self._directory().status.remote()))}
             except (*self._membership.LOST, ClusterError) as error:
+                self._nodes()
                 if time.monotonic() >= until:
                     raise ClusterError(f"the directory of cluster {self.name!r} does not answer: {error}") from error
                 time.sleep(_PATIENCE / 50)
@@ -110,25 +113,25 @@ class Cluster:
         Calls get the present version until all nodes that can have the new one; then all change over, in milliseconds. A node
         that fails, or takes too long, is left out and named. Where no node has the object, one builds it.
 
-        Nodes of another kind, as with another device, build for themselves; this returns the outcome where the request was
-        put, and :meth:`refresh_all` that of every kind.
+        Nodes of another kind, as with another device, build for themselves; this returns the outcome for the kind of node
+        that was asked, and :meth:`refresh_all` that of every kind. An exception of the endpoint there is raised here.
 
         :raises EndpointNotFound: if no node has such an endpoint.
         :raises ConfigurationError: if the call is not managed and cached.
-        :raises ClusterError: if no node could build it, and for a cluster without nodes.
+        :raises ClusterError: if no node of that kind could build it, and for a cluster without nodes.
         """
-        return self.refresh_all(endpoint, *args, **kwargs)[0]
+        first, *_ = self._refreshed(endpoint, args, kwargs)
+        if first.error:
+            _raise(first)
+        return _change(first)
 
     def refresh_all(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
         """Behave as :meth:`refresh`; return the outcomes for all kinds of nodes, that of the asked node's kind first.
 
-        An exception of the endpoint is raised here, where no kind of nodes has a new version.
+        Where some kinds of nodes have a new version and others do not, the ``error`` of the latters' changes says why. An
+        exception of the endpoint is raised here if no kind has one.
         """
-        encoded = _encoded(args, kwargs)
-        agent, key = self._asked(endpoint, encoded)
-        results = self._results(agent.refresh.remote(endpoint, key.cache_key, msgspec.msgpack.encode(encoded), key))
-        results.sort(key=lambda result: result.key != key)
-        return _changes(results)
+        return _changes(self._refreshed(endpoint, args, kwargs))
 
     def invalidate(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
         """Drop a call's object on every node. Handles stay valid, and the next call, on whatever node, builds it anew."""
@@ -139,6 +142,13 @@ class Cluster:
         """Drop all objects of an endpoint on every node: see :meth:`invalidate`."""
         agent, _ = self._asked(endpoint, None)
         return _changes(self._results(agent.invalidate.remote(endpoint, None)))
+
+    def _refreshed(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[KeyResult]:
+        """Refresh a call's object; return the results for all kinds of nodes, that of the asked node's kind first."""
+        encoded = _encoded(args, kwargs)
+        agent, key = self._asked(endpoint, encoded)
+        results = self._results(agent.refresh.remote(endpoint, key.cache_key, msgspec.msgpack.encode(encoded), key))
+        return sorted(results, key=lambda result: result.key != key)
 
     def _results(self, reference: Any) -> list[KeyResult]:
         try:
@@ -155,12 +165,7 @@ class Cluster:
         :raises EndpointNotFound: if no broker has it.
         :raises ClusterError: if there are no agents.
         """
-        names = self._membership.named(self.name, "agent")
-        if not names:
-            raise ClusterError(
-                f"cluster {self.name!r} has no nodes, so nobody can answer for {endpoint!r}: start brokers with "
-                f"'shared-rpc serve app.py --cluster', or name another cluster (SHARED_TENSOR_CLUSTER_NAME)"
-            )
+        names = self._nodes()
         here = f"{self._ray.util.get_node_ip_address()}:"
         for name in sorted(names, key=lambda name: not name.startswith(here)):
             try:
@@ -169,6 +174,19 @@ class Cluster:
             except (*self._membership.LOST, ClusterError, EndpointNotFound):
                 continue  # it was lost just now, or has another app
         raise EndpointNotFound(f"no node of cluster {self.name!r} has an endpoint {endpoint!r}: {', '.join(sorted(names))}")
+
+    def _nodes(self) -> list[str]:
+        """Return the names of the cluster's nodes.
+
+        :raises ClusterError: if there are none.
+        """
+        names = self._membership.named(self.name, "agent")
+        if not names:
+            raise ClusterError(
+                f"cluster {self.name!r} has no nodes: start brokers with 'shared-rpc serve app.py --cluster', or name another "
+                f"cluster (SHARED_TENSOR_CLUSTER_NAME)"
+            )
+        return list(names)
 
     def _got(self, reference: Any) -> Any:
         """Return the result of an actor's method; an exception is that of the method itself."""
@@ -199,18 +217,19 @@ def _leaf(value: Any, path: str) -> DtypeRef:
 def _changes(results: list[KeyResult]) -> list[Change]:
     if results and all(result.error for result in results):
         _raise(results[0])
-    return [
-        Change(
-            result.key.endpoint,
-            result.key.cache_key,
-            {name: getattr(result.key.group, name) for name in ("device", "python", "torch", "shared_rpc")},
-            result.version.number if result.version is not None else None,
-            result.nodes,
-            dict(result.left_out),
-            result.error,
-        )
-        for result in results
-    ]
+    return list(map(_change, results))
+
+
+def _change(result: KeyResult) -> Change:
+    return Change(
+        result.key.endpoint,
+        result.key.cache_key,
+        {name: getattr(result.key.group, name) for name in ("device", "python", "torch", "shared_rpc")},
+        result.version.number if result.version is not None else None,
+        result.nodes,
+        dict(result.left_out),
+        result.error,
+    )
 
 
 def _raise(result: KeyResult) -> None:

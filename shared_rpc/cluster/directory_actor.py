@@ -16,7 +16,7 @@ import msgspec
 from ray.exceptions import ActorUnavailableError
 
 from shared_rpc.cluster.directory import Directory, Rules
-from shared_rpc.cluster.membership import LOST, named
+from shared_rpc.cluster.membership import LOST, first_line, named
 from shared_rpc.cluster.orders import ClusterEvent, Decision, NodeFacts, NodeJoined, NodeLeft
 
 __all__ = ["AGENT_GRACE", "RULES", "DirectoryActor"]
@@ -127,6 +127,9 @@ class DirectoryActor:
                 await joined.agent.carry_out.remote(self._epoch, batch)
             except LOST as error:  # it joins again, or leaves
                 _log.info("%s did not take %d decisions: %s", node, len(batch), error)
+            except Exception as error:
+                _log.exception("%s failed to take %d decisions", node, len(batch))
+                self._left(node, joined, f"it failed to take the directory's decisions: {first_line(error)}")
 
     async def _watch(self, node: str, joined: _Joined) -> None:
         """Wait for an agent's end, and then for its return."""
@@ -136,9 +139,13 @@ class DirectoryActor:
         except ActorUnavailableError:
             reason = f"its agent has ended, and did not come back in {AGENT_GRACE:g} s"
             await asyncio.sleep(AGENT_GRACE)
-        except LOST as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:
+            reason = first_line(error)
+        self._left(node, joined, reason)
+
+    def _left(self, node: str, joined: _Joined, reason: str) -> None:
+        """Take an agent out; it may join again."""
         if self._agents.get(node) is joined:
             del self._agents[node]
-            joined.tasks[0].cancel()
             self._take(NodeLeft(node, reason))
+            joined.stop()

@@ -128,7 +128,7 @@ def _with_agent(membership: Any, place: AgentPlace) -> str:
                 _print(line)
     except membership.LOST as error:
         # The first line says what has ended; the last one is the error of an agent that could not begin.
-        lines = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"the agent has ended: {' … '.join(dict.fromkeys((lines[0], lines[-1])))}"
 
 

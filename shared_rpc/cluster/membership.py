@@ -20,7 +20,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared_rpc.errors import ClusterError
 
-__all__ = ["LOST", "NAMESPACE", "RayNode", "actor_name", "alive_nodes", "connect", "find", "find_or_create", "named", "node_of"]
+__all__ = [
+    "LOST",
+    "NAMESPACE",
+    "RayNode",
+    "actor_name",
+    "alive_nodes",
+    "connect",
+    "find",
+    "find_or_create",
+    "first_line",
+    "named",
+    "node_of",
+]
 
 #: Of all actors of this library.
 NAMESPACE = "shared_rpc"
@@ -36,6 +48,11 @@ LOST = (
     RuntimeEnvSetupError,
     WorkerCrashedError,
 )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class RayNode(NamedTuple):

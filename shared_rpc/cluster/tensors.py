@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from shared_rpc.client.handle import Handle
 from shared_rpc.client.steps import Operation, Request
 from shared_rpc.codec.modes import without_modes
 from shared_rpc.errors import CapabilityError, SegmentNotFound, SharedRPCError
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.mapping import MAPPINGS
@@ -179,7 +179,7 @@ def rebuilt(handle: Handle[Any] | None, layouts: Iterable[TensorLayout], device:
 
 
 _clients: dict[tuple[str, str], TensorClient] = {}
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 def client_of(device: str, socket_path: str | None = None) -> TensorClient:

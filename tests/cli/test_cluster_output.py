@@ -42,6 +42,29 @@ class Talking:
     invalidate_endpoint: Callable[..., list[Change]] = _changes
 
 
+@pytest.mark.parametrize("json", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change("load", "load()", {}, 2, ("a",), {"b": "it was too slow"}),
+        Change("load", "load()", {}, None, (), {}, "ValueError"),
+    ],
+    ids=["left-out", "failed"],
+)
+@pytest.mark.parametrize("words", [["refresh", "load"], ["invalidate", "load"]], ids=" ".join)
+def test_a_change_that_did_not_reach_all_nodes_fails(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], change: Change, json: list[str]
+) -> None:
+    """The exit code is 1, and what was done is printed."""
+    done = [CHANGE, change]
+    monkeypatch.setattr(Talking, "refresh_all", lambda *_: done)
+    monkeypatch.setattr(Talking, "invalidate_endpoint", lambda *_: done)
+    monkeypatch.setattr(commands, "Cluster", Talking)
+    ran = CliRunner().invoke(commands.app, [*words, *json])
+    assert ran.exit_code == 1
+    assert "load()" in ran.stdout and (change.error or "too slow") in ran.stdout
+
+
 @pytest.mark.parametrize(
     "words", [["status"], ["refresh", "load"], ["invalidate", "load"], ["invalidate", "load", "size=1"]], ids=" ".join
 )
