@@ -208,7 +208,7 @@ class _Pickler(cloudpickle.Pickler):
             # An index means another GPU in a process with another CUDA_VISIBLE_DEVICES.
             return (torch_device, (device_id(str(obj)),)) if obj.index is not None and obj.type == "cuda" else NotImplemented
         if isinstance(obj, torch.Generator):
-            return _make_generator, (obj.device, obj.get_state().numpy().tobytes())
+            return _make_generator, (obj.device, bytes(obj.get_state().tolist()))
         if type(obj) is torch.Tensor and obj.layout is torch.sparse_coo:
             # torch's own reduction keeps rebuilt tensors in a list for torch.load to validate: they would never be freed.
             return _make_coo, (obj._indices(), obj._values(), tuple(obj.shape), obj.is_coalesced())

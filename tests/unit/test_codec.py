@@ -582,6 +582,20 @@ def test_none(rebuilt: Rebuilt, device: str) -> None:
     assert rebuilt(None) is None
 
 
+def test_random_state_without_numpy(device: str, rebuilt: Rebuilt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator continues where its original is, also where numpy is not installed, which torch does not require."""
+
+    def numpy_is_missing(_: torch.Tensor) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", numpy_is_missing)
+    generator = torch.Generator(device).manual_seed(7)
+    torch.rand(1, generator=generator, device=device)
+    result = rebuilt({"weight": torch.ones(1, device=device), "generator": generator})
+    drawn = [torch.rand(4, generator=each, device=device).tolist() for each in (result["generator"], generator)]
+    assert drawn[0] == drawn[1]
+
+
 def test_record_counts_each_storage_once(published: Callable[..., Record], device: str) -> None:
     """``nbytes`` is the memory that is shared, not the sum over names for it."""
     base = torch.zeros(100, device=device)

@@ -54,4 +54,4 @@ def digest(model: torch.nn.Module) -> str:
     inputs = torch.linspace(-1, 1, _BATCH * weight.shape[1]).reshape(_BATCH, -1).to(weight.device)
     with torch.inference_mode():
         outputs = model(inputs).cpu().contiguous()
-    return hashlib.sha256(outputs.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(bytes(outputs.view(torch.uint8).flatten().tolist())).hexdigest()
