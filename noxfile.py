@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "types", "tests", "cluster", "docs", "demo", "bench", "vllm"]
+nox.options.sessions = ["lint", "types", "tests", "package", "cluster", "docs", "demo", "bench", "vllm"]
 nox.options.reuse_existing_virtualenvs = True
 # pip sees where a CPU build of torch may lie; other installers may not look there.
 nox.options.default_venv_backend = "virtualenv"
@@ -24,6 +24,9 @@ CONSTRAINTS = ("-c", "constraints.txt")
 
 #: The versions of Python that are supported.
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+
+#: The extras of users; the others are for development.
+EXTRAS = ("cuda", "metrics", "ray", "top", "uvloop")
 
 #: One environment for all sessions that need torch: to install it takes longer than most of them.
 SHARED = Path(__file__).parent / ".nox" / "shared"
@@ -142,6 +145,34 @@ def cluster(session: nox.Session) -> None:
         session.run("pytest", *arguments, *session.posargs)
     else:
         _rerun(session.run, *arguments)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the sdist and the wheel into dist/, check them, and run the README's app where nothing but each is installed."""
+    session.install("build", "twine>=6.1", "check-wheel-contents")
+    with tempfile.TemporaryDirectory() as place:
+        first, second = (Path(place, name) for name in ("first", "second"))
+        # By itself, `build` makes the wheel from the sdist; the second one is made from the tree, later.
+        session.run("python", "-m", "build", "--outdir", str(first))
+        session.run("python", "-m", "build", "--outdir", str(second), "--sdist", "--wheel")
+        session.run("python", "tests/package/contents.py", str(first), str(second))
+        plugin = Path(place, "plugin")
+        session.run("python", "-m", "build", "--outdir", str(plugin), "integrations/vllm")
+        built = [*first.iterdir(), *plugin.iterdir()]
+        session.run("twine", "check", "--strict", *map(str, built))
+        session.run("check-wheel-contents", *(str(path) for path in built if path.suffix == ".whl"))
+        for artefact in sorted(first.iterdir()):
+            environment = Path(place, f"installed-{artefact.suffix[1:]}")
+            session.run(sys.executable, "-m", "venv", str(environment), external=True)
+            install = (str(environment / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", *CONSTRAINTS)
+            session.run(*install, str(artefact), external=True)
+            session.run("python", "tests/package/first_contact.py", str(environment / "bin"), "README.md")
+        # The last environment has torch: what the extras ask for beside it exists, and goes together.
+        session.run(*install, "--dry-run", f"{artefact}[{','.join(EXTRAS)}]", external=True)
+        Path("dist").mkdir(exist_ok=True)
+        for path in built:
+            shutil.copy(path, "dist")
 
 
 @nox.session(venv_backend="none")
