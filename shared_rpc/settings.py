@@ -33,6 +33,7 @@ __all__ = [
     "Role",
     "ScriptSettings",
     "ServeOptions",
+    "act_for_joiner",
     "change_environment",
     "checked_path",
     "client_environment",
@@ -44,9 +45,10 @@ __all__ = [
     "resolve_cluster",
     "resolve_role",
     "script_settings",
-    "see_gpus",
     "server_environment",
     "socket_path",
+    "source_environment",
+    "source_token",
     "take_service_variables",
     "watched_environment",
 ]
@@ -64,6 +66,7 @@ _RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
 _CLUSTER_NAME = "SHARED_TENSOR_CLUSTER_NAME"
 _CLUSTER_NODE = "SHARED_TENSOR_CLUSTER_NODE"
 _CLUSTER_MOVER = "SHARED_TENSOR_CLUSTER_MOVER"
+_SOURCE_TOKEN = "SHARED_TENSOR_SOURCE_TOKEN"
 _BEST = "auto"
 _SWITCH = {"": None, "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -129,6 +132,16 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 def client_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a client that a server starts, which finds the modules that this process finds."""
     return {**server_environment(environ), _ROLE: "client"}
+
+
+def source_environment(token: str) -> dict[str, str]:
+    """Return the environment for a source of records that a server starts: that of a client, with the server's token."""
+    return {**client_environment(), _SOURCE_TOKEN: token}
+
+
+def source_token() -> str:
+    """Return the token of the server that started this process as a source of records, ``""`` for none."""
+    return os.environ.get(_SOURCE_TOKEN, "")
 
 
 def program(module: str, *words: str) -> list[str]:
@@ -369,6 +382,7 @@ class ClusterSettings(NamedTuple):
     :param node: the beginning of the id of this server's Ray node, where the machine has several.
     :param mover: what carries the bytes from node to node: ``auto``, ``objects``, ``nixl``, or ``module:class``.
     :param gpus: ``CUDA_VISIBLE_DEVICES`` of the server, None where it is not set.
+    :param token: see :func:`source_token`.
     """
 
     name: str = "default"
@@ -376,6 +390,7 @@ class ClusterSettings(NamedTuple):
     node: str = ""
     mover: str = _BEST
     gpus: str | None = None
+    token: str = ""
 
 
 def cluster_settings(environ: Mapping[str, str] | None = None) -> ClusterSettings:
@@ -388,9 +403,9 @@ def cluster_settings(environ: Mapping[str, str] | None = None) -> ClusterSetting
     name, address, node, mover = (environ.get(name, "").strip() for name in names)
     if "/" in name:
         raise ConfigurationError(f"{_CLUSTER_NAME}={name!r}: a name has no slash")
-    return ClusterSettings(name or "default", address, node, mover or _BEST, environ.get(_GPUS))
+    return ClusterSettings(name or "default", address, node, mover or _BEST, environ.get(_GPUS), environ.get(_SOURCE_TOKEN, ""))
 
 
-def see_gpus(gpus: str | None) -> None:
-    """Have this process, which has not used CUDA yet, see the GPUs of :attr:`ClusterSettings.gpus`."""
-    change_environment({_GPUS: gpus})
+def act_for_joiner(gpus: str | None, token: str) -> None:
+    """Give this process, which has not used CUDA yet, the GPUs and the token of a joiner's :class:`ClusterSettings`."""
+    change_environment({_GPUS: gpus, _SOURCE_TOKEN: token})

@@ -22,10 +22,12 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.codec.results import decode_result, publish
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
+from shared_rpc.server import sources
 from tests.kit import forks
 from tests.kit.apps import ROLES, App
 from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
+from tests.kit.joiners import TOKEN
 from tests.kit.processes import Child, eventually, open_fds
 
 pytest.register_assert_rewrite("tests.kit.conformance")
@@ -124,6 +126,13 @@ def serve(provider: Provider) -> Iterator[Callable[..., Server]]:
             return stack.enter_context(server)
 
         yield start
+
+
+@pytest.fixture
+def admitted_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of this process take this one, and its children, for sources of records that they have started."""
+    monkeypatch.setattr(sources, "make_token", lambda: TOKEN)
+    monkeypatch.setenv("SHARED_TENSOR_SOURCE_TOKEN", TOKEN)
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ from shared_rpc.protocol.infos import ClusterStatus, EndpointInfo
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.endpoints import key_of
-from shared_rpc.settings import see_gpus
+from shared_rpc.settings import act_for_joiner
 
 __all__ = ["NodeAgent"]
 
@@ -125,7 +125,7 @@ class NodeAgent:
     """The agent of a node. All methods are coroutines of one loop; bytes are copied in threads."""
 
     async def __init__(self, place: AgentPlace) -> None:  # type: ignore[misc]  # Ray awaits it
-        see_gpus(place.gpus)
+        act_for_joiner(place.gpus, place.token)
         self._place = place
         self._life = secrets.token_hex(8)
         self._client = AsyncClient(socket_path=place.socket, timeout=None, connect_timeout=_CONNECT)

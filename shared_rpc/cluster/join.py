@@ -40,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         facts = facts_here(options.fact)
-        chosen = ClusterSettings(options.name, options.address, options.node, options.mover, settings.gpus)
+        chosen = ClusterSettings(options.name, options.address, options.node, options.mover, settings.gpus, settings.token)
         return _stay(options.socket, chosen, facts)
     except SharedRPCError as error:
         _print(str(error))
@@ -73,6 +73,7 @@ def _stay(socket: str, settings: ClusterSettings, facts: dict[str, str]) -> int:
         store_nbytes=ray_node.store_nbytes,
         mover=settings.mover,
         gpus=settings.gpus,
+        token=settings.token,
         facts=facts,
     )
     said = ""

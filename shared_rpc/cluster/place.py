@@ -26,6 +26,7 @@ class AgentPlace(msgspec.Struct, frozen=True):
     :param mover: see :func:`shared_rpc.cluster.agreement.movers_of`.
     :param gpus: the GPUs that the broker sees, as in :class:`~shared_rpc.settings.ClusterSettings`: Ray hides them from actors
         that reserve none.
+    :param token: proves to the broker that it started the joiner, see :func:`~shared_rpc.settings.source_token`.
     :param facts: those of :data:`FACTS`; without ``device`` the broker's own device is looked at.
     """
 
@@ -37,6 +38,7 @@ class AgentPlace(msgspec.Struct, frozen=True):
     store_nbytes: int
     mover: str
     gpus: str | None
+    token: str
     facts: dict[str, str]
 
 

@@ -41,6 +41,9 @@ class BlockingOperations(Operations, BlockingMethods):
                 for miss in source:
                     source.build(miss)      # or source.adopt(miss, room), or source.fail(miss, "why")
 
+        The server must have started this process, by ``--cluster-program`` or ``Provider(cluster=…)``: callers unpickle what a
+        source answers.
+
         A server has one source: another one takes its place. Misses that a source leaves without an answer wait for the next
         one for the server's ``source_grace``, and are built by the server then. Refreshes are not put to it.
         """

@@ -18,6 +18,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc.protocol.sources import Miss
+from shared_rpc.settings import source_token
 
 __all__ = ["AsyncSource", "Source", "SourceOperations"]
 
@@ -38,7 +39,7 @@ class _SourceSteps:
         return self._server_id
 
     def _attach(self) -> Operation[None]:
-        attached = yield from ask(Request(s.AttachSource(), "the attachment of a source"), s.SourceAttached)
+        attached = yield from ask(Request(s.AttachSource(source_token()), "the attachment of a source"), s.SourceAttached)
         self._number, self._server_id, self._after = attached.source, attached.server_id, 0
         self._misses.clear()
 

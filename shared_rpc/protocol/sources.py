@@ -28,7 +28,12 @@ class Miss(msgspec.Struct, frozen=True, gc=False):
 
 
 class AttachSource(Message):
-    """Request to be the source of records; the answer is :class:`SourceAttached`."""
+    """Request to be the source of records; the answer is :class:`SourceAttached`.
+
+    ``token`` proves that the server started the process, which has it in its environment.
+    """
+
+    token: str = ""
 
 
 class SourceAttached(Message):

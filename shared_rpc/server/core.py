@@ -218,7 +218,7 @@ class Core:
         """Execute calls until cancelled. Then every waiter is notified, and every object dropped."""
         try:
             if self._joiner is not None:
-                self._joiner.start()
+                self._joiner.start(self.sources.token)
             started.set()
             await self._sweeper.run(
                 self.objects.expire,

@@ -19,7 +19,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.forks import after_fork
 from shared_rpc.observability.stderr import Tail
 from shared_rpc.protocol.infos import JoinerInfo
-from shared_rpc.settings import client_environment, program
+from shared_rpc.settings import program, source_environment
 
 __all__ = ["Joiner", "check_cluster"]
 
@@ -69,14 +69,19 @@ class Joiner:
         #: Its output.
         self._output: IO[bytes] | None = None
         self._starts = 0
+        self._token = ""
         self._problem = ""
         self._pid = os.getpid()
         # The kernel ends a child with the thread that started it, which is to be this one.
         self._thread = threading.Thread(target=self._run, name="shared-rpc-joiner", daemon=True)
         after_fork(self._abandon)
 
-    def start(self) -> None:
-        """Begin. Returns at once."""
+    def start(self, token: str) -> None:
+        """Begin. Returns at once.
+
+        :param token: proves to the server that it started the process.
+        """
+        self._token = token
         self._thread.start()
 
     def ask_to_stop(self) -> None:
@@ -126,7 +131,7 @@ class Joiner:
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 start_new_session=True,
-                env=client_environment(),
+                env=source_environment(self._token),
             )
         except OSError as error:
             return f"cannot start the joiner of the cluster: {error}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from shared_rpc.errors import ClusterError
+from shared_rpc.errors import CapabilityError, ClusterError
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.infos import ClusterStatus, SourceInfo
 from shared_rpc.protocol.sources import Miss
@@ -26,6 +29,11 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: Called with misses for the source; with none once it was closed.
 Answer = Callable[[list[Miss]], object]
+
+
+def make_token() -> str:
+    """Return a token that nobody can guess."""
+    return secrets.token_hex(32)
 
 
 class Runner(Protocol):
@@ -64,6 +72,8 @@ class Sources:
         joiner: Joiner | None,
         grace: float,
     ) -> None:
+        #: Known to processes that this server starts, see :meth:`check_token`.
+        self.token = make_token()
         self._runs = runs
         self._device = device
         self._joiner = joiner
@@ -94,6 +104,17 @@ class Sources:
         self._table.remove(run)
 
     # For the source.
+
+    def check_token(self, token: str) -> None:
+        """Check that a process which wants to be the source was started by this server.
+
+        :raises CapabilityError: if it was not: its answers are unpickled by the callers.
+        """
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
+            raise CapabilityError(
+                f"the server (pid {os.getpid()}) takes records from the process alone that it started and gave its token "
+                f"(SHARED_TENSOR_SOURCE_TOKEN): have it start your program, by --cluster-program or Provider(cluster=…)"
+            )
 
     def attach(self, session: str) -> Attachment:
         """Make a session the source of records; an earlier one gets an error."""

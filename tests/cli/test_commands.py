@@ -182,6 +182,7 @@ def test_info(served: Server) -> None:
     assert ["ones", "no", "-", "serialized", "read_write", "all", "never", "on_evict"] in lines
 
 
+@pytest.mark.usefixtures("admitted_source")
 def test_info_of_a_source(served: Server) -> None:
     """What it reports, in one line; without one there is none."""
     assert "source " not in cli("info").output

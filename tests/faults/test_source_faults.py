@@ -13,8 +13,10 @@ import pytest
 from shared_rpc import Source
 from shared_rpc.errors import ClusterError, ConnectionClosed
 from tests.kit.brokers import BrokerApp, begun
-from tests.kit.joiners import source_of
+from tests.kit.joiners import KNOWN_TOKEN, source_of
 from tests.kit.processes import Child, eventually
+
+pytestmark = pytest.mark.usefixtures("admitted_source")
 
 #: A source that does what it is told, miss by miss.
 SOURCE = """
@@ -68,7 +70,7 @@ def test_a_killed_source_leaves_its_misses_to_the_next(
     app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor
 ) -> None:
     """Those that it was given, and those that it was not; each is built once."""
-    app.start("--source-grace", "600")
+    app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, first = app.connect(), start_source()
     calls = [threads.submit(app.connect().call, "held", size) for size in (1, 2, 3)]
     first.expect("miss held")
@@ -88,7 +90,7 @@ def test_a_killed_source_leaves_its_misses_to_the_next(
 
 def test_without_another_source_the_broker_builds(app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor) -> None:
     """When the grace is over, with a warning; and later calls wait for nothing."""
-    broker = app.start("--source-grace", "0.2")
+    broker = app.start_program(app.program(KNOWN_TOKEN, source_grace=0.2))
     client, source = app.connect(), start_source()
     call = threads.submit(app.connect().call, "held", 1)
     source.expect("miss held")
@@ -103,7 +105,7 @@ def test_a_source_that_is_killed_while_it_builds(
     app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """The build goes on, and the callers get the object; nothing is held for the dead process."""
-    app.start("--source-grace", "600")
+    app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, source = app.connect(), start_source()
     path = tmp_path / "go"
     call = threads.submit(app.connect().call, "waits", str(path))
@@ -120,7 +122,7 @@ def test_a_source_that_is_killed_while_it_builds(
 
 def test_the_worker_of_a_miss_crashes(app: BrokerApp, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
     """The source is told as the callers are; the next call is a miss again."""
-    app.start("--source-grace", "600")
+    app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, path = app.connect(), tmp_path / "go"
     with app.connect().source() as source:
         call = threads.submit(client.call, "waits", str(path))
@@ -138,11 +140,11 @@ def test_the_worker_of_a_miss_crashes(app: BrokerApp, threads: ThreadPoolExecuto
 
 def test_a_broker_that_is_killed_ends_its_source(app: BrokerApp, threads: ThreadPoolExecutor) -> None:
     """Which does not attach itself to the next one by itself: that has no misses of it."""
-    broker = app.start("--source-grace", "600")
+    broker = app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     source: Source = app.connect(connect_timeout=20.0).source().__enter__()
     waiting = threads.submit(next, source)
     eventually(lambda: source_of(app.connect())["session"] is not None)
     broker.kill()
-    app.start("--source-grace", "600")
+    app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     assert isinstance(waiting.exception(20), (ConnectionClosed, ClusterError))
     app.connect().call("held", 1).release()

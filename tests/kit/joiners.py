@@ -9,7 +9,11 @@ from typing import Any
 
 from shared_rpc import Client
 
-__all__ = ["FAITHLESS", "PROGRAM", "command_of", "source_of"]
+__all__ = ["FAITHLESS", "KNOWN_TOKEN", "PROGRAM", "TOKEN", "command_of", "source_of"]
+
+#: A token for sources that a test starts itself, and what the server runs first to take it for its own.
+TOKEN = "the token of the tests"
+KNOWN_TOKEN = f"from shared_rpc.server import sources; sources.make_token = lambda: {TOKEN!r}"
 
 #: A joiner that builds all misses of its server there, and writes how it was started.
 PROGRAM = """

@@ -614,6 +614,7 @@ def test_a_loop_that_is_busy_is_told_as_such(
     assert scrape(url)("calls_total", endpoint="block", outcome="built") == 1
 
 
+@pytest.mark.usefixtures("admitted_source")
 def test_the_source_of_records(url: str, client: Client) -> None:
     """Misses that are asked are not queued; what the source reports is told while it is there."""
     assert (scrape(url)("sources"), scrape(url)("cluster_nodes")) == (0, 0)

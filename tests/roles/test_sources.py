@@ -17,6 +17,7 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Miss, Provider, Server, Source
 from shared_rpc.errors import (
+    CapabilityError,
     ClusterError,
     ConnectionClosed,
     DeadlineExceeded,
@@ -29,7 +30,7 @@ from shared_rpc.errors import (
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.processes import eventually
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "admitted_source")
 
 #: A grace that no test outlives.
 LONG = 600.0
@@ -103,6 +104,17 @@ def test_what_the_source_has_built_its_callers_get(
         assert built.object_id == handle.object_id == again.object_id
         assert (built.value, handle.value.tolist(), model.builds) == (None, [1.0] * 8, 1)
         assert len(client.list_objects()[0]["holders"]) == 2
+
+
+def test_only_a_process_that_the_server_started_is_its_source(
+    server: Server, source_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers are unpickled by the callers, so another client is refused, and told how a source is started."""
+    for token in ("", "guessed"):
+        monkeypatch.setenv("SHARED_TENSOR_SOURCE_TOKEN", token)
+        with pytest.raises(CapabilityError, match=r"start your program, by --cluster-program or Provider\(cluster=…\)"):
+            source_client.source().__enter__()
+    source_client.call("load").release()
 
 
 def test_all_waiters_get_the_error_that_the_source_answers(

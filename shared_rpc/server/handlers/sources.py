@@ -20,6 +20,8 @@ _NO_TABLE = msgspec.Raw(EMPTY_TABLE)
 @handles(s.AttachSource)
 def attach_source(caller: Caller, message: s.AttachSource) -> s.SourceAttached:
     core = caller.core
+    if core.sessions.peer_of(caller.session) is not None:  # the server's own process needs no proof
+        core.sources.check_token(message.token)
     return s.SourceAttached(core.sources.attach(caller.session).number, core.server_id)
 
 
