@@ -186,7 +186,11 @@ class InProcessExecutor:
         # Other references to the arguments decide whether the result can be returned in their chunks.
         loaded.live = None
         del args, kwargs
-        self._prepare()
+        try:
+            self._prepare()
+        except Exception as error:
+            ended(Failure.unexpected(error, f"{run.spec.name}() cannot begin"))
+            return
         self._coroutines.start(run, endpoint.spec.name, context, begin, returned)
 
     def _deliver(
@@ -211,7 +215,11 @@ class InProcessExecutor:
             return self._publisher.publish(endpoint, run, value)
 
         threads = self._background if run.background else self._threads
-        threads.start(self._job(run, self._publisher.elsewhere(publish), ended))
+        try:
+            threads.start(self._job(run, self._publisher.elsewhere(publish), ended))
+        except Exception as error:  # no thread, or a failing driver
+            value.clear()
+            ended(Failure.unexpected(error, f"the result of {run.spec.name}() cannot be published"))
 
     def abandon(self, run: Run[Any]) -> bool:
         transfer = self._transfers.find(run.session)
@@ -238,7 +246,7 @@ class InProcessExecutor:
         job = self._job(run, publish, ended)
         transfer = self._transfers.find(run.session)
         if transfer is None:
-            ended(Failure.of(ConnectionClosed("the session ended while the result of {run.spec.name!r} waited for memory")))
+            ended(Failure.of(ConnectionClosed(f"the session ended while the result of {run.spec.name!r} waited for memory")))
             return
         transfer.park(run, lambda: self._threads.start(job), awaiting.frees)
         owner.out_of_memory(run, awaiting.why)

@@ -26,7 +26,7 @@ _log = logging.getLogger("shared_rpc.server")
 
 
 class Job(msgspec.Struct, eq=False):
-    """Work for a thread; ``work`` and ``after`` must not raise.
+    """Work for a thread; nothing here may raise.
 
     ``begun`` is called on the loop when the job has a thread, and ``done`` with what ``work`` returned; ``after`` is called in
     the thread when the loop has been notified.
@@ -117,7 +117,10 @@ class WorkerThreads:
     def _take_result(self) -> None:
         job, result = self._results.popleft()
         self._begun -= 1
-        job.done(result)
+        try:
+            job.done(result)
+        except Exception:
+            _log.exception("the result of work in a thread could not be handled")
         if self._waiting:
             self._begin()
 

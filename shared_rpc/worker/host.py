@@ -419,11 +419,18 @@ class WorkerHost:
 
         def done(answer: tuple[w.Allocated, Segment | None]) -> None:
             message, segment = answer
-            self._stream.send(message, number, fds=(segment.fileno(),) if segment is not None else ())
-            if segment is not None:
-                segment.close()
+            try:
+                self._stream.send(message, number, fds=(segment.fileno(),) if segment is not None else ())
+            except OSError as error:
+                self._stream.send(w.Allocated(error=f"the worker (pid {os.getpid()}) cannot send memory: {error}"), number)
+            finally:
+                if segment is not None:
+                    segment.close()
 
-        self._memory.start(Job(attempt, done))
+        try:
+            self._memory.start(Job(attempt, done))
+        except RuntimeError as error:  # there is no thread
+            self._stream.send(w.Allocated(error=f"the worker (pid {os.getpid()}) cannot make memory: {error}"), number)
 
 
 def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:

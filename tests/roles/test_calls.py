@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import anyio.to_thread
 import pytest
@@ -19,6 +20,7 @@ from shared_rpc import Provider, Server
 from shared_rpc.errors import CapabilityError, RemoteError, SharedRPCError
 from shared_rpc.protocol import messages as m
 from shared_rpc.server.in_process import InProcessExecutor
+from shared_rpc.server.publishing import Publisher
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
@@ -356,6 +358,38 @@ def test_a_serialized_endpoint_whose_next_call_cannot_be_started(
         with pytest.raises(CapabilityError, match="can't start new thread"):
             calls[1].result(timeout=10)
         assert calls[2].result(timeout=10) == 2
+
+
+def test_an_async_endpoint_whose_device_cannot_be_used(
+    provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller gets the error, also where the arguments were loaded in a thread."""
+
+    @provider.share(cache=False)
+    async def load() -> torch.Tensor:
+        return torch.ones(1)
+
+    monkeypatch.setattr(InProcessExecutor, "_prepare", Mock(side_effect=RuntimeError("no context")))
+    serve()
+    client = connect()
+    for call in (client.call, lambda name: client.wait_for_task(client.submit(name), 10)):
+        with pytest.raises(CapabilityError, match="no context"):
+            call("load")
+
+
+def test_a_result_that_no_thread_can_publish(
+    provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller of an async endpoint gets the error."""
+
+    @provider.share
+    async def load() -> torch.Tensor:
+        return torch.ones(1)
+
+    monkeypatch.setattr(Publisher, "elsewhere", Mock(side_effect=RuntimeError("can't start new thread")))
+    serve()
+    with pytest.raises(CapabilityError, match="can't start new thread"):
+        connect().call("load")
 
 
 def test_an_async_endpoint_that_stops_waiting_for_another(provider: Provider, serve: Serve, connect: Connect) -> None:

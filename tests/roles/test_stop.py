@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -363,6 +364,17 @@ def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, end
     threads.close()
     end()
     eventually(lambda: result.closed == 1)
+
+
+@pytest.mark.asyncio
+async def test_a_result_that_cannot_be_handled_holds_up_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    """The next job begins, and the log has the error."""
+    threads, over = WorkerThreads(1), asyncio.Event()
+    threads.start(Job(lambda: None, Mock(side_effect=OSError("no descriptor"))))
+    threads.start(Job(lambda: None, lambda _: over.set()))
+    await asyncio.wait_for(over.wait(), 10)
+    threads.close()
+    assert "no descriptor" in caplog.text
 
 
 def test_a_signal_at_any_moment_of_the_wait(children: list[Child]) -> None:

@@ -1,0 +1,55 @@
+"""A worker's side of its connection to the broker, without a broker."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.protocol import worker as w
+from shared_rpc.provider.overrides import Overrides
+from shared_rpc.settings import ServeOptions
+from shared_rpc.worker.host import WorkerHost
+from tests.kit.raw import Raw
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHost, Raw]]:
+    """A worker that serves nothing, and the broker's end of the connection."""
+    monkeypatch.setattr(MAPPINGS, "keeps", MAPPINGS.keeps)  # a worker's process keeps mappings
+    mine, theirs = socket.socketpair()
+    host = WorkerHost(theirs.detach(), Overrides(ServeOptions(), 0))
+    host.start()
+    with Raw(mine, hello=False) as broker:
+        yield host, broker
+    host.wait()
+
+
+def test_memory_that_cannot_be_sent(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its limit of files, the worker answers with the reason and keeps no descriptor."""
+    host, broker = worker
+    send = host._stream.send
+
+    def at_the_limit(message: Any, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+        if fds:
+            raise OSError(errno.EMFILE, "Too many open files")
+        send(message, number, payload, fds)
+
+    monkeypatch.setattr(host._stream, "send", at_the_limit)
+    answer = broker.ask(w.Allocate("cpu", 4096))
+    assert isinstance(answer, w.Allocated) and "cannot send memory: [Errno 24] Too many open files" in answer.error
+
+
+def test_memory_that_no_thread_can_make(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker answers with the reason."""
+    host, broker = worker
+    monkeypatch.setattr(host._memory, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    answer = broker.ask(w.Allocate("cpu", 4096))
+    assert isinstance(answer, w.Allocated) and "can't start new thread" in answer.error
