@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -20,13 +21,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import starts
 from benchmarks.__main__ import app
 from benchmarks.echo import Echo
 from benchmarks.ours import Ours
 from benchmarks.parts import MAKING, MAPPING, Parts, Watch
 from benchmarks.peer import Peer, missing
 from benchmarks.processes import Process
-from benchmarks.report import Row, document, shown
+from benchmarks.report import Report, Row, document, shown
 from benchmarks.stats import Sample, interleaved
 from benchmarks.targets import GOALS
 from benchmarks.throughput import starvation
@@ -245,6 +247,16 @@ def test_starts_has_python_beside_run(results: Callable[[str], Run]) -> None:
     nothing = run.row("python -c")["values"]["python"]
     assert hand["measured"] == pytest.approx(hand["values"]["shared-rpc run"] - nothing)
     assert run.row("memory of the zygote")["values"]["shared-rpc run"] > 1 << 20
+
+
+def test_starts_where_no_zygote_can_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its memory is left out, and a note says so."""
+    client = SimpleNamespace(get_server_info=lambda: {"nbytes": 5})
+    monkeypatch.setattr(starts, "Client", lambda *_, **__: contextlib.nullcontext(client))
+    report = Report("starts", "", [starts.RUN])
+    starts._memory_rows(report, str(tmp_path / "s"), "cpu")
+    assert [row.values for row in report.rows] == [{starts.RUN: 5.0}]
+    assert report.notes[0].startswith("No zygote could be used")
 
 
 def test_clients_counts_calls_for_each_number_of_processes(results: Callable[[str], Run]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from shared_rpc.zygote import installed
 from shared_rpc.zygote.installed import is_installed
 
 
@@ -22,18 +24,30 @@ def test_code_of_packages_and_of_the_interpreter_is_installed(path: str) -> None
     assert is_installed(path)
 
 
-def test_an_installed_path_may_be_named_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory of packages that is a link is one by both of its names."""
-    from shared_rpc.zygote import installed
+@pytest.fixture
+def folders() -> Iterator[None]:
+    """What the rule has found in ``sys.path`` is found again, before the test and after it."""
+    installed._folders.cache_clear()
+    yield
+    installed._folders.cache_clear()
 
+
+@pytest.mark.parametrize("metadata", [True, False], ids=["pip's --target", "a person's"])
+def test_a_directory_with_the_metadata_of_distributions_is_one_of_packages(
+    folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bool
+) -> None:
+    """Whatever its name is, if ``sys.path`` leads to it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / ("package-1.0.dist-info" if metadata else "package")).mkdir()
+    assert is_installed(str(tmp_path / "package" / "module.py")) is metadata
+
+
+def test_an_installed_path_may_be_named_through_a_link(folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of packages that is a link is one by both of its names."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "site-packages").symlink_to(tmp_path / "elsewhere")
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    installed._folders.cache_clear()
-    try:
-        assert is_installed(str(tmp_path / "elsewhere" / "module.py"))
-    finally:
-        installed._folders.cache_clear()
+    assert is_installed(str(tmp_path / "elsewhere" / "module.py"))
 
 
 @pytest.mark.parametrize("path", ["", "app.py", "/home/me/my-site-packages/app.py", "<frozen importlib._bootstrap>"])

@@ -208,4 +208,4 @@ class BufferTable:
 
     def __len__(self) -> int:
         """Count the buffers, listed or held."""
-        return sum(stored.kind == "buffer" for stored in self._objects)
+        return self._objects.buffers

@@ -179,6 +179,8 @@ class ObjectStore:
         self._generations: OrderedDict[str, int] = OrderedDict()
         #: Segments by id, one for each object in it. Objects may share segments, by one descriptor; none has one while cold.
         self._segments: dict[str, list[Segment]] = {}
+        #: Raw buffers among the objects.
+        self.buffers = 0
         #: Bytes of the segments, by device.
         self._nbytes: Counter[str] = Counter()
         #: The observer, or None. It is not called when all objects are dropped at the end of the server.
@@ -273,6 +275,7 @@ class ObjectStore:
 
     def _enter(self, stored: StoredObject, *, listed: bool = True) -> None:
         self._objects[stored.object_id] = stored
+        self.buffers += stored.kind == "buffer"
         stored.record.segments = tuple(map(self._share, stored.record.segments))
         self.descriptors.used += stored.page is not None
         if stored.cache_key is not None and listed:
@@ -512,6 +515,7 @@ class ObjectStore:
             for segment in (segment for member in self.group(stored)[1:] for segment in member.record.segments):
                 self.copies.discard(segment.info.id)
         del self._objects[stored.object_id]
+        self.buffers -= stored.kind == "buffer"
         self.descriptors.used -= stored.page is not None
         for segment in stored.record.segments:
             shares = self._segments[segment.info.id]

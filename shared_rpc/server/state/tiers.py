@@ -87,7 +87,8 @@ class Copies:
     def __init__(self, descriptors: Descriptors) -> None:
         self._descriptors = descriptors
         self._by_segment: defaultdict[str, dict[Tier, LowerCopy]] = defaultdict(dict)
-        #: Bytes by tier, and by tier and the device of the segment.
+        self._count_of_all = 0
+        #: Bytes by tier and the device of the segment.
         self._nbytes: Counter[tuple[Tier, str]] = Counter()
         self._devices: dict[str, str] = {}
 
@@ -137,8 +138,9 @@ class Copies:
 
     def __len__(self) -> int:
         """Count the copies."""
-        return sum(map(len, self._by_segment.values()))
+        return self._count_of_all
 
     def _count(self, segment_id: str, copy: LowerCopy, sign: int) -> None:
         self._descriptors.used += sign
+        self._count_of_all += sign
         self._nbytes[copy.tier, self._devices[segment_id]] += sign * copy.segment.info.nbytes
