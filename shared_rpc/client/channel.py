@@ -67,7 +67,7 @@ class Channel(ExchangeSocket):
         exchange = self._exchanges.begin(request)
         try:
             with anyio.CancelScope(deadline=deadline):
-                await self._await(exchange)
+                await (self._await(exchange) if request.until is None else self._await_until(exchange, request.until))
             if exchange.answer is None:
                 await self._withdraw(exchange)
         except BaseException:
@@ -101,6 +101,19 @@ class Channel(ExchangeSocket):
             await self._news(exchange)
             if self._socket.unsent:  # for example the answer to OutOfPoolMemory
                 await self._flush()
+
+    async def _await_until(self, exchange: Exchange, until: int) -> None:
+        """Wait as :meth:`_await` does, but no longer than until a descriptor is readable."""
+        errors: list[SharedRPCError] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when_readable, tasks.cancel_scope, until)
+            try:
+                await self._await(exchange)
+            except SharedRPCError as error:
+                errors.append(error)  # the task group would wrap it
+            tasks.cancel_scope.cancel()
+        if errors:
+            raise errors.pop()
 
     async def _withdraw(self, exchange: Exchange) -> None:
         with anyio.move_on_after(BRIEFLY, shield=True), suppress(SharedRPCError):
@@ -209,3 +222,8 @@ class Channel(ExchangeSocket):
     def close(self, reason: str = "this client was closed") -> None:
         """Hang up. All waiting coroutines get the reason."""
         self._break(ConnectionClosed(reason))
+
+
+async def _cancel_when_readable(scope: anyio.CancelScope, fd: int) -> None:
+    await anyio.wait_readable(fd)
+    scope.cancel()

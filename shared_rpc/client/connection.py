@@ -218,7 +218,7 @@ class Connection(ExchangeSocket):
             except BlockingIOError as error:
                 if is_of_handler(error):
                     raise
-                self._wait(select.POLLIN, deadline)
+                self._wait(select.POLLIN, deadline, None if exchange.withdrawn else request.until)
                 continue
             except (ConnectionClosed, ProtocolError) as error:
                 if not is_of_handler(error):
@@ -237,12 +237,18 @@ class Connection(ExchangeSocket):
             if is_of_handler(error):
                 raise
 
-    def _wait(self, events: int, deadline: float) -> None:
-        """Wait until the socket is ready. poll(2) begins anew after a signal, with the time that is left."""
+    def _wait(self, events: int, deadline: float, until: int | None = None) -> None:
+        """Wait until the socket is ready. poll(2) begins anew after a signal, with the time that is left.
+
+        :raises TooLate: if the descriptor ``until`` is readable first.
+        """
         left = _seconds_until(deadline)
         poll = select.poll()
         poll.register(self._socket.fileno(), events)
-        poll.poll(min(left, _LONG) * 1000)
+        if until is not None:
+            poll.register(until, select.POLLIN)
+        if [fd for fd, _ in poll.poll(min(left, _LONG) * 1000)] == [until]:
+            raise TooLate
 
     def _withdraw(self, exchange: Exchange) -> None:
         with passed_over(TooLate, SharedRPCError):

@@ -86,7 +86,7 @@ def send(
             assert transfer is not None, "only a pool raises PoolFull"
             if (yield Work(transfer.reclaim)):
                 continue
-            yield from _await_room(transfer, what, str(full))
+            yield from _await_room(transfer, what, full)
 
 
 #: The table of a call without tensors.
@@ -135,15 +135,21 @@ def _request(
     return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, transfer=transfer)
 
 
-def _await_room(transfer: ClientTransfer, what: str, why: str) -> Operation[None]:
-    """Wait until the server gives chunks of this client's pool back.
+def _await_room(transfer: ClientTransfer, what: str, full: PoolFull) -> Operation[None]:
+    """Wait until a chunk of this client's pool is free: given back by the server, or by another operation of this process.
 
-    :raises ServerBusy: if it has not when the call's time is over.
+    The server's answer alone is not enough: it may give the chunks back in the reply to another thread, which frees them later
+    than this one tries again, and that thread may hold them longer than the server does.
+
+    :raises ServerBusy: if none is when the call's time is over.
     """
-    try:
-        free = yield from ask(Request(m.AwaitFree(), what, transfer=transfer), m.Free)
-    except DeadlineExceeded as error:
-        raise ServerBusy(f"{what}: {why}") from error
+    with transfer.room(full.frees) as until:
+        try:
+            free = yield from ask(Request(m.AwaitFree(), what, transfer=transfer, until=until), m.Free)
+        except DeadlineExceeded as error:
+            if transfer.arguments.frees == full.frees:
+                raise ServerBusy(f"{what}: {full}") from error
+            return
     transfer.arguments.release(free.chunks)
 
 

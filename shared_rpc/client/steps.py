@@ -67,7 +67,8 @@ class Request:
     request changes nothing, so it can be sent once more where it is not known whether the server had it.
 
     ``arenas`` are segments by their numbers in the message, whose descriptors go once over each connection; ``fds`` are those
-    of the others. ``transfer`` is where the server's news of memory goes.
+    of the others. ``transfer`` is where the server's news of memory goes. ``until`` is a descriptor: the request is withdrawn
+    once that is readable, as at its deadline.
     """
 
     message: m.Message
@@ -79,6 +80,7 @@ class Request:
     again: bool = False
     arenas: dict[int, Segment] = field(default_factory=dict)
     transfer: ClientTransfer | None = None
+    until: int | None = None
     #: Whether the result is wanted as memory, by a process too that has the value itself.
     bare: bool = False
     #: Of a release and a resumption: the session of each lease, None for an object that is named by its id.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Descriptor, Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
@@ -21,10 +23,6 @@ __all__ = ["ClientTransfer", "TransferClosed"]
 _IDLE = 0.05
 #: Seconds without a request after which chunks that only wait for the GPU are polled: a request would poll them too.
 _SILENCE = 1.0
-
-
-def _nothing() -> None:
-    """Do nothing: a chunk of this process's own is free when room is looked for."""
 
 
 class TransferClosed(Exception):
@@ -43,7 +41,7 @@ class ClientTransfer:
         self.may_stay = options.limit - options.limit // 4
         self.references = ChunkReferences(weakly(self._chunk_dropped))
         #: Chunks of the pool for arguments that hold results.
-        self.own = ChunkReferences(_nothing)
+        self.own = ChunkReferences(weakly(self._own_dropped))
         self._flush = flush
         #: The server's arenas. Their descriptors are sent once, perhaps in a reply that is processed after the next one.
         self._spare: dict[str, Segment] = {}
@@ -81,6 +79,20 @@ class ClientTransfer:
         """Free chunks that came back as results, after waiting for the GPU; return whether there were any."""
         self.own.drain()
         return self.poll(look=True)
+
+    @contextmanager
+    def room(self, frees: int) -> Iterator[int]:
+        """Open a descriptor that is readable once a chunk for arguments is free that was not at so many :attr:`Pool.frees`."""
+        event = Descriptor.opened(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        wake = functools.partial(os.eventfd_write, event.number, 1)
+        try:
+            self.arguments.notify(wake, frees)
+            if self.own.dropped or self.own.fenced:
+                self._own_dropped()  # since the last look, when nobody waited
+            yield event.number
+        finally:
+            self.arguments.forget(wake)
+            event.close()
 
     def own_chunk(self, message: m.Result, held: Sequence[int]) -> Chunk:
         """Return the chunk of the pool for arguments that a result lies in.
@@ -161,6 +173,15 @@ class ClientTransfer:
         elif not self._flushing and not self.closed:
             self._flushing = True
             FINALIZER.submit(self._flush_now, after=_IDLE)
+
+    def _own_dropped(self) -> None:
+        # Runs in a finaliser. Where nobody waits, the next call that lacks room reclaims.
+        if self.arguments.awaited:
+            FINALIZER.submit(self._reclaim_awaited)
+
+    def _reclaim_awaited(self) -> None:
+        if not self.reclaim() and self.arguments.awaited and (self.own.dropped or self.own.fenced):
+            FINALIZER.submit(self._reclaim_awaited, after=_IDLE)  # a GPU that cannot be waited for now
 
     def _listen(self) -> None:
         self._listening = True

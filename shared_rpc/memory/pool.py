@@ -10,7 +10,7 @@ import itertools
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared_rpc.errors import ConfigurationError
@@ -96,6 +96,8 @@ class Pool:
         self.taken = 0
         #: Number of chunks freed so far: shows whether another attempt can succeed.
         self.frees = 0
+        #: Callbacks of those who wait for the next free chunk.
+        self._waiting: list[Callable[[], object]] = []
 
     def acquire(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
         """Return a chunk for each of ``sizes`` bytes on a device, all or none.
@@ -185,7 +187,34 @@ class Pool:
                         self._free(chunk)
                         freed += 1
             self.frees += freed
+            if freed:
+                self._wake()
         return freed
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for a free chunk."""
+        return bool(self._waiting)
+
+    def notify(self, wake: Callable[[], object], frees: int) -> None:
+        """Call ``wake`` once, when the pool is closed or has freed a chunk since :attr:`frees` was ``frees``, perhaps now.
+
+        It is called from any thread, under the pool's lock: it may only signal.
+        """
+        with self._lock:
+            self._waiting.append(wake)
+            if self._closed or self.frees != frees:
+                self._wake()
+
+    def forget(self, wake: Callable[[], object]) -> None:
+        """Drop a callback of :meth:`notify`, which is not called from now on."""
+        with self._lock:
+            if wake in self._waiting:
+                self._waiting.remove(wake)
+
+    def _wake(self) -> None:
+        while self._waiting:
+            self._waiting.pop()()
 
     def _free(self, chunk: Chunk) -> None:
         del self._chunks[chunk.number]
@@ -222,4 +251,5 @@ class Pool:
             self._closed = True
             self._arenas.clear()
             self._chunks.clear()
+            self._wake()
         MAPPINGS.drain()
