@@ -111,8 +111,11 @@ def _rows(
 
 def _memory_rows(report: Report, base_path: str, device: str) -> None:
     """Report the memory of the zygote, and that of the model, which exists once."""
-    (zygote,) = live_zygotes(base_path, lambda reason: None)
-    report.add(Row("memory of the zygote (PSS)", {RUN: float(zygote["pss"])}, unit="bytes"))
+    zygotes = live_zygotes(base_path, lambda reason: None)
+    for zygote in zygotes:
+        report.add(Row("memory of the zygote (PSS)", {RUN: float(zygote["pss"])}, unit="bytes"))
+    if not zygotes:
+        report.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed why.")
     with Client(base_path, device=device, timeout=_PATIENCE) as client:
         report.add(
             Row("… of the model, which all of them have", {RUN: float(client.get_server_info()["nbytes"])}, unit="bytes")

@@ -100,7 +100,10 @@ def _prepare(zygote: Zygote, preload: list[str]) -> str:
     for name, module in list(sys.modules.items()):
         file = file_of(module)
         if os.path.isabs(file) and not file.startswith(own + os.sep) and not is_installed(file):
-            return f"the module {name} is not an installed package and may change at any time: {file}"
+            return (
+                f"the module {name} is not an installed package (its directory in sys.path has no *.dist-info) and may change "
+                f"at any time: {file}"
+            )
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
 from shared_rpc.server.state.buffers import BufferTable
-from shared_rpc.server.state.objects import StoredObject
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.quotas import Quotas
 from tests.unit.test_store import Shelf, record_of
 
@@ -396,3 +397,15 @@ def test_sizes_that_no_tensor_has(size: int | list[int], dtype: str, text: str) 
     """The error says what was wrong with them."""
     with pytest.raises(ConfigurationError, match=text):
         Extent.of(size, dtype)
+
+
+def test_counting_buffers_takes_no_longer_for_more_of_them(buffers: Buffers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is made asks for the count; results are none, and buffers that are held or listed are."""
+    freed, held = buffers.make(name="freed"), buffers.make(name="held")
+    buffers.add("f(1)", "result")
+    monkeypatch.setattr(ObjectStore, "__iter__", Mock(side_effect=AssertionError("all objects were visited")))
+    assert len(buffers.table) == 2
+    buffers.table.free(freed.object_id)
+    buffers.table.free(held.object_id)
+    buffers.release("a", freed)
+    assert len(buffers.table) == 1
