@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,19 +102,22 @@ class Worker:
                 except BaseException:
                     ours.close()
                     raise
-        try:
+        with ExitStack() as undo:
+            # It has just begun, so SIGKILL ends it at once; without the wait it would stay a zombie.
+            undo.callback(self.process.wait)
+            undo.callback(self.process.kill)
+            undo.callback(ours.close)
             assert self.process.stderr is not None, "standard error is a pipe"
             self._tail = Tail(self.process.stderr)
             self._pidfd = os.pidfd_open(self.process.pid)
+            undo.callback(os.close, self._pidfd)
             self._loop.add_reader(self._pidfd, self._gone)
+            undo.callback(self._loop.remove_reader, self._pidfd)
             self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
             #: Sends nothing to a worker that has ended.
             self.send = self._link.send
             self._link.start()
-        except BaseException:
-            ours.close()
-            self.process.kill()
-            raise
+            undo.pop_all()
 
     @property
     def pid(self) -> int:

@@ -68,7 +68,11 @@ class Tail:
         self._stuck = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._pump, name="shared-rpc-stderr", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            stream.close()
+            raise
 
     def _pump(self) -> None:
         with self._stream as stream:

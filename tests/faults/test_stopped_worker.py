@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -247,19 +249,48 @@ def test_a_worker_is_asked_for_chunks_once() -> None:
     assert len(peer.sent) == 3
 
 
+class Deaf:
+    """Starts a process that never reads."""
+
+    options = ServeOptions()
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
+        """See :class:`WorkerCommand`."""
+        self.started.append(subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE, pass_fds=(fd,)))
+        return self.started[-1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("shared_rpc.broker.worker.os.pidfd_open", OSError(errno.EMFILE, "Too many open files")),
+        ("shared_rpc.broker.worker.FramedStream.start", OSError(errno.ENOSPC, "No space left on device")),
+        ("shared_rpc.observability.stderr.threading.Thread.start", RuntimeError("can't start new thread")),
+    ],
+    ids=["no descriptor", "no watch", "no thread"],
+)
+@pytest.mark.usefixtures("no_leaks")
+async def test_a_worker_that_cannot_be_watched_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
+) -> None:
+    """Its process is killed and waited for, and no descriptor of it is kept."""
+    command, ended = Deaf(), Mock()
+    with monkeypatch.context() as patch, pytest.raises(type(error), match=str(error.args[-1])):
+        patch.setattr(place, Mock(side_effect=error))
+        Worker(cast("WorkerCommand", command), 0, {}, lambda _: None, ended, lambda: None)
+    [process] = command.started
+    assert process.returncode == -signal.SIGKILL
+    await asyncio.sleep(0)
+    ended.assert_not_called()
+
+
 @pytest.mark.asyncio
 async def test_a_worker_hears_once_of_objects_that_were_dropped() -> None:
     """However many were while it did not read."""
-
-    class Deaf:
-        """Starts a process that never reads."""
-
-        options = ServeOptions()
-
-        def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-            """See :class:`WorkerCommand`."""
-            return subprocess.Popen(["sleep", "60"], stderr=subprocess.PIPE, pass_fds=(fd,))
-
     caught_up = asyncio.Event()
     worker = Worker(cast("WorkerCommand", Deaf()), 0, {}, lambda _: None, lambda _: None, caught_up.set)
     worker.send(w.Stop(), payload=bytes(1_000_000))
