@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from shared_rpc.errors import ConfigurationError
 
 __all__ = [
+    "ClientCode",
     "ClusterSettings",
     "Role",
     "ScriptSettings",
@@ -53,6 +54,8 @@ __all__ = [
     "watched_environment",
 ]
 
+#: Whose pickles a server takes, see :class:`shared_rpc.Server`.
+ClientCode = Literal["all", "namespace", "none"]
 Role = Literal["local", "server", "client", "spawn"]
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 
@@ -322,6 +325,7 @@ class ServeOptions(NamedTuple):
     :param pool_limit: bytes up to which a session's pool grows.
     :param cluster: the cluster that the server joins, see :func:`resolve_cluster`; ``""`` for none.
     :param source_grace: seconds that misses wait for a source of records.
+    :param client_code: which clients may send pickled code.
     """
 
     base_path: str | None = None
@@ -343,6 +347,7 @@ class ServeOptions(NamedTuple):
     pool_limit: int | None = None
     cluster: str | None = None
     source_grace: float = 15.0
+    client_code: ClientCode = "all"
     idle_exit: float | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"

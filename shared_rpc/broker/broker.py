@@ -241,6 +241,7 @@ class Broker:
             descriptors=self._descriptors,
             cluster=message.cluster,
             source_grace=self._options.source_grace,
+            client_code=self._options.client_code,
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client

@@ -17,7 +17,7 @@ from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
 from shared_rpc.provider.amounts import amount_of, check_quotas, in_bytes, quotas_of
 from shared_rpc.server.joiner import check_cluster
-from shared_rpc.settings import ServeOptions, checked_path, program
+from shared_rpc.settings import ClientCode, ServeOptions, checked_path, program
 
 if TYPE_CHECKING:
     from shared_rpc.provider.provider import Provider
@@ -83,6 +83,10 @@ def serve(
     source_grace: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="How long calls wait for a cluster that does not answer.")
     ] = 15.0,
+    client_code: Annotated[
+        ClientCode,
+        typer.Option(help="Which clients may send modules and records, whose code runs: those in the server's pid namespace?"),
+    ] = "all",
     idle_exit: Annotated[
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="End after so long without a client, lease or task."),
@@ -163,6 +167,7 @@ def serve(
             pool_limit=in_bytes(f"--pool-limit {pool_limit}", pool_limit) if pool_limit is not None else None,
             cluster=joined,
             source_grace=source_grace,
+            client_code=client_code,
             idle_exit=idle_exit,
             metrics_port=metrics_port,
             metrics_host=metrics_host,
@@ -242,6 +247,7 @@ class _InProcessHost:
                 host_quota=options.host_quota,
                 max_connections=options.max_connections,
                 source_grace=options.source_grace,
+                client_code=options.client_code,
                 metrics_port=options.metrics_port,
                 metrics_host=options.metrics_host,
             )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 import struct
 from contextlib import suppress
 from typing import NamedTuple
 
-__all__ = ["Peer", "is_own", "is_own_or_root", "named", "peer_of"]
+__all__ = ["Peer", "is_own", "is_own_or_root", "named", "peer_of", "shares_pid_namespace"]
 
 _UCRED = struct.Struct("iII")
+#: asm-generic/socket.h, from Linux 6.5 on.
+_SO_PEERPIDFD = 77
 
 
 class Peer(NamedTuple):
@@ -24,6 +28,39 @@ class Peer(NamedTuple):
 def peer_of(sock: socket.socket) -> Peer:
     """Return the process that called connect(2), or listen(2) on the server's side: SO_PEERCRED, see unix(7)."""
     return Peer(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def shares_pid_namespace(sock: socket.socket) -> bool:
+    """Return whether the process that called connect(2) lives, and is in this process's own pid namespace.
+
+    A process in a namespace below has a pid here too; one in another container has none, and is reported as 0. Before Linux
+    6.5, a process that got the pid of one which has just ended may be taken for that.
+    """
+    pid = peer_of(sock).pid
+    if not pid:
+        return False
+    try:
+        # /proc may be that of another pid namespace, with other numbers.
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return False
+        pidfd = _pidfd_of(sock, pid)
+        try:
+            same = os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
+            # It lives still, so nobody else had its pid meanwhile.
+            return same and not select.select([pidfd], [], [], 0)[0]
+        finally:
+            os.close(pidfd)
+    except OSError:  # it has ended, or does not let this process look
+        return False
+
+
+def _pidfd_of(sock: socket.socket, pid: int) -> int:
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    return os.pidfd_open(pid)
 
 
 def is_own(uid: int) -> bool:

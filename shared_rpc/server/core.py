@@ -51,6 +51,7 @@ from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.server.tiers import Tiers
+from shared_rpc.settings import ClientCode
 
 if TYPE_CHECKING:
     from shared_rpc.server.joiner import Joiner
@@ -111,6 +112,7 @@ class Core:
         descriptors: Descriptors | None = None,
         cluster: str = "",
         source_grace: float = 15.0,
+        client_code: ClientCode = "all",
         clock: Clock | None = None,
     ) -> None:
         self.server_id = server_id or secrets.token_hex(8)
@@ -126,7 +128,7 @@ class Core:
         self._sweeper = Sweeper(clock)
         self.leases = LeaseTable(self._told.given, self._told.ended)
         self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._added, descriptors)
-        self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session)
+        self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session, client_code)
         self.quotas = Quotas(self.objects, self.leases, quotas or {}, self.sessions.pid_of)
         buffers = BufferTable(self.objects, self.leases, clock)
         memory = memory or DeviceMemory(device)

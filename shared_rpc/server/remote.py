@@ -57,6 +57,7 @@ class RemoteClient:
     ) -> None:
         self.core = core
         self.peer = peer
+        self._may_send_code = core.sessions.admit_code(sock)
         self.session: Session | None = None
         self.session_id = ""
         #: The connection's name, unique among all servers: the names of its requests begin with it.
@@ -127,7 +128,7 @@ class RemoteClient:
         hello = decode_message(frame)
         if not isinstance(hello, m.Hello):
             raise ProtocolError(f"the first message of the connection is {type(hello).__name__}, not Hello")
-        self.session = self.core.sessions.join(self.peer, hello.token)
+        self.session = self.core.sessions.join(self.peer, hello.token, self._may_send_code)
         self.session_id = self.session.session_id
         self.name = f"{self.session_id[:8]}-{next(_numbers)}"
         self.send(m.Welcome(self.core.server_id, self.session.token, os.getpid(), self.core.device), frame.request_id)
@@ -179,7 +180,14 @@ class RemoteCaller(msgspec.Struct, eq=False):
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
         """Take the arguments as they came. They are read only where that is needed."""
         assert self._frame is not None, "a waiting request has no frame any more"
-        return None, read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects)
+        arguments = read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects)
+        if message.skeletons:
+            try:
+                self.core.sessions.check_code(self.session, "an argument that is a module, or no plain tensor,")
+            except BaseException:
+                arguments.close()
+                raise
+        return None, arguments
 
     def wait(self) -> Waiter:
         waiting = self._client.waiting

@@ -25,7 +25,7 @@ from shared_rpc.server.limits import check_when_full, resolve_host_quota, resolv
 from shared_rpc.server.measures import measures
 from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
 from shared_rpc.server.transfer import transfers_of
-from shared_rpc.settings import resolve_base_path, socket_path
+from shared_rpc.settings import ClientCode, resolve_base_path, socket_path
 
 if TYPE_CHECKING:
     from shared_rpc.observability.exporter import Exporter
@@ -84,6 +84,9 @@ class Server:
         :meth:`Client.source`; ``""`` for none. By default as the provider says.
     :param source_grace: seconds that calls wait for the next source of records when the last one has gone without an answer to
         them, before they are built here; see :meth:`Client.source`.
+    :param client_code: which clients may send pickled code, which workers and other clients run: modules and other arguments
+        that are no plain tensors, and records to adopt. ``"all"``, those in the server's own pid ``"namespace"``, or
+        ``"none"``. Calls of this process itself are not restricted.
     :param metrics_port: where Prometheus finds metrics, by HTTP; 0 for any port that is free, None for no metrics. It needs
         ``pip install 'shared-rpc[metrics]'``.
     :param metrics_host: the address that port is on. By default it is reached from this host alone.
@@ -106,6 +109,7 @@ class Server:
         pool: PoolOptions | None = None,
         cluster: str | None = None,
         source_grace: float = 15.0,
+        client_code: ClientCode = "all",
         metrics_port: int | None = None,
         metrics_host: str = "127.0.0.1",
     ) -> None:
@@ -124,6 +128,7 @@ class Server:
         self._pool = pool
         self._cluster = cluster
         self._source_grace = source_grace
+        self._client_code = client_code
         self._engine: Engine | None = None
         self._acceptor: Acceptor | None = None
         self._metrics_port, self._metrics_host = metrics_port, metrics_host
@@ -197,6 +202,7 @@ class Server:
             descriptors=Descriptors(mapped=mapped_limit(), closing=CLOSER.__len__),
             cluster=self._provider.cluster if self._cluster is None else self._cluster,
             source_grace=self._source_grace,
+            client_code=self._client_code,
         )
         exporter = self._take_metrics_port()
         acceptor: Acceptor | None = None

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections.abc import Collection
-from typing import Protocol
+from typing import Protocol, get_args
 
+from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.observability.events import HOOKS, SessionClosed, SessionOpened
 from shared_rpc.protocol.infos import HolderInfo, SessionInfo
-from shared_rpc.protocol.peers import Peer
+from shared_rpc.protocol.peers import Peer, shares_pid_namespace
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, usage_of
+from shared_rpc.settings import ClientCode
 
 __all__ = ["Session", "Sessions"]
 
 
 class Session:
-    """One client process. ``token`` is the secret by which its later connections join."""
+    """One client process. ``token`` is the secret by which its later connections join.
 
-    def __init__(self, peer: Peer) -> None:
+    :param may_send_code: see :meth:`Sessions.check_code`.
+    """
+
+    def __init__(self, peer: Peer, may_send_code: bool) -> None:
         self.session_id = secrets.token_hex(8)
         self.token = secrets.token_hex(16)
         self.peer = peer
+        self.may_send_code = may_send_code
         self.since = time.time()
         self.connections = 0
         #: Whether the client has announced the session's end.
@@ -47,9 +54,16 @@ class Sessions:
 
     :param server_id: the server's, for events.
     :param on_end: called when a session has ended.
+    :param client_code: whose pickles are taken, see :class:`shared_rpc.Server`.
+    :raises ConfigurationError: if ``client_code`` is none of the three.
     """
 
-    def __init__(self, server_id: str, objects: ObjectStore, leases: LeaseTable, on_end: OnSessionEnd) -> None:
+    def __init__(
+        self, server_id: str, objects: ObjectStore, leases: LeaseTable, on_end: OnSessionEnd, client_code: ClientCode = "all"
+    ) -> None:
+        if client_code not in get_args(ClientCode):
+            raise ConfigurationError(f"client_code={client_code!r}: use 'all', 'namespace' or 'none'")
+        self._client_code = client_code
         self._server_id = server_id
         self._objects = objects
         self._leases = leases
@@ -69,15 +83,32 @@ class Sessions:
         peer = self.peer_of(session_id)
         return peer.pid if peer is not None else os.getpid()
 
-    def join(self, peer: Peer, token: str) -> Session:
+    def admit_code(self, sock: socket.socket) -> bool:
+        """Return whether the client that has just connected may send code, for :meth:`join`."""
+        return self._client_code == "all" or (self._client_code == "namespace" and shares_pid_namespace(sock))
+
+    def check_code(self, session_id: str, what: str) -> None:
+        """Check that a session may send a pickle, which workers or other clients load.
+
+        :raises CapabilityError: if it may not.
+        """
+        session = self._by_id.get(session_id)
+        if session is not None and not session.may_send_code:
+            whose = "clients outside of its pid namespace" if self._client_code == "namespace" else "clients"
+            raise CapabilityError(
+                f"the server (pid {os.getpid()}) takes no pickled code from {whose} (client_code={self._client_code!r}), and "
+                f"{what} has some: use plain tensors and scalars, or start the server with another --client-code"
+            )
+
+    def join(self, peer: Peer, token: str, may_send_code: bool) -> Session:
         """Return the session of a new connection: the one of its token, or a new one.
 
         A token is good for the process it was given to. After a fork, or a restart of the server, a connection gets a
         session of its own.
         """
         session = self._by_token.get(token)
-        if session is None or session.peer != peer:
-            session = Session(peer)
+        if session is None or (session.peer, session.may_send_code) != (peer, may_send_code):
+            session = Session(peer, may_send_code)
             self._by_token[session.token] = self._by_id[session.session_id] = session
             if HOOKS.registered:
                 HOOKS.emit(

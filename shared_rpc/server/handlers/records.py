@@ -33,12 +33,14 @@ def check_record(caller: Caller, message: x.CheckRecord) -> x.RecordFits:
     header, records = x.RecordHeader.from_bytes(caller.payload), caller.core.records
     devices = records.check(header)
     if message.called:
+        caller.core.sessions.check_code(caller.session, "a record")
         records.check_call(header, message.endpoint, decode_call(message.args, message.kwargs))
     return x.RecordFits(devices)
 
 
 @handles(x.Adopt)
 def adopt(caller: Caller, message: x.Adopt) -> m.Message:
+    caller.core.sessions.check_code(caller.session, "a record")
     generation = caller.core.records.adopt(
         caller.session,
         x.RecordHeader.from_bytes(caller.payload),

@@ -1,0 +1,128 @@
+"""A server that takes no code: plain tensors and scalars only, from all clients or from those of other containers."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc import Provider, Server
+from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.exported import Adopt
+from shared_rpc.protocol.peers import shares_pid_namespace
+from tests.kit.apps import Connect, Serve
+from tests.kit.attacker import in_namespaces, needs_namespaces
+from tests.kit.brokers import BrokerApp
+from tests.kit.processes import Child
+from tests.kit.raw import Raw
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+#: A client that sends a module, and prints how that went.
+SEND = """
+import sys, torch
+from shared_rpc import Client
+
+with Client(socket_path=sys.argv[1], timeout=40.0) as client:
+    print("plain", client.call("total", [torch.ones(2), 1]).tolist())
+    try:
+        print("module", client.call("total", [torch.nn.Linear(1, 1)]).tolist())
+    except Exception as error:
+        print("module", type(error).__name__, error)
+"""
+
+
+def total(values: list[Any]) -> torch.Tensor:
+    """What the test's endpoint returns."""
+    return torch.stack([value.sum() if isinstance(value, torch.Tensor) else torch.tensor(1.0) for value in values]).sum()
+
+
+@pytest.fixture
+def server(provider: Provider, serve: Serve) -> Callable[[str], Server]:
+    """``server(client_code)`` serves a total, and an object to export."""
+    provider.share("total", cache=False)(total)
+    provider.share("load", managed=True)(lambda: torch.ones(4))
+    return lambda code: serve(client_code=code)
+
+
+def test_no_code_is_taken(server: Callable[[str], Server], connect: Connect) -> None:
+    """A module as an argument, and a record, are refused by an error that names the switch; tensors and scalars are not."""
+    server("none")
+    client = connect()
+    assert client.call("total", [torch.ones(2), 1]).tolist() == 3.0
+    for attempt in (client.call, client.submit, client.prepare):
+        with pytest.raises(CapabilityError, match=r"from clients \(client_code='none'\), and an argument that is a module"):
+            attempt("total", [torch.nn.Linear(1, 1)])
+    with (
+        client.call("load") as handle,
+        client.export(handle) as record,
+        pytest.raises(CapabilityError, match="and a record has some"),
+    ):
+        client.adopt(record)
+    assert client.call("total", [torch.ones(2)]).tolist() == 2.0
+
+
+def test_no_record_is_taken_without_the_check_before_it(server: Callable[[str], Server]) -> None:
+    """A client that skips the question whether a record fits gets the same answer."""
+    with Raw(server("none").socket_path) as raw:
+        answer = raw.ask(Adopt([]))
+    assert isinstance(answer, m.Error) and answer.code == CapabilityError.code
+
+
+def test_the_servers_own_process_is_not_restricted(server: Callable[[str], Server], provider: Provider) -> None:
+    """What the server's own script passes to its functions is its own code."""
+    server("none")
+    assert provider.call("total", [torch.nn.Linear(1, 1)]).tolist() == 1.0
+
+
+def test_a_process_of_this_namespace(server: Callable[[str], Server], children: list[Child]) -> None:
+    """It may send code: it could as well attach a debugger to the server."""
+    child = Child("-c", SEND, server("namespace").socket_path)
+    children.append(child)
+    assert child.expect("module") == "module 1.0"
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("code", "answer"), [("all", "module 1.0"), ("namespace", "module CapabilityError the server")])
+def test_another_container(server: Callable[[str], Server], children: list[Child], code: str, answer: str) -> None:
+    """It may not where the server keeps to its own namespace, and is served otherwise."""
+    child = in_namespaces(SEND, server(code).socket_path)
+    children.append(child)
+    assert child.expect("plain") == "plain 3.0"
+    assert child.expect("module").startswith(answer)
+
+
+def test_a_process_that_has_ended_is_in_no_namespace(tmp_path: Path) -> None:
+    """Another one may have its pid by now, and holds the connection that it left."""
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(path)
+        listener.listen()
+        pid = os.fork()
+        if not pid:
+            client.connect(path)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        accepted, _ = listener.accept()
+        with accepted:
+            assert not shares_pid_namespace(accepted)
+
+
+def test_a_broker_takes_no_code(broker_app: BrokerApp) -> None:
+    """By its command line, for its workers."""
+    broker_app.start("--client-code", "none")
+    with pytest.raises(CapabilityError, match="client_code='none'"):
+        broker_app.connect().call("echo", torch.nn.Linear(1, 1))
+    assert broker_app.connect().call("echo", torch.ones(1)).tolist() == [1.0]
+
+
+def test_an_unknown_choice(provider: Provider) -> None:
+    """The error names the choices."""
+    with pytest.raises(ConfigurationError, match="client_code='some': use 'all', 'namespace' or 'none'"):
+        Server(provider, client_code="some").start()  # type: ignore[arg-type]
