@@ -93,13 +93,12 @@ def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
     from shared_rpc.codec.single import rebuild_argument
 
     try:
-        pooled, result.pooled = result.pooled, {}
         message = result.message
         if result.chunk is not None:
-            return rebuild_argument(result.skeleton, message.table, result.chunk, pooled[result.chunk.number])
+            return rebuild_argument(result.skeleton, message.table, result.chunk, result.pooled)
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
         # In a list that is emptied: an error that the object's own code has kept refers to this frame.
-        origin = message.owner, pooled, message.arenas, label, message.object_id
+        origin = message.owner, result.pooled, message.arenas, label, message.object_id
         value = [decode_result(result.skeleton, message.table, result.segments, *origin)]
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one

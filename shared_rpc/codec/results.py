@@ -178,7 +178,8 @@ def decode_result(
     """Rebuild a result around its segments, which are mapped and stay the caller's to close.
 
     :param owner: the id of the server that keeps the result, if one does: what lies in it is not sent to that server again.
-    :param pooled: the chunks of the server's pool that it lies in, and to whom they are given back.
+    :param pooled: the chunks of the server's pool that it lies in, and to whom they are given back; emptied, but if the memory
+        cannot be mapped.
     :param arenas: the numbers of the segments that are the pool's.
     :param label: what the result is, for people.
     :param object_id: the id by which the server keeps the result, so that it can be suspended here; ``""`` if it does not.

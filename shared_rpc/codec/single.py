@@ -157,10 +157,12 @@ def publish_argument(value: list[Any], references: ChunkReferences, seconds: flo
 
 
 @without_modes
-def rebuild_argument(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, references: ChunkReferences) -> torch.Tensor:
+def rebuild_argument(
+    skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, pooled: dict[int, ChunkReferences]
+) -> torch.Tensor:
     """Rebuild the tensor that :func:`publish_argument` took apart on the other side. It keeps its chunk in use.
 
-    :param references: to which the chunk is returned.
+    :param pooled: the chunk, and to whom it is given back; the entry is taken if there is a tensor.
     :raises CodecError: if the table has anything else.
     """
     found = read_table(table)
@@ -168,12 +170,11 @@ def rebuild_argument(skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, 
     place = found.storages[0] if fits else None
     end = chunk.offset + chunk.nbytes
     if place is None or place.nbytes < 0 or not chunk.offset <= place.offset <= end - place.nbytes:
-        references.release((chunk.number,))
         raise CodecError("the server answered with an argument's memory, but its table does not fit it")
     mapping = chunk.arena.mapping
     device = torch_device(mapping.info.device)
     storage = make_storage(mapping, place.offset, place.nbytes, device)
-    references.acquire(chunk.number, chunk.nbytes, mapping, (storage,))
+    pooled.pop(chunk.number).acquire(chunk.number, chunk.nbytes, mapping, (storage,))
     try:
         return make_tensor(found.tensors[0], storage)
     except (AttributeError, TypeError, RuntimeError, IndexError) as error:

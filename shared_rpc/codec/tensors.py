@@ -95,7 +95,7 @@ def tensors_of(
     A mapping, or the chunk of a pool that a storage names, is kept while a storage over it, or any tensor, view or autograd
     graph of that, lives. What lies in a private segment is copied, and the segment's mapping is not kept.
 
-    :param pooled: the chunks that came with the table, and to whom they are given back, also if this raises.
+    :param pooled: the chunks that came with the table, and to whom they are given back; emptied, also if this raises.
     :param trusted: whether the tensors fit their storages; not to be taken on a client's word.
     :param object_id: see :meth:`MappingTable.keep_for`.
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
@@ -125,7 +125,8 @@ def tensors_of(
     except (IndexError, AttributeError, TypeError, RuntimeError) as error:
         raise CodecError(f"the tensor table does not fit its memory: {error}") from error
     finally:
-        for chunk, references in pooled.items():
+        while pooled:
+            chunk, references = pooled.popitem()
             references.release([chunk])
 
 

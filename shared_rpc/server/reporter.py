@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
 
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.protocol.tasks import Progress
 
 __all__ = ["Reporter"]
@@ -19,7 +19,7 @@ _BURST = 100
 #: Seconds between two reports from then on; a report that was held back is sent after as long.
 _PERIOD = 0.05
 #: Of all reporters: it is held for less than a microsecond, and making a lock takes as long.
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 
 
 class Reporter(msgspec.Struct, eq=False):

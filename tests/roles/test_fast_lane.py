@@ -125,6 +125,20 @@ def test_chunks_go_back_without_another_call(server: Server, client: Client, dev
     eventually(lambda: pools(server)["chunks"] <= 2)
 
 
+def test_a_result_that_cannot_be_mapped(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunk goes back: that it was the first of its arena is no reason to keep it."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise CapabilityError("no address is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MAPPINGS, "attach", fail)
+        with pytest.raises(CapabilityError, match="no address is left"):
+            client.call("full", 1.0)
+    eventually(lambda: pools(server)["chunks"] == 0)
+    assert client.call("full", 2.0)[0] == 2
+
+
 def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
     """A row of a matrix is a row: what the tensor does not use is not copied."""
     matrix = torch.arange(8.0 * MIB, device=device).view(1024, -1)

@@ -494,13 +494,15 @@ def test_a_server_that_names_other_chunks(client: Client, own: list[int]) -> Non
     ids=["before", "beyond", "negative", "more than its storage", "after"],
 )
 def test_a_table_that_leaves_its_chunk(no_leaks: None, offset: int, nbytes: int, shape: tuple[int, ...]) -> None:
-    """It is refused, and the chunk is given back."""
+    """It is refused, and the chunk is released once."""
     pool, references = Pool(SMALL, "the pool"), ChunkReferences(lambda: None)
     _, chunk, _ = pool.acquire("cpu", [512, 512, 512], "a test")
     assert chunk.offset == 512
+    pooled = {chunk.number: references}
     table = TensorTable((), (StorageEntry(0, offset, nbytes),), (TensorEntry(0, "float32", 0, shape, (1,)),))
     with pytest.raises(CodecError, match="does not fit"):
-        rebuild_argument(b"I0\nQ.", msgspec.msgpack.encode(table), chunk, references)
+        rebuild_argument(b"I0\nQ.", msgspec.msgpack.encode(table), chunk, pooled)
+    references.release(pooled)  # as its owner does
     references.poll()
     assert references.pop_returned() == [chunk.number]
     references.close()

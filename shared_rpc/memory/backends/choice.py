@@ -7,11 +7,11 @@ a provider chooses. Consumers have no choice: a segment has its mechanism.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, get_args
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.forks import fork_safe_lock
 from shared_rpc.memory.segments import Backend, Segment, gpu_support
 from shared_rpc.protocol.infos import MechanismInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
 
 _HOST = Choice("memfd", "host memory is a memfd")
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _chosen: dict[str, Choice] = {}
 #: Devices whose mechanism a provider has chosen.
 _forced: set[str] = set()
