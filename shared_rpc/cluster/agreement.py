@@ -50,10 +50,10 @@ def movers_of(setting: str, device: str) -> Movers:
         return Movers({}, ())
     if setting in (_AUTO, _NIXL):
         lacking = nixl_mover.lacking()
-        here: dict[str, type[Mover]] = {} if lacking else {_NIXL: nixl_mover.NixlMover}
-        if setting == _NIXL:
-            return Movers(here, tuple(here), lacking)
-        return Movers(here, tuple(here) if nixl_mover.is_of_use(device) else ())
+        # NIXL opens a port that serves whoever reaches it: not without being asked, where it would not be used.
+        if lacking or (setting == _AUTO and not nixl_mover.is_of_use(device)):
+            return Movers({}, (), lacking if setting == _NIXL else "")
+        return Movers({_NIXL: nixl_mover.NixlMover}, (_NIXL,))
     module, colon, kind = setting.partition(":")
     if not colon:
         raise ConfigurationError(f"SHARED_TENSOR_CLUSTER_MOVER={setting!r}: use {_AUTO}, {OBJECTS}, {_NIXL}, or module:class")

@@ -87,4 +87,5 @@ def _add_source(found: Measures, source: SourceInfo | None) -> None:
     found["cluster_sent_bytes"][()] += status.get("bytes_sent", 0)
     found["cluster_moved_bytes"]["objects",] += 0
     for mover, nbytes in status.get("bytes_by_mover", {}).items():
-        found["cluster_moved_bytes"][mover,] += nbytes
+        # The names are the source's: others would make unbounded labels.
+        found["cluster_moved_bytes"][mover if mover in ("objects", "nixl") else "other",] += nbytes
