@@ -49,6 +49,10 @@ class ConnectionPool:
     of a pool, and noting it. Operations are not made proof against that. Their session is retired instead (:meth:`retire`):
     another one takes over the leases of the existing handles, and all that the old one had, noted or not, ends with it.
 
+    One thread at a time uses a connection, and only that thread closes it. A thread that takes a connection out of the lists of
+    its session, under the lock, has it until it puts it back. Once the session is ended, nothing is put into the lists or taken
+    out: the connections in them are closed by :meth:`_hang_up`.
+
     :param path: the server's socket, looked up when the first connection is made.
     :param new_transfer: makes the pools of a new session.
     :param leases: the handles whose leases a new session takes over.
@@ -85,6 +89,8 @@ class ConnectionPool:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
+        #: Held while a session is ended. A signal handler may close a client that is being closed below it.
+        self._ending = threading.RLock()
         #: Whether the finaliser thread polls parked connections for owed answers.
         self._polling = False
         #: Operations under way. :attr:`Turn.ended` notes the end of each; :meth:`end_soon` acts on it.
@@ -120,7 +126,8 @@ class ConnectionPool:
                 lost = session is None or connection not in session.connections
                 if session is not None and not lost and connection not in (*session.idle, *session.parked):
                     if session.ended:
-                        lost = True  # whoever ended it has left the connection to this thread
+                        lost = True  # the thread that ended it has left the connection to this one
+                        session.connections.discard(connection)
                     else:
                         session.parked.append(connection)
             if lost:
@@ -178,7 +185,7 @@ class ConnectionPool:
     def _spare(self, session: ClientSession) -> None:
         """Close a connection that this thread made, and that the session does not need."""
         with self._lock:
-            surplus = session.idle.pop() if session.idle and len(session.connections) > 1 else None
+            surplus = session.idle.pop() if session.idle and len(session.connections) > 1 and not session.ended else None
         if surplus is not None:
             self._drop(session, surplus)
 
@@ -197,24 +204,23 @@ class ConnectionPool:
             home = self._home(request, turn) if self.retired else None
             session, connection = self._acquire(home, deadline, patience, turn)
             if request.transfer is not None and request.transfer is not session.transfer:
-                self._put_back(session, connection)
+                self._put_back(session, connection, turn)
                 raise TransferClosed
             if request.sessions:
                 request.keep_to(session)
             try:
                 reply = connection.exchange(request, deadline)
             except ConnectionClosed as error:
-                self._gave_up(session, connection, error)
+                self._gave_up(session, connection, error, turn)
                 if self.closed:
                     raise ConnectionClosed(f"this client was closed during {request.what}") from error
                 if is_of_handler(error) or not request.repeatable or time.monotonic() > deadline:
                     raise
             except BaseException as error:
-                self._gave_up(session, connection, error)
+                self._gave_up(session, connection, error, turn)
                 raise
             else:
-                self._put_back(session, connection)
-                turn.connection = None
+                self._put_back(session, connection, turn)
                 return reply
 
     def _home(self, request: Request, turn: Turn) -> ClientSession | None:
@@ -225,7 +231,7 @@ class ConnectionPool:
             sessions = request.sessions if len(request.sessions) == 1 else [turn.session]
             return next((session for session in self.retired if session in sessions), None)
 
-    def _gave_up(self, session: ClientSession, connection: Connection, error: BaseException) -> None:
+    def _gave_up(self, session: ClientSession, connection: Connection, error: BaseException, turn: Turn) -> None:
         """Handle a connection over which a request has failed."""
         try:
             if not connection.usable and not self.closed:
@@ -234,18 +240,17 @@ class ConnectionPool:
                     self._drop(session, connection)
                 elif not is_interrupt(error):
                     # Abandoned between request and reply: the session must outlive the connection.
-                    self._replace(session, connection)
+                    self._replace(session, connection, turn)
         finally:
             if connection.usable:
-                self._put_back(session, connection)
+                self._put_back(session, connection, turn)
             elif self.closed:
                 self._drop(session, connection)
 
     def need_session(self, turn: Turn) -> ClientSession:
         """Return the current session, after checking that the server was not restarted."""
         session, connection = self._acquire(None, turn.deadline, turn.patience, turn)
-        self._put_back(session, connection)
-        turn.connection = None
+        self._put_back(session, connection, turn)
         return session
 
     def close(self) -> None:
@@ -269,16 +274,16 @@ class ConnectionPool:
 
     def _hang_up(self, session: ClientSession) -> None:
         """End a session, also one whose end was interrupted before."""
-        with self._lock:
-            session.ended = True
-            unused = {*session.idle, *session.parked}
-        for connection in tuple(session.connections):
-            if connection in unused:
+        with self._ending:
+            with self._lock:
+                session.ended = True
+                unused = {*session.idle, *session.parked}
+                for connection in session.connections - unused:
+                    connection.hang_up()  # the thread that waits on the connection takes it out of the set, and closes it
+            for connection in unused:
                 connection.say_goodbye()
                 connection.close()
-            else:
-                connection.hang_up()  # the thread that waits on the connection closes it
-        session.transfer.close()
+            session.transfer.close()
 
     # Connections.
 
@@ -290,7 +295,7 @@ class ConnectionPool:
                 if self.closed:
                     raise ConnectionClosed("this client is closed")
                 session = home if home is not None else self.session
-                if session is None or not session.idle:
+                if session is None or session.ended or not session.idle:
                     break
                 # No call from here on, after which a signal handler could run: the connection is idle or the operation's.
                 connection = session.idle[-1]
@@ -303,10 +308,12 @@ class ConnectionPool:
             return home, self._join(home, deadline, turn)
         return self._connect(deadline, patience, turn)
 
-    def _put_back(self, session: ClientSession, connection: Connection) -> None:
+    def _put_back(self, session: ClientSession, connection: Connection, turn: Turn) -> None:
         with self._lock:
             if connection in session.connections and not session.ended:
-                session.idle.append(connection)
+                # No call from here on, after which a signal handler could run: another thread may use the connection at once.
+                session.idle += (connection,)
+                turn.connection = None
                 return
         self._drop(session, connection)
 
@@ -315,29 +322,39 @@ class ConnectionPool:
             session.connections.discard(connection)
         connection.close()
 
-    def _replace(self, session: ClientSession, connection: Connection) -> None:
+    def _replace(self, session: ClientSession, connection: Connection, turn: Turn) -> None:
         if connection.owed:
             # The answer may bring memory to release, and the session lasts until then.
+            self._park(session, connection, turn)
             with self._lock:
-                session.parked.append(connection)
                 polled, self._polling = self._polling, True
             if not polled:
                 FINALIZER.start()
                 FINALIZER.submit(functools.partial(_poll, weakref.ref(self)), after=_LOOK)
             return
         try:
-            self._put_back(session, self._join(session, time.monotonic() + 1.0, Turn()))
+            self._put_back(session, self._join(session, time.monotonic() + 1.0, Turn()), Turn())
         except SharedRPCError:
             # A server that is only stuck keeps the session for as long as this connection is open.
-            with self._lock:
-                session.parked.append(connection)
+            self._park(session, connection, turn)
             return
+        self._drop(session, connection)
+
+    def _park(self, session: ClientSession, connection: Connection, turn: Turn) -> None:
+        with self._lock:
+            if not session.ended:
+                # No call from here on, as in _put_back().
+                session.parked += (connection,)
+                turn.connection = None
+                return
         self._drop(session, connection)
 
     def poll_parked(self) -> bool:
         """Read owed answers of parked connections; return whether there are more to wait for."""
         for session in self._sessions():
             with self._lock:
+                if session.ended:
+                    continue
                 owing = [connection for connection in session.parked if connection.owed]
                 session.parked = [connection for connection in session.parked if not connection.owed]
             for connection in owing:
@@ -434,8 +451,7 @@ class ConnectionPool:
         outdated = renewal.outdated() if renewal is not None else []
         if not outdated:
             return current, connection
-        self._put_back(current, connection)
-        turn.connection = None
+        self._put_back(current, connection, turn)
         self._renewed(outdated, min(RENEWAL, max(deadline - time.monotonic(), 0.0)))
         return self._acquire(None, deadline, patience, turn)
 

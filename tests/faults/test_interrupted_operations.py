@@ -20,10 +20,13 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider
+from shared_rpc.client.connection import Connection
 from shared_rpc.client.pool import Turn
+from shared_rpc.client.steps import Request
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingTable
+from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import FrameDecoder, encode_frame
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import Child, eventually, open_fds, python
@@ -285,6 +288,62 @@ def test_an_operation_that_is_interrupted_when_its_session_has_ended(client: Cli
     eventually(lambda: session.ended and session not in pool.retired)
     assert connection._socket.fileno() >= 0
     pool.retire(turn)
+    assert connection._socket.fileno() == -1
+
+
+def test_one_thread_at_a_time_ends_a_session(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an interrupted close() the finaliser thread continues it, while the caller may close the client again."""
+    client.ping()
+    both, met = threading.Barrier(2), []
+
+    def goodbye(connection: Connection) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+            met.append(connection)
+        say_goodbye(connection)
+
+    say_goodbye = Connection.say_goodbye
+    monkeypatch.setattr(Connection, "say_goodbye", goodbye)
+    closing = [threading.Thread(target=client.close) for _ in range(2)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(20)
+    assert not met
+
+
+def test_an_operation_that_is_interrupted_when_it_has_put_its_connection_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may use the connection already: the end of the interrupted operation's session leaves it to that one."""
+    client.ping()
+    pool, session, others = client._pool, client._pool.session, []
+    put_back = pool._put_back
+
+    def interrupted(*args: Any) -> None:
+        put_back(*args)
+        others.append(pool._acquire(None, math.inf, 0.0, Turn())[1])
+        raise Interrupted
+
+    monkeypatch.setattr(pool, "_put_back", interrupted)
+    with pytest.raises(Interrupted):
+        client.ping()
+    monkeypatch.undo()
+    assert others[0] not in session.parked
+    eventually(lambda: session.ended)
+    assert others[0]._socket.fileno() >= 0
+    others[0].close()
+
+
+def test_a_connection_that_is_given_up_when_its_session_has_ended(client: Client) -> None:
+    """The thread that gives it up closes it: nobody looks at the session any more."""
+    client.ping()
+    pool, turn = client._pool, Turn()
+    session, connection = pool._acquire(None, math.inf, 0.0, turn)
+    connection.usable = False
+    connection._exchanges.owed[1] = Request(m.Ping(), "ping")
+    pool._hang_up(session)
+    pool._gave_up(session, connection, DeadlineExceeded("too late"), turn)
     assert connection._socket.fileno() == -1
 
 
