@@ -275,6 +275,7 @@ class Broker:
             self._serve_anew(message)
 
     def _serve_anew(self, message: w.Serve) -> None:
+        self._restoration.make_way(message)
         try:
             self._add_service(message)
         except SharedRPCError as error:

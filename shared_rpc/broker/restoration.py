@@ -85,14 +85,7 @@ class Restoration:
             if not len(service.core.objects):
                 self._discard(key)
         elif (message.socket_path, message.device) != (earlier.socket_path, earlier.device):
-            _log.error(
-                "the stored objects of %s at %s are dropped: the app now serves %s at %s",
-                earlier.device,
-                earlier.socket_path,
-                message.device,
-                message.socket_path,
-            )
-            self._discard(key)
+            self._replace(key, message)
             try:
                 self._add(msgspec.structs.replace(message, endpoints=specs), None)
             except SharedRPCError as error:
@@ -103,9 +96,33 @@ class Restoration:
             facts = service.core.replace_endpoints(specs, "changed")
             _log.info("restored %s: %d objects kept, %d dropped", key, len(service.core.objects), facts["dropped"])
 
+    def make_way(self, message: w.Serve) -> None:
+        """Discard what was restored under another key at the socket where the app serves a provider now."""
+        for key in self.pending:
+            if key != message.key and self._services[key].acceptor.path == message.socket_path:
+                self._replace(key, message)
+
+    def _replace(self, key: str, message: w.Serve) -> None:
+        earlier = self._services[key].facts
+        _log.error(
+            "the stored objects of %s at %s are dropped: the app now serves %s at %s",
+            earlier.device,
+            earlier.socket_path,
+            message.device,
+            message.socket_path,
+        )
+        self._discard(key)
+
     def _discard(self, key: str) -> None:
         service = self._services.pop(key)
         self._manager.discard(key, service.core)
+        try:
+            listener = service.acceptor.inherited()
+        except OSError as error:
+            _log.error("cannot keep the service manager's socket %s: %s", service.acceptor.path, error)
+        else:
+            if listener is not None:
+                self._manager.give_back(service.acceptor.path, listener)
         service.acceptor.remove_socket()
         service.core.stop()
         service.core.close()

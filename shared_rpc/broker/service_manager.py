@@ -40,6 +40,10 @@ class ServiceManager:
         """Return the socket that listens at a path already, once."""
         return self._listeners.pop(path, None)
 
+    def give_back(self, path: str, listener: socket.socket) -> None:
+        """Take a socket back that no provider serves any more."""
+        self._listeners[path] = listener
+
     def check(self, served: Mapping[str, Sequence[str]], *, loaded: bool, raises: bool = True) -> None:
         """Check that each socket that the manager listens on is served: its clients would wait for ever.
 

@@ -158,6 +158,13 @@ class Acceptor:
                 self._removed = True
                 remove_socket(self.path, self._inode)
 
+    def inherited(self) -> socket.socket | None:
+        """Return another descriptor of a socket that listened already, for the next server there; None for one of its own.
+
+        :raises OSError: if there is no descriptor left.
+        """
+        return self._listener.dup() if self._inode == 0 else None
+
     def close(self) -> None:
         """Give up a socket that never served."""
         self.remove_socket()

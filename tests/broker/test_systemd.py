@@ -681,6 +681,47 @@ def test_an_app_that_moved(app: BrokerApp, make_manager: Callable[..., ServiceMa
     assert other.get_server_info()["builds"] == 1
 
 
+#: Provider options of an app that was served at the same socket before, and code that comes first.
+OTHERS = {
+    "another base path": ("'elsewhere', device='cpu'", ""),
+    "another device": ("device='cpu'", "Provider.device_id = property(lambda self: fake_driver.GPUS[0])"),
+}
+
+
+@pytest.mark.parametrize("listen", [True, False], ids=["socket unit", "own socket"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_provider_at_the_same_socket(
+    app: BrokerApp, make_manager: Callable[..., ServiceManager], gate: Path, other: str, listen: bool
+) -> None:
+    """It is served there, after what was kept for the earlier one is dropped."""
+    manager = make_manager(listen=listen)
+    broker = manager.start("--socket", manager.path)
+    client = app.connect(connect_timeout=20)
+    client.call("model")
+    manager.expect(lambda: len(manager.names("object-")) == 1)
+    broker.kill()
+    options, before = OTHERS[other]
+    app.file.write_text(
+        f"""
+from tests.kit import fake_driver
+fake_driver.install()
+from shared_rpc import Provider
+{before}
+provider = Provider({options})
+
+@provider.share(cache=False)
+def new():
+    return 42
+"""
+    )
+    broker = manager.start("--socket", manager.path)
+    broker.expect_error("are dropped")
+    with app.connect(connect_timeout=20) as again:
+        info = again.get_server_info()
+        assert (info["endpoints"], info["objects"]) == (["new"], 0)
+    manager.expect(lambda: sorted(name.partition("-")[0] for name in manager.names()) == ["service"])
+
+
 def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManager) -> None:
     """The app has lost it: its results go, and with nothing left it does, too; a buffer keeps it there."""
     second = """
