@@ -101,6 +101,9 @@ class Backlog:
             self._held[unit] -= amount
         return True
 
+    def __contains__(self, run: Run[Any]) -> bool:
+        return run in self._runs
+
     def __iter__(self) -> Iterator[Run[Any]]:
         return iter(tuple(self._runs))
 
@@ -204,7 +207,8 @@ class Dispatcher:
 
     def _has_room(self, run: Run[Any]) -> None:
         run.place.awaits_room, run.place.has_room = False, True
-        self.send_waiting()
+        if run in self._waiting:
+            self._send_or_end(run)
 
     def _send(self, run: Run[Any], worker: Worker) -> None:
         place: _Place = run.place
@@ -234,12 +238,12 @@ class Dispatcher:
             request_id=run.request_id,
             cached=run.cached,
         )
-        fds = tuple([segment.fileno() for number, segment in enumerate(arguments.segments) if number not in kept])
+        owners = tuple([segment.owner for number, segment in enumerate(arguments.segments) if number not in kept])
         if place.waits:
             self._waiting.remove(run)
             place.waits = False
         try:
-            worker.send(message, place.number, b"".join(arguments.skeletons), fds)
+            worker.send(message, place.number, b"".join(arguments.skeletons), owners=owners)
         except (ProtocolError, OSError) as error:
             refusal = CapabilityError(f"cannot send the call of {run.spec.name!r} to worker {worker.pid}: {error}")
             self._end(run, Failure.of(refusal))

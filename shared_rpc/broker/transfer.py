@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from shared_rpc.broker.worker import Worker
@@ -28,7 +27,7 @@ class ForwardedTransfer(SessionTransfer):
         #: Chunks of the client's pools, by the worker that has them.
         self._lent: dict[int, Worker] = {}
         self._returned: list[int] = []
-        self._wanted: deque[Callable[[], None]] = deque()
+        self._wanted: dict[Callable[[], None], None] = {}
         #: Workers with an unanswered request to return chunks.
         self._asked: set[Worker] = set()
         #: Chunks of results, by the worker whose pool has them.
@@ -129,12 +128,13 @@ class ForwardedTransfer(SessionTransfer):
         self._tell()
 
     def _tell(self) -> None:
-        while self._wanted:
-            self._wanted.popleft()()
+        wanted, self._wanted = self._wanted, {}
+        for told in wanted:
+            told()
 
     def await_chunks(self, told: Callable[[], None]) -> None:
         """Call back when chunks have come back, and ask workers for them."""
-        self._wanted.append(told)
+        self._wanted[told] = None
         if self._returned:
             self._tell()
         for worker in set(self._lent.values()) - self._asked:
@@ -143,8 +143,7 @@ class ForwardedTransfer(SessionTransfer):
 
     def unsubscribe(self, told: Callable[[], None]) -> None:
         """Call back no more."""
-        if told in self._wanted:
-            self._wanted.remove(told)
+        self._wanted.pop(told, None)
 
     def info(self) -> PoolInfo:
         """Describe the workers' pools for the session's results."""

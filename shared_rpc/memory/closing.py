@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FinalizerThread
+from shared_rpc.protocol.frames import close_all
 
 __all__ = ["CLOSER", "LARGE", "THREAD", "Closer"]
 
@@ -48,6 +49,9 @@ class Closer:
 
     def __init__(self) -> None:
         self._thread = FinalizerThread("shared-rpc-closer")
+        #: Closes what other processes sent: it may wait for as long as they like.
+        self._stranger = FinalizerThread("shared-rpc-discarder")
+        self._discarded: deque[int] = deque()
         #: The first one is being closed.
         self._left: deque[_Closing] = deque()
         after_fork(self._after_fork)
@@ -56,6 +60,7 @@ class Closer:
     def spare_this_thread(self) -> Iterator[None]:
         """Have another thread close the large memory that ends in this one while the block runs. All is closed at its end."""
         self._thread.start()
+        self._stranger.start()
         THREAD.spared = True
         try:
             yield
@@ -74,6 +79,23 @@ class Closer:
             os.close(self._left[0].number)
         finally:
             self._left.popleft()
+
+    def discard(self, fds: list[int]) -> None:
+        """Close descriptors of unknown files, each of which is taken out of the list; not in a thread that must not wait.
+
+        The last close(2) of large memory takes long, and that of a file whose server is a process waits for that process.
+        """
+        if not THREAD.spared:
+            close_all(fds)
+        while fds:
+            self._discarded.append(fds.pop())
+            self._stranger.submit(self._close_discarded)
+
+    def _close_discarded(self) -> None:
+        try:
+            os.close(self._discarded[0])
+        finally:
+            self._discarded.popleft()
 
     def left(self) -> dict[str, int]:
         """Sum the bytes that are yet to be freed, by device."""
@@ -101,6 +123,9 @@ class Closer:
     def _after_fork(self) -> None:
         # The child's copies would keep the memory. The first one may be closed already, and its number another file's.
         THREAD.spared = False
+        # The first one may be closed.
+        close_all(list(self._discarded)[1:])
+        self._discarded.clear()
         left, self._left = self._left, deque()
         for closing in left:
             with suppress(OSError):

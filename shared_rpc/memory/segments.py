@@ -34,6 +34,8 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
     number: int
     #: The memory that it keeps, None for a descriptor of another kind.
     info: SegmentInfo | None = None
+    #: Whether another process made it, and says what it keeps.
+    foreign: bool = False
 
     @classmethod
     def opened(cls, function: Callable[..., int], *arguments: Any) -> Descriptor:
@@ -54,7 +56,9 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
     def __del__(self) -> None:
         if self.number >= 0:  # not by close(): with fewer instructions, a signal handler can interrupt less
             info = self.info
-            if info is None or info.nbytes < LARGE or not THREAD.spared:
+            if self.foreign:
+                CLOSER.discard([self.number])
+            elif info is None or info.nbytes < LARGE or not THREAD.spared:
                 os.close(self.number)
             else:
                 CLOSER.submit(self.number, info.nbytes, info.device)
@@ -71,9 +75,12 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
     descriptor: Descriptor | None = None
 
     @classmethod
-    def owning(cls, info: SegmentInfo, fd: int) -> Segment:
-        """Make an owner of a descriptor."""
-        segment = cls(info, Descriptor(fd, info))
+    def owning(cls, info: SegmentInfo, fd: int, *, foreign: bool = False) -> Segment:
+        """Make an owner of a descriptor.
+
+        :param foreign: whether another process made it, and says what it keeps.
+        """
+        segment = cls(info, Descriptor(fd, info, foreign))
         segment._note()
         return segment
 
@@ -105,10 +112,18 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
         :raises ValueError: if it is closed.
         """
+        return self.owner.number
+
+    @property
+    def owner(self) -> Descriptor:
+        """The descriptor, which stays open for as long as this is referred to.
+
+        :raises ValueError: if it is closed.
+        """
         descriptor = self.descriptor
         if descriptor is None or descriptor.number < 0:
             raise ValueError(f"segment {self.info.id} is closed")
-        return descriptor.number
+        return descriptor
 
     @property
     def closed(self) -> bool:

@@ -31,6 +31,7 @@ from shared_rpc.errors import ProtocolError
 __all__ = [
     "FDS_PER_MESSAGE",
     "HEADER_SIZE",
+    "HELLO",
     "MAX_FDS",
     "VERSION",
     "Frame",
@@ -60,13 +61,18 @@ class Limits:
     """Limits of a frame, in bytes. Checked on the header, before anything is buffered, and by the sender.
 
     A body of empty lists takes 64 times its size once it is decoded. A table of 100,000 tensors has about 5 MiB.
+
+    :param fds: a number of descriptors.
     """
 
     body: int = 16 << 20
     payload: int = 512 << 20
+    fds: int = MAX_FDS
 
 
 _LIMITS = Limits()
+#: Limits of the first frame of a connection, whose sender is not known yet.
+HELLO = Limits(body=64 << 10, payload=0, fds=0)
 
 
 def close_all(fds: list[int]) -> None:
@@ -122,13 +128,16 @@ class FrameDecoder:
 
     Descriptors go from hand to hand here in statements without a call. CPython (3.11 to 3.14) runs signal handlers after calls,
     at the beginning of functions and at the end of loops' bodies: whenever one raises, each descriptor is in one place.
+
+    :param limits: those of the headers to come, which can be replaced.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or _LIMITS
+        self.limits = limits or _LIMITS
         #: Received bytes of incomplete frames, or of frames that are not parsed yet.
         self.partial = bytearray()
-        self._fds: list[int] = []
+        #: Received descriptors of incomplete frames.
+        self.fds: list[int] = []
         #: Complete frames, until the receiver takes them.
         self.frames: deque[Frame] = deque()
         self._header: tuple[int, int, int, int, int] | None = None
@@ -140,11 +149,11 @@ class FrameDecoder:
     def consume(self, arrived: list[tuple[bytes | memoryview, list[int]]]) -> None:
         """Take in the first received part, and take it out of the list."""
         data, fds = arrived[0]
-        self._fds += fds
+        self.fds += fds
         self.partial += data
         del arrived[0]
-        if len(self._fds) > 2 * MAX_FDS:
-            raise ProtocolError(f"received {len(self._fds)} file descriptors for a frame of at most {MAX_FDS}")
+        if len(self.fds) > 2 * self.limits.fds:
+            raise ProtocolError(f"received {len(self.fds)} file descriptors for a frame of at most {self.limits.fds}")
 
     def next_frame(self) -> Frame | None:
         """Return the next complete frame, None where more bytes are needed.
@@ -170,15 +179,15 @@ class FrameDecoder:
             if (
                 magic != MAGIC
                 or version != VERSION
-                or count > MAX_FDS
-                or body_size > self._limits.body
-                or payload_size > self._limits.payload
+                or count > self.limits.fds
+                or body_size > self.limits.body
+                or payload_size > self.limits.payload
             ):
                 self._refuse_header(magic, version, count, body_size, payload_size)
             self._header = kind, count, request_id, body_size, payload_size
         kind, count, request_id, body_size, payload_size = self._header
         end = HEADER_SIZE + body_size + payload_size
-        here = len(self._fds)
+        here = len(self.fds)
         if len(partial) < end:
             if here > count:
                 raise ProtocolError(f"received {here} file descriptors with a frame that announced {count}")
@@ -189,9 +198,9 @@ class FrameDecoder:
         with memoryview(partial) as view:
             body, payload = bytes(view[HEADER_SIZE : end - payload_size]), bytes(view[end - payload_size : end])
         frame = Frame(kind, request_id, body, payload)
-        frame.fds = self._fds[:count]
+        frame.fds = self.fds[:count]
         self.frames += (frame,)
-        del self._fds[:count], partial[:end]
+        del self.fds[:count], partial[:end]
         self._header = None
         return True
 
@@ -208,15 +217,22 @@ class FrameDecoder:
             raise ProtocolError(
                 f"the other side speaks protocol {version} and this one {VERSION}: use the same release of shared-rpc on both"
             )
-        if count > MAX_FDS:
-            raise ProtocolError(f"a frame announces {count} file descriptors; the limit is {MAX_FDS}")
+        if count > self.limits.fds:
+            raise ProtocolError(f"a frame announces {count} file descriptors; the limit is {self.limits.fds}")
         raise ProtocolError(
-            f"a frame announces {body} + {payload} bytes; the limits are {self._limits.body} + {self._limits.payload}"
+            f"a frame announces {body} + {payload} bytes; the limits are {self.limits.body} + {self.limits.payload}"
         )
 
     def close(self) -> None:
         """Close the remaining descriptors."""
         for frame in self.frames:
             frame.close()
-        close_all(self._fds)
+        close_all(self.fds)
         self.partial.clear()
+
+    def detach_fds(self) -> list[int]:
+        """Return the descriptors of all frames that were not taken, which belong to the caller from here on."""
+        detached, self.fds = self.fds, []
+        for frame in self.frames:
+            detached += frame.detach_fds()
+        return detached

@@ -6,14 +6,14 @@ close-on-exec. What is queued for sending owns duplicates of its descriptors, so
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import socket
-import stat
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.errors.interrupts import is_of_handler, passed_over
@@ -32,6 +32,7 @@ _BUFFERS = 256
 _WRITE, _WRITES = 128 * 1024, 16
 _TIMEVAL = struct.Struct("ll")
 # As plain integers: an enum's operators are slow here.
+_GET_SEALS = int(fcntl.F_GET_SEALS)
 _CLOEXEC, _NOSIGNAL, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL), int(socket.MSG_CTRUNC)
 #: The arguments of a recvmsg(2), for :func:`itertools.starmap`.
 _RECEIVE = ((_CHUNK, _ANCILLARY, _CLOEXEC),)
@@ -47,18 +48,46 @@ def _fds_of(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     ]
 
 
+def _is_socket(fd: int) -> bool:
+    """Return whether a descriptor is a socket, without fstat(2), which waits for the server of a file system in user space."""
+    try:
+        fcntl.fcntl(fd, _GET_SEALS)
+        return False  # a memfd
+    except OSError:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+
+
+def _packed(fds: Sequence[Any]) -> bytes:
+    numbers = fds if isinstance(fds[0], int) else [owner.number for owner in fds]
+    return struct.pack(f"{len(fds)}i", *numbers)
+
+
+def _drop(fds: list[Any]) -> None:
+    """Close duplicates, and refer to owners no more."""
+    if fds and fds[0].__class__ is not int:
+        fds.clear()
+    else:
+        close_all(fds)
+
+
 def _refuse_sockets(fds: Iterable[int]) -> None:
     """Refuse sockets: memory travels here, and a process that held the other end of its connection would never see its end.
 
     :raises ProtocolError: if there is a socket among the descriptors, which stay the caller's to close.
     """
-    sockets = [fd for fd in fds if stat.S_ISSOCK(os.fstat(fd).st_mode)]
+    sockets = [fd for fd in fds if _is_socket(fd)]
     for fd in sockets:
         # Otherwise close(2) waits, for as long as the sender chose, for unread data.
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
     if sockets:
         raise ProtocolError("received a socket where descriptors of memory are expected")
+
+
+class Owner(Protocol):
+    """Owner of an open descriptor, which is not closed while anything refers to the owner."""
+
+    number: int
 
 
 class FrameBuffers:
@@ -73,12 +102,14 @@ class FrameBuffers:
         self.next_frame = self._decoder.next_frame
         #: Received bytes and descriptors, until the decoder has them.
         self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
-        self._outbox: deque[tuple[memoryview, list[int]]] = deque()
+        #: Bytes, and the descriptors that go with them: duplicates, or owners.
+        self._outbox: deque[tuple[memoryview, list[int] | list[Owner]]] = deque()
         #: Duplicates of descriptors on their way into the outbox.
         self._duplicates: list[int] = []
-        #: Queued bytes and written bytes, since the beginning.
+        #: Queued bytes and written bytes, since the beginning; and the descriptors in the outbox.
         self.queued = 0
         self.written = 0
+        self.queued_fds = 0
 
     @property
     def unsent(self) -> int:
@@ -90,9 +121,36 @@ class FrameBuffers:
         self._arrived += ((data, list(fds)),)
         self._decoder.consume(self._arrived)
 
-    def queue(self, message: Message, request_id: int, payload: bytes = b"", fds: Sequence[int] = ()) -> None:
-        """Queue a frame; the descriptors are duplicated.
+    def take_fds(self) -> list[int]:
+        """Return the descriptors of all frames that were not taken, which belong to the caller from here on."""
+        return self._decoder.detach_fds()
 
+    def limit_frames(self, limits: Limits) -> None:
+        """Set the limits of the frames to come."""
+        self._decoder.limits = limits
+
+    @property
+    def newest_fd(self) -> int:
+        """The descriptor of an incomplete frame that came last, -1 for none."""
+        return self._decoder.fds[-1] if self._decoder.fds else -1
+
+    @property
+    def held_fds(self) -> int:
+        """Descriptors of incomplete frames, and of frames that wait to be written."""
+        return len(self._decoder.fds) + self.queued_fds
+
+    def queue(
+        self,
+        message: Message,
+        request_id: int,
+        payload: bytes = b"",
+        fds: Sequence[int] = (),
+        owners: Sequence[Owner] = (),
+    ) -> None:
+        """Queue a frame with descriptors, of one kind or the other.
+
+        :param fds: are duplicated.
+        :param owners: are referred to until the frame is written: it takes no descriptor of this process to wait.
         :raises ProtocolError: if there are more descriptors than a frame can carry.
         :raises OSError: if this process cannot open more files.
         """
@@ -100,18 +158,19 @@ class FrameBuffers:
             kind, body = NUMBERS[type(message)], encode_body(message)
         except UNWRITABLE as error:
             raise unwritable(message, error) from error
-        buffers = encode_frame(kind, request_id, body, payload, len(fds))
+        buffers = encode_frame(kind, request_id, body, payload, len(fds) + len(owners))
         first = memoryview(buffers[0])
         rest = [(memoryview(buffer), list[int]()) for buffer in buffers[1:]]
         length = sum(map(len, buffers))
-        entries: list[tuple[memoryview, list[int]]] = []
-        if fds:
-            owned = self._duplicates
+        entries: list[tuple[memoryview, list[Any]]] = []
+        if fds or owners:
+            owned: list[Any] = self._duplicates if fds else [*owners]
             try:
                 owned.extend(map(os.dup, fds))
             except OSError:
                 close_all(owned)
                 raise
+            self.queued_fds += len(owned)
             # One sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
             begin = 0
             while len(owned) - begin > FDS_PER_MESSAGE:
@@ -151,7 +210,7 @@ class FrameBuffers:
     def close(self) -> None:
         """Close every descriptor that came in or was to go out."""
         for fds in (*(fds for _, fds in self._arrived), *(fds for _, fds in self._outbox), self._duplicates):
-            close_all(fds)
+            _drop(fds)
         self._decoder.close()
         self._outbox.clear()
         self.queued = self.written
@@ -234,9 +293,7 @@ class FrameSocket(FrameBuffers):
             data, fds = self._outbox[0]
             try:
                 if fds:
-                    sent = self.sock.sendmsg(
-                        [data[:_WRITE]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))], _NOSIGNAL
-                    )
+                    sent = self.sock.sendmsg([data[:_WRITE]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _packed(fds))], _NOSIGNAL)
                 elif len(self._outbox) == 1:
                     sent = self.sock.send(data[:_WRITE], _NOSIGNAL)
                 else:
@@ -251,7 +308,8 @@ class FrameSocket(FrameBuffers):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
             if fds:
-                close_all(fds)
+                self.queued_fds -= len(fds)
+                _drop(fds)
             self.written += sent
             if sent == len(data) and self._outbox:
                 self._outbox.popleft()

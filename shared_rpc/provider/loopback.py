@@ -207,8 +207,8 @@ class _LocalCaller:
         self._waiter = Waiter(_SESSION, self.deliver, local=True)
         return self._waiter
 
-    def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
-        frame = Frame(0, 0, b"", payload, [os.dup(fd) for fd in fds])
+    def reply(self, message: m.Message, payload: bytes = b"", owners: tuple[Descriptor, ...] = ()) -> bool:
+        frame = Frame(0, 0, b"", payload, [os.dup(owner.number) for owner in owners])
         if isinstance(self.request.message, t.Resume) and isinstance(message, t.Resumed):
             stored = self.core.objects.get(self.request.message.object_id)
             if stored is not None:
@@ -229,8 +229,8 @@ class _LocalCaller:
             message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
             self.lease = _LocalLease(self.core, stored.object_id)
         if stored is not None and self.request.bare:
-            infos, fds = [each.info for each in stored.record.segments], [each.fileno() for each in stored.record.segments]
-            return self.reply(msgspec.structs.replace(message, segments=infos), stored.record.skeleton, tuple(fds))
+            infos, owners = [each.info for each in stored.record.segments], [each.owner for each in stored.record.segments]
+            return self.reply(msgspec.structs.replace(message, segments=infos), stored.record.skeleton, tuple(owners))
         if stored is not None:
             value = _value_of(stored, value)
         return self._end(Reply(message, _NO_FRAME, live=True, value=value))

@@ -4,12 +4,12 @@ and in a worker.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 
 import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
+from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol import messages as m
@@ -97,10 +97,9 @@ def _take_sent(
             if number in arenas and transfer is not None:
                 segments[number] = transfer.add_arena(info, sent.popleft())
             else:
-                segments[number] = Segment.owning(info if trusted else _renamed(info), sent.popleft())
+                segments[number] = Segment.owning(info if trusted else _renamed(info), sent.popleft(), foreign=not trusted)
     finally:
-        for fd in sent:
-            os.close(fd)
+        CLOSER.discard(list(sent))
 
 
 def _renamed(info: SegmentInfo) -> SegmentInfo:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from shared_rpc.errors import CapabilityError, ProtocolError
+from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame, close_all
 from shared_rpc.protocol.messages import Message
@@ -107,9 +108,9 @@ class OfferingClient:
         asking, self._asking = self._asking, None
         self.number, message, fds = self._orders.popleft()
         self.wanted = True
-        sent = asking.reply(message, fds=tuple(fds))
         count = len(fds)
-        close_all(fds)
+        sent = asking.reply(message, owners=tuple(map(Descriptor, fds)))
+        fds.clear()
         if not sent:
             text = f"cannot send {count} descriptors to the client (pid {self.pid}) that offers to copy"
             self.answer(w.SegmentsCopied([], [], CapabilityError.code, text), Frame(0, 0, b""))

@@ -126,6 +126,7 @@ class Core:
         self._told = Listeners(self.server_id)
         self._clock = clock = clock or BootClock()
         self._sweeper = Sweeper(clock)
+        self.now, self.wake_within = clock.now, self._sweeper.wake_within
         self.leases = LeaseTable(self._told.given, self._told.ended)
         self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._added, descriptors)
         self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session, client_code)
@@ -228,6 +229,7 @@ class Core:
                 self.buffers.table.expire,
                 self.sources.expire,
                 self.room.expire,
+                lambda: self.objects.descriptors.intake.expire(self.now()),
             )
         finally:
             self.stop()

@@ -73,7 +73,8 @@ class Generations:
         #: The latest generation of each key with its position, in order of positions.
         self._latest: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
         self._position = 0
-        self._waiting: list[tuple[Waiter, int, Answer]] = []
+        #: The position and the answer of each waiter.
+        self._waiting: dict[Waiter, tuple[int, Answer]] = {}
         #: The failure for waiters once the server has stopped.
         self._gone: Failure | None = None
 
@@ -87,8 +88,8 @@ class Generations:
         self._latest[generation.cache_key] = self._position, generation
         if len(self._latest) > _REMEMBERED:
             self._latest.popitem(last=False)
-        waiting, self._waiting = self._waiting, []
-        for _, after, answer in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for after, answer in waiting.values():
             answer(self._since(after), self._position)
 
     def wait(self, waiter: Waiter, after: int, answer: Answer) -> None:
@@ -100,17 +101,17 @@ class Generations:
         if news or after < 0 or after > self._position:  # also for a position of an earlier server
             answer(news, self._position)
         else:
-            self._waiting.append((waiter, after, answer))
+            self._waiting[waiter] = after, answer
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter."""
-        self._waiting = [entry for entry in self._waiting if entry[0] is not waiter]
+        self._waiting.pop(waiter, None)
 
     def stop(self, failure: Failure) -> None:
         """Notify present and later waiters that the server has stopped."""
         self._gone = failure
-        waiting, self._waiting = self._waiting, []
-        for waiter, _, _ in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for waiter in waiting:
             tell(waiter, failure)
 
     def of(self, stored: StoredObject) -> Generation:

@@ -13,17 +13,20 @@ from typing import ClassVar
 import msgspec
 
 from shared_rpc.errors import CapabilityError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.memory.segments import Descriptor
 from shared_rpc.observability.events import HOOKS, RequestFailed
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import decode_message
-from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.frames import HELLO, Frame, Limits
 from shared_rpc.protocol.peers import Peer
+from shared_rpc.protocol.socket import Owner
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.core import Core
 from shared_rpc.server.handlers import answer
 from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.sessions import Session
+from shared_rpc.server.state.descriptors import STALLED
 from shared_rpc.server.stream import FramedStream
 
 __all__ = ["RemoteClient"]
@@ -62,7 +65,16 @@ class RemoteClient:
         self.session_id = ""
         #: The connection's name, unique among all servers: the names of its requests begin with it.
         self.name = ""
-        self.stream = FramedStream(sock, self._handle, self._end, backpressure=_BACKPRESSURE)
+        self._intake = core.objects.descriptors.intake
+        self.stream = FramedStream(
+            sock,
+            self._handle,
+            self._end,
+            backpressure=_BACKPRESSURE,
+            fd_backpressure=core.objects.descriptors.share,
+            on_held=self._holds,
+            limits=HELLO,
+        )
         #: Requests that are answered later, by number.
         self.waiting: dict[int, RemoteCaller] = {}
         #: Arenas of the session's pool whose descriptors were sent over this connection.
@@ -77,6 +89,7 @@ class RemoteClient:
         """
         self._silence = asyncio.get_running_loop().call_later(_HANDSHAKE_TIMEOUT, self._said_nothing)
         self.core.sessions.connections += 1
+        self._intake.connections.add(self)
         self.stream.start()
 
     def close(self) -> None:
@@ -84,6 +97,7 @@ class RemoteClient:
         if self.stream.closed:
             return
         self.stream.close()
+        self._intake.leave(self)
         if self._silence is not None:
             self._silence.cancel()
             self.core.sessions.connections -= 1
@@ -100,19 +114,51 @@ class RemoteClient:
         self.send(m.Error(error.code, str(error)), 0)
         self.close()
 
-    def send(self, message: m.Message, number: int, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
+    def end(self, why: str) -> None:
+        """End the connection soon, because it takes what the others need."""
+        self.stream.stop_reading()
+        asyncio.get_running_loop().call_soon(self._end_now, why)
+
+    def _end_now(self, why: str) -> None:
+        if not self.stream.closed:
+            _log.warning("closed the connection of pid %d: %s", self.peer.pid, why)
+            self.refuse(ServerBusy(f"the server (pid {os.getpid()}) closed the connection: {why}"))
+
+    @property
+    def held_fds(self) -> int:
+        """Descriptors of incomplete frames, and of answers that the client has not read."""
+        return self.stream.held_fds
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is read from the client, because it does not read."""
+        return self.stream.paused
+
+    def send(self, message: m.Message, number: int, payload: bytes = b"", owners: tuple[Owner, ...] = ()) -> bool:
         """Send a message. Never waits, never raises; False if an error went instead, or the connection has ended."""
         if self.stream.closed:
             return False
         try:
-            self.stream.send(message, number, payload, fds)
+            self.stream.send(message, number, payload, owners=owners)
+            if owners and self.stream.congested:
+                self._intake.check(max(owner.number for owner in owners))
             return True
         except (OSError, ProtocolError) as error:
-            _log.error("cannot send a reply to pid %d: %s", self.peer.pid, error)
+            # As a text: the error's traceback would keep the descriptors for as long as a log keeps the record.
+            _log.error("cannot send a reply to pid %d: %s", self.peer.pid, str(error))
             self.stream.send(m.Error(CapabilityError.code, f"the server cannot send the reply: {error}"), number)
             return False
 
+    def _holds(self, nbytes: int) -> None:
+        self._intake.note(self, nbytes, self.core.now())
+        if nbytes:
+            self.core.wake_within(STALLED)
+        if self.stream.newest_fd >= 0:
+            self._intake.check(self.stream.newest_fd)
+
     def _handle(self, frame: Frame) -> None:
+        if frame.fds:
+            self._intake.check(max(frame.fds))
         if self.session is None:
             self._welcome(frame)
             return
@@ -131,6 +177,7 @@ class RemoteClient:
         self.session = self.core.sessions.join(self.peer, hello.token, self._may_send_code)
         self.session_id = self.session.session_id
         self.name = f"{self.session_id[:8]}-{next(_numbers)}"
+        self.stream.limit_frames(Limits())
         self.send(m.Welcome(self.core.server_id, self.session.token, os.getpid(), self.core.device), frame.request_id)
 
     def _end(self, error: Exception | None) -> None:
@@ -225,7 +272,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         if not self._client.stream.full:
             self._client.send(message, self._number)
 
-    def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
+    def reply(self, message: m.Message, payload: bytes = b"", owners: tuple[Descriptor, ...] = ()) -> bool:
         if self._waiter is not None:
             waiting = self._client.waiting
             if waiting.get(self._number) is not self:
@@ -233,7 +280,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
             del waiting[self._number]
         if not self._number and not isinstance(message, m.Error):
             return True  # no caller waits for the answer, see Free
-        return self._client.send(message, self._number, payload, fds)
+        return self._client.send(message, self._number, payload, owners)
 
     def fail(self, failure: Failure) -> None:
         if self._waiter is not None and self._client.waiting.get(self._number) is not self:
@@ -274,8 +321,8 @@ class RemoteCaller(msgspec.Struct, eq=False):
             own=list(record.own),
             freed=transfer.freed() if transfer is not None and self._waiter.pooled else [],
         )
-        fds = tuple([segment.fileno() for number, segment in enumerate(record.segments) if number not in kept])
-        if self.reply(message, record.skeleton, fds):
+        owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in kept])
+        if self.reply(message, record.skeleton, owners):
             sent.update(message.segments[number].id for number in record.arenas)
             return True
         if transfer is not None:

@@ -203,7 +203,7 @@ class Runs:
             spec,
             key,
             arguments,
-            [waiter],
+            {waiter: None},
             waiter.arguments,
             publish=not waiter.local or key is not None or spec.managed or waiter.keeps or waiter.prepares,
             chain=chain | {spec.name, key or former_key or spec.name},
@@ -447,7 +447,7 @@ class Runs:
         if isinstance(outcome, Failure):
             self._close(run, outcome)
             return
-        record, waiters = outcome.record, run.waiters
+        record, waiters = outcome.record, tuple(run.waiters)
         kept = run.key is not None or (run.spec.managed and waiters) or any(one.keeps or one.prepares for one in waiters)
         if record is None or not kept:
             self._deliver(self.calls.close(run), run.spec, record, outcome.live, None)

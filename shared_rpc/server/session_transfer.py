@@ -32,7 +32,7 @@ class SessionTransfer(ABC):
 
         Its id is made here, so that no client can pass its memory off as another segment.
         """
-        segment = Segment.owning(msgspec.structs.replace(info, id=new_segment_id()), fd)
+        segment = Segment.owning(msgspec.structs.replace(info, id=new_segment_id()), fd, foreign=True)
         # Several connections may send the same arena: the first one counts.
         if self._arenas.setdefault(info.id, segment) is not segment:
             segment.close()

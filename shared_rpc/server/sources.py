@@ -82,8 +82,8 @@ class Sources:
         self._table: SourceTable[Waiter] = SourceTable(clock, grace, expected=joiner is not None)
         #: Whether a source was attached, or is expected: otherwise there is nothing to tell.
         self._known = joiner is not None
-        #: Requests for misses that wait: the waiter, the last miss that it has, and where the answer goes.
-        self._waiting: list[tuple[Waiter, int, Answer]] = []
+        #: Requests for misses that wait: the last miss that each waiter has, and where the answer goes.
+        self._waiting: dict[Waiter, tuple[int, Answer]] = {}
         #: The failure for the source once the server has stopped.
         self._gone: Failure | None = None
 
@@ -96,7 +96,8 @@ class Sources:
             return False
         if self._table.source is None:
             self._wake_within(self._table.grace)
-        self._offer()
+        waiting, self._waiting = self._waiting, {}
+        self._offer(waiting)
         return True
 
     def unasked(self, run: Run[Waiter]) -> None:
@@ -137,8 +138,7 @@ class Sources:
             tell(waiter, self._gone)
             return
         self._table.find(waiter.session, source)
-        self._waiting.append((waiter, after, answer))
-        self._offer()
+        self._offer({waiter: (after, answer)})
 
     def build(self, waiter: Waiter, source: int, miss: int) -> None:
         """Have the object of a miss built here; the waiter gets it too."""
@@ -179,7 +179,7 @@ class Sources:
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a request of the source."""
-        self._waiting = [entry for entry in self._waiting if entry[0] is not waiter]
+        self._waiting.pop(waiter, None)
 
     def end_session(self, session: str) -> None:
         """Note that a session has ended, which may be the source's."""
@@ -223,17 +223,16 @@ class Sources:
 
     def _join(self, waiter: Waiter, run: Run[Waiter]) -> None:
         waiter.run = run
-        run.waiters.append(waiter)
+        run.waiters[waiter] = None
 
-    def _offer(self) -> None:
-        """Answer the source's requests that there are misses for."""
-        waiting, self._waiting = self._waiting, []
-        for entry in waiting:
-            found = self._table.offer(entry[1])
+    def _offer(self, waiting: dict[Waiter, tuple[int, Answer]]) -> None:
+        """Answer the source's requests that there are misses for; the others wait."""
+        for waiter, (after, answer) in waiting.items():
+            found = self._table.offer(after)
             if found:
-                entry[2]([self._shown(miss) for miss in found])
+                answer([self._shown(miss) for miss in found])
             else:
-                self._waiting.append(entry)
+                self._waiting[waiter] = after, answer
 
     def _shown(self, miss: OpenMiss[Waiter]) -> Miss:
         run = miss.run
@@ -254,8 +253,8 @@ class Sources:
 
     def _end_waits(self, failure: Failure | None) -> None:
         """End the source's requests: with an error, or with no misses."""
-        waiting, self._waiting = self._waiting, []
-        for waiter, _, answer in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for waiter, (_, answer) in waiting.items():
             if failure is not None:
                 tell(waiter, failure)
             else:

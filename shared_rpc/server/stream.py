@@ -10,9 +10,10 @@ import socket
 from collections.abc import Callable
 
 from shared_rpc.errors import ConnectionClosed
-from shared_rpc.protocol.frames import Frame
+from shared_rpc.memory.closing import CLOSER
+from shared_rpc.protocol.frames import Frame, Limits
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.socket import FrameSocket
+from shared_rpc.protocol.socket import FrameSocket, Owner
 
 __all__ = ["FramedStream"]
 
@@ -27,6 +28,10 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(nbytes: int) -> None:
+    pass
+
+
 class FramedStream:
     """Owns its socket. The loop calls it when there is something to read, or room to write: there is no task, which would
     cost each frame a turn of the loop. On the loop only.
@@ -36,6 +41,9 @@ class FramedStream:
         ends the stream. It is to call :meth:`close`, perhaps after a last message.
     :param on_drained: called when the other side has read so much that :attr:`congested` is False again.
     :param backpressure: bytes that the other side may leave unread before nothing more is read from it.
+    :param fd_backpressure: descriptors that it may leave unread.
+    :param on_held: called when something is left of what has arrived, with its bytes, or nothing is left any more.
+    :param limits: those of the first frames, see :meth:`limit_frames`.
     """
 
     def __init__(
@@ -45,13 +53,21 @@ class FramedStream:
         on_end: Callable[[Exception | None], None],
         on_drained: Callable[[], None] = _nothing,
         backpressure: float = math.inf,
+        fd_backpressure: float = math.inf,
+        on_held: Callable[[int], None] = _ignore,
+        limits: Limits | None = None,
     ) -> None:
         sock.setblocking(False)
-        self._socket = FrameSocket(sock)
+        self._socket = FrameSocket(sock, limits)
+        self.limit_frames = self._socket.limit_frames
+        self._on_held = on_held
+        #: Whether bytes of an incomplete frame were there at the end of the last turn.
+        self._holds = False
         self._on_frame = on_frame
         self._on_end = on_end
         self._on_drained = on_drained
         self._backpressure = backpressure
+        self._fd_backpressure = fd_backpressure
         self._loop = asyncio.get_running_loop()
         #: The context of the loop's callbacks: a message may be sent in the context of an endpoint, which they must not keep.
         self._context = contextvars.copy_context()
@@ -77,22 +93,51 @@ class FramedStream:
     @property
     def full(self) -> bool:
         """Whether the other side leaves more unread than it may."""
-        return self._socket.unsent > self._backpressure
+        return self._socket.unsent > self._backpressure or self._socket.queued_fds > self._fd_backpressure
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is read from the other side, which leaves too much unread."""
+        return self._paused
+
+    @property
+    def held_fds(self) -> int:
+        """Descriptors of incomplete frames, and of messages that the other side has not read."""
+        return self._socket.held_fds
+
+    @property
+    def newest_fd(self) -> int:
+        """The last descriptor of an incomplete frame, -1 for none."""
+        return self._socket.newest_fd
 
     def send(
-        self, message: Message, request_id: int = 0, payload: bytes = b"", fds: tuple[int, ...] = (), *, at_once: bool = False
+        self,
+        message: Message,
+        request_id: int = 0,
+        payload: bytes = b"",
+        fds: tuple[int, ...] = (),
+        owners: tuple[Owner, ...] = (),
+        *,
+        at_once: bool = False,
     ) -> None:
-        """Queue a message, and write as much as goes at once. The descriptors are duplicated. Never waits.
+        """Queue a message, and write as much as goes at once. Never waits.
 
+        :param fds: descriptors that are duplicated.
+        :param owners: of descriptors, which are referred to until the message is written.
         :param at_once: whether it is written now though frames are being handled, at the end of which all goes in one write:
             for messages that must arrive before this process does anything else.
         :raises ProtocolError: if it is too large, or has too many descriptors; the stream stays good.
         :raises OSError: if this process cannot open more files.
         """
         if not self.closed:
-            self._socket.queue(message, request_id, payload, fds)
+            self._socket.queue(message, request_id, payload, fds, owners)
             if (at_once or not self._gathering) and not self.congested:
                 self._flush()
+
+    def stop_reading(self) -> None:
+        """Read nothing more until the stream is closed, which is to be soon."""
+        self._paused = True
+        self._loop.remove_reader(self._socket.fileno())
 
     def close(self) -> None:
         """Hang up. ``on_end`` is not called."""
@@ -100,9 +145,10 @@ class FramedStream:
             self.closed = True
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_writer(self._socket.fileno())
+            CLOSER.discard(self._socket.take_fds())
             self._socket.close()
             # The callbacks refer to this object: without them, both are freed at once.
-            del self._on_frame, self._on_end, self._on_drained
+            del self._on_frame, self._on_end, self._on_drained, self._on_held
 
     def abandon(self) -> None:
         """Close the descriptors and nothing else: this is a forked child, and the stream is its parent's."""
@@ -139,6 +185,11 @@ class FramedStream:
                 self._behind = self._handle_frames()
                 if self.closed or self._paused:
                     return
+                if self._holds or self._socket.partial:
+                    self._holds = bool(self._socket.partial) and not self._behind
+                    self._on_held(len(self._socket.partial) if self._holds else 0)
+                    if self._paused:
+                        return
                 if self._behind:
                     break
                 try:
@@ -167,14 +218,16 @@ class FramedStream:
             return False
         more = self._gathering = True
         try:
-            while more and left and sock.queued - sock.written <= self._backpressure:
+            while (
+                more and left and sock.queued - sock.written <= self._backpressure and sock.queued_fds <= self._fd_backpressure
+            ):
                 left -= 1
                 frame = sock.frames.popleft()
                 try:
                     self._on_frame(frame)
                 finally:
                     if frame.fds:
-                        frame.close()
+                        CLOSER.discard(frame.fds)
                 if self.closed:
                     return False
                 more = bool(sock.frames) or (bool(sock.partial) and sock.ready())

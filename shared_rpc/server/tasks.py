@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -151,14 +151,14 @@ class Tasks:
             self._deliver(task, [waiter])
         else:
             waiter.task = task
-            task.watchers.append(waiter)
+            task.watchers[waiter] = None
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter. A task that only a call was waiting for, and which has not begun, is dropped."""
         task, waiter.task = waiter.task, None
         if task is None or task.finished:
             return
-        task.watchers.remove(waiter)
+        task.watchers.pop(waiter, None)
         if not task.kept and not task.watchers and task.info.status is TaskStatus.PENDING:
             self.cancel(task)
 
@@ -205,9 +205,9 @@ class Tasks:
         task.failure = failure
         self._deliver(task, task.watchers)
 
-    def _deliver(self, task: Task[Waiter], waiters: list[Waiter]) -> None:
+    def _deliver(self, task: Task[Waiter], waiters: Iterable[Waiter]) -> None:
         """Report how the task ended. A fetched result is kept by the client, not by the task."""
-        waiters, task.watchers = list(waiters), []
+        waiters, task.watchers = list(waiters), {}
         outcome = task.failure or self._result(task)
         takers = [waiter for waiter in waiters if not waiter.looks]
         if isinstance(outcome, Delivery) and outcome.stored is not None and outcome.stored.cold:

@@ -166,11 +166,7 @@ def test_a_client_that_asks_and_hangs_up_at_once(server: Server) -> None:
         pytest.param(b"\x16\x03", "not a shared_rpc frame", id="two bytes are enough"),
         pytest.param(header(magic=b"sRPD"), "not a shared_rpc frame", id="magic"),
         pytest.param(header(version=VERSION + 1), "use the same release of shared-rpc on both", id="version"),
-        pytest.param(header(body=Limits().body + 1), f"the limits are {Limits().body}", id="body"),
         pytest.param(header(body=0xFFFFFFFF, payload=1 << 63), "announces 4294967295 + 9223372036854775808", id="sizes"),
-        pytest.param(header(payload=Limits().payload + 1), f"the limits are {Limits().body} + ", id="payload"),
-        pytest.param(header(fds=MAX_FDS + 1), f"the limit is {MAX_FDS}", id="descriptors"),
-        pytest.param(header(fds=3), "0 file descriptors with a frame that announced 3", id="no descriptors"),
     ],
 )
 @pytest.mark.parametrize("hello", [False, True], ids=["before Hello", "after Hello"])
@@ -181,6 +177,47 @@ def test_a_broken_frame_is_told_and_ends_the_connection(server: Server, frame: b
         error = refused(raw)
     assert error.code == "protocol"
     assert text in error.text
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        pytest.param(header(body=Limits().body + 1), f"the limits are {Limits().body}", id="body"),
+        pytest.param(header(payload=Limits().payload + 1), f"the limits are {Limits().body} + ", id="payload"),
+        pytest.param(header(fds=MAX_FDS + 1), f"the limit is {MAX_FDS}", id="descriptors"),
+        pytest.param(header(fds=3), "0 file descriptors with a frame that announced 3", id="no descriptors"),
+    ],
+)
+def test_a_frame_beyond_the_limits_is_told_and_ends_the_connection(server: Server, frame: bytes, text: str) -> None:
+    """The header is enough for that."""
+    with Raw(server.socket_path) as raw:
+        raw.send(frame)
+        assert text in refused(raw).text
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [
+        pytest.param(header(body=(64 << 10) + 1), "announces 65537 + 0 bytes; the limits are 65536 + 0", id="body"),
+        pytest.param(header(payload=1), "announces 0 + 1 bytes; the limits are 65536 + 0", id="payload"),
+        pytest.param(header(fds=1), "announces 1 file descriptors; the limit is 0", id="descriptors"),
+    ],
+)
+def test_a_large_frame_before_hello(server: Server, frame: bytes, text: str) -> None:
+    """A connection that has not introduced itself cannot have the server keep much for it."""
+    with Raw(server.socket_path, hello=False) as raw:
+        raw.send(frame)
+        assert text in refused(raw).text
+
+
+def test_a_large_frame_right_after_hello(server: Server) -> None:
+    """A client need not wait for the welcome."""
+    with Raw(server.socket_path, hello=False) as raw:
+        raw.send(frame_of(m.Hello(), 1) + frame_of(g.GetObject("x" * (1 << 20)), 2))
+        assert isinstance(raw.hear(1), m.Welcome)
+        answer = raw.hear(2)
+        assert isinstance(answer, m.Error)
+        assert answer.code == "stale-handle"
 
 
 def test_more_descriptors_than_announced(server: Server) -> None:
@@ -244,6 +281,39 @@ def test_a_socket_that_lingers(server: Server, good: Client) -> None:
             assert good.ping() < 2
     assert isinstance(answer, m.Error)
     assert "received a socket" in answer.text
+
+
+@pytest.mark.parametrize("sent", [PING, PING[:-1], header(8, body=1, fds=2)], ids=["a frame", "half a frame", "no frame"])
+def test_a_descriptor_whose_close_waits(server: Server, good: Client, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """As that of a file system in user space does, for as long as the sender likes: the loop asks nothing of it."""
+    close, fstat, go, closed = os.close, os.fstat, threading.Event(), threading.Event()
+    reader, writer = os.pipe()
+    file = os.stat(reader)
+
+    def wait(fd: int) -> None:
+        status = fstat(fd)
+        if fd != reader and (status.st_dev, status.st_ino) == (file.st_dev, file.st_ino):
+            assert threading.current_thread().name == "shared-rpc-discarder"
+            go.wait(20)
+            closed.set()
+        close(fd)
+
+    def refuse(fd: int) -> os.stat_result:
+        assert threading.current_thread().name != "shared-rpc-server"
+        return fstat(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", wait)
+        patch.setattr(os, "fstat", refuse)
+        with Raw(server.socket_path) as raw:
+            raw.send(sent, [reader])
+        eventually(lambda: server.info()["connections"] == 1)
+        good.ping()
+        assert not closed.is_set()
+        go.set()
+        assert closed.wait(20)
+    os.close(reader)
+    os.close(writer)
 
 
 def test_garbage_after_a_good_frame(server: Server) -> None:
@@ -609,7 +679,7 @@ def test_releasing_what_is_not_held(server: Server) -> None:
         assert holder.ask(m.Release([held.object_id] * 3)) == m.Count(1)
 
 
-@pytest.mark.parametrize("token", ["0" * 32, "x", "\0", "k" * (1 << 20)], ids=["guessed", "short", "zero", "long"])
+@pytest.mark.parametrize("token", ["0" * 32, "x", "\0", "k" * (60 << 10)], ids=["guessed", "short", "zero", "long"])
 def test_an_invalid_token(server: Server, token: str) -> None:
     """It joins no session: the connection gets one of its own."""
     with Raw(server.socket_path) as first, Raw(server.socket_path, token=token) as second:

@@ -1,4 +1,7 @@
-"""Attackers: a piece of Python that runs as another user of the host, or in a container's namespaces as this user."""
+"""Attackers: code that runs as another user of the host or in a container's namespaces, and clients that take what others need.
+
+Each function of the second kind is one attack on the server at a path; what it holds stays until the end of the ``with`` block.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,38 @@ import shutil
 import subprocess
 import tempfile
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from shared_rpc import Client
+from shared_rpc.errors import SharedRPCError
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.catalogue import NUMBERS
+from shared_rpc.protocol.frames import encode_frame
 from tests.kit.processes import Child
+from tests.kit.raw import Raw, frame_of, sealed_memory
 
-__all__ = ["STRANGER", "as_uid", "common_directory", "in_namespaces", "needs_another_uid", "needs_namespaces"]
+__all__ = [
+    "STRANGER",
+    "Bystander",
+    "as_uid",
+    "common_directory",
+    "descriptors_of_half_frames",
+    "half_frames",
+    "in_namespaces",
+    "long_lists",
+    "needs_another_uid",
+    "needs_namespaces",
+    "unread_answers",
+    "waiters",
+    "worst_pings",
+]
 
 #: A uid without an account, which is not the kernel's overflow uid either.
 STRANGER = 23456
@@ -70,3 +96,137 @@ def common_directory(mode: int = 0o1777) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory)
+
+
+class Bystander:
+    """A client that pings all the time while others attack: the longest time that it waited, and the errors that it got."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.worst = 0.0
+        self.errors: list[SharedRPCError] = []
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            begin = time.monotonic()
+            try:
+                self._client.ping()
+            except SharedRPCError as error:
+                self.errors.append(error)
+            self.worst = max(self.worst, time.monotonic() - begin)
+            self._end.wait(0.01)
+
+    def __enter__(self) -> Bystander:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+
+def _connected(stack: ExitStack, path: str) -> Raw | None:
+    """A connection of the attacker's; None if the server takes no more."""
+    with suppress(AssertionError, OSError, SharedRPCError):
+        return stack.enter_context(Raw(path))
+    return None
+
+
+@contextmanager
+def half_frames(path: str, connections: int = 8, nbytes: int = 64 << 20) -> Iterator[list[Raw]]:
+    """Much of a large frame on each connection, and no end of it."""
+    kind = NUMBERS[m.Call]
+    begin = encode_frame(kind, 1, b"", bytes(512 << 20))[0][:24]
+    with ExitStack() as stack:
+        made = [raw for _ in range(connections) if (raw := _connected(stack, path)) is not None]
+        for raw in made:
+            with suppress(OSError):
+                raw.send(begin)
+                raw.send(bytes(nbytes))
+        yield made
+
+
+@contextmanager
+def descriptors_of_half_frames(path: str, connections: int = 4) -> Iterator[list[Raw]]:
+    """As many descriptors on each connection as can come with a frame that never ends."""
+    fd = sealed_memory()
+    begin = frame_of(m.Call("none"), fds=1012)[:24]
+    with ExitStack() as stack:
+        stack.callback(os.close, fd)
+        made = []
+        for _ in range(connections):
+            raw = _connected(stack, path)
+            if raw is not None:
+                made.append(raw)
+                for number in range(4):
+                    with suppress(OSError):
+                        raw.send(begin[number : number + 1], [fd] * 253)
+        yield made
+
+
+@contextmanager
+def unread_answers(path: str, endpoint: str, count: int = 9000) -> Iterator[list[Raw]]:
+    """So many calls whose results have descriptors, of a client that reads nothing."""
+    with ExitStack() as stack:
+        raw = stack.enter_context(Raw(path))
+        raw.sock.settimeout(1.0)
+        for number in range(1, count + 1):
+            try:
+                raw.sock.sendall(frame_of(m.Call(endpoint, [number]), number))
+            except OSError:
+                break
+        yield [raw]
+
+
+@contextmanager
+def long_lists(path: str) -> Iterator[list[Raw]]:
+    """Requests whose bodies are as long as a body may be, and all lists."""
+    empty, text, short = b"\x90", b"\xa0", b"\x93\xa0\x01\xa0"
+    with ExitStack() as stack:
+        raw = stack.enter_context(Raw(path))
+        raw.sock.settimeout(120.0)
+        for kind, before, each, size in (
+            (m.InvalidateCall, b"\x93\xa1e\xdd%b", empty, 1),
+            (m.Release, b"\x91\xdd%b", text, 1),
+            (m.Hold, b"\x93\xdd%b", text, 1),
+            (m.Call, b"\x95\xa1e\x90\x80\x94\x90\x90\x90\x90\xdd%b", short, len(short)),
+        ):
+            count = (15 << 20) // size
+            body = before % count.to_bytes(4, "big") + each * count + (b"\x80" if kind is m.InvalidateCall else b"")
+            raw.send(b"".join(encode_frame(NUMBERS[kind], 1, body)))
+            raw.hear()
+        yield [raw]
+
+
+@contextmanager
+def waiters(path: str, connections: int = 4, count: int = 10_000) -> Iterator[list[Raw]]:
+    """Clients with as many pending requests as they may have, which hang up all at once."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(Raw(path)) for _ in range(connections)]
+        for raw in made:
+            after = raw.ask(g.AwaitRefreshes(), 1)
+            assert isinstance(after, g.Refreshes), after
+            raw.send(b"".join(frame_of(g.AwaitRefreshes(after.after), number) for number in range(2, count)))
+            assert isinstance(raw.ask(m.Ping(), count), m.Pong)
+        for raw in made:
+            raw.close()
+        yield []
+
+
+def worst_pings(client: Client, path: str, endpoint: str) -> dict[str, float]:
+    """How long a client waits at the most, in seconds, beside each of the attacks."""
+    worst: dict[str, float] = {}
+    attacks = {
+        "half frames of 64 MiB": half_frames(path),
+        "descriptors of half frames": descriptors_of_half_frames(path),
+        "9,000 answers that are not read": unread_answers(path, endpoint),
+        "bodies of 16 MiB, all lists": long_lists(path),
+        "4 x 10,000 pending requests of a client that dies": waiters(path),
+    }
+    for name, attack in attacks.items():
+        with Bystander(client) as bystander, attack:
+            time.sleep(1.0)
+        worst[name] = bystander.worst
+    return worst

@@ -24,6 +24,7 @@ from shared_rpc.errors import (
     ConfigurationError,
     ConnectionClosed,
     DeadlineExceeded,
+    ProtocolError,
     ServerBusy,
     SharedRPCError,
 )
@@ -32,6 +33,7 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import socket as socket_module
 from tests.kit.apps import Connect
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw
@@ -625,15 +627,15 @@ def test_a_reply_that_comes_too_late(client: Client) -> None:
 @on_the_host
 def test_a_reply_that_cannot_be_sent(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer goes: its id was told to nobody."""
-    dup = os.dup
+    encode = socket_module.encode_frame
 
-    def refuse(fd: int) -> int:
-        if threading.current_thread().name == "shared-rpc-server":
-            raise OSError(24, "Too many open files")
-        return dup(fd)
+    def refuse(kind: int, number: int, body: bytes, payload: bytes = b"", fds: int = 0) -> list[bytes]:
+        if fds and threading.current_thread().name == "shared-rpc-server":
+            raise ProtocolError("a frame with too many descriptors")
+        return encode(kind, number, body, payload, fds)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "dup", refuse)
+        patch.setattr(socket_module, "encode_frame", refuse)
         with pytest.raises(CapabilityError, match="cannot send the reply"):
             client.create_buffer(100)
     assert client.get_server_info()["buffers"] == 0 and used(client) == 0

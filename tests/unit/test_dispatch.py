@@ -16,6 +16,7 @@ from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import ConnectionClosed, WorkerCrashed
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Arguments
+from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
@@ -43,7 +44,7 @@ class Peer:
         """It has everything."""
         return True
 
-    def send(self, message: Message, number: int = 0, payload: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+    def send(self, message: Message, number: int = 0, payload: bytes = b"", *, owners: tuple[Descriptor, ...] = ()) -> None:
         """See :class:`Worker`."""
         self.sent.append((message, number))
 
@@ -269,6 +270,28 @@ def test_a_result_with_memory_of_its_own_waits_for_room(setting: Setting, freein
     on_a_loop(play)
     assert [type(message) for message, _ in setting.peers[0].sent] == [w.StartRun]
     assert len(freeing.notified) == 1
+
+
+def test_runs_that_wait_for_room_are_looked_at_once(
+    setting: Setting, freeing: Freeing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many wait, each is sent by its own notice, which walks over no other."""
+    looked: list[Run[Any]] = []
+    send_or_end = Dispatcher._send_or_end
+
+    def counted(dispatcher: Dispatcher, run: Run[Any]) -> bool:
+        looked.append(run)
+        return send_or_end(dispatcher, run)
+
+    def play() -> None:
+        for _ in range(20):
+            setting.start_with(Arguments(), SESSION, pooled=False)
+        monkeypatch.setattr(Dispatcher, "_send_or_end", counted)
+        for freed in freeing.notified:
+            freed()
+
+    on_a_loop(play)
+    assert len(looked) == len(set(looked)) == 20
 
 
 def test_a_result_in_a_pool_waits_for_no_room(setting: Setting, freeing: Freeing) -> None:

@@ -41,7 +41,7 @@ def table(clock: Clock) -> SourceTable[str]:
 
 def a_run(key: str = "f()") -> Run[str]:
     """One that somebody waits for."""
-    return Run(EndpointSpec("f", []), key, ((), {}), ["waiter"])
+    return Run(EndpointSpec("f", []), key, ((), {}), {"waiter": None})
 
 
 def test_without_a_source_nothing_is_a_miss(table: SourceTable[str]) -> None:

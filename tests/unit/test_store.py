@@ -185,7 +185,7 @@ def test_looking_makes_no_lease() -> None:
 
 def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object, refreshes: str | None = None) -> Run[Any]:
     """A new run of the table."""
-    run = Run(EndpointSpec(endpoint), key, Arguments(), [waiter], refreshes)
+    run = Run(EndpointSpec(endpoint), key, Arguments(), {waiter: None}, refreshes)
     calls.open(run)
     return run
 

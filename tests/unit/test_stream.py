@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
 import pytest
 
+from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import encode_frame
 from shared_rpc.server.stream import FramedStream
+from tests.kit.processes import open_fds
 
 
 @pytest.mark.asyncio
@@ -54,3 +57,23 @@ async def test_what_cannot_wait_for_the_others(at_once: bool) -> None:
         stream.drain()
         stream.close()
     assert arrived == [at_once]
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_waits_takes_no_descriptor() -> None:
+    """What is queued refers to the owner of its descriptor until it is written, however often it is queued."""
+    ours, theirs = socket.socketpair()
+    stream = FramedStream(ours, lambda frame: None, lambda error: None, fd_backpressure=10)
+    owner = Descriptor(os.memfd_create("memory"))
+    before = open_fds()
+    with theirs:
+        while not stream.congested:
+            stream.send(w.Allocated(error="x" * 1000), 0, owners=(owner,))
+        for _ in range(100):
+            stream.send(w.Allocated(), 0, owners=(owner,))
+        assert open_fds() == before
+        assert stream.full
+        assert stream.held_fds >= 100
+        stream.close()
+    del owner, stream
+    assert open_fds() == before - 3

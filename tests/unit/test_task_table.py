@@ -115,7 +115,7 @@ def test_a_new_task(desk: Desk) -> None:
     desk.clock.time += 1
     task = desk.table.add("load", "load(size=3)", kept=False)
     assert task.info == TaskInfo("server-2", "load", PENDING, 1001.0, cache_key="load(size=3)")
-    assert (task.number, task.kept, task.waiter, task.failure, task.watchers) == (2, False, None, None, [])
+    assert (task.number, task.kept, task.waiter, task.failure, task.watchers) == (2, False, None, None, {})
     assert task.session == "task server-2"
     assert desk.table.get("server-2") is task
 

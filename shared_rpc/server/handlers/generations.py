@@ -51,4 +51,4 @@ def get_revision(caller: Caller, message: g.GetRevision) -> None:
     core = caller.core
     page, memory = page_of(core.objects, core.quotas, message.object_id, local=caller.local)
     with page:
-        caller.reply(g.RevisionPage(page.info, memory), fds=(page.fileno(),))
+        caller.reply(g.RevisionPage(page.info, memory), owners=(page.owner,))

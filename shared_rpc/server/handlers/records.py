@@ -17,8 +17,8 @@ def export(caller: Caller, message: x.ExportObject) -> None:
     def exported() -> None:
         stored = core.stored(message.object_id)
         header = core.records.export(caller.session, stored)
-        fds = tuple(segment.fileno() for segment in stored.record.segments)
-        if not caller.reply(x.Exported(stored.object_id, stored.generation), header.to_bytes(), fds):
+        owners = tuple(segment.owner for segment in stored.record.segments)
+        if not caller.reply(x.Exported(stored.object_id, stored.generation), header.to_bytes(), owners):
             core.release(caller.session, [stored.object_id])
 
     stored = core.stored(message.object_id)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from shared_rpc.errors import ProtocolError
+from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import messages as m
 from shared_rpc.server.core import Core, Lowered
 from shared_rpc.server.outcomes import Failure
@@ -41,8 +42,11 @@ class Caller(Protocol):
     def payload(self) -> bytes:
         """The payload of the request, until it waits."""
 
-    def reply(self, message: m.Message, payload: bytes = b"", fds: tuple[int, ...] = ()) -> bool:
-        """Answer. False if the answer could not be sent, or the asker no longer waits. The descriptors are duplicated."""
+    def reply(self, message: m.Message, payload: bytes = b"", owners: tuple[Descriptor, ...] = ()) -> bool:
+        """Answer. False if the answer could not be sent, or the asker no longer waits.
+
+        :param owners: of the descriptors that go with it, which are referred to until it is written.
+        """
 
     def fail(self, failure: Failure) -> None:
         """Answer with an error."""

@@ -26,7 +26,7 @@ def resume(caller: Caller, message: t.Resume) -> None:
     def answer(stored: StoredObject) -> None:
         segments = stored.record.segments
         reply = t.Resumed(stored.generation, [segment.info for segment in segments], core.server_id)
-        caller.reply(reply, fds=tuple(segment.fileno() for segment in segments))
+        caller.reply(reply, owners=tuple(segment.owner for segment in segments))
 
     core.tiers.resume(caller.wait(), message.object_id, answer)
 

@@ -50,7 +50,8 @@ class Run(Generic[W]):
     spec: EndpointSpec
     key: str | None
     arguments: CallArguments
-    waiters: list[W] = field(default_factory=list)
+    #: In the order in which they came; leaving takes constant time.
+    waiters: dict[W, None] = field(default_factory=dict)
     refreshes: str | None = None
     publish: bool = True
     chain: frozenset[str] = frozenset()
@@ -102,7 +103,7 @@ class RunTable(Generic[W]):
 
     def _join(self, run: Run[W] | None, waiter: W) -> Run[W] | None:
         if run is not None:
-            run.waiters.append(waiter)
+            run.waiters[waiter] = None
         return run
 
     def open(self, run: Run[W]) -> None:
@@ -120,8 +121,7 @@ class RunTable(Generic[W]):
 
     def leave(self, run: Run[W], waiter: W) -> bool:
         """Forget a waiter that gives up. True if the run has no waiter left and has not begun: drop it."""
-        if waiter in run.waiters:
-            run.waiters.remove(waiter)
+        run.waiters.pop(waiter, None)
         return run in self.runs and not run.waiters and not run.running and not run.offered
 
     def close(self, run: Run[W]) -> list[W]:
@@ -129,7 +129,7 @@ class RunTable(Generic[W]):
         self.runs.discard(run)
         if run.key is not None or run.refreshes is not None:
             self._unlist(run)
-        waiters, run.waiters = run.waiters, []
+        waiters, run.waiters = list(run.waiters), {}
         return waiters
 
     def part(self, run: Run[W]) -> None:

@@ -56,7 +56,7 @@ class Task(Generic[W]):
     number: int
     kept: bool
     ended_at: float = 0.0
-    watchers: list[W] = field(default_factory=list)
+    watchers: dict[W, None] = field(default_factory=dict)
     waiter: W | None = None
     failure: Any = None
 

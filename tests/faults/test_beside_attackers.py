@@ -1,0 +1,112 @@
+"""One client takes all that it can, and another one beside it is served: nothing that the broker keeps is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from shared_rpc import Client, Handle
+from tests.kit import attacker
+from tests.kit.attacker import Bystander
+from tests.kit.brokers import BrokerApp, another_worker, worker_pids
+from tests.kit.processes import Child, eventually
+from tests.kit.raw import Raw
+
+#: Descriptors that the broker may have.
+LIMIT = 1024
+#: Seconds that the bystander may wait on a machine with other work; without the limits it waits for up to a minute.
+PATIENCE = 5.0
+#: Bytes that the broker may take besides its objects.
+MEMORY = 256 << 20
+
+LIMITED = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
+"""
+
+ENDPOINT = """
+@provider.share
+def each(n):
+    return torch.full((8,), float(n))
+"""
+
+Attack = Callable[[str], AbstractContextManager[list[Raw]]]
+
+
+class Served:
+    """A broker, a client that behaves, and what it holds."""
+
+    def __init__(self, app: BrokerApp) -> None:
+        app.write(ENDPOINT)
+        self.app = app
+        self.broker: Child = app.start_program(app.program(LIMITED))
+        self.client: Client = app.connect(timeout=60.0)
+        self.path = self.client.get_server_info()["socket_path"] or ""
+        self.handle: Handle = self.client.call("held", 8)
+        self.before = self.resident()
+
+    def resident(self) -> int:
+        """The broker's memory, at its highest since :meth:`forget`."""
+        status = Path(f"/proc/{self.broker.pid}/status").read_text()
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
+
+    def check(self, bystander: Bystander) -> None:
+        """The bystander was served, and has what it had."""
+        assert not bystander.errors
+        assert bystander.worst < PATIENCE
+        assert self.resident() - self.before < MEMORY
+        assert self.handle.value.tolist() == [7.0] * 8
+        assert self.client.call("held", 8).object_id == self.handle.object_id
+        with self.app.connect() as another:
+            another.ping()
+
+
+@pytest.fixture
+def served(broker_app: BrokerApp) -> Iterator[Served]:
+    """The broker with a client."""
+    served = Served(broker_app)
+    yield served
+    served.client.close()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        attacker.half_frames,
+        attacker.descriptors_of_half_frames,
+        lambda path: attacker.unread_answers(path, "each"),
+        attacker.waiters,
+    ],
+    ids=["half frames", "descriptors of half frames", "unread answers", "waiters"],
+)
+def test_a_client_beside_an_attacker(served: Served, attack: Attack) -> None:
+    """It is answered while the attack goes on, in bounded time and memory; and the broker lives."""
+    with Bystander(served.client) as bystander, attack(served.path):
+        served.client.ping()
+        served.check(bystander)
+    served.check(bystander)
+
+
+def test_a_zygote_that_is_killed_beside_an_attacker(served: Served) -> None:
+    """With all the descriptors gone that a client may take, the broker still starts processes."""
+    with Bystander(served.client) as bystander, attacker.descriptors_of_half_frames(served.path):
+        worker = worker_pids(served.client)[0]
+        zygote = served.client.get_server_info()["zygote"].get("pid", 0)
+        for pid in filter(None, (zygote, worker)):
+            os.kill(pid, signal.SIGKILL)
+        another_worker(served.client, worker)
+        served.check(bystander)
+
+
+def test_the_connection_that_takes_the_descriptors_is_told(served: Served) -> None:
+    """Its log line says which process it was."""
+    with attacker.descriptors_of_half_frames(served.path):
+        line = served.broker.expect_error("closed the connection of pid")
+    assert f"pid {os.getpid()}: it holds " in line
+    eventually(lambda: served.client.get_server_info()["connections"] == 1)

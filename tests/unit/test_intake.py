@@ -1,0 +1,94 @@
+"""What connections hold of the process's descriptors and memory, and the connection that is ended for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shared_rpc.server.state import descriptors as module
+from shared_rpc.server.state.descriptors import Descriptors, Intake
+
+
+class FakeConnection:
+    """A connection that holds what a test says."""
+
+    def __init__(self, held_fds: int = 0) -> None:
+        self.held_fds = held_fds
+        self.paused = False
+        self.ended: list[str] = []
+
+    def end(self, why: str) -> None:
+        """It is ended."""
+        self.ended.append(why)
+
+
+@pytest.fixture
+def intake() -> Intake:
+    """The intake of a process with 1,600 descriptors, of which one connection is to hold 100."""
+    return Descriptors(lambda: 1600).intake
+
+
+@pytest.fixture
+def connected(intake: Intake) -> Callable[..., FakeConnection]:
+    """Makes a connection."""
+
+    def make(held_fds: int = 0) -> FakeConnection:
+        connection = FakeConnection(held_fds)
+        intake.connections.add(connection)
+        return connection
+
+    return make
+
+
+def test_the_connection_that_holds_most_descriptors_is_ended(intake: Intake, connected: Callable[..., FakeConnection]) -> None:
+    """When a quarter is left; once, and no other one with it."""
+    few, most, many = connected(50), connected(900), connected(200)
+    intake.check(1199)
+    assert not most.ended
+    intake.check(1200)
+    assert most.ended == [
+        "it holds 900 of 1600 descriptors, more than any other: read answers, and complete frames, before asking for more"
+    ]
+    intake.check(1200)
+    assert (len(few.ended), len(most.ended), len(many.ended)) == (0, 1, 1)
+
+
+def test_connections_that_hold_their_share_stay(intake: Intake, connected: Callable[..., FakeConnection]) -> None:
+    """Others have the descriptors, such as objects: no connection is ended for it."""
+    fair = connected(100)
+    intake.check(1599)
+    assert not fair.ended
+
+
+def test_the_oldest_incomplete_frame_makes_room(
+    intake: Intake, connected: Callable[..., FakeConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all together have more than their limit besides the largest: one large frame alone is fine."""
+    monkeypatch.setattr(module, "_PARTIAL", 1000)
+    oldest, large, latest = connected(), connected(), connected()
+    intake.note(oldest, 600, 1.0)
+    intake.note(large, 5000, 2.0)
+    intake.note(latest, 400, 3.0)
+    assert not (oldest.ended or large.ended or latest.ended)
+    intake.note(latest, 401, 4.0)
+    assert oldest.ended == ["incomplete frames of all connections have 6001 bytes, and this one is the oldest"]
+    intake.note(latest, 1000, 5.0)
+    assert not (large.ended or latest.ended)
+
+
+def test_a_frame_that_makes_no_progress(intake: Intake, connected: Callable[..., FakeConnection]) -> None:
+    """Its connection ends after a minute; one that progresses stays, and so does one that is not read from."""
+    stalled, slow, paused, done = connected(), connected(), connected(), connected()
+    for each in (stalled, slow, paused, done):
+        intake.note(each, 24, 100.0)
+    paused.paused = True
+    intake.note(done, 0)
+    assert intake.expire(100.0) == 60.0
+    intake.note(slow, 25, 150.0)
+    assert intake.expire(160.0) == 50.0
+    assert stalled.ended == ["24 bytes of an incomplete frame, and no more for 60 s"]
+    assert not (slow.ended or paused.ended or done.ended)
+    intake.leave(slow)
+    intake.leave(paused)
+    assert intake.expire(1000.0) is None
