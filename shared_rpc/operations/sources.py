@@ -29,6 +29,7 @@ class _SourceSteps:
     def __init__(self) -> None:
         #: 0 before it was attached.
         self._number = 0
+        self._closed = False
         self._server_id = ""
         self._after = 0
         self._misses: deque[Miss] = deque()
@@ -39,17 +40,21 @@ class _SourceSteps:
         return self._server_id
 
     def _attach(self) -> Operation[None]:
+        self._closed = False
         attached = yield from ask(Request(s.AttachSource(source_token()), "the attachment of a source"), s.SourceAttached)
         self._number, self._server_id, self._after = attached.source, attached.server_id, 0
         self._misses.clear()
 
     def _detach(self) -> Operation[None]:
+        self._closed = True
         number, self._number = self._number, 0
         if number:
             yield Tell(s.DetachSource(number))
 
     def _next(self) -> Operation[Miss | None]:
         """Return the next miss, None when the source was closed."""
+        if self._closed:
+            return None
         yield Within(None)
         if not self._number:
             yield from self._attach()
@@ -61,7 +66,7 @@ class _SourceSteps:
             except ConnectError as error:
                 raise ConnectionClosed(f"no more misses come: {error}") from error
             except ClusterError:
-                if self._number != number:  # closed meanwhile
+                if self._closed:
                     return None
                 raise
             if not answer.misses:
@@ -166,7 +171,10 @@ class Source(_SourceSteps):
         self._run(self._report(status))
 
     def close(self) -> None:
-        """End being the source. An iteration in another thread ends; misses without an answer wait for the next source."""
+        """Detach the source. An iteration, also one in another thread, ends; another ``with`` block attaches the source again.
+
+        Misses without an answer wait for the next source.
+        """
         self._run(self._detach())
 
     def __enter__(self) -> Source:

@@ -428,16 +428,24 @@ def test_closing_a_source_ends_its_iteration(source: Source, server: Server, thr
 def test_a_source_without_a_block_is_attached_by_its_first_step(
     server: Server, connect: Connect, client: Client, threads: ThreadPoolExecutor
 ) -> None:
-    """And again by a step after it was closed."""
+    """And detached when it is closed."""
     source = connect().source()
-    for size in (1, 2):
-        first = threads.submit(next, source)
-        eventually(lambda: (client.get_server_info()["source"] or {}).get("session") is not None)
-        call = threads.submit(client.call, "load", size)
-        source.build(first.result(10)).release()
-        call.result(10).release()
-        source.close()
-        eventually(lambda: client.get_server_info()["source"]["session"] is None)  # type: ignore[index]
+    first = threads.submit(next, source)
+    eventually(lambda: (client.get_server_info()["source"] or {}).get("session") is not None)
+    call = threads.submit(client.call, "load", 1)
+    source.build(first.result(10)).release()
+    call.result(10).release()
+    source.close()
+    eventually(lambda: client.get_server_info()["source"]["session"] is None)  # type: ignore[index]
+
+
+def test_a_step_after_the_end_does_not_attach_a_source(source: Source, client: Client) -> None:
+    """The iteration ends, though no step waited when the source was closed; another block attaches it again."""
+    source.close()
+    assert list(source) == []
+    assert client.get_server_info()["source"]["session"] is None  # type: ignore[index]
+    with source:
+        assert client.get_server_info()["source"]["session"] is not None  # type: ignore[index]
 
 
 def test_the_next_source_gets_what_a_closed_one_has_left(
