@@ -17,6 +17,7 @@ from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, Tier
 from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.server.state import objects
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.runs import Run, RunTable
@@ -784,3 +785,18 @@ class CallModel(RuleBasedStateMachine):
 
 TestCallModel = CallModel.TestCase
 TestCallModel.settings = settings(stateful_step_count=40)
+
+
+def test_a_generation_follows_those_that_are_held(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many other keys were built since: their holders wait for news of a later one. Then the count starts again."""
+    monkeypatch.setattr(objects, "_KNOWN_KEYS", 2)
+    held = shelf.add("f(1)", holders="a")
+    shelf.store.invalidate(key="f(1)")
+    for key in ("f(2)", "f(3)", "f(4)"):
+        shelf.add(key)
+    assert shelf.add("f(1)").generation == held.generation + 1
+    shelf.release("a", held)
+    shelf.store.invalidate(endpoint="f")
+    for key in ("f(2)", "f(3)", "f(4)"):
+        shelf.add(key)
+    assert shelf.add("f(1)").generation == 1

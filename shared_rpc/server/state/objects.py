@@ -175,7 +175,9 @@ class ObjectStore:
         self._max_bytes = max_bytes
         self._objects: dict[str, StoredObject] = {}
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
-        #: Builds by key; the count of a long unused key starts again.
+        #: Whether the count of a key was forgotten.
+        self._forgot = False
+        #: Builds by key. The count of a long unused key starts again when no object of it is left.
         self._generations: OrderedDict[str, int] = OrderedDict()
         #: Segments by id, one for each object in it. Objects may share segments, by one descriptor; none has one while cold.
         self._segments: dict[str, list[Segment]] = {}
@@ -386,11 +388,14 @@ class ObjectStore:
         return stored
 
     def _count_build(self, key: str) -> int:
-        count = self._generations.pop(key, 0) + 1
-        self._generations[key] = count
+        count = self._generations.pop(key, 0)
+        if not count and self._forgot:  # clients that hold an earlier object get news of the next one
+            count = max((stored.generation for stored in self._objects.values() if stored.cache_key == key), default=0)
+        self._generations[key] = count + 1
         if len(self._generations) > _KNOWN_KEYS:
             self._generations.popitem(last=False)
-        return count
+            self._forgot = True
+        return count + 1
 
     def adopt(self, other: ObjectStore) -> None:
         """List the objects of another store as objects of this one."""
