@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["App", "Server"]
 
 _log = logging.getLogger("shared_rpc.server")
+
+#: The descriptors of this process's servers, each of which counts on a loop of its own.
+_budgets: list[Descriptors] = []
 
 
 class App(Protocol):
@@ -185,6 +189,11 @@ class Server:
         mechanism = self._provider.mechanism_info
         transfers = transfers_of(self._pool or self._provider.pool)
         executor = InProcessExecutor(self._provider.endpoints, device, transfers, self._max_workers)
+        descriptors = Descriptors(
+            mapped=mapped_limit(),
+            closing=CLOSER.__len__,
+            others=lambda: sum(each.used for each in tuple(_budgets) if each is not descriptors),
+        )
         core = Core(
             self._provider.registry,
             executor,
@@ -199,7 +208,7 @@ class Server:
             host_quota=resolve_host_quota(self._host_quota),
             mechanism=mechanism,
             socket_path=path,
-            descriptors=Descriptors(mapped=mapped_limit(), closing=CLOSER.__len__),
+            descriptors=descriptors,
             cluster=self._provider.cluster if self._cluster is None else self._cluster,
             source_grace=self._source_grace,
             client_code=self._client_code,
@@ -217,6 +226,7 @@ class Server:
                 exporter.close()
             raise
         self._engine, self._acceptor = engine, acceptor
+        _budgets.append(descriptors)
         if exporter is not None:
             exporter.watch(core.server_id)
             exporter.start(engine.post, lambda: measures([core]))
@@ -230,6 +240,8 @@ class Server:
         if self._engine is not None and self._acceptor is not None and self._engine.pid == os.getpid():
             self._acceptor.remove_socket()
             self._engine.stop()
+            with suppress(ValueError):  # it was stopped before
+                _budgets.remove(self._engine.core.objects.descriptors)
             if self._exporter is not None:
                 self._exporter.close()
                 self._exporter = None

@@ -8,11 +8,12 @@ import signal
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from shared_rpc import Client, errors
+from shared_rpc import Client, Provider, Server, errors
 from tests.kit.brokers import BrokerApp, another_worker, fds_of, worker_pids
 from tests.kit.processes import Child, eventually
 from tests.kit.repetitions import repetitions
@@ -56,6 +57,17 @@ def client(served: Child, broker_app: BrokerApp) -> Iterator[Client]:
     """A client of it."""
     with broker_app.connect() as client:
         yield client
+
+
+def test_servers_of_one_process_share_its_descriptors(tmp_path: Path) -> None:
+    """What one server's objects have, the other's may not."""
+    providers = [Provider(tmp_path / name, device="cpu", execution_mode="server") for name in ("one", "two")]
+    with Server(providers[0]) as first, Server(providers[1]) as second, Client(tmp_path / "one", device="cpu") as client:
+        limit = second.info()["descriptors"]["limit"]
+        with client.create_buffer(16):
+            assert first.info()["descriptors"]["used"] == 1
+            assert second.info()["descriptors"]["limit"] == limit - 1
+        assert second.info()["descriptors"]["limit"] == limit
 
 
 def test_more_cached_results_than_descriptors(served: Child, client: Client, broker_app: BrokerApp) -> None:

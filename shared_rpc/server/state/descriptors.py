@@ -44,11 +44,12 @@ def mapped_limit() -> int:
 
 
 class Descriptors:
-    """The descriptors of objects, of all servers of this process together. On one event loop.
+    """The descriptors of the objects of servers on one event loop, which have a share of the process's together with others.
 
     :param available: how many descriptors the process may have now; it can be changed while it runs.
     :param mapped: how many mappings it may have, if it maps kept objects.
     :param closing: how many descriptors of dropped objects are being closed.
+    :param others: how many descriptors the objects of this process's servers on other event loops have.
     """
 
     def __init__(
@@ -56,18 +57,20 @@ class Descriptors:
         available: Callable[[], int] = open_limit,
         mapped: int | None = None,
         closing: Callable[[], int] = lambda: 0,
+        others: Callable[[], int] = lambda: 0,
     ) -> None:
         self.available = available
         self.closing = closing
         self._mapped = mapped
         self.intake = Intake(self)
+        self._others = others
         #: Descriptors that objects have or have reserved.
         self.used = 0
 
     @property
     def limit(self) -> int:
         """The number of descriptors that objects may have."""
-        return min(self.available(), self._mapped or sys.maxsize) // _SHARE
+        return max(0, min(self.available(), self._mapped or sys.maxsize) // _SHARE - self._others())
 
     @property
     def share(self) -> int:
