@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import DeviceInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 
@@ -96,11 +97,6 @@ def lasted(seconds: float, units: Sequence[str] = "smhd") -> str:
 def several(count: int, noun: str) -> str:
     """Format a number of things: ``"1 object"``, ``"2 objects"``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def one_line(text: str) -> str:
-    """Return a text without line breaks and other control characters."""
-    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
 def contents(info: ServerInfo) -> str:

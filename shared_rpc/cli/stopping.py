@@ -31,6 +31,12 @@ def stop(
         raise Misuse("--all and --socket contradict each other: use one of them")
     ended: list[StopInfo | dict[str, Any]] = []
     failed = False
+
+    def passed_over(why: str) -> None:
+        nonlocal failed
+        failed = True
+        complain(why)
+
     if every:
         with live_servers(base_path) as clients:
             # A server with several sockets ends as a whole.
@@ -38,9 +44,8 @@ def stop(
                 try:
                     ended.append(_stop(client, if_idle, json))
                 except SharedRPCError as error:
-                    failed = True
-                    complain(f"{client.socket_path}: {error}")
-        for zygote in stop_zygotes(base_path):
+                    passed_over(f"{client.socket_path}: {error}")
+        for zygote in stop_zygotes(base_path, passed_over):
             ended.append(zygote)
             if not json:
                 print(f"stopped the zygote at {zygote['socket_path']} (pid {zygote['pid']})")

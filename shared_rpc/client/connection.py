@@ -16,7 +16,7 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, Sha
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.forks import after_fork
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.peers import is_own_or_root, named, peer_of
+from shared_rpc.protocol.peers import foreign_owner, is_own_or_root, named, peer_of
 from shared_rpc.protocol.socket import FrameSocket
 
 __all__ = ["PROMPT", "Connection", "ExchangeSocket", "Stranger", "connect", "nobody_listens"]
@@ -49,24 +49,13 @@ def connect(sock: socket.socket, path: str) -> None:
 def _connect_error(error: OSError, path: str) -> ConnectError:
     """Return the error for a connect(2) that failed."""
     why = "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
-    owner = _foreign_owner(path)
+    owner = foreign_owner(path)
     if owner is not None:
         why += (
             f"; the file belongs to {named(owner)}, not to you (uid {os.geteuid()}), so no server of yours can listen there: "
             f"have that user remove it, or choose another base_path (SHARED_TENSOR_BASE_PATH)"
         )
     return ConnectError(f"cannot connect to {path}: {why}")
-
-
-def _foreign_owner(path: str) -> int | None:
-    """Return the uid that a file belongs to, if it is neither this user nor root."""
-    try:
-        uid = os.lstat(path).st_uid
-    except OSError as error:
-        if is_of_handler(error):
-            raise
-        return None
-    return None if is_own_or_root(uid) else uid
 
 
 def nobody_listens(error: ConnectError) -> bool:
@@ -86,7 +75,7 @@ def _refuse_stranger(sock: socket.socket, path: str) -> None:
         raise Stranger(
             f"the server at {path} belongs to {named(uid)}, not to you (uid {os.geteuid()}): it is pid {pid}; {way_out}"
         )
-    owner = _foreign_owner(path)
+    owner = foreign_owner(path)
     if owner is not None and os.path.islink(path):
         # With fs.protected_symlinks, the kernel does not follow such a link.
         raise Stranger(

@@ -437,6 +437,11 @@ def text_of(error: BaseException) -> str:
 _TEXT_LIMIT = 1 << 16
 
 
+def one_line(text: str) -> str:
+    """Return a text without line breaks and other control characters, for a terminal or a log: others may have written it."""
+    return " ".join("".join(character if character.isprintable() else " " for character in text).split())
+
+
 def sendable(text: str) -> str:
     """Return a text as MessagePack takes it, and of bounded length."""
     if len(text) > _TEXT_LIMIT:

@@ -12,8 +12,10 @@ from shared_rpc.protocol.peers import is_own, named
 __all__ = ["open_own"]
 
 
-def open_own(path: str, flags: int) -> int:
+def open_own(path: str, flags: int, create: bool = True) -> int:
     """Open a file of this user, and make it, with mode 0600, where there is none. The descriptor is the caller's to close.
+
+    :param create: False to open a file that exists.
 
     :raises ConfigurationError: if the file is another user's, or another name of some other file, to which one who
         may not write to it would have this process do so.
@@ -21,7 +23,7 @@ def open_own(path: str, flags: int) -> int:
     """
     try:
         # Opening another user's pipe would block.
-        fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        fd = os.open(path, flags | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError:
         # With fs.protected_regular, the kernel keeps even root from opening another user's file, and says only EACCES.
         with suppress(OSError):  # no such file: the directory is full or not accessible

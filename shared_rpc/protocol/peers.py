@@ -10,7 +10,9 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
-__all__ = ["Peer", "is_own", "is_own_or_root", "named", "peer_of", "shares_pid_namespace"]
+from shared_rpc.errors.interrupts import is_of_handler
+
+__all__ = ["Peer", "foreign_owner", "is_own", "is_own_or_root", "named", "peer_of", "shares_pid_namespace"]
 
 _UCRED = struct.Struct("iII")
 #: asm-generic/socket.h, from Linux 6.5 on.
@@ -75,6 +77,17 @@ def is_own(uid: int) -> bool:
 def is_own_or_root(uid: int) -> bool:
     """Return whether a uid is this process's user or root, whom every process must trust."""
     return uid == 0 or is_own(uid)
+
+
+def foreign_owner(path: str) -> int | None:
+    """Return the uid that a file belongs to, if it is neither this user nor root."""
+    try:
+        uid = os.lstat(path).st_uid
+    except OSError as error:
+        if is_of_handler(error):
+            raise
+        return None
+    return None if is_own_or_root(uid) else uid
 
 
 def named(uid: int) -> str:

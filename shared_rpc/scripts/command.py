@@ -11,8 +11,8 @@ import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from shared_rpc.errors import ConfigurationError
-from shared_rpc.protocol.peers import peer_of
+from shared_rpc.errors import ConfigurationError, one_line
+from shared_rpc.protocol.peers import foreign_owner, is_own, named, peer_of
 from shared_rpc.scripts.front import GO, Signals, is_in_background, stand_for
 from shared_rpc.scripts.key import interpreter_options, key_of, limits
 from shared_rpc.scripts.options import Script, parse
@@ -63,7 +63,7 @@ def launch(script: Script) -> NoReturn:
             why = _Unavailable(f"{type(why).__name__}: {why}")
         if str(why) and sys.stderr is not None:
             with suppress(OSError):
-                print(f"shared-rpc: runs without a zygote: {why}", file=sys.stderr, flush=True)
+                print(f"shared-rpc: runs without a zygote: {one_line(str(why))}", file=sys.stderr, flush=True)
         signals.restore()
         _become(script)
     stand_for(connection, signals, run.fds)
@@ -150,8 +150,8 @@ class _Run:
 
     def _check_peer(self, connection: socket.socket) -> None:
         peer = peer_of(connection)
-        if peer.uid != os.geteuid():
-            raise _Unavailable(f"pid {peer.pid} of another user (uid {peer.uid}) listens at {self._path}")
+        if not is_own(peer.uid):
+            raise _Unavailable(f"pid {peer.pid} of another user ({named(peer.uid)}) listens at {self._path}")
 
     def _ask(self, connection: socket.socket) -> socket.socket:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -225,6 +225,8 @@ class _Run:
 
 def _connected(path: str) -> socket.socket | None:
     """Return a connection to the process that listens there, None if none does."""
+    if os.path.islink(path) and (owner := foreign_owner(path)) is not None:
+        raise _Unavailable(f"{path} is a link of another user ({named(owner)})")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         # The kernel waits for a full backlog; it admits thousands.

@@ -7,11 +7,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shared_rpc.protocol.peers import peer_of
+from shared_rpc.protocol.peers import foreign_owner, is_own, peer_of
 from shared_rpc.scripts.wire import packed, unpacked
 from shared_rpc.settings import resolve_base_path
 from shared_rpc.zygote.framing import Incoming, Lost
@@ -37,8 +36,11 @@ def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
     return found
 
 
-def stop_zygotes(base_path: str | None) -> list[dict[str, Any]]:
-    """End the zygotes, and return when they have ended. Scripts go on: they need them no more."""
+def stop_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> list[dict[str, Any]]:
+    """End the zygotes, and return when they have ended. Scripts go on: they need them no more.
+
+    :param passed_over: called with the reason where one does not answer: it may be another program.
+    """
     ended = []
     for path, sock in _connections(base_path):
         pid = peer_of(sock).pid
@@ -47,14 +49,14 @@ def stop_zygotes(base_path: str | None) -> list[dict[str, Any]]:
         except OSError:  # the process has just ended
             continue
         try:
-            facts: dict[str, Any] = {"kind": "zygote", "pid": pid, "socket_path": path}
-            with suppress(OSError, Lost, ValueError):
-                facts = _asked(sock, "stop")
+            facts = _asked(sock, "stop")
             if not has_ended(pidfd, _PATIENCE):
                 # A zygote has no state to lose.
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 has_ended(pidfd)
             ended.append(facts)
+        except (OSError, Lost, ValueError) as error:
+            passed_over(f"{path} (pid {pid}) did not answer as a zygote, and was not stopped: {error}")
         finally:
             os.close(pidfd)
     return ended
@@ -63,13 +65,15 @@ def stop_zygotes(base_path: str | None) -> list[dict[str, Any]]:
 def _connections(base_path: str | None) -> Iterator[tuple[str, socket.socket]]:
     """Connect to the zygotes of this user, one after the other; to none that has just ended."""
     for path in map(str, sorted(Path(resolve_base_path(base_path)).parent.glob("*.zygote"))):
+        if os.path.islink(path) and foreign_owner(path) is not None:
+            continue
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(_PATIENCE)
             try:
                 sock.connect(path)
             except OSError:
                 continue
-            if peer_of(sock).uid == os.geteuid():
+            if is_own(peer_of(sock).uid):
                 yield path, sock
 
 
@@ -88,6 +92,8 @@ def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
             if received is None:
                 continue
             if asked:
+                if received[0].get("kind") != "zygote":
+                    raise Lost("the answer is not a zygote's")
                 return received[0]
             sock.sendall(packed({"do": what}))  # after the greeting
             asked = True

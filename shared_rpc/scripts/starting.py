@@ -14,15 +14,18 @@ from typing import NamedTuple
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.election import Election
+from shared_rpc.protocol.own_files import open_own
 from shared_rpc.scripts.key import interpreter_options, is_relative
 from shared_rpc.server.listener import check_directory
 from shared_rpc.settings import ScriptSettings
 from shared_rpc.zygote.title import ROOM
 
-__all__ = ["NoZygote", "Starting", "log_path"]
+__all__ = ["NoZygote", "Starting", "log_path", "unfit_path"]
 
 #: Seconds for which a zygote is not started again after its imports made it unfit for forks.
 _BELIEVED = 600.0
+#: Bytes of the reason.
+_REASON = 4096
 
 #: The working directory, first on Python's path by default, must not provide modules to a zygote. Only this code is on the
 #: stack below a script in a fork.
@@ -44,6 +47,11 @@ class NoZygote(Exception):
 def log_path(path: str) -> str:
     """Return the path of the log of the zygote that listens at ``path``."""
     return f"{path}.log"
+
+
+def unfit_path(path: str) -> str:
+    """Return the path of the file that says why a zygote at ``path`` must not be forked."""
+    return f"{path}.unfit"
 
 
 class Starting(NamedTuple):
@@ -101,7 +109,7 @@ class Starting(NamedTuple):
             options = {"path": self.path, "lock": election.fd, "told": writing, **self.settings._asdict()}
             options["stay"] = is_relative(self.variables.get("PYTHONPATH", ""))
             self._spawn([*interpreter_options(), "-c", _CODE, json.dumps(options), ROOM], election.fd, writing)
-        except OSError as error:
+        except (ConfigurationError, OSError) as error:
             os.close(reading)
             raise NoZygote(f"cannot start a zygote: {error}") from None
         finally:
@@ -117,9 +125,10 @@ class Starting(NamedTuple):
 
     def _spawn(self, words: list[str], lock: int, told: int) -> None:
         """Start a process that has of this one's descriptors two, and its signals as by default."""
-        log = os.open(log_path(self.path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        log = open_own(log_path(self.path), os.O_WRONLY)
         null = -1
         try:
+            os.ftruncate(log, 0)
             null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
             os.set_inheritable(lock, True)
             os.set_inheritable(told, True)
@@ -160,8 +169,11 @@ class Starting(NamedTuple):
 def _believed(path: str) -> str:
     """Return why a zygote of this key must not be forked, as was found out not long ago."""
     try:
-        with open(f"{path}.unfit", encoding="utf-8", errors="replace") as file:
-            recent = time.time() - os.fstat(file.fileno()).st_mtime < _BELIEVED
-            return file.read() if recent else ""
-    except OSError:
+        fd = open_own(unfit_path(path), os.O_RDONLY, create=False)
+    except (ConfigurationError, OSError):  # there is none, or it is another user's, whose word is not taken
         return ""
+    try:
+        recent = time.time() - os.fstat(fd).st_mtime < _BELIEVED
+        return os.read(fd, _REASON).decode(errors="replace") if recent else ""
+    finally:
+        os.close(fd)

@@ -35,7 +35,10 @@ def unpacked(data: bytes) -> dict[str, Any]:
 
     :raises Lost, ValueError: if it is none.
     """
-    message = json.loads(data)
+    try:
+        message = json.loads(data)
+    except RecursionError:
+        message = None
     if not isinstance(message, dict):
         raise Lost("received bytes that are no message")
     return message

@@ -19,8 +19,10 @@ import msgspec
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.protocol.own_files import open_own
 from shared_rpc.protocol.peers import is_own, peer_of
 from shared_rpc.scripts.main_module import ScriptFork, ScriptRequest
+from shared_rpc.scripts.starting import unfit_path
 from shared_rpc.scripts.watcher import begin_script
 from shared_rpc.scripts.wire import GREETING, packed, unpacked
 from shared_rpc.server.listener import bind_socket, remove_socket
@@ -32,7 +34,7 @@ from shared_rpc.zygote.process import pss_of
 from shared_rpc.zygote.serving import Zygote
 from shared_rpc.zygote.title import set_title
 
-__all__ = ["main"]
+__all__ = ["main", "note_unfit"]
 
 #: The imports of every zygote: torch, numpy, and the modules of a client. Users name further modules: a script's imports differ
 #: from script to script, and some libraries start threads, or CUDA, when imported.
@@ -67,7 +69,7 @@ def main() -> ScriptFork | None:
     reason = _prepare(zygote, options["preload"])
     if reason:
         reason = f"a zygote that has imported {', '.join(['torch', *options['preload']])} cannot be forked: {reason}"
-        Path(f"{options['path']}.unfit").write_text(reason, encoding="utf-8")
+        note_unfit(options["path"], reason)
     else:
         try:
             listener = bind_socket(options["path"])
@@ -78,7 +80,8 @@ def main() -> ScriptFork | None:
     os.close(options["told"])
     if reason:
         return None
-    Path(f"{options['path']}.unfit").unlink(missing_ok=True)
+    with suppress(OSError):  # there is none, or it is another user's
+        os.unlink(unfit_path(options["path"]))
     # The kernel reaps watchers that have ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     script = _Serving(zygote, listener, options).serve()
@@ -105,6 +108,17 @@ def _prepare(zygote: Zygote, preload: list[str]) -> str:
                 f"at any time: {file}"
             )
     return ""
+
+
+def note_unfit(path: str, reason: str) -> None:
+    """Have the next commands run without a zygote at once."""
+    with suppress(ConfigurationError, OSError):  # they find out by themselves then
+        fd = open_own(unfit_path(path), os.O_WRONLY)
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, reason.encode(errors="replace"))
+        finally:
+            os.close(fd)
 
 
 @dataclass

@@ -19,8 +19,11 @@ import pytest
 
 from shared_rpc.scripts.front import CONTINUED, GO, ended
 from shared_rpc.scripts.key import limits
+from shared_rpc.scripts.listing import stop_zygotes
 from shared_rpc.scripts.wire import packed, unpacked
-from shared_rpc.zygote.framing import Incoming, Lost
+from shared_rpc.scripts.zygote import note_unfit
+from shared_rpc.zygote.framing import Incoming, Lost, framed
+from tests.kit.attacker import STRANGER, needs_another_uid
 from tests.kit.processes import Child, eventually, sigstop
 from tests.kit.scripts import RUN, Place
 
@@ -28,6 +31,8 @@ pytestmark = pytest.mark.timeout(300)
 
 HAS_TORCH = "import sys; print('torch' in sys.modules)"
 WITHOUT = "shared-rpc: runs without a zygote: "
+#: JSON that no parser with a stack can take.
+NESTED = framed(b"[" * 100_000)
 
 
 @pytest.fixture
@@ -417,8 +422,18 @@ def test_a_directory_of_somebody_else_is_not_used(place: Place, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"\0", b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\4nope", packed({"do": "run"}), packed({"do": "fly"}), packed({})],
-    ids=range(8),
+    [
+        b"",
+        b"\0",
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\2[]",
+        b"\0\0\0\4nope",
+        packed({"do": "run"}),
+        packed({"do": "fly"}),
+        packed({}),
+        NESTED,
+    ],
+    ids=range(9),
 )
 def test_nonsense_does_not_end_a_zygote(place: Place, zygote: int, sent: bytes) -> None:
     """It hangs up on who sends that, and has no descriptor left of it."""
@@ -435,6 +450,108 @@ def test_nonsense_does_not_end_a_zygote(place: Place, zygote: int, sent: bytes) 
     eventually(lambda: len(links_of(zygote)) <= before)
     assert place.run(place.write(HAS_TORCH)).output == "True\n"
     assert zygote in [one["pid"] for one in place.zygotes()]
+
+
+# Files beside the socket, in a directory where others can make some.
+
+
+@pytest.fixture
+def ended_zygote(place: Place, zygote: int) -> str:
+    """The socket of a zygote that has ended: the next script starts another one."""
+    path = socket_of(place, zygote)
+    place.close()
+    return path
+
+
+def put(path: str, kind: str) -> None:
+    """Put another kind of file in the place of a file."""
+    if os.path.lexists(path):
+        os.unlink(path)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        os.mkdir(path)
+    else:
+        Path(path).write_text("\x1b]0;owned\x07 by others")
+
+
+@pytest.fixture
+def clean(ended_zygote: str) -> Iterator[None]:
+    """Nothing of it is left for other tests."""
+    yield
+    for path in (f"{ended_zygote}.unfit", f"{ended_zygote}.log"):
+        if os.path.isdir(path):
+            os.rmdir(path)
+        elif os.path.lexists(path):
+            os.unlink(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", pytest.param("text", marks=needs_another_uid)])
+def test_the_reason_of_others_is_not_taken(place: Place, ended_zygote: str, clean: None, kind: str) -> None:
+    """What is no file of this user is neither waited for nor believed, and a zygote starts beside it."""
+    put(f"{ended_zygote}.unfit", kind)
+    if os.geteuid() == 0:
+        os.chown(f"{ended_zygote}.unfit", STRANGER, STRANGER)
+    ran = place.run(place.write(HAS_TORCH))
+    assert (ran.output, ran.errors) == ("True\n", "")
+
+
+def test_a_reason_has_no_control_characters(place: Place, ended_zygote: str, clean: None) -> None:
+    """It is one line, whatever the file has."""
+    put(f"{ended_zygote}.unfit", "text")
+    assert place.run(place.write(HAS_TORCH)).errors == f"{WITHOUT}]0;owned by others\n"
+
+
+def test_a_reason_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """A file that another name leads to is left as it is."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "s.zygote.unfit").symlink_to(precious)
+    note_unfit(f"{tmp_path}/s.zygote", "no reason")
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["pipe", pytest.param("text", marks=needs_another_uid)])
+def test_a_log_of_others_is_not_used(place: Place, ended_zygote: str, clean: None, kind: str) -> None:
+    """The script runs without a zygote, which would have no log, and the file is as it was."""
+    log = f"{ended_zygote}.log"
+    put(log, kind)
+    if os.geteuid() == 0:
+        os.chown(log, STRANGER, STRANGER)
+    ran = place.run(place.write(HAS_TORCH))
+    assert ran.output == "False\n" and f"{WITHOUT}cannot start a zygote: {log}" in ran.errors
+    assert kind == "pipe" or "by others" in Path(log).read_text()
+
+
+def test_only_zygotes_are_stopped(tmp_path: Path, children: list[Child]) -> None:
+    """Another program of this user that listens where a zygote would is passed over."""
+    place = Place(tmp_path, tmp_path)
+    daemon = Child(
+        "-c",
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); print('up'); input()",
+        f"{place.base_path}-key.zygote",
+    )
+    children.append(daemon)
+    daemon.expect("up")
+    reasons: list[str] = []
+    assert stop_zygotes(place.base_path, reasons.append) == []
+    assert f"(pid {daemon.pid}) did not answer as a zygote" in reasons[0]
+    assert daemon.process.poll() is None
+
+
+@needs_another_uid
+def test_a_link_of_others_is_not_followed(place: Place, zygote: int, tmp_path: Path) -> None:
+    """By no command: not by ls and stop, and not by run, though a zygote of this user is where it leads."""
+    other = Place(place.folder, tmp_path, forks=True)
+    tmp_path.chmod(0o700)
+    path = socket_of(place, zygote)
+    link = f"{other.base_path}-{path.rpartition('-')[2]}"
+    os.symlink(path, link)
+    os.lchown(link, STRANGER, STRANGER)
+    other.environ["PYTHONPATH"] = place.environ["PYTHONPATH"]
+    assert other.zygotes() == stop_zygotes(other.base_path, lambda reason: None) == []
+    ran = other.run(other.write(HAS_TORCH))
+    assert (ran.output, ran.errors) == ("False\n", f"{WITHOUT}{link} is a link of another user (uid {STRANGER})\n")
 
 
 # Scripts.

@@ -115,7 +115,7 @@ class Place:
 
     def close(self) -> None:
         """End them."""
-        stop_zygotes(self.base_path)
+        stop_zygotes(self.base_path, lambda reason: None)
 
 
 def _begin() -> None:
