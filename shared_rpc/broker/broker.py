@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -33,7 +33,6 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ReloadedServiceInfo, ReloadInfo, StopInfo
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.endpoints import Registry
@@ -82,7 +81,6 @@ class Broker:
         self._manager = ServiceManager(inherited or Inherited())
         self._restoration = Restoration(self._services, self._manager, self._add_service)
         self._exporter = exporter
-        self._bound: dict[Worker, set[str]] = {}
         #: Whether the broker's loop ended without a request.
         self.failed = False
         self._asked_to_stop = False
@@ -166,11 +164,9 @@ class Broker:
         self._memory = MemoryRequests(self._current)
         handlers: dict[type[Message], Handler] = {
             **self._dispatcher.handlers,
-            w.RunFinished: self._ran,
             w.ChunksReturned: self._returned,
             w.Allocated: self._memory.answered,
             **self._memory.copies.handlers,
-            w.SegmentsCopied: self._copied,
         }
         self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote, handlers)
         with anyio.CancelScope() as self._scope:
@@ -287,20 +283,6 @@ class Broker:
 
     # Messages of workers.
 
-    def _ran(self, worker: Worker, message: w.RunFinished, frame: Frame) -> None:
-        self._bind(worker, message.segments)
-        self._dispatcher.ended(worker, message, frame)
-
-    def _copied(self, worker: Worker, message: w.SegmentsCopied, frame: Frame) -> None:
-        self._bind(worker, message.segments)
-        self._memory.copies.answered(worker, message, frame)
-
-    def _bind(self, worker: Worker, segments: Sequence[SegmentInfo]) -> None:
-        """Note the segments that end with their worker."""
-        bound = {info.id for info in segments if info.mechanism in EXPORTER_OWNED}
-        if bound:
-            self._bound.setdefault(worker, set()).update(bound)
-
     def _returned(self, worker: Worker, message: w.ChunksReturned, frame: Frame) -> None:
         service = self._services.get(message.key)
         transfer = service.executor.transfers.find(message.session) if service is not None else None
@@ -327,11 +309,9 @@ class Broker:
         """End or move the runs of a worker, and drop objects whose memory has ended with it."""
         self._dispatcher.lost(worker, crash)
         self._memory.lost(worker)
-        bound = self._bound.pop(worker, set())
         for service in self._services.values():
             service.executor.lost(worker)
-            if bound:
-                service.core.drop_bound(bound)
+            service.core.drop_bound(worker.pid)
 
     # The end of an idle broker.
 

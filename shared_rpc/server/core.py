@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
-from shared_rpc.memory.backends.choice import lifetime
+from shared_rpc.memory.backends.choice import lifetime, makers
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.spill import SpillDirectory
@@ -509,10 +509,10 @@ class Core:
         else:
             self.buffers.table.restore(stored, terms)
 
-    def drop_bound(self, segment_ids: Collection[str]) -> None:
-        """Drop the objects in segments that cannot be mapped any more: the process that they were bound to has ended."""
+    def drop_bound(self, pid: int) -> None:
+        """Drop the objects whose memory belonged to a process that has ended: it cannot be mapped any more."""
         for stored in self.objects:
-            if any(segment.info.id in segment_ids for segment in stored.record.segments):
+            if pid in makers(stored.record.segments):
                 _log.warning("object %s of %s ended with the process that made its memory", stored.object_id, stored.endpoint)
                 for session in self.leases.holders(stored.object_id):
                     while self.leases.release(session, stored.object_id):

@@ -11,16 +11,22 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from shared_rpc import Provider
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends import fd_server as fd_server_module
 from shared_rpc.memory.backends import liveness
 from shared_rpc.memory.backends.choice import lifetime
 from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
+from shared_rpc.server.core import Core
+from tests.kit.apps import Serve
 from tests.kit.bound_host import BACKEND, BoundHost
 from tests.kit.conformance import Peer
 from tests.kit.processes import Child, eventually, open_fds, python
@@ -368,6 +374,31 @@ def test_the_lifetime_of_memory_is_told() -> None:
     with closing(BoundHost().create(1)) as segment:
         assert lifetime([segment]) == f"bound to the life of pid {os.getpid()}"
     assert lifetime([]) == ""
+
+
+def test_memory_that_only_claims_to_belong_to_a_process() -> None:
+    """What a client says of it is believed only where its descriptor says so too."""
+    with closing(HOST.create(1)) as segment:
+        segment.info = msgspec.structs.replace(segment.info, mechanism="pool")
+        assert lifetime([segment]) == ""
+
+
+def test_objects_end_with_the_process_that_made_their_memory(provider: Provider, serve: Serve) -> None:
+    """Nothing is noted for that while they are there: their descriptors name their maker."""
+    server = serve()
+
+    def left(core: Core, pid: int) -> int:
+        core.drop_bound(pid)
+        return len(core.objects)
+
+    def add(core: Core) -> None:
+        for segment in (BoundHost().create(1), HOST.create(1)):
+            record = Record(b"", EMPTY_TABLE, [segment], 1)
+            core.objects.add("f", f"f({segment.info.mechanism})", record, None)
+
+    server.engine.ask(add)
+    assert server.engine.ask(lambda core: left(core, os.getpid() + 1)) == 2
+    assert server.engine.ask(lambda core: left(core, os.getpid())) == 1
 
 
 # The descriptor server.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Literal, NamedTuple, get_args
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
@@ -25,6 +26,7 @@ __all__ = [
     "chosen",
     "lacking",
     "lifetime",
+    "makers",
     "mechanism_info",
     "survey",
 ]
@@ -166,15 +168,22 @@ def mechanism_info(asked: str, device: str) -> MechanismInfo:
     return {"name": choice.name, "reason": choice.reason}
 
 
-def lifetime(segments: Iterable[Segment]) -> str:
-    """Describe the processes whose end ends the memory of an object; ``""`` for none. The segments are borrowed."""
+def makers(segments: Iterable[Segment]) -> set[int]:
+    """Return the processes whose end ends the memory of an object. The segments are borrowed."""
     from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 
-    owned = [segment for segment in segments if segment.info.mechanism in EXPORTER_OWNED]
-    makers = sorted({export_descriptor_of(segment.fileno()).pid for segment in owned})
-    if not makers:
-        return ""
-    return "bound to the life of pid " + ", pid ".join(map(str, makers))
+    pids = set()
+    for segment in segments:
+        if segment.info.mechanism in EXPORTER_OWNED and not segment.closed:
+            with suppress(CapabilityError):  # it is no export descriptor, whatever its sender said
+                pids.add(export_descriptor_of(segment.fileno()).pid)
+    return pids
+
+
+def lifetime(segments: Iterable[Segment]) -> str:
+    """Describe the processes whose end ends the memory of an object; ``""`` for none. The segments are borrowed."""
+    pids = makers(segments)
+    return "bound to the life of pid " + ", pid ".join(map(str, sorted(pids))) if pids else ""
 
 
 def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
