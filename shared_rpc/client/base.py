@@ -75,8 +75,6 @@ class BaseClient(Driver):
     """
 
     _lets_go: ClassVar[bool] = False
-    #: The subscriptions of on_refresh, None before the first one.
-    _watch: Subscriptions | None = None
 
     def __init__(
         self,
@@ -97,6 +95,7 @@ class BaseClient(Driver):
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
         self._offers: weakref.WeakSet[CopyOffer] | None = weakref.WeakSet()
+        self._watch = Subscriptions(weakly(self._news_source))
         self._begin()
         preload_codec()
         after_fork(self._after_fork)
@@ -139,7 +138,7 @@ class BaseClient(Driver):
         The copies of connections are closed here. Those that another thread was just making are closed by their modules.
         """
         self._values = weakref.WeakValueDictionary()
-        self._watch = None
+        self._watch = Subscriptions(weakly(self._news_source))
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
         self._offers = weakref.WeakSet()
@@ -153,12 +152,11 @@ class BaseClient(Driver):
 
     def __del__(self) -> None:
         """End the session of a client that was collected without being closed."""
-        job, watch = self._end_job(), self._watch
+        job = self._end_job()
         if job is None or sys.is_finalizing():
             return  # the kernel closes the connections when the process ends
         FINALIZER.submit(job)
-        if watch is not None:
-            FINALIZER.submit(watch.close)
+        FINALIZER.submit(self._watch.close)
 
     @property
     def socket_path(self) -> str:
@@ -227,12 +225,21 @@ class BaseClient(Driver):
     def _watch_in(self, server: ClientSession) -> Subscriptions:
         """Return the subscriptions, whose connection is in this session."""
         self._watched = server
-        if self._watch is None:
-            self._watch = Subscriptions(weakly(self._news_source))
         return self._watch
 
     def _news_source(self) -> ConnectionSource:
-        return ConnectionSource(Connection(self.socket_path).open(self._watched.token, PROMPT))
+        """Open a connection for news, whose positions mean something to one server.
+
+        :raises ConnectionClosed: if another server has the place of the watched one.
+        """
+        watched, timeout = self._watched, min(PROMPT, self._timeout or PROMPT)
+        connection = Connection(self.socket_path).open(watched.token, timeout)
+        if connection.welcome.server_id != watched.server_id:
+            connection.close()
+            raise ConnectionClosed(
+                f"the server {watched.server_id} has ended, and {connection.welcome.server_id} has its place"
+            )
+        return ConnectionSource(connection)
 
     def _end_offers(self) -> None:
         """End the offers to make copies, each after its order."""
@@ -240,6 +247,4 @@ class BaseClient(Driver):
             offer.close()
 
     def _unwatch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
+        self._watch.close()

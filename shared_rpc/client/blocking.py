@@ -60,9 +60,10 @@ class BlockingDriver(BaseClient, BlockingMethods):
 
     def _moved(self) -> None:
         """Move the subscriptions: the session that they may belong to is about to end, and another one takes over."""
-        if self._watch is not None and self._watch.active:
-            self._watch_in(self._run(reached(self._pool.session)))
-            self._watch.move()
+        if self._watch.active:
+            session = self._run(reached(self._pool.session))
+            if session.server_id == self._watched.server_id:
+                self._watch_in(session).move()
 
     def _renewed(self, handles: Sequence[Lease[Any]], seconds: float) -> None:
         """Have the memory of handles renewed."""

@@ -24,7 +24,7 @@ class NewsSource(Protocol):
     """A source of news."""
 
     def news(self, after: int) -> tuple[list[Generation], int]:
-        """Wait for generations after a position, with -1 for none; return them and the position after them.
+        """Wait for generations after a position; return them and the position after them.
 
         :raises SharedRPCError: when no more news will come.
         """
@@ -103,27 +103,31 @@ class Subscriptions:
         self._source: NewsSource | None = None
         #: The source with which the thread continues.
         self._next: NewsSource | None = None
+        self._closed = False
 
-    def subscribe(self, callback: Callable[[Generation], object]) -> Subscription:
+    def subscribe(self, callback: Callable[[Generation], object], after: int) -> Subscription:
         """Call a callback with each generation that becomes current from here on.
 
-        :raises SharedRPCError: if the server cannot be reached.
+        :param after: the server's position, from which the first subscription begins.
+        :raises SharedRPCError: if the server cannot be reached, or the subscriptions were closed meanwhile.
         """
         subscription = Subscription(self, callback)
-        with self._lock:
-            if self._source is None:
-                source = self._connect()
-                if source is None:
-                    raise ConnectionClosed("this client was collected: keep a reference to it")
-                try:
-                    _, after = source.news(-1)
-                except BaseException:
-                    source.close()
-                    raise
-                self._source = source
-                thread = threading.Thread(target=self._run, args=(source, after), name="shared-rpc-refreshes", daemon=True)
-                thread.start()
-            self._subscriptions.append(subscription)
+        # Not in the lock: close() must not wait for a server.
+        source = self._connect() if self._source is None else None
+        try:
+            with self._lock:
+                if self._closed:
+                    raise ConnectionClosed("this client is closed")
+                if self._source is None:
+                    if source is None:
+                        raise ConnectionClosed("the connection ended, or this client was collected: subscribe again")
+                    thread = threading.Thread(target=self._run, args=(source, after), name="shared-rpc-refreshes", daemon=True)
+                    self._source, source = source, None
+                    thread.start()
+                self._subscriptions.append(subscription)
+        finally:
+            if source is not None:
+                source.close()
         return subscription
 
     def end(self, subscription: Subscription) -> None:
@@ -148,18 +152,23 @@ class Subscriptions:
 
         :raises SharedRPCError: if the server cannot be reached.
         """
+        earlier = self._source
+        source = self._connect() if earlier is not None else None
+        if earlier is None or source is None:
+            return
         with self._lock:
-            earlier = self._source
-            if earlier is None:
-                return
-            source = self._connect()
-            if source is None:
-                return
-            self._source = self._next = source
-        earlier.hang_up()
+            moved = self._source is earlier
+            if moved:
+                self._source = self._next = source
+        if moved:
+            earlier.hang_up()
+        else:
+            source.close()
 
     def close(self) -> None:
-        """End all subscriptions."""
+        """End all subscriptions, also those that are being made."""
+        with self._lock:
+            self._closed = True
         for subscription in tuple(self._subscriptions):
             self.end(subscription)
 

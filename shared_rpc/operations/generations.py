@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -82,8 +83,14 @@ class GenerationOperations:
 
         :raises ConnectError: if no server listens within the client's ``connect_timeout``.
         """
-        watch = ctx._watch_in((yield from reached(ctx._known())))
-        subscription: Subscription = yield Work(lambda: watch.subscribe(callback))
+        while True:
+            news: Refreshes = yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh", again=True), Refreshes)
+            server = yield from reached(ctx._known())
+            if server.server_id == news.server_id:  # no other server has its place meanwhile
+                break
+        watch = ctx._watch_in(server)
+        subscribe = functools.partial(watch.subscribe, callback, news.after)
+        subscription: Subscription = yield Work(subscribe, undo=Subscription.close)
         return subscription
 
     @operation

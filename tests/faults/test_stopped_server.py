@@ -125,3 +125,30 @@ def test_a_timeout_of_a_coroutine(start: Callable[[str], Child], tmp_path: Path)
             os.kill(server.pid, signal.SIGCONT)
 
     anyio.run(main)
+
+
+def test_a_subscription_has_the_timeout_of_its_client(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
+    """The server does not answer where its news begin."""
+    server = start("stopped")
+    client = connect("stopped", timeout=0.5)
+    client.ping()
+    sigstop(server.pid)
+    with pytest.raises(DeadlineExceeded):
+        client.on_refresh(print)
+    os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_subscription_can_be_cancelled(start: Callable[[str], Child], tmp_path: Path) -> None:
+    """While the server does not answer where its news begin, and although no timeout ends the wait."""
+    server = start("stopped")
+
+    async def main() -> None:
+        async with AsyncClient(tmp_path / "stopped", device="cpu", timeout=None) as client:
+            await client.ping()
+            sigstop(server.pid)
+            with anyio.move_on_after(0.5) as scope:
+                await client.on_refresh(print)
+            assert scope.cancelled_caught
+            os.kill(server.pid, signal.SIGCONT)
+
+    anyio.run(main)

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Generation, Handle, Provider, Server
+from shared_rpc.client import base
+from shared_rpc.client.connection import Connection
+from shared_rpc.client.subscriptions import ConnectionSource
 from shared_rpc.errors import (
     ConfigurationError,
     ConnectError,
@@ -641,6 +644,51 @@ def test_closing_says_nothing(server: Server, client: Client, caplog: pytest.Log
     eventually(lambda: server.info()["connections"] == 0)
     eventually(lambda: not any(thread.name == "shared-rpc-refreshes" for thread in threading.enumerate()))
     assert (subscription.active, server.info()["sessions"], caplog.text) == (False, 0, "")
+
+
+def test_closing_while_a_subscription_is_made(
+    server: Server,
+    client: Client,
+    threads: ThreadPoolExecutor,
+    begun: threading.Event,
+    go: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The subscription fails, and its connection does not keep the session."""
+
+    def wait(connection: Connection) -> ConnectionSource:
+        begun.set()
+        assert go.wait(30)
+        return ConnectionSource(connection)
+
+    monkeypatch.setattr(base, "ConnectionSource", wait)
+    subscribing = threads.submit(client.on_refresh, print)
+    assert begun.wait(30)
+    client.close()
+    go.set()
+    assert isinstance(subscribing.exception(30), ConnectionClosed)
+    eventually(lambda: server.info()["sessions"] == 0)
+
+
+def test_a_subscription_is_not_moved_to_another_server(
+    server: Server, client: Client, begun: threading.Event, go: threading.Event
+) -> None:
+    """It ends, because its position means nothing there, also where its callback runs while the servers change."""
+
+    def wait(made: Generation) -> None:
+        begun.set()
+        assert go.wait(30)
+
+    client.call("load")
+    subscription = client.on_refresh(wait)
+    client.refresh("load")
+    assert begun.wait(30)
+    server.stop()
+    server.start()
+    client.ping()
+    client._moved()
+    go.set()
+    eventually(lambda: not subscription.active)
 
 
 # In coroutines.
