@@ -19,7 +19,7 @@ __all__ = ["FORMAT", "RecordHeader"]
 #: The number of the format of headers, raised with every change of them.
 FORMAT = 1
 #: Segments of a record: as many as one frame has descriptors for, with room to spare.
-_MOST_SEGMENTS = 1000
+MOST_SEGMENTS = 1000
 
 
 class _Format(msgspec.Struct):
@@ -53,7 +53,7 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     private_nbytes: int
     skeleton: bytes
     table: bytes
-    segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=_MOST_SEGMENTS)]
+    segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=MOST_SEGMENTS)]
 
     def to_bytes(self) -> bytes:
         """Return the header as bytes, which :meth:`from_bytes` reads."""
@@ -122,7 +122,7 @@ class Adopt(Message):
     :class:`Candidate` if the object is not to be ``current``.
     """
 
-    buffers: list[str]
+    buffers: Annotated[list[str], msgspec.Meta(max_length=MOST_SEGMENTS)]
     endpoint: str = ""
     args: msgspec.Raw = NO_ARGS
     kwargs: msgspec.Raw = NO_KWARGS

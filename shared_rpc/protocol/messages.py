@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from shared_rpc.protocol.infos import DeviceInfo, HolderInfo, ListedObjectInfo, ObjectInfo, ReloadInfo, ServerInfo, StopInfo
@@ -10,6 +12,13 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 __all__ = ["Message"]
+
+
+#: Lists in requests. Their lengths are checked before anything is built: a frame has room for millions of elements.
+Ids = Annotated[list[str], msgspec.Meta(max_length=100_000)]
+Chunks = Annotated[list[int], msgspec.Meta(max_length=100_000)]
+Segments = Annotated[list[SegmentInfo], msgspec.Meta(max_length=10_000)]
+Numbers = Annotated[list[int], msgspec.Meta(max_length=10_000)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -77,15 +86,15 @@ class Call(Message):
     args: msgspec.Raw = NO_ARGS
     kwargs: msgspec.Raw = NO_KWARGS
     table: msgspec.Raw = msgspec.Raw(EMPTY_TABLE)
-    segments: list[SegmentInfo] = []
-    skeletons: list[int] = []
-    kept: list[int] = []
-    arenas: list[int] = []
-    chunks: list[int] = []
-    held: list[int] = []
-    freed: list[int] = []
+    segments: Segments = []
+    skeletons: Numbers = []
+    kept: Numbers = []
+    arenas: Numbers = []
+    chunks: Chunks = []
+    held: Chunks = []
+    freed: Chunks = []
     pooled: bool = False
-    chain: list[str] = []
+    chain: Annotated[list[str], msgspec.Meta(max_length=1000)] = []
     returnable: bool = False
 
 
@@ -121,7 +130,7 @@ class Cancel(Message):
 class Release(Message):
     """Return of one lease for each id, as often as it is named."""
 
-    object_ids: list[str]
+    object_ids: Ids
 
 
 class Count(Message):
@@ -138,9 +147,9 @@ class Hold(Message):
     others: while the earlier session was lost, they could be evicted.
     """
 
-    object_ids: list[str]
-    suspended: list[str] = []
-    mapped: dict[str, list[str]] = {}
+    object_ids: Ids
+    suspended: Ids = []
+    mapped: Annotated[dict[str, Annotated[list[str], msgspec.Meta(max_length=10_000)]], msgspec.Meta(max_length=100_000)] = {}
 
 
 class Held(Message):
@@ -272,7 +281,7 @@ class TaskPage(Message):
 class Free(Message):
     """Return of chunks of the other side's pool. From a client with request id 0 nothing answers, else :class:`Count`."""
 
-    chunks: list[int]
+    chunks: Chunks
 
 
 class AwaitFree(Message):
@@ -293,7 +302,7 @@ class CreateBuffer(Message):
     without holders too, as with a ``ttl``. ``room``: for a record, whose memory is sealed when it is adopted.
     """
 
-    shape: int | list[int]
+    shape: int | Annotated[list[int], msgspec.Meta(max_length=1000)]
     dtype: str = "uint8"
     device: str = ""
     zero: bool = False
@@ -310,7 +319,7 @@ class KeepSegments(Message):
     ``linger``: seconds for which it can be got after its last holder has ended.
     """
 
-    segment_ids: list[str]
+    segment_ids: Annotated[list[str], msgspec.Meta(max_length=10_000)]
     linger: float = 0.0
 
 

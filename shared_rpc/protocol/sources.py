@@ -5,8 +5,11 @@ Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+from shared_rpc.protocol.exported import MOST_SEGMENTS
 from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc.protocol.messages import Message
 
@@ -71,7 +74,7 @@ class AdoptMiss(Message):
 
     source: int
     miss: int
-    buffers: list[str]
+    buffers: Annotated[list[str], msgspec.Meta(max_length=MOST_SEGMENTS)]
 
 
 class FailMiss(Message):

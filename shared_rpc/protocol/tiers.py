@@ -6,7 +6,7 @@ Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 from __future__ import annotations
 
 from shared_rpc.protocol.infos import MoveInfo
-from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.messages import Ids, Message
 from shared_rpc.protocol.records import SegmentInfo
 
 
@@ -16,7 +16,7 @@ class Suspend(Message):
     The answer is :class:`~shared_rpc.protocol.messages.Count`: of those objects, how many the session had active.
     """
 
-    object_ids: list[str]
+    object_ids: Ids
 
 
 class Resume(Message):

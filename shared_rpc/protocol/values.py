@@ -34,8 +34,11 @@ __all__ = [
 #: The limit of nesting: deeper arguments are a mistake, and recursion is limited.
 _DEPTH = 64
 
-#: Values in the arguments of one call, including those in containers. The server takes 0.3 s to decode so many.
-MAX_VALUES = 1_000_000
+#: Values in the arguments of one call, including those in containers. A server's loop takes 0.2 s to decode so many.
+MAX_VALUES = 200_000
+
+#: Bytes of encoded arguments that may be decoded before their values are counted: each byte may be an empty list.
+_UNCOUNTED = 1 << 20
 
 #: Bytes of all tuples of a call, with their contents: every level of nesting copies its contents.
 _MAX_NESTED = 256 << 20
@@ -72,6 +75,7 @@ Leaf = Callable[[Any, str], Any]
 
 #: Characters of a path in an error.
 _PATH = 120
+_TOO_MANY = f"and the arguments of a call at most {MAX_VALUES:,} in all: pass them as a tensor"
 
 
 class _TooDeep(Exception):
@@ -98,40 +102,57 @@ def _nesting(value: Any, path: str) -> CapabilityError:
         inside = {**around, id(item): where}
         parts = item.items() if type(item) is dict else enumerate(item)
         todo.extend((part, f"{where}[{name!r}]", inside) for name, part in parts)
-    where = deep if len(deep) <= _PATH else f"{deep[:_PATH]}…"
     return CapabilityError(
-        f"{where} is nested deeper than {_DEPTH} levels, the limit of an argument: pass a flat list, or a module"
+        f"{_shortened(deep)} is nested deeper than {_DEPTH} levels, the limit of an argument: pass a flat list, or a module"
     )
 
 
 def lower(value: Any, path: str, leaf: Leaf) -> Any:
     """Replace everything in ``value`` that is not plain data by what ``leaf(item, path)`` returns.
 
-    :raises CapabilityError: for a value that cannot travel, or is nested too deeply, naming it.
+    :raises CapabilityError: for a value that cannot travel, is nested too deeply or has too many values, naming it.
     """
-    try:
-        return _lower(value, path, leaf, 0)
-    except _TooDeep:
-        raise _nesting(value, path) from None
+    return _Lowering(leaf).lower(value, path)
 
 
-def _lower(value: Any, path: str, leaf: Leaf, depth: int) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, int, float, bytes, complex):
-        return value
-    if kind is str:
-        return _text(value, path)
-    if kind in (list, tuple, dict) and depth >= _DEPTH:
-        raise _TooDeep
-    if kind is list or kind is tuple:
-        return kind(_lower(item, f"{path}[{index}]", leaf, depth + 1) for index, item in enumerate(value))
-    if kind is dict:
-        for key in value:
-            if type(key) is not str:
-                raise CapabilityError(f"{path} has the key {key!r}: use strings as keys of a dict in a call")
-            _text(key, f"a key of {path}")
-        return {key: _lower(item, f"{path}[{key!r}]", leaf, depth + 1) for key, item in value.items()}
-    return leaf(value, path)
+class _Lowering:
+    """Lowering of the arguments of one call, up to the limits."""
+
+    def __init__(self, leaf: Leaf, values: int = 0) -> None:
+        self._leaf = leaf
+        self._values = values
+
+    def lower(self, value: Any, path: str) -> Any:
+        try:
+            return self._lower(value, path, 0)
+        except _TooDeep:
+            raise _nesting(value, path) from None
+
+    def _lower(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, bytes, complex):
+            return value
+        if kind is str:
+            return _text(value, path)
+        if kind in (list, tuple, dict):
+            if depth >= _DEPTH:
+                raise _TooDeep
+            self._values += len(value)
+            if self._values > MAX_VALUES:
+                raise CapabilityError(f"{_shortened(path)} has {len(value):,} values, {_TOO_MANY}")
+        if kind is list or kind is tuple:
+            return kind(self._lower(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value))
+        if kind is dict:
+            for key in value:
+                if type(key) is not str:
+                    raise CapabilityError(f"{path} has the key {key!r}: use strings as keys of a dict in a call")
+                _text(key, f"a key of {path}")
+            return {key: self._lower(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
+        return self._leaf(value, path)
+
+
+def _shortened(path: str) -> str:
+    return path if len(path) <= _PATH else f"{path[:_PATH]}…"
 
 
 def _text(value: str, path: str) -> str:
@@ -147,9 +168,10 @@ def _text(value: str, path: str) -> str:
 
 def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple[list[Any], dict[str, Any]]:
     """Lower all arguments of a call."""
+    lowering = _Lowering(leaf, len(args) + len(kwargs))
     return (
-        [lower(value, f"argument {index}", leaf) for index, value in enumerate(args)],
-        {_text(name, "an argument's name"): lower(value, f"argument {name!r}", leaf) for name, value in kwargs.items()},
+        [lowering.lower(value, f"argument {index}") for index, value in enumerate(args)],
+        {_text(name, "an argument's name"): lowering.lower(value, f"argument {name!r}") for name, value in kwargs.items()},
     )
 
 
@@ -256,6 +278,8 @@ def decode_call(args: msgspec.Raw, kwargs: msgspec.Raw) -> tuple[list[Any], dict
     :raises ProtocolError: see :func:`decode`.
     """
     try:
+        _check_values(args)
+        _check_values(kwargs)
         values, named = _read_args(args), _read_kwargs(kwargs)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"cannot decode the arguments of a call: {error}") from error
@@ -273,6 +297,45 @@ def count_args(args: msgspec.Raw, kwargs: msgspec.Raw) -> int | None:
     return first[0] & 0x0F if first and first[0] & 0xF0 == 0x90 and kwargs == NO_KWARGS else None
 
 
+def _too_many() -> ProtocolError:
+    return ProtocolError(f"the arguments of a call have more than {MAX_VALUES:,} values: pass them as a tensor")
+
+
+def _head(code: int) -> tuple[int, int]:
+    """Return the bytes of a value that begins with this byte, without what a container contains, and the bytes after the first
+    in which a length is written.
+    """
+    if 0xA0 <= code <= 0xBF:
+        return code - 0x9F, 0
+    sizes = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+    sizes |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18, 0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}
+    lengths = {0xC4: (2, 1), 0xC5: (3, 2), 0xC6: (5, 4), 0xC7: (3, 1), 0xC8: (4, 2), 0xC9: (6, 4)}
+    lengths |= {0xD9: (2, 1), 0xDA: (3, 2), 0xDB: (5, 4)}
+    return lengths.get(code, (sizes.get(code, 1), 0))
+
+
+_HEADS = [_head(code) for code in range(256)]
+
+
+def _check_values(data: msgspec.Raw | bytes) -> None:
+    """Check, before anything is built, that encoded values are not too many. What is short is not looked at.
+
+    :raises ProtocolError: if they are.
+    """
+    view = memoryview(data)
+    place, end, left = 0, len(view), 2 * MAX_VALUES + 1  # a dict has keys too, and all of it is one more
+    if end <= _UNCOUNTED:
+        return
+    while place < end:
+        size, length = _HEADS[view[place]]
+        if length:
+            size += int.from_bytes(view[place + 1 : place + 1 + length], "big")
+        place += size
+        left -= 1
+        if left < 0:
+            raise _too_many()
+
+
 class _Reader:
     """Reader of encoded values, up to the limits."""
 
@@ -283,7 +346,7 @@ class _Reader:
     def count(self, values: int) -> None:
         self._values += values
         if self._values > MAX_VALUES:
-            raise ProtocolError(f"the arguments of a call have more than {MAX_VALUES:,} values: pass them as a tensor")
+            raise _too_many()
 
     def read(self, value: Any, depth: int) -> Any:
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -313,6 +376,7 @@ class _Reader:
         try:
             if ext.code == _TUPLE:
                 self._check_depth(depth)
+                _check_values(data)
                 items = msgspec.msgpack.decode(data)
                 if not isinstance(items, list):
                     raise ProtocolError("a tuple argument has no list")

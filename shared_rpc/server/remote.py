@@ -13,10 +13,14 @@ from typing import ClassVar
 import msgspec
 
 from shared_rpc.errors import CapabilityError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.lifecycle.collector import paused
 from shared_rpc.memory.segments import Descriptor
 from shared_rpc.observability.events import HOOKS, RequestFailed
+from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.catalogue import decode_message
+from shared_rpc.protocol import sources as s
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import HELLO, Frame, Limits
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.protocol.socket import Owner
@@ -39,6 +43,14 @@ _HANDSHAKE_TIMEOUT = 10.0
 _BACKPRESSURE = 1 << 20
 #: Requests of one connection under way at once; each costs the server some kilobytes.
 _MAX_CALLS = 10_000
+#: Bytes of a request's body: beyond the first number, no collection of garbage runs while it is decoded; beyond the second one
+#: it is refused, if it brings no arguments, table or progress of copies.
+_LONG, _MOST = 64 << 10, 8 << 20
+_LARGE = frozenset(
+    NUMBERS[kind]
+    for kind in NUMBERS
+    if issubclass(kind, (m.Call, m.InvalidateCall, x.CheckRecord, x.Adopt, s.FailMiss, w.SegmentsCopied))
+)
 #: Characters of an error's text in events.
 _SHOWN = 500
 #: Numbers of this process's connections, in the order of their arrival.
@@ -163,12 +175,11 @@ class RemoteClient:
             self._welcome(frame)
             return
         caller = RemoteCaller(self.core, self.session_id, self, frame.request_id, frame)
-        try:
-            message = decode_message(frame)
-        except ProtocolError as error:
-            caller.fail(Failure.of(error))
+        if len(frame.body) <= _LONG:
+            _answer(caller, frame)
         else:
-            answer(caller, message)
+            with paused():  # thousands of objects are made at once
+                _answer(caller, frame)
 
     def _welcome(self, frame: Frame) -> None:
         hello = decode_message(frame)
@@ -193,6 +204,17 @@ class RemoteClient:
         if self.session is None:
             _log.warning("pid %d connected and sent no Hello for %g s", self.peer.pid, _HANDSHAKE_TIMEOUT)
             self.close()
+
+
+def _answer(caller: RemoteCaller, frame: Frame) -> None:
+    try:
+        if len(frame.body) > _MOST and frame.kind not in _LARGE:
+            raise ProtocolError(f"a request with a body of {len(frame.body)} bytes; the limit for its kind is {_MOST}")
+        message = decode_message(frame)
+    except ProtocolError as error:
+        caller.fail(Failure.of(error))
+    else:
+        answer(caller, message)
 
 
 class RemoteCaller(msgspec.Struct, eq=False):

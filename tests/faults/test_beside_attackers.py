@@ -81,9 +81,10 @@ def served(broker_app: BrokerApp) -> Iterator[Served]:
         attacker.half_frames,
         attacker.descriptors_of_half_frames,
         lambda path: attacker.unread_answers(path, "each"),
+        attacker.long_lists,
         attacker.waiters,
     ],
-    ids=["half frames", "descriptors of half frames", "unread answers", "waiters"],
+    ids=["half frames", "descriptors of half frames", "unread answers", "long lists", "waiters"],
 )
 def test_a_client_beside_an_attacker(served: Served, attack: Attack) -> None:
     """It is answered while the attack goes on, in bounded time and memory; and the broker lives."""

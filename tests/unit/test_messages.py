@@ -44,6 +44,8 @@ def values_of(annotation: Any) -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return st.sampled_from(list(annotation))
+    if origin is typing.Annotated:
+        return values_of(arguments[0])
     if origin is typing.Literal:
         return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):

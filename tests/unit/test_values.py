@@ -8,6 +8,7 @@ import enum
 import itertools
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from shared_rpc.errors import CapabilityError, ProtocolError
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import values as values_module
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.values import (
@@ -295,3 +297,49 @@ def test_any_message_pack_is_an_argument_or_a_protocol_error(value: Any) -> None
     except ProtocolError:
         return
     assert exact(travelled(decoded)) == exact(decoded)
+
+
+def refuse_memory(value: Any, path: str) -> Any:
+    """No value of these tests is memory."""
+    raise AssertionError(path)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "where"),
+    [
+        ([[[1, 2]] * 3_000_000], {}, "argument 0 has 3,000,000 values"),
+        ([1], {"pairs": [[1, 2]] * 70_000}, r"argument 'pairs'\[\d+\] has 2 values"),
+        ([[0] * 150_000, {str(number): 0 for number in range(50_001)}], {}, "argument 1 has 50,001 values"),
+    ],
+    ids=["at once", "in all", "in several arguments"],
+)
+def test_arguments_with_too_many_values_are_refused_before_they_are_sent(
+    args: list[Any], kwargs: dict[str, Any], where: str
+) -> None:
+    """The error names the container that is too much, and what to do."""
+    with pytest.raises(
+        CapabilityError, match=f"{where}, and the arguments of a call at most 200,000 in all: pass them as a tensor"
+    ):
+        lower_call(args, kwargs, refuse_memory)
+
+
+@given(values=st.recursive(st.none() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(), st.lists))
+def test_values_are_counted_without_building_them(values: Any) -> None:
+    """The count goes over every value of an encoding once, and ends where the encoding ends."""
+    args, _ = encode_call([values], {})
+
+    def number(value: Any) -> int:
+        return 1 + (sum(map(number, value)) if isinstance(value, list) else 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values_module, "_UNCOUNTED", 0)
+        for limit, refused in ((number(values) + 1, False), (number(values), True)):
+            patch.setattr(values_module, "MAX_VALUES", (limit - 1) / 2)
+            with pytest.raises(ProtocolError) if refused else nullcontext():
+                values_module._check_values(args)
+
+
+@pytest.mark.parametrize("value", [bytes(2 << 20), "x" * (2 << 20), [b"", bytes(70_000)] * 20, 1 << (1 << 23)], ids=type)
+def test_a_few_long_values_are_counted_in_a_moment(value: Any) -> None:
+    """Their bytes are passed over."""
+    assert decode_call(*encode_call([value], {})) == ([value], {})
