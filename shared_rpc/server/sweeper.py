@@ -56,7 +56,9 @@ class Sweeper:
         :param expire: each drops expired entries, and returns the seconds until the next expiry, None for never.
         """
         while True:
+            # Whatever is to expire from here on is looked for again: the check below may have passed it by.
             self._wake = awake = anyio.Event()
+            self._looks_at = float("inf")
             pause = min((pause for drop in expire if (pause := _pause_after(drop)) is not None), default=float("inf"))
             self._looks_at = self._clock.now() + pause
             # The loop's clock stands still while the host sleeps.

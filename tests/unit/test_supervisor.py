@@ -401,6 +401,29 @@ def test_a_reload_that_fails_unexpectedly_is_answered() -> None:
     anyio.run(story)
 
 
+def test_what_comes_to_expire_during_a_sweep_is_swept() -> None:
+    """Its table was swept already: it is looked at again."""
+    sweeps: list[float] = []
+
+    async def story() -> None:
+        sweeping = sweeper.Sweeper(sweeper.BootClock())
+
+        def first() -> float | None:
+            sweeps.append(0.0)
+            return 0.0 if len(sweeps) == 1 else None
+
+        def second() -> None:
+            if len(sweeps) == 2:
+                sweeping.wake_within(0.0)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sweeping.run, first, second)
+            await turns(lambda: len(sweeps) == 3)
+            tasks.cancel_scope.cancel()
+
+    anyio.run(story)
+
+
 def test_an_error_of_an_expiry_ends_no_sweep(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, and the others are swept, now and later."""
     monkeypatch.setattr(sweeper, "_LONGEST", 0.0)
