@@ -43,6 +43,8 @@ class ForwardedTransfer(SessionTransfer):
         """Note that a worker has chunks of the client's, and knows the session."""
         self._workers.add(worker)
         self._lent.update(dict.fromkeys(chunks, worker))
+        if self._wanted:
+            self._ask()
 
     def not_begun(self, chunks: Iterable[int]) -> None:
         """Note that chunks go to another worker than the one they were sent to."""
@@ -137,6 +139,9 @@ class ForwardedTransfer(SessionTransfer):
         self._wanted[told] = None
         if self._returned:
             self._tell()
+        self._ask()
+
+    def _ask(self) -> None:
         for worker in set(self._lent.values()) - self._asked:
             self._asked.add(worker)
             worker.send(w.AwaitChunks(self.key, self.session))

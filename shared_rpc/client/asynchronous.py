@@ -114,8 +114,13 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         return handle.in_session(self._session)
 
     def _return_chunks(self, chunks: list[int]) -> None:
-        if self._session is not None:
-            self._exchange_apart(self._session, Request(m.Free(chunks), "free"))
+        request = Request(m.Free(chunks), "free")
+        try:
+            if self._session is not None:
+                self._exchange_apart(self._session, request).frame.close()
+        except (SharedRPCError, OSError):
+            if not request.sent:
+                raise
 
     def _exchange_apart(self, session: ClientSession, request: Request) -> Reply:
         # Not on the loop: over a connection of its own, in the same session.

@@ -112,7 +112,12 @@ class BlockingDriver(BaseClient, BlockingMethods):
         return self._pool.session
 
     def _return_chunks(self, chunks: list[int]) -> None:
-        self._pool.exchange(Request(m.Free(chunks), "free"), time.monotonic() + PROMPT, 0)
+        request = Request(m.Free(chunks), "free")
+        try:
+            self._pool.exchange(request, time.monotonic() + PROMPT, 0).frame.close()
+        except (SharedRPCError, OSError):
+            if not request.sent:
+                raise
 
     def _run(self, operation: Operation[T], *, patience: float | None = None, timeout: float | None = OWN_TIMEOUT) -> T:
         """Drive an operation, which may be interrupted anywhere: nothing is left over then, see :class:`ConnectionPool`."""

@@ -32,7 +32,7 @@ class TransferClosed(Exception):
 class ClientTransfer:
     """The pool for arguments, and the chunks of the server's pool that results lie in.
 
-    :param flush: returns chunks to the server, from another thread.
+    :param flush: returns chunks to the server, from another thread. An error of it means that the server does not have them.
     """
 
     def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
@@ -112,7 +112,9 @@ class ClientTransfer:
     def out_of_memory(self) -> m.Free:
         """Return the message for a server that needs memory, after waiting for the GPU."""
         self.references.drain()
-        return m.Free(self.references.pop_returned())
+        free = m.Free(self.references.pop_returned())
+        self._look_again()
+        return free
 
     def learn(self, message: m.Message, frame: Frame) -> None:
         """Note the arenas of a reply, which may be processed after a later reply."""
@@ -216,6 +218,14 @@ class ClientTransfer:
                 self._flush(numbers)
             except (SharedRPCError, OSError):
                 self.references.requeue(numbers)  # for the next request
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Return chunks later that could not be returned now, if a call waits for them: it may be the last request."""
+        references = self.references
+        if not self._flushing and self.waiting and (references.free or references.dropped or references.fenced):
+            self._flushing = True
+            FINALIZER.submit(self._flush_now, after=_IDLE)
 
     def close(self) -> None:
         """End with the session. Memory goes when neither side has a tensor over it."""

@@ -91,9 +91,9 @@ class ChunkReferences:
         self._gone = _enqueuer(self.dropped, dropped)
         #: Whether no chunk lies on a GPU, so that there is no GPU work to wait for.
         self._cheap = True
-        #: Dropped chunks, and a function that returns whether the GPU work that may use them is complete. They wait only for
-        #: the GPU and the next :meth:`poll`.
-        self.fenced: deque[tuple[Callable[[], bool], list[int]]] = deque()
+        #: The backend and numbers of dropped chunks, and a function that returns whether the GPU work that may use them is
+        #: complete. They wait only for the GPU and the next :meth:`poll`.
+        self.fenced: deque[tuple[Backend, Callable[[], bool], list[int]]] = deque()
         #: Chunks for :meth:`returned` to return.
         self.free: list[int] = []
 
@@ -168,11 +168,11 @@ class ChunkReferences:
             return
         with self._lock:
             for _ in range(len(self.fenced)):
-                passed, numbers = self.fenced.popleft()
+                backend, passed, numbers = self.fenced.popleft()
                 if passed():
                     self.free += numbers
                 else:
-                    self.fenced.append((passed, numbers))
+                    self.fenced.append((backend, passed, numbers))
 
     def _fence(self, backend: Backend, references: list[ChunkReference], background: bool) -> None:
         passed = backend.fence() if backend.unmaps_in_background or not background else None
@@ -180,12 +180,13 @@ class ChunkReferences:
             self.dropped.extend(references)
             return
         self._references.difference_update(references)
-        self.fenced.append((passed, [reference.number for reference in references]))
+        self.fenced.append((backend, passed, [reference.number for reference in references]))
 
     def drain(self) -> None:
         """Poll, after waiting for the GPU: where the memory is needed now."""
         waiting = [*self.dropped]
-        done = {backend for backend in {reference.backend for reference in waiting} if backend.synchronize()}
+        backends = {reference.backend for reference in waiting}.union([backend for backend, _, _ in [*self.fenced]])
+        done = {backend for backend in backends if backend.synchronize()}
         with self._lock:
             for reference in waiting:
                 if reference.backend in done and reference in self._references:

@@ -17,6 +17,9 @@ from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 
 __all__ = ["ServerTransfer", "transfers_of"]
 
+#: Seconds between two looks at a GPU that cannot be waited for, because one of its streams is being captured.
+_AGAIN = 0.05
+
 
 def transfers_of(options: PoolOptions | None = None) -> Transfers[ServerTransfer]:
     """Return the transfers of a server whose endpoints run in its own process."""
@@ -50,6 +53,8 @@ class ServerTransfer(SessionTransfer):
     def poll(self) -> None:
         """Poll the chunks that endpoints have used. A safe point, in the thread of an endpoint."""
         self.references.poll()
+        if self.references.free:
+            self._tell()
         if self.own.dropped or self.own.fenced or self.own.free:
             self.own.poll()
             self._give_own()
@@ -103,9 +108,14 @@ class ServerTransfer(SessionTransfer):
 
     def freed(self) -> list[int]:
         chunks = self.references.pop_returned() if self.references.free else []
-        while chunks and self._wanted:
-            self._wanted.popleft()()
+        if chunks:
+            self._tell()
         return chunks
+
+    def _tell(self) -> None:
+        with suppress(IndexError):  # other threads remove some too
+            while self._wanted:
+                self._wanted.popleft()()
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
@@ -117,9 +127,10 @@ class ServerTransfer(SessionTransfer):
         self._looking = False
         self.references.drain()
         if self.references.free:
-            with suppress(IndexError):  # the loop's thread may remove some
-                while True:
-                    self._wanted.popleft()()
+            self._tell()
+        elif self._wanted and (self.references.dropped or self.references.fenced):
+            self._looking = True
+            FINALIZER.submit(self._look, after=_AGAIN)
 
     # Results, on the server's loop.
 
@@ -141,6 +152,8 @@ class ServerTransfer(SessionTransfer):
         self._parked.append((result, retry))
         if self.results.frees != frees:  # an endpoint's thread has freed chunks before the result was parked
             self._loop.call_soon(self._retry)
+        elif self.own.dropped or self.own.fenced:
+            self._own_dropped()  # since the last look, when no result was parked
 
     def unpark(self, result: object) -> bool:
         """Forget a result without waiters; False if it is not parked."""

@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.client.steps import Request
 from shared_rpc.errors import CapabilityError, DeadlineExceeded, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
@@ -328,6 +330,19 @@ async def test_room_that_dropped_results_make_for_a_coroutine(server: Server, de
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(drop)
             assert (await client.call("doubled", x)).sum() == MIB
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_chunks_go_back_once(client: Client, monkeypatch: pytest.MonkeyPatch, sent: bool) -> None:
+    """A message that the server may still read is not repeated: it would free what another call uses by then."""
+
+    def stuck(request: Request, *_: Any) -> None:
+        request.sent = sent
+        raise DeadlineExceeded("the server is stuck")
+
+    monkeypatch.setattr(client._pool, "exchange", stuck)
+    with nullcontext() if sent else pytest.raises(DeadlineExceeded):
+        client._return_chunks([7])
 
 
 def test_a_result_nobody_takes(

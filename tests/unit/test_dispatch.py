@@ -318,3 +318,10 @@ def test_memory_that_is_free_when_the_loop_has_ended(setting: Setting, freeing: 
     on_a_loop(lambda: setting.start_with(Arguments(), SESSION, pooled=False) and None)
     freeing.notified[0]()
     assert setting.peers[0].sent == []
+
+
+def test_a_worker_that_gets_chunks_while_a_client_waits_for_some(setting: Setting) -> None:
+    """It is asked to return them as soon as it can, as the workers that had some when the wait began."""
+    setting.transfer.await_chunks(lambda: None)
+    setting.start(1)
+    assert [type(message) for message, _ in setting.peers[0].sent] == [w.StartRun, w.AwaitChunks]

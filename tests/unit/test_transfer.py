@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import heapq
 import itertools
@@ -21,11 +22,14 @@ from shared_rpc.errors import ConnectionClosed
 from shared_rpc.memory import chunk_references
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import MemfdBackend
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.server import transfer as server_module
+from shared_rpc.server.transfer import ServerTransfer
 
 
 class Gpu(MemfdBackend):
@@ -33,6 +37,8 @@ class Gpu(MemfdBackend):
 
     unmaps_in_background = False
     done = False
+    #: Whether it cannot be waited for.
+    captures = False
     marked = 0
     asked = 0
 
@@ -45,6 +51,11 @@ class Gpu(MemfdBackend):
             return self.done
 
         return passed
+
+    def synchronize(self) -> bool:
+        """Wait for what was queued."""
+        self.done = self.done or not self.captures
+        return self.done
 
 
 class Clock:
@@ -81,6 +92,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(lane_module, "FINALIZER", clock)
     monkeypatch.setattr(lane_module, "time", clock)
+    monkeypatch.setattr(server_module, "FINALIZER", clock)
     return clock
 
 
@@ -212,6 +224,115 @@ def test_a_session_that_has_ended_asks_nobody(
     gpu.done, gpu.asked = True, 0
     clock.advance(10)
     assert (told, gpu.asked, clock.jobs) == ([], 0, [])
+
+
+def test_memory_that_the_server_needs_now_is_waited_for(
+    transfer: ClientTransfer, gpu: Gpu, drop: Callable[[], list[int]]
+) -> None:
+    """Chunks that were marked earlier and whose work goes on are returned too: nothing would be sent later."""
+    numbers = drop()
+    request(transfer)
+    assert (gpu.marked, gpu.done) == (1, False)
+    assert sorted(transfer.out_of_memory().chunks) == sorted(numbers)
+
+
+def test_memory_that_a_call_waits_for_is_returned_again(
+    transfer: ClientTransfer,
+    clock: Clock,
+    told: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    drop: Callable[[], list[int]],
+) -> None:
+    """Where the server did not get it the first time: the call that waits may be the last request."""
+    transfer.waiting = 1
+    refusals = [ConnectionClosed("no more files can be opened")] * (2 * chunk_references._BATCH)
+
+    def flush(chunks: list[int]) -> None:
+        if refusals:
+            raise refusals.pop()
+        told.append(chunks)
+
+    monkeypatch.setattr(transfer, "_flush", flush)
+    numbers = drop()
+    clock.advance(10)
+    assert [sorted(message) for message in told] == [sorted(numbers)]
+    assert clock.jobs == []
+
+
+# The server's side.
+
+
+@pytest.fixture
+def serving(clock: Clock) -> Iterator[ServerTransfer]:
+    """The server's side of a session, on a GPU."""
+    transfer = ServerTransfer("a", PoolOptions())
+    yield transfer
+    transfer.close()
+    clock.advance(1)
+
+
+def lend(transfer: ServerTransfer, references: ChunkReferences, pool: Pool, gpu: Gpu) -> None:
+    """Have an endpoint use as many chunks as are marked together, and end."""
+    chunks = pool.acquire("cpu", [16] * chunk_references._BATCH, "a test")
+    chunks[0].arena.mapping.backend = gpu
+    storages = [torch.zeros(4).untyped_storage() for _ in chunks]
+    for chunk, storage in zip(chunks, storages, strict=True):
+        references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
+
+
+def test_arguments_that_a_client_waits_for_are_waited_for(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
+    """Chunks that were marked when their endpoint ended are returned though no other endpoint runs."""
+    told: list[int] = []
+    with closing(Pool(PoolOptions(), "the client's pool")) as pool:
+        lend(serving, serving.references, pool, gpu)
+        serving.poll()
+        assert serving.references.fenced
+        serving.await_chunks(lambda: told.append(len(serving.returned())))
+        clock.advance(0)
+    assert told == [chunk_references._BATCH]
+
+
+def test_arguments_on_a_gpu_that_is_captured_are_looked_for_again(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
+    """No event ends a capture: while a client waits, the GPU is looked at again and again."""
+    told: list[int] = []
+    gpu.captures = True
+    with closing(Pool(PoolOptions(), "the client's pool")) as pool:
+        lend(serving, serving.references, pool, gpu)
+        serving.await_chunks(lambda: told.append(len(serving.returned())))
+        clock.advance(1)
+        assert not told
+        gpu.captures = False
+        clock.advance(1)
+    assert told == [chunk_references._BATCH]
+    assert clock.jobs == []
+
+
+def test_arguments_that_another_endpoint_finds_free(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
+    """The client that waits is told by whoever polls."""
+    told: list[int] = []
+    gpu.captures = True
+    with closing(Pool(PoolOptions(), "the client's pool")) as pool:
+        lend(serving, serving.references, pool, gpu)
+        serving.poll()
+        serving.await_chunks(lambda: told.append(len(serving.returned())))
+        clock.advance(0)
+        gpu.done = True
+        serving.poll()
+    assert told == [chunk_references._BATCH]
+
+
+def test_results_that_are_dropped_as_another_one_begins_to_wait(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
+    """They came back as arguments, and were dropped before the other one waited: their memory is freed all the same."""
+
+    async def story() -> None:
+        frees = serving.results.frees
+        retried = asyncio.Event()
+        lend(serving, serving.own, serving.results, gpu)
+        serving.park("a result", retried.set, frees)
+        clock.advance(0)
+        await asyncio.wait_for(retried.wait(), 10)
+
+    asyncio.run(story())
 
 
 # The server's arenas.
