@@ -19,7 +19,7 @@ from shared_rpc.memory.backends.choice import PREFERENCE, survey
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
 
-__all__ = ["run"]
+__all__ = ["Subject", "run"]
 
 _MIB = 1 << 20
 #: What is timed of each segment; a mechanism that has no such step gets a dash.
@@ -44,7 +44,7 @@ def run(*, mebibytes: list[int], rounds: int, calls: int, path: Path | None) -> 
         if lacks[name]:
             report.note(f"{name} was left out: {lacks[name]}")
     report.note("the pages of a memfd come when they are first touched, which is in no row")
-    results = {name: _Subject(device, name) for device, name in there}
+    results = {name: Subject(device, name) for device, name in there}
     for subject in results.values():
         subject.measure(mebibytes, rounds, calls)
         subject.kill(min(mebibytes))
@@ -68,7 +68,7 @@ def _gpu() -> tuple[str, dict[Mechanism, str]]:
         return "", dict.fromkeys(PREFERENCE, str(error))
 
 
-class _Subject:
+class Subject:
     """One mechanism and what was found of it: times by name, and texts by question."""
 
     def __init__(self, device: str, mechanism: Mechanism) -> None:
@@ -99,18 +99,25 @@ class _Subject:
                         self.taken = maker.ask(do="take", nbytes=2 * _MIB)["taken"]
 
     def kill(self, size: int) -> None:
-        """Kill the maker, and look: one who has it mapped, and one who comes later. And write where it is not allowed."""
+        """Kill the maker, and compare the bytes: by a process that has them mapped, at once and after another one has used all
+        other memory of the device, and by one that opens them then. Write to protected memory, which is not that memory.
+        """
+        self.texts["protected"] = self._protected(size)
         with self._process() as (maker, ours), self._process() as (consumer, theirs), self._process() as (late, later):
             maker.ask(do="keep", nbytes=size * _MIB, value=_VALUE)
             with receive(ours)[0] as segment:
                 others = self._driver_descriptors(segment)
                 send(theirs, segment)
                 consumer.ask(do="attach", rounds=1)
-                self.texts["protected"] = self._protected(segment)
                 pid = maker.pid
                 os.kill(pid, signal.SIGKILL)
                 maker.close()
                 self.texts["reads on"] = _answer(consumer, do="read", value=_VALUE)
+                self.texts["reads beside others"] = "-"
+                if self.device != "cpu":
+                    with self._process() as (other, _):
+                        other.ask(do="use_all", value=_VALUE + 1)
+                    self.texts["reads beside others"] = _answer(consumer, do="read", value=_VALUE)
                 send(later, segment, *others)
                 self.texts["opens"] = _answer(late, do="open", value=_VALUE)
                 below = self.mechanism in EXPORTER_OWNED
@@ -129,10 +136,12 @@ class _Subject:
         exported = export_descriptor_of(segment.fileno())
         return [fetch(exported.fd_server, exported.token)]
 
-    def _protected(self, segment: Segment) -> str:
-        with self._process() as (culprit, sock):
-            send(sock, segment)
-            return _answer(culprit, do="write_protected")
+    def _protected(self, size: int) -> str:
+        with self._process() as (maker, ours), self._process() as (culprit, sock):
+            maker.ask(do="keep", nbytes=size * _MIB, value=_VALUE)
+            with receive(ours)[0] as segment:
+                send(sock, segment)
+                return _answer(culprit, do="write_protected")
 
     @contextmanager
     def _process(self) -> Iterator[tuple[Process, socket.socket]]:
@@ -154,7 +163,7 @@ def _answer(process: Process, **command: object) -> str:
         return "its process ends"
 
 
-def _rows(report: Report, results: dict[Mechanism, _Subject], sizes: list[int]) -> None:
+def _rows(report: Report, results: dict[Mechanism, Subject], sizes: list[int]) -> None:
     for size in sizes:
         for key, name in _STEPS.items():
             found = {who: subject.samples.get(f"{key} {size}") for who, subject in results.items()}
@@ -177,6 +186,7 @@ def _rows(report: Report, results: dict[Mechanism, _Subject], sizes: list[int]) 
     for key, name in (
         ("protected", "a write to what was mapped for reading"),
         ("reads on", "maker killed: who has it mapped"),
+        ("reads beside others", "… after a new process has filled and freed all other memory of the device"),
         ("opens", "maker killed: a new process opens it"),
         ("opens below", "… where the library does not refuse to"),
         ("reads after", "… and who had it mapped then"),

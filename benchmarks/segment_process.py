@@ -132,6 +132,18 @@ class _End:
         """Return whether all bytes are unchanged."""
         say(outcome=_outcome(lambda: "reads all bytes" if bool((self.bytes() == value).all()) else "reads other bytes"))
 
+    def use_all(self, value: int) -> None:
+        """Fill the free memory of the GPU, but for half a GiB, and free it."""
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(self.device)
+        blocks = [torch.full((64 << 20,), value, dtype=torch.uint8, device=self.device) for _ in range((free >> 26) - 8)]
+        self.wait()
+        filled = len(blocks)
+        blocks.clear()
+        torch.cuda.empty_cache()
+        say(filled=filled)
+
     def open(self, value: int) -> None:
         """Receive one whose maker has ended, and open it as the library does."""
         self.segment, self.others = receive(self.sock)

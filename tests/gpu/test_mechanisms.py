@@ -12,11 +12,13 @@ import msgspec
 import pytest
 import torch
 
+from benchmarks.mechanisms import Subject
 from shared_rpc import Client, Provider, Server
 from shared_rpc.cli import doctor
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectError, ConnectionClosed
 from shared_rpc.memory.backends import choice as mechanisms
 from shared_rpc.memory.backends.choice import Choice, backend_for, choose_mechanism, chosen, mechanism_info
+from shared_rpc.memory.devices import device_id
 from shared_rpc.protocol.records import Mechanism, SegmentInfo
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
@@ -402,6 +404,22 @@ def test_memory_comes_back_after_a_client_released(
     client.expect("released")
     drop(server[1])
     eventually(lambda: used() <= before - 4 * COUNT + SLACK, seconds=30.0, what=f"half a GiB less than {before} in use")
+
+
+@pytest.mark.gpu
+@pytest.mark.whole_gpu
+def test_memory_of_a_killed_maker(mechanism: Mechanism) -> None:
+    """By VMM all bytes stay, and new processes open them. By the others the library refuses to open them; what a process reads
+    that has them mapped is up to the driver, and printed.
+    """
+    subject = Subject(device_id("cuda:0"), mechanism)
+    subject.kill(256)
+    print(mechanism, subject.texts)
+    if mechanism == "vmm":
+        reads = [subject.texts[when] for when in ("reads on", "reads beside others", "reads after")]
+        assert (reads, subject.texts["opens"]) == (["reads all bytes"] * 3, "yes")
+    else:
+        assert subject.texts["opens"].startswith("error: ")
 
 
 @pytest.mark.gpu
