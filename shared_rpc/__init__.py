@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shared_rpc import errors
-    from shared_rpc.client.copy_offer import CopyOffer
     from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, RecordBytes
     from shared_rpc.client.handle import AsyncHandle, Handle
     from shared_rpc.client.subscriptions import Subscription
@@ -53,7 +52,6 @@ __all__ = [
     "AsyncSource",
     "Client",
     "ClusterStatus",
-    "CopyOffer",
     "DeviceInfo",
     "EndpointInfo",
     "EndpointStatistics",
@@ -99,7 +97,6 @@ __version__ = "0.1.0"
 
 #: The public names of each module.
 _NAMES = {
-    "client.copy_offer": "CopyOffer",
     "client.subscriptions": "Subscription",
     "context": "cancelled progress raise_if_cancelled",
     "extras.materialize": "materialize",

@@ -161,7 +161,7 @@ class Broker:
         self._loop = asyncio.get_running_loop()
         self._zygote = WorkerZygote(self._command)
         self._dispatcher = Dispatcher(self._current, self._refusal, self._options.build_timeout)
-        self._memory = MemoryRequests(self._current)
+        self._memory = MemoryRequests(self._current, self._bare)
         handlers: dict[type[Message], Handler] = {
             **self._dispatcher.handlers,
             w.ChunksReturned: self._returned,
@@ -203,6 +203,9 @@ class Broker:
     def _current(self) -> list[Worker]:
         return self._supervisor.workers
 
+    async def _bare(self) -> Worker:
+        return await self._supervisor.bare()
+
     def _measures(self) -> Measures:
         found = measures(service.core for service in self._services.values())
         self._supervisor.add_measures(found)
@@ -230,7 +233,6 @@ class Broker:
             host_quota=resolve_host_quota(self._options.host_quota),
             memory=RelayedMemory(self._memory, message.devices),
             spill=self._spill,
-            copy_offers=self._memory.copies.offers,
             mechanism=message.mechanism,
             socket_path=message.socket_path,
             server_id=server_id,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared_rpc.settings import ServeOptions, program
 
 __all__ = ["WorkerCommand"]
+
+
+#: The word in place of a target that starts a worker without an app.
+BARE = "--bare"
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,11 @@ class WorkerCommand:
 
     target: str
     options: ServeOptions = field(default_factory=ServeOptions)
+
+    @property
+    def bare(self) -> WorkerCommand:
+        """The command line of a worker without the app."""
+        return replace(self, target=BARE)
 
     def words(self, number: int, fd: int) -> list[str]:
         """Return the words for a worker's command line, behind the module's name.

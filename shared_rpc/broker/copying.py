@@ -1,4 +1,4 @@
-"""Copies of segments that workers make for a broker, which has no GPU's driver itself; or clients, where they offer it."""
+"""Copies of segments that workers make for a broker, which has no GPU's driver itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -23,7 +23,6 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame, close_all
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.server.copy_offers import CopyOffers, OfferCaller, OfferingClient
 
 __all__ = ["CopyRequests"]
 
@@ -35,32 +34,24 @@ _TURN = 0.1
 _SEGMENTS = 256
 
 
-#: A process that makes copies.
-Copier = Worker | OfferingClient
-
-
-class _NoCopier(WorkerCrashed):
-    """No process can be asked."""
-
-
 class _Asked:
-    """A request under way: what its copier says goes to the thread that waits for it."""
+    """A request under way: what its worker says goes to the thread that waits for it."""
 
-    def __init__(self, copier: Copier) -> None:
-        self.copier = copier
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
         self._news: queue.SimpleQueue[w.CopyProgress | Exception | tuple[w.SegmentsCopied, list[int]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._over = False
 
     def tell(self, news: w.CopyProgress | Exception) -> None:
-        """Pass on progress, or the copier's end."""
+        """Pass on progress, or the worker's end."""
         self._news.put(news)
 
-    def answer(self, message: w.SegmentsCopied, owner: OfferCaller | Frame) -> None:
-        """Pass on the answer; its descriptors stay their owner's if nobody waits any more."""
+    def answer(self, message: w.SegmentsCopied, frame: Frame) -> None:
+        """Pass on the answer; its descriptors stay the frame's if nothing waits for it any more."""
         with self._lock:
             if not self._over:
-                self._news.put((message, owner.detach_fds()))
+                self._news.put((message, frame.detach_fds()))
 
     def hear(self, seconds: float) -> w.CopyProgress | Exception | tuple[w.SegmentsCopied, list[int]] | None:
         """Return what comes next, None if nothing does in time."""
@@ -79,28 +70,29 @@ class _Asked:
 
 
 class CopyRequests:
-    """Requests for copies to workers, and to clients that have offered to make them, where no worker can.
+    """Requests for copies to workers.
 
     :param workers: returns the workers that may be asked, on the loop.
+    :param bare: returns a worker without the app, for where none of them can.
     """
 
-    def __init__(self, workers: Callable[[], list[Worker]]) -> None:
+    def __init__(self, workers: Callable[[], list[Worker]], bare: Callable[[], Awaitable[Worker]]) -> None:
         self._workers = workers
+        self._bare = bare
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.cycle(range(1, 1 << 32))
         self._asked: dict[int, _Asked] = {}
-        self.offers = CopyOffers(self._told, self._answered, self.lost)
         #: The workers that have a copy's host memory mapped, by the copy's id.
         self._mapped: dict[str, set[Worker]] = {}
 
     def copy(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Have a worker or an offering client make the ordered segments; from another thread.
+        """Have a worker make the ordered segments; from another thread.
 
-        One that ends before it answers leaves nothing behind, so another one is asked, once: after a reload there is one.
+        One that ends before it answers leaves nothing behind, so another one is asked, once.
 
-        :raises SharedRPCError: as the copier does.
-        :raises WorkerCrashed: if there is none, or the second one ends too, or makes no step for long, or answers nonsense.
-        :raises CopyCancelled: if the copies are not wanted any more; the copier has stopped.
+        :raises SharedRPCError: as the worker does.
+        :raises WorkerCrashed: if the second one ends too, or makes no step for long, or answers nonsense; or none can start.
+        :raises CopyCancelled: if the copies are not wanted any more; the worker has stopped.
         """
         made: list[Written] = []
         with closing_all(made):
@@ -108,11 +100,8 @@ class CopyRequests:
                 some, told = orders[start : start + _SEGMENTS], _Told(steps)
                 try:
                     made += self._copied(some, told)
-                except WorkerCrashed as crash:
-                    try:
-                        made += self._copied([_anew(order) for order in some], told)
-                    except _NoCopier:
-                        raise crash from None
+                except WorkerCrashed:
+                    made += self._copied([_anew(order) for order in some], told)
         return made
 
     def _copied(self, orders: Sequence[CopyOrder], told: _Told) -> list[Written]:
@@ -125,93 +114,80 @@ class CopyRequests:
             list(targets),
         )
         fds = tuple([segment.fileno() for segment in (*sources, *targets.values())])
-        number, asked = asyncio.run_coroutine_threadsafe(self._begin(message, fds, told.copier), self._loop).result()
-        told.copier = asked.copier
+        number, asked = asyncio.run_coroutine_threadsafe(self._begin(message, fds, told.worker), self._loop).result()
+        told.worker = asked.worker
         try:
             answer, received = self._await(number, asked, told)
         finally:
             asked.end()
-            self._on_loop(lambda: self._asked.pop(number, None))
-        return self._written(orders, answer, received, asked.copier)
+            self._on_loop(lambda: self._end(number, asked))
+        return self._written(orders, answer, received, asked.worker)
 
-    async def _begin(self, message: w.CopySegments, fds: tuple[int, ...], failed: Copier | None) -> tuple[int, _Asked]:
-        copier = self._choose(message, failed)
+    async def _begin(self, message: w.CopySegments, fds: tuple[int, ...], failed: Worker | None) -> tuple[int, _Asked]:
+        worker = self._choose(message, failed) or await self._bare()
         number = next(self._numbers)
-        asked = self._asked[number] = _Asked(copier)
+        asked = self._asked[number] = _Asked(worker)
         try:
-            copier.send(message, number, b"", fds)
+            worker.send(message, number, b"", fds)
         except (ProtocolError, OSError) as error:
             del self._asked[number]
-            raise CapabilityError(f"cannot send {len(fds)} descriptors to {_named(copier)}: {error}") from error
+            raise CapabilityError(f"cannot send {len(fds)} descriptors to {_named(worker)}: {error}") from error
+        worker.begin_order()
         return number, asked
 
-    def _choose(self, message: w.CopySegments, failed: Copier | None) -> Copier:
-        """Return the process to ask: one that sees the GPUs; rather a worker that reads, and has the host memory mapped.
+    def _end(self, number: int, asked: _Asked) -> None:
+        self._asked.pop(number, None)
+        asked.worker.end_order()
 
-        :param failed: the one that was asked before, and comes last.
+    def _choose(self, message: w.CopySegments, failed: Worker | None) -> Worker | None:
+        """Return the worker to ask: one that sees the GPUs; rather one that reads, and has the host memory mapped.
+
+        :param failed: the one that was asked before, and is not asked again.
         """
         devices = {info.device for info in (*message.sources, *message.wanted)} - {"cpu"}
         mapping = {worker for info in message.sources for worker in self._mapped.get(info.id, ())}
-        serving = [worker for worker in self._workers() if worker.served]
-        able: list[Copier] = [worker for worker in serving if devices <= _devices_of(worker)]
-        able += self.offers.able(devices)
-
-        def rank(copier: Copier) -> tuple[bool, ...]:
-            stuck = isinstance(copier, Worker) and copier.congested
-            return copier is failed, stuck, isinstance(copier, OfferingClient), copier.congested, copier not in mapping
-
-        copier = min(able or serving, key=rank, default=None)
-        if copier is None:
-            raise _NoCopier(
-                "no worker runs that could copy GPU memory: try again when one has loaded the app, or have a process that sees "
-                "the GPU make copies meanwhile, by Client.offer_copies()"
-            )
-        return copier
+        serving = [worker for worker in self._workers() if worker.served and worker is not failed]
+        able = [worker for worker in serving if devices <= _devices_of(worker)]
+        return min(able or serving, key=lambda worker: (worker.congested, worker not in mapping), default=None)
 
     def _await(self, number: int, asked: _Asked, told: _Told) -> tuple[w.SegmentsCopied, list[int]]:
-        """Wait for the answer. A copier that is told to stop answers too."""
-        copier, stopping = asked.copier, False
+        """Wait for the answer. A worker that is told to stop answers too."""
+        worker, stopping = asked.worker, False
         last = time.monotonic()
         while True:
             news = asked.hear(_TURN)
             if isinstance(news, tuple):
                 if stopping or news[0].stopped:
-                    self._discard(news, copier)
+                    self._discard(news, worker)
                     raise CopyCancelled
                 return news
             if isinstance(news, Exception):
                 if stopping:
                     raise CopyCancelled
                 raise news
-            if news is not None or (isinstance(copier, OfferingClient) and copier.defers(number)):
+            if news is not None:
                 last = time.monotonic()
             elif time.monotonic() - last > _PATIENCE:
-                self._on_loop(lambda: copier.send(w.StopCopy(), number))
-                raise self._unreliable(copier, f"has copied nothing for {_PATIENCE:g} s")
+                self._on_loop(lambda: worker.send(w.StopCopy(), number))
+                raise WorkerCrashed(f"{_named(worker)} has copied nothing for {_PATIENCE:g} s")
             if not stopping:
                 try:
                     told.look(news)
                 except CopyCancelled:
                     stopping = True
-                    self._on_loop(lambda: copier.send(w.StopCopy(), number))
-
-    def _unreliable(self, copier: Copier, problem: str) -> WorkerCrashed:
-        """Return the error for a copier that does not do its part. A client's offer ends with that."""
-        if isinstance(copier, OfferingClient):
-            self._on_loop(lambda: self.offers.drop(copier))
-        return WorkerCrashed(f"{_named(copier)} {problem}")
+                    self._on_loop(lambda: worker.send(w.StopCopy(), number))
 
     def _written(
-        self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], copier: Copier
+        self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], worker: Worker
     ) -> list[Written]:
-        """Return what a copier has made.
+        """Return what a worker has made.
 
         :raises WorkerCrashed: if that is not what was ordered.
         """
         problem = _problem(orders, answer, received)
         if problem:
             close_all(received)
-            raise self._unreliable(copier, f"did not make the copies that were ordered: {problem}")
+            raise WorkerCrashed(f"{_named(worker)} did not make the copies that were ordered: {problem}")
         if answer.error:
             _raise(answer)
         left = iter(received)
@@ -219,19 +195,18 @@ class CopyRequests:
             Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)
             for order, info, digest in zip(orders, answer.segments, answer.digests, strict=True)
         ]
-        if isinstance(copier, Worker):  # a client keeps nothing mapped
-            for order, one in zip(orders, made, strict=True):
-                if "file" not in (order.source.info.mechanism, one.segment.info.mechanism):
-                    for info in (order.source.info, one.segment.info):
-                        if info.mechanism in ("host_vmm", "memfd"):
-                            self._mapped.setdefault(info.id, set()).add(copier)
+        for order, one in zip(orders, made, strict=True):
+            if "file" not in (order.source.info.mechanism, one.segment.info.mechanism):
+                for info in (order.source.info, one.segment.info):
+                    if info.mechanism in ("host_vmm", "memfd"):
+                        self._mapped.setdefault(info.id, set()).add(worker)
         return made
 
-    def _discard(self, news: tuple[w.SegmentsCopied, list[int]], copier: Copier) -> None:
+    def _discard(self, news: tuple[w.SegmentsCopied, list[int]], worker: Worker) -> None:
         _discard(news)
         copies = [info.id for info in news[0].segments]
         if copies:
-            self._on_loop(lambda: copier.send(w.ForgetCopies(copies)))
+            self._on_loop(lambda: worker.send(w.ForgetCopies(copies)))
 
     def forget(self, copy_id: str) -> None:
         """Have host memory unmapped whose copy is gone; from any thread, without waiting."""
@@ -243,7 +218,7 @@ class CopyRequests:
         with suppress(RuntimeError):  # the loop is closed: the workers end too
             self._loop.call_soon_threadsafe(job)
 
-    # Messages of copiers. On the loop.
+    # Messages of workers. On the loop.
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -251,31 +226,24 @@ class CopyRequests:
         return {w.CopyProgress: self._progressed, w.SegmentsCopied: self.answered}
 
     def _progressed(self, worker: Worker, message: w.CopyProgress, frame: Frame) -> None:
-        self._told(frame.request_id, message)
-
-    def answered(self, worker: Worker, message: w.SegmentsCopied, frame: Frame) -> None:
-        """Pass an answer to the thread that waits for it."""
-        self._answered(frame.request_id, message, frame)
-
-    def _told(self, number: int, message: w.CopyProgress) -> None:
-        asked = self._asked.get(number)
+        asked = self._asked.get(frame.request_id)
         if asked is not None:
             asked.tell(message)
 
-    def _answered(self, number: int, message: w.SegmentsCopied, owner: OfferCaller | Frame) -> None:
-        asked = self._asked.pop(number, None)
+    def answered(self, worker: Worker, message: w.SegmentsCopied, frame: Frame) -> None:
+        """Pass an answer to the thread that waits for it."""
+        asked = self._asked.pop(frame.request_id, None)
         if asked is not None:
-            asked.answer(message, owner)
+            asked.answer(message, frame)
 
-    def lost(self, copier: Copier) -> None:
-        """Fail the requests to a copier that has ended; what a worker had mapped is not mapped any more."""
+    def lost(self, worker: Worker) -> None:
+        """Fail the requests to a worker that has ended; what it had mapped is not mapped any more."""
         for number, asked in tuple(self._asked.items()):
-            if asked.copier is copier:
+            if asked.worker is worker:
                 del self._asked[number]
-                asked.tell(WorkerCrashed(f"{_named(copier)} ended while it copied an object"))
-        if isinstance(copier, Worker):
-            for workers in tuple(self._mapped.values()):
-                workers.discard(copier)
+                asked.tell(WorkerCrashed(f"{_named(worker)} ended while it copied an object"))
+        for workers in tuple(self._mapped.values()):
+            workers.discard(worker)
 
 
 class _Told:
@@ -284,8 +252,8 @@ class _Told:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._done = 0
-        #: The process that was asked last.
-        self.copier: Copier | None = None
+        #: The worker that was asked last.
+        self.worker: Worker | None = None
 
     def look(self, news: w.CopyProgress | None) -> None:
         """Tell of progress.
@@ -321,14 +289,12 @@ def _discard(news: object) -> None:
         close_all(news[1])
 
 
-def _named(copier: Copier) -> str:
-    if isinstance(copier, OfferingClient):
-        return f"the client (pid {copier.pid}) that offers to copy"
-    return f"the worker (pid {copier.pid})"
+def _named(worker: Worker) -> str:
+    return f"the worker (pid {worker.pid})"
 
 
 def _problem(orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: Sequence[int]) -> str:
-    """Return what an answer has that was not ordered, ``""`` for nothing. The bytes are the copier's word."""
+    """Return what an answer has that was not ordered, ``""`` for nothing. The bytes are the worker's word."""
     if answer.error or answer.stopped:
         return f"{len(received)} descriptors came with a refusal" if received else ""
     if not len(orders) == len(answer.segments) == len(answer.digests):

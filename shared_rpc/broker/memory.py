@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from shared_rpc.broker.copying import CopyRequests
 from shared_rpc.broker.worker import Worker
@@ -14,6 +14,7 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.protocol.specs import DeviceSpec
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.freeing import wait_for_room
@@ -28,22 +29,25 @@ class MemoryRequests:
     """Requests for memory to workers. On the loop, but for :meth:`ask`.
 
     :param workers: returns the workers that may be asked.
+    :param bare: returns a worker without the app, for where none of them can.
     """
 
-    def __init__(self, workers: Callable[[], list[Worker]]) -> None:
+    def __init__(self, workers: Callable[[], list[Worker]], bare: Callable[[], Awaitable[Worker]]) -> None:
         self._workers = workers
+        self._bare = bare
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.cycle(range(1, 1 << 32))
-        self.copies = CopyRequests(workers)
+        self.copies = CopyRequests(workers, bare)
         self._asked: dict[int, tuple[Worker, asyncio.Future[tuple[w.Allocated, list[int]]]]] = {}
 
     def ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
         """Return a worker's answer, and the descriptors that came with it; from another thread.
 
-        One that ends before it answers leaves nothing behind, so another one is asked, once: after a reload there is one.
+        One that ends before it answers leaves nothing behind, so another one is asked, once.
 
         :raises CapabilityError: if the worker refuses.
-        :raises WorkerCrashed: if no worker is there, or the second one ends too, or none answers in time.
+        :raises WorkerCrashed: if none can start, or the second one ends too, or none answers in time; or if none runs that
+            could be asked for a mere fact.
         """
         asked = asyncio.run_coroutine_threadsafe(asyncio.wait_for(self._ask(message), _PATIENCE), self._loop)
         try:
@@ -64,18 +68,23 @@ class MemoryRequests:
         able = [worker for worker in self._workers() if worker.served]
         worker = min(able, key=lambda worker: worker.congested, default=None)
         if worker is None:
-            raise WorkerCrashed("no worker runs that could allocate GPU memory: try again when one has loaded the app")
+            if isinstance(message, w.FreeBytes):
+                raise WorkerCrashed("no worker runs that could be asked for free memory")
+            worker = await self._bare()
         number = next(self._numbers)
         future: asyncio.Future[tuple[w.Allocated, list[int]]] = self._loop.create_future()
         self._asked[number] = worker, future
+        worker.begin_order()
         try:
             worker.send(message, number)
             return await future
         finally:
+            worker.end_order()
             del self._asked[number]
 
     def answered(self, worker: Worker, message: w.Allocated, frame: Frame) -> None:
         """Take in an answer; its descriptors stay the frame's if nothing waits for it any more."""
+        worker.keeps_memory |= message.segment is not None and message.segment.mechanism in EXPORTER_OWNED
         _, future = self._asked.get(frame.request_id, (None, None))
         if future is not None and not future.done():
             future.set_result((message, frame.detach_fds()))

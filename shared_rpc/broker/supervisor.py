@@ -16,7 +16,7 @@ import anyio.to_thread
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.worker import Handler, Worker
-from shared_rpc.broker.zygote import WorkerZygote
+from shared_rpc.broker.zygote import ForkedWorker, WorkerZygote
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.observability.events import HOOKS, WorkerEnded, WorkerStarted
 from shared_rpc.protocol import worker as w
@@ -34,6 +34,8 @@ _LIMIT, _WINDOW = 5, 30.0
 _GRACE = 0.6
 #: Seconds. A worker that ends earlier counts as short-lived.
 _SHORT = 10.0
+#: Seconds without an order after which a bare worker ends.
+_UNUSED = 10.0
 #: Seconds before another attempt where the system lets no thread begin.
 _NO_THREAD = 1.0
 #: Seconds before the first restart, and the most before any restart.
@@ -89,6 +91,10 @@ class Supervisor:
         self._next: list[Worker] = []
         #: Replaced workers, which only finish their runs.
         self._old: list[Worker] = []
+        #: The worker without the app, None while there is none; and how many ended soon and by themselves, in succession.
+        self._bare: Worker | None = None
+        self._bare_crashes = 0
+        self._starting_bare = anyio.Lock()
         #: Restarts after crashes, by the worker's number.
         self.restarts: Counter[int] = Counter()
         #: Workers that ended without a request.
@@ -163,13 +169,47 @@ class Supervisor:
         """
         try:
             begun = await self._zygote.begin(number)
-            callbacks = (self._handlers, self._end_if_idle, self._ended, self._observer.on_caught_up)
-            worker = Worker(self._command, number, *callbacks, self.restarts[number], begun)
-        except (OSError, RuntimeError) as error:  # no process, descriptor or thread left; or no Python
+        except (OSError, RuntimeError) as error:
             raise WorkerCrashed(f"cannot start a worker: {error}") from error
+        worker = self._started(self._command, number, begun)
         self._loaded[worker] = asyncio.get_running_loop().create_future()
         self._loaded[worker].add_done_callback(_seen)
         return worker
+
+    def _started(self, command: WorkerCommand, number: int, begun: ForkedWorker | None = None) -> Worker:
+        callbacks = (self._handlers, self._end_if_idle, self._ended, self._observer.on_caught_up)
+        try:
+            return Worker(command, number, *callbacks, self.restarts[number], begun)
+        except (OSError, RuntimeError) as error:  # no process, descriptor or thread left; or no Python
+            raise WorkerCrashed(f"cannot start a worker: {error}") from error
+
+    async def bare(self) -> Worker:
+        """Return a worker without the app, for copies and allocations while no other worker can; start it if there is none.
+
+        It gets no runs, is no worker of :attr:`workers`, and ends when it was not used for a while.
+
+        :raises WorkerCrashed: if the system lets no process begin, or the broker stops.
+        """
+        async with self._starting_bare:
+            if self._bare is None:
+                if self._bare_crashes:
+                    await anyio.sleep(_pause(self._bare_crashes))
+                if self._stopping:
+                    raise WorkerCrashed("the broker is stopping")
+                self._bare = self._started(self._command.bare, self._count)
+                self._spawn(self._end_unused, self._bare)
+            return self._bare
+
+    async def _end_unused(self, worker: Worker) -> None:
+        """End the bare worker, when it has had no order for a while. One that keeps memory of its own process stays."""
+        while worker is self._bare:
+            left = worker.used + _UNUSED - time.monotonic()
+            if worker.orders or worker.keeps_memory or left > 0:
+                await anyio.sleep(max(left, _UNUSED / 10))
+            else:
+                self._bare, self._bare_crashes = None, 0
+                self._old.append(worker)
+                self.retire_old()
 
     def refusal(self) -> SharedRPCError | None:
         """Return why no worker will come soon; None where one is there, or may come."""
@@ -240,7 +280,11 @@ class Supervisor:
         for group in (self.workers, self._next, self._old):
             if worker in group:
                 group.remove(worker)
-        if HOOKS.registered:
+        if worker is self._bare:
+            _log.error("%s", crash)
+            self._bare = None
+            self._bare_crashes = self._bare_crashes + 1 if time.monotonic() - worker.started < _SHORT else 0
+        if HOOKS.registered and worker.number < self._count:
             HOOKS.emit(
                 WorkerEnded(
                     number=worker.number,
@@ -286,8 +330,7 @@ class Supervisor:
     async def _restart(self, number: int) -> None:
         """Start a worker in place of an ended one, after a pause; unless a reload comes first."""
         while True:
-            pause = min(_FIRST_PAUSE * 2.0**self._short_lives, _LONGEST_PAUSE)
-            await anyio.sleep(max(pause, self._stopped_until - time.monotonic()))
+            await anyio.sleep(max(_pause(self._short_lives), self._stopped_until - time.monotonic()))
             if number in {worker.number for worker in self.workers} or self._stopping:
                 return
             self.restarts[number] += 1
@@ -371,11 +414,17 @@ class Supervisor:
     def stop(self) -> None:
         """End all of them."""
         self._stopping = True
-        for worker in self.all:
+        workers = [*self.all, *([self._bare] if self._bare is not None else [])]
+        for worker in workers:
             worker.close_link()
         until = time.monotonic() + _GRACE
-        for worker in self.all:
+        for worker in workers:
             worker.end(until)
+
+
+def _pause(short_lives: int) -> float:
+    """Return the seconds before a start after so many short-lived workers in succession."""
+    return min(_FIRST_PAUSE * 2.0**short_lives, _LONGEST_PAUSE)
 
 
 async def _crash_of(worker: Worker) -> WorkerCrashed:

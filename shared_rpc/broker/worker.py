@@ -77,6 +77,11 @@ class Worker:
         self.runs: dict[int, Any] = {}
         #: Arenas of clients that the worker has mapped, by session.
         self.arenas: dict[str, set[str]] = {}
+        #: Whether it has made memory that ends with it.
+        self.keeps_memory = False
+        #: Copies and allocations under way, and the monotonic time at which the last one ended.
+        self.orders = 0
+        self.used = self.started
         #: Why the broker ended the worker.
         self.condemned = ""
         #: Why the worker cannot serve the app, as the worker reports it.
@@ -166,6 +171,15 @@ class Worker:
         :raises OSError, IndexError: if it has ended.
         """
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
+
+    def begin_order(self) -> None:
+        """Count a copy or an allocation that was ordered."""
+        self.orders += 1
+
+    def end_order(self) -> None:
+        """Count it as ended."""
+        self.orders -= 1
+        self.used = time.monotonic()
 
     def kill(self, why: str) -> None:
         """End it now; callers of its runs get ``why``."""

@@ -127,7 +127,6 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
     shown = facts | {
         "nbytes": size(facts["nbytes"]),
         "copies": copies_of(facts),
-        "copiers": ", ".join(f"pid {pid} offers to copy" for pid in facts["copiers"]) or "none beside the server's own",
         "started_at": f"{ago(facts['started_at'])} ago",
         "tasks": counts,
     }

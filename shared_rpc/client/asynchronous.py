@@ -84,8 +84,6 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         self._channel, self._session = None, None
         if channel is not None:
             channel.say_goodbye()
-        if self._offers:
-            await anyio.to_thread.run_sync(self._end_offers)
         if session is not None:  # for a GPU this waits for the device
             await anyio.to_thread.run_sync(session.transfer.close)
         await anyio.lowlevel.checkpoint()

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any, ClassVar, Self
 
 from shared_rpc.client.connection import Connection
-from shared_rpc.client.copy_offer import CopyOffer
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import send
@@ -94,7 +93,6 @@ class BaseClient(Driver):
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
-        self._offers: weakref.WeakSet[CopyOffer] | None = weakref.WeakSet()
         self._watch = Subscriptions(weakly(self._news_source))
         self._begin()
         preload_codec()
@@ -141,7 +139,6 @@ class BaseClient(Driver):
         self._watch = Subscriptions(weakly(self._news_source))
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
-        self._offers = weakref.WeakSet()
 
     @abstractmethod
     def _end_job(self) -> Job | None:
@@ -240,11 +237,6 @@ class BaseClient(Driver):
                 f"the server {watched.server_id} has ended, and {connection.welcome.server_id} has its place"
             )
         return ConnectionSource(connection)
-
-    def _end_offers(self) -> None:
-        """End the offers to make copies, each after its order."""
-        for offer in list(self._offers or ()):
-            offer.close()
 
     def _unwatch(self) -> None:
         self._watch.close()

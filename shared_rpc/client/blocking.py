@@ -72,7 +72,6 @@ class BlockingDriver(BaseClient, BlockingMethods):
     def close(self) -> None:
         """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
         self._unwatch()
-        self._end_offers()
         self._pool.close()
 
     def __enter__(self) -> Self:

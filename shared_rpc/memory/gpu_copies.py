@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 from cuda.bindings import driver
 
-from shared_rpc.errors import CapabilityError
+from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, check, relaxed_captures
 from shared_rpc.memory.backends.host import HOST
@@ -69,7 +69,8 @@ class GpuCopies:
         """Make the ordered segments, those of each GPU after one another.
 
         :raises CapabilityError: if there is no room, or the driver fails.
-        :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written.
+        :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written, or ``"unreadable"``
+            if a copy cannot be read or mapped.
         :raises CopyCancelled: if the copies are not wanted any more.
         """
         by_gpu: dict[str, list[CopyOrder]] = {}
@@ -112,7 +113,9 @@ class GpuCopies:
             _from_file(order, self._map(target, uuid, stream, keep=False), streams, steps)
         else:
             nbytes = order.wanted.nbytes
-            source, into = (self._map(segment, uuid, stream, keep=True) for segment in (order.source, target))
+            with _mapping_a_copy(order):
+                source = self._map(order.source, uuid, stream, keep=True)
+            into = self._map(target, uuid, stream, keep=True)
             stream.copy(into, source, nbytes)
             stream.then(functools.partial(steps.count, nbytes))
 
@@ -272,6 +275,33 @@ def _gpu_of(order: CopyOrder) -> str:
     if not devices:
         raise CapabilityError(f"segment {order.source.info.id} of {order.source.info.mechanism!r} memory is on no GPU")
     return devices[0]
+
+
+#: Codes of a driver for a descriptor that is not the memory it is said to be.
+_STRANGE = (driver.CUresult.CUDA_ERROR_INVALID_VALUE, driver.CUresult.CUDA_ERROR_INVALID_HANDLE)
+
+
+@contextmanager
+def _mapping_a_copy(order: CopyOrder) -> Iterator[None]:
+    """Turn the error for a copy that no process can map into one that says that it is lost.
+
+    A driver that lacks memory, or fails as a whole, says nothing of the copy.
+    """
+    try:
+        yield
+    except CapabilityError as error:
+        info, cause = order.source.info, error.__cause__
+        try:
+            if info.mechanism == "memfd":
+                HOST.check(order.source.fileno(), info.nbytes)
+            strange = info.mechanism == "host_vmm" and isinstance(cause, DriverError) and cause.code in _STRANGE
+        except CapabilityError:
+            strange = True
+        if not strange:
+            raise
+        raise RecordError(
+            f"cannot map the copy of {info.nbytes} bytes in host memory, segment {info.id}: {error}", reason="unreadable"
+        ) from error
 
 
 def _map_host_memory(segment: Segment, uuid: str) -> _Mapped:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
-from shared_rpc.client.copy_offer import CopyOffer
 from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, SegmentBytes
 from shared_rpc.client.handle import AsyncHandle, Handle, Lease, interrupted
 from shared_rpc.client.results import rebuild, result_of
@@ -63,8 +62,6 @@ class Context(ABC):
     _values: weakref.WeakValueDictionary[str, Any]
     _suspensions: Suspensions
     _lets_go: ClassVar[bool]
-    #: The offers of this client to make copies; None where this process is the server.
-    _offers: weakref.WeakSet[CopyOffer] | None
 
     @abstractmethod
     def _has_lease(self, handle: Lease[Any]) -> bool:

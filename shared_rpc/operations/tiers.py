@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
-from shared_rpc.client.copy_offer import CopyOffer
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Request, Work, ask, reached
+from shared_rpc.client.steps import Request, ask
 from shared_rpc.client.suspension import resumed, suspended
-from shared_rpc.errors import CapabilityError
 from shared_rpc.operations.binding import Context, Steps, id_of, operation
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo
@@ -18,7 +15,7 @@ __all__ = ["TierOperations"]
 
 
 class TierOperations:
-    """Moves of objects between tiers, offers to copy their bytes, and suspended handles."""
+    """Moves of objects between tiers, and suspended handles."""
 
     @operation
     def evict(ctx: Context, target: Lease[Any] | str, to: Literal["host", "file"] | None = None) -> Steps[list[MoveInfo]]:
@@ -48,29 +45,6 @@ class TierOperations:
         """
         name = id_of(target)
         return (yield from ask(Request(t.Restore(name), f"restore({name!r})"), t.Moved)).moves
-
-    @operation
-    def offer_copies(ctx: Context) -> Steps[CopyOffer]:
-        """Offer to make the copies by which objects of a GPU are evicted and restored, where no worker of the server can.
-
-        A broker has no CUDA: its workers copy, and none can while the app is broken, a worker starts again, or does not read.
-        From here on this process makes the copies then, in a daemon thread that has a connection of its own: ``with
-        client.offer_copies():``, or ``async with await client.offer_copies():``. It needs the driver's Python bindings
-        (``shared-rpc[cuda]``), a GPU that it sees, and the server's user. Until there is an order it costs one connection;
-        the first order makes a CUDA context, if the process has none.
-
-        The offer outlives the server: it waits for the next one at the same socket, for as long as it is not closed.
-
-        :raises CapabilityError: if this process sees no GPU or is another user's, or the server is no broker: such a server
-            makes its copies itself.
-        :raises ConnectError: if no server listens within the client's ``connect_timeout``.
-        """
-        if ctx._offers is None:
-            raise CapabilityError("this process makes the copies of its objects itself: offers to copy are for brokers")
-        yield from reached(ctx._known())
-        offer: CopyOffer = yield Work(functools.partial(CopyOffer, ctx.socket_path), undo=CopyOffer.close)
-        ctx._offers.add(offer)
-        return offer
 
     @operation
     def suspend(ctx: Context, handle: Lease[Any]) -> Steps[None]:

@@ -132,8 +132,6 @@ _KINDS: dict[int, type[m.Message]] = {
     163: t.Evict,
     164: t.Restore,
     165: t.Moved,
-    166: t.OfferCopies,
-    167: t.AwaitCopyOrder,
 }
 #: The kind byte by the message's class.
 NUMBERS = {kind: number for number, kind in _KINDS.items()}

@@ -164,10 +164,10 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
 
     ``endpoints`` are names. ``objects`` counts ``buffers`` too, and ``nbytes`` is what they lie in together on their
     devices, ``copies`` what their copies take by tier, and ``waiting`` the number of requests that wait for room on a device.
-    ``copiers`` are the processes of clients that offer to make copies, in the order in which they are asked. ``leases``
-    counts pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each status.
-    ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of records
-    is attached. ``clients`` counts sessions without the asker's and those of the server's own processes and of its source.
+    ``leases`` counts pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each
+    status. ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of
+    records is attached. ``clients`` counts sessions without the asker's and those of the server's own processes and of its
+    source.
     """
 
     server_id: str
@@ -180,7 +180,6 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
     buffers: int
     nbytes: int
     copies: dict[Tier, int]
-    copiers: list[int]
     waiting: int
     descriptors: DescriptorInfo
     leases: int

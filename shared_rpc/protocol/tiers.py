@@ -62,21 +62,3 @@ class Moved(Message):
     """The objects that changed their tier."""
 
     moves: list[MoveInfo]
-
-
-class OfferCopies(Message):
-    """Offer of the session to make copies for the server, until it ends.
-
-    The answer is :class:`~shared_rpc.protocol.messages.Count`. ``devices`` are the ids of the GPUs that the client sees.
-    """
-
-    devices: list[str]
-
-
-class AwaitCopyOrder(Message):
-    """Request of an offering session for :class:`~shared_rpc.protocol.worker.CopySegments`, when copies are wanted of it.
-
-    The client answers with :class:`~shared_rpc.protocol.worker.SegmentsCopied`, and with any number of
-    :class:`~shared_rpc.protocol.worker.CopyProgress` before, as requests. The reply to each is
-    :class:`~shared_rpc.protocol.messages.Count`: to a progress, 0 if the copies are not wanted any more.
-    """

@@ -22,7 +22,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from shared_rpc.client.copy_offer import CopyOffer
 from shared_rpc.client.exchange import release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.replies import too_late
@@ -272,7 +271,6 @@ class LoopbackDriver(BlockingMethods):
         self._watch: Subscriptions | None = None
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
-        self._offers: weakref.WeakSet[CopyOffer] | None = None
 
     # Facts for operations.
 

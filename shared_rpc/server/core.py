@@ -28,7 +28,6 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.protocol.values import count_args, decode_call
 from shared_rpc.server.buffers import Buffers
-from shared_rpc.server.copy_offers import CopyOffers
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.device_room import Room
 from shared_rpc.server.endpoints import Registry, check_chain, identity_of, key_of, takes
@@ -78,7 +77,6 @@ class Core:
     :param host_quota: bytes of host copies, None for any amount.
     :param memory: where buffers are made, and objects are restored; by default in this process.
     :param spill: where objects are evicted to files, None if they are not.
-    :param copy_offers: takes clients' offers to make copies, None where ``memory`` makes all of them in this process.
     :param socket_path: where other processes connect, if they can.
     :param server_id: that of an earlier server, whose objects this one is about to restore.
     :param descriptors: those of the process; by default no other server of it has objects.
@@ -105,7 +103,6 @@ class Core:
         host_quota: int | None = None,
         memory: DeviceMemory | None = None,
         spill: SpillDirectory | None = None,
-        copy_offers: CopyOffers | None = None,
         mechanism: MechanismInfo | None = None,
         socket_path: str | None = None,
         server_id: str | None = None,
@@ -121,7 +118,6 @@ class Core:
         self.socket_path = socket_path
         self.registry = registry
         self.transfers = transfers
-        self.copy_offers = copy_offers
         self._joiner = _joiner_of(cluster, socket_path)
         self._told = Listeners(self.server_id)
         self._clock = clock = clock or BootClock()
@@ -421,8 +417,6 @@ class Core:
         """
         self.transfers.end(session)
         self.sources.end_session(session)
-        if self.copy_offers is not None:
-            self.copy_offers.end_session(session)
         with self._told.reclaiming("" if clean else session):
             ended = self.leases.end_session(session)
         self._settle(*ended)
@@ -563,7 +557,6 @@ class Core:
             "buffers": len(self.buffers.table),
             "nbytes": self.objects.nbytes,
             "copies": self.objects.copies.usage(),
-            "copiers": [client.pid for client in self.copy_offers.able(())] if self.copy_offers is not None else [],
             "waiting": len(self.room),
             "descriptors": self.objects.descriptors.info(),
             "leases": len(self.leases),

@@ -29,8 +29,7 @@ from shared_rpc.memory.copies import (
 )
 from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.ordered_copies import load_gpu_copies
-from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.segments import Segment, gpu_support
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.records import SegmentInfo, Tier
 from shared_rpc.protocol.specs import DeviceSpec
@@ -177,7 +176,10 @@ class DeviceMemory:
     @functools.cached_property
     def gpu_copies(self) -> GpuCopies:
         """The copies that this process makes with a GPU's driver."""
-        return load_gpu_copies()
+        with gpu_support("copying a GPU's memory"):
+            from shared_rpc.memory.gpu_copies import GpuCopies
+
+        return GpuCopies()
 
     def _watch(self, order: CopyOrder, made: Segment) -> None:
         """Have host memory unmapped where it was copied from or to, once its last descriptor in this process is closed."""

@@ -17,10 +17,22 @@ from shared_rpc.worker.host import WorkerHost
 from shared_rpc.zygote.process import die_with_parent
 
 
+def _load(host: WorkerHost, beginning: Beginning, target: str, options: ServeOptions) -> None:
+    with beginning.watching(may_restart=lambda: not host.hosts):
+        providers = load_providers(target)
+    if options.socket is not None and len(providers) > 1:
+        raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
+    for provider in providers:
+        host.adopt(provider)
+    host.loaded(beginning.imports() if options.preload else None)
+
+
 def main() -> None:
-    """Import the app, serve until the broker hangs up."""
+    """Import the app, and serve until the broker hangs up; with ``--bare`` serve copies and allocations alone."""
     parser = argparse.ArgumentParser(prog="python -m shared_rpc.worker")
-    parser.add_argument("target")
+    app = parser.add_mutually_exclusive_group(required=True)
+    app.add_argument("target", nargs="?")
+    app.add_argument("--bare", action="store_true", help="Load no app.")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--number", type=int, default=0)
@@ -37,15 +49,8 @@ def main() -> None:
     set_host(host)
     host.start()
     try:
-        with beginning.watching(may_restart=lambda: not host.hosts):
-            providers = load_providers(words.target)
-        if options.socket is not None and len(providers) > 1:
-            raise ConfigurationError(
-                f"{words.target} has {len(providers)} providers for one --socket: name one with {words.target}:name"
-            )
-        for provider in providers:
-            host.adopt(provider)
-        host.loaded(beginning.imports() if options.preload else None)
+        if not words.bare:
+            _load(host, beginning, words.target, options)
         host.wait()
     except SharedRPCError as error:
         host.refuse(error)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shared_rpc.errors import CapabilityError, SharedRPCError
-from shared_rpc.memory.copies import Steps
-from shared_rpc.memory.ordered_copies import answered, ordered, refusal
+from shared_rpc.errors import CapabilityError, SharedRPCError, to_wire
+from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.threads import Job, WorkerThreads
+
+if TYPE_CHECKING:
+    from shared_rpc.memory.gpu_copies import GpuCopies
 
 __all__ = ["Copying"]
 
@@ -44,14 +48,14 @@ class Copying:
 
     def _copy(self, frame: Frame, message: w.CopySegments) -> None:
         number = frame.request_id
-        orders = ordered(message, frame.detach_fds())
+        orders = _ordered(message, frame.detach_fds())
         stop = self._stops[number] = threading.Event()
 
         def tell(done: int, total: int) -> None:
             self._on_loop(lambda: self._send(w.CopyProgress(done), number))
 
         def work() -> tuple[w.SegmentsCopied, list[Segment]]:
-            return answered(lambda: self._memory.gpu_copies, orders, Steps(0, tell, stop.is_set))
+            return _answered(lambda: self._memory.gpu_copies, orders, Steps(0, tell, stop.is_set))
 
         def done(answer: tuple[w.SegmentsCopied, list[Segment]]) -> None:
             del self._stops[number]
@@ -64,7 +68,7 @@ class Copying:
             self._send(message, number, b"", tuple([segment.fileno() for segment in new]))
         except (SharedRPCError, OSError) as error:
             self._unmap([segment.info.id for segment in new])
-            self._send(refusal(CapabilityError(f"cannot send {len(new)} descriptors of copies: {error}")), number)
+            self._send(_refusal(CapabilityError(f"cannot send {len(new)} descriptors of copies: {error}")), number)
         finally:
             for segment in new:
                 segment.close()
@@ -83,3 +87,49 @@ class Copying:
             threading.Thread(
                 target=self._memory.gpu_copies.forget, args=(copies,), name="shared-rpc-unmapping", daemon=True
             ).start()
+
+
+def _ordered(message: w.CopySegments, fds: list[int]) -> list[CopyOrder]:
+    """Return what is ordered; the segments own the descriptors."""
+    left = iter(fds)
+
+    def owned(info: SegmentInfo) -> Segment:
+        return Segment.owning(info, next(left))
+
+    sources = [owned(info) for info in message.sources]
+    targets = [owned(info) if number in message.targets else None for number, info in enumerate(message.wanted)]
+    return [CopyOrder(*parts) for parts in zip(sources, message.wanted, message.digests, targets, strict=True)]
+
+
+def _answered(
+    copies: Callable[[], GpuCopies], orders: Sequence[CopyOrder], steps: Steps
+) -> tuple[w.SegmentsCopied, list[Segment]]:
+    """Make the ordered segments, and close the orders'; return the answer, and the new segments, which go with it."""
+    try:
+        # A safe point: memory dropped to make room is returned to the device before more is allocated.
+        MAPPINGS.drain()
+        made = copies().copy(orders, steps)
+    except CopyCancelled:
+        return w.SegmentsCopied([], [], stopped=True), []
+    except Exception as error:
+        return _refusal(error), []
+    finally:
+        for order in orders:
+            order.source.close()
+            if order.target is not None:
+                order.target.close()
+    answer = w.SegmentsCopied([one.segment.info for one in made], [one.digest for one in made])
+    new: list[Segment] = []
+    for order, one in zip(orders, made, strict=True):
+        if order.target is None:
+            new.append(one.segment)
+        else:
+            one.segment.close()
+    return answer, new
+
+
+def _refusal(error: Exception) -> w.SegmentsCopied:
+    """Return the answer to orders of which nothing was made."""
+    known = error if isinstance(error, SharedRPCError) else CapabilityError(f"{type(error).__name__}: {error}")
+    code, text, detail = to_wire(known)
+    return w.SegmentsCopied([], [], code, text, detail)

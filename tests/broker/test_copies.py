@@ -1,10 +1,12 @@
-"""Copies of a GPU's memory that workers make for a broker, or clients, by CUDA's driver and by one of host memory."""
+"""Copies of a GPU's memory that workers make for a broker, by CUDA's driver and by one of host memory."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -15,27 +17,23 @@ import anyio
 import msgspec
 import pytest
 
-from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.broker import copying
+from shared_rpc.broker import copying, supervisor
 from shared_rpc.broker.broker import Broker
-from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.command import BARE, WorkerCommand
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.errors import CapabilityError, RecordError, WorkerCrashed
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.copies import CopyCancelled
+from shared_rpc.memory.copies import CopyCancelled, LowerCopy
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
-from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.peers import Peer
+from shared_rpc.protocol.frames import close_all
+from shared_rpc.protocol.records import Mechanism
 from shared_rpc.settings import ServeOptions
 from tests.kit import fake_driver
-from tests.kit.brokers import BrokerApp
+from tests.kit.brokers import BrokerApp, is_running
 from tests.kit.gpu_memory import bytes_of, write
-from tests.kit.offering import Offering, fake_mappings
-from tests.kit.processes import Child, eventually, sigstop
-from tests.kit.raw import Raw
+from tests.kit.processes import eventually, sigstop
 
 MIB = 1 << 20
 
@@ -79,15 +77,10 @@ class Copier:
         return [worker.pid for worker in self.broker._supervisor.workers if worker.state == "ready"]
 
     @property
-    def path(self) -> str:
-        """Where clients connect."""
-        [path] = self.broker.served()
-        return path
-
-    @property
-    def offers(self) -> list[int]:
-        """The process ids of clients that offer to copy."""
-        return [client.pid for client in self.broker._memory.copies.offers.able(())]
+    def bare(self) -> int | None:
+        """The process id of the worker without the app."""
+        worker = self.broker._supervisor._bare
+        return worker.pid if worker is not None else None
 
     @property
     def mapped(self) -> dict[str, list[int]]:
@@ -112,9 +105,27 @@ def held(tmp_path: Path) -> Path:
     return tmp_path / "held"
 
 
+class _Begins(WorkerCommand):
+    """The command line of a bare worker with a driver that is made of host memory."""
+
+    def __init__(self, options: ServeOptions, held: Path) -> None:
+        super().__init__(BARE, options)
+        code = "import os, time" + FAKE.format(held=str(held)) + "from shared_rpc.worker.__main__ import main\nmain()"
+        object.__setattr__(self, "code", code)
+
+    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
+        """As every worker, after the code."""
+        words = [sys.executable, "-c", vars(self)["code"], *self.words(number, fd)]
+        return subprocess.Popen(words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, bufsize=0)
+
+
 @pytest.fixture
-def serve(driver: str, broker_app: BrokerApp, held: Path, spill: SpillDirectory) -> Iterator[Callable[..., Copier]]:
+def serve(
+    driver: str, broker_app: BrokerApp, held: Path, spill: SpillDirectory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Copier]]:
     """``serve(workers)`` starts a broker with so many workers."""
+    if driver == "fake":
+        monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: _Begins(command.options, held)))
     broker_app.file.write_text(APP + (FAKE.format(held=str(held)) if driver == "fake" else ""))
     with ExitStack() as stack:
 
@@ -253,8 +264,10 @@ def test_a_closed_copy_is_unmapped(driver: str, copier: Copier, filled: Callable
     eventually(lambda: mappings() == 0, what="no mapping of the copy")
 
 
-def test_a_worker_that_is_killed(copier: Copier, filled: Callable[..., Segment], held: Path, driver: str) -> None:
-    """Whoever waits is told; nothing is left, and the next worker copies."""
+def test_a_worker_that_is_killed(
+    copier: Copier, filled: Callable[..., Segment], held: Path, driver: str, threads: ThreadPoolExecutor
+) -> None:
+    """Another process makes its copies, nothing is left of it, and the next worker copies."""
     segments = [filled() for _ in range(4)]
     before = descriptors()
     [worker] = copier.workers
@@ -262,9 +275,13 @@ def test_a_worker_that_is_killed(copier: Copier, filled: Callable[..., Segment],
         held.touch()
     else:
         sigstop(worker)
-    with pytest.raises(WorkerCrashed, match=rf"pid {worker}.* while it copied"):
-        copier.memory.lower(segments, "host", None, _ignore, _once(lambda: os.kill(worker, signal.SIGKILL)))
+    answer = threads.submit(
+        copier.memory.lower, segments, "host", None, _ignore, _once(lambda: os.kill(worker, signal.SIGKILL))
+    )
+    eventually(lambda: worker not in copier.workers, 60.0, "its end")
     held.unlink(missing_ok=True)
+    for copy in answer.result(60):
+        copy.close()
     eventually(lambda: copier.workers not in ([], [worker]), 60.0, "another worker")
     settled(before)
     for copy in copier.memory.lower(segments, "host"):
@@ -280,8 +297,8 @@ def test_another_worker_copies_where_one_ends(serve: Callable[..., Copier], fill
 
     def kill() -> None:
         [asked] = copier.broker._memory.copies._asked.values()
-        [other] = set(copier.workers) - {asked.copier.pid}
-        os.kill(asked.copier.pid, signal.SIGKILL)
+        [other] = set(copier.workers) - {asked.worker.pid}
+        os.kill(asked.worker.pid, signal.SIGKILL)
         os.kill(other, signal.SIGCONT)
 
     [copy] = copier.memory.lower([segment], "host", None, _ignore, _once(kill))
@@ -290,13 +307,8 @@ def test_another_worker_copies_where_one_ends(serve: Callable[..., Copier], fill
         assert bytes_of(again) == bytes_of(segment)
 
 
-@pytest.mark.parametrize("by", ["worker", "client"])
-def test_host_memory_of_an_earlier_copy_is_written_again(
-    copier: Copier, filled: Callable[..., Segment], request: pytest.FixtureRequest, by: str
-) -> None:
+def test_host_memory_of_an_earlier_copy_is_written_again(copier: Copier, filled: Callable[..., Segment]) -> None:
     """In place of new memory, beside segments that have none; the copy is the same memory, and nothing is left over."""
-    if by == "client":
-        request.getfixturevalue("offering")
     segments = [filled(2 * MIB), filled(6 * MIB)]
     [earlier] = copier.memory.lower(segments[:1], "host")
     write(segments[0], b"changed")
@@ -327,7 +339,7 @@ def test_memory_that_one_who_was_given_up_may_write_to_is_left_alone(
 
     def go_on() -> bool:
         if not stopped:
-            stopped.extend(each.copier.pid for each in copier.broker._memory.copies._asked.values())
+            stopped.extend(each.worker.pid for each in copier.broker._memory.copies._asked.values())
             [other] = set(copier.workers) - set(stopped)
             os.kill(other, signal.SIGCONT)
         return False
@@ -396,223 +408,153 @@ def test_damage_is_told(copier: Copier, filled: Callable[..., Segment], spill: S
     assert caught.value.reason == "damaged"
 
 
-def test_no_worker(copier: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is told at once."""
+@pytest.mark.parametrize("mechanism", ["host_vmm", "memfd"])
+def test_a_copy_that_cannot_be_mapped_is_lost(copier: Copier, filled: Callable[..., Segment], mechanism: Mechanism) -> None:
+    """Its descriptor is that of no such memory: an object is dropped for that, so that it can be built again."""
     segment = filled()
-    monkeypatch.setattr(copier.broker._memory.copies, "_workers", list)
-    with pytest.raises(WorkerCrashed, match=r"no worker runs that could copy.*Client\.offer_copies\(\)"):
-        copier.memory.lower([segment], "host")
+    [copy] = copier.memory.lower([segment], "host")
+    info = msgspec.structs.replace(copy.segment.info, id="strange", mechanism=mechanism)
+    strange = LowerCopy(Segment.owning(info, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)), "host", b"")
+    with closing(copy), closing(strange), pytest.raises(RecordError, match="cannot map the copy") as caught:
+        copier.memory.raise_([strange], [segment.info.incarnation(1)])
+    assert caught.value.reason == "unreadable"
+
+
+# Copies and allocations by a worker without the app.
 
 
 @pytest.fixture
-def offering(copier: Copier, driver: str, held: Path, children: list[Child], monkeypatch: pytest.MonkeyPatch) -> Offering:
-    """A process that offers to copy for a broker without workers."""
-    made = Offering(copier.path, held, children, fake=driver == "fake")
+def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
+    """A broker none of whose workers can be asked."""
+    monkeypatch.setattr(copier.broker._memory, "_workers", list)
     monkeypatch.setattr(copier.broker._memory.copies, "_workers", list)
-    return made
+    return copier
 
 
 @pytest.mark.parametrize("to", ["host", "file"])
-def test_bytes_come_back_by_way_of_a_client(
-    copier: Copier,
-    offering: Offering,
-    filled: Callable[..., Segment],
-    spill: SpillDirectory,
-    to: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As by way of a worker, also in several orders; the client has nothing mapped afterwards."""
-    monkeypatch.setattr(copying, "_SEGMENTS", 2)
-    segments = [filled(2 * MIB), filled(6 * MIB), filled(4 * MIB)]
-    expected = [bytes_of(segment) for segment in segments]
+def test_a_bare_worker_copies(bare: Copier, filled: Callable[..., Segment], spill: SpillDirectory, to: str) -> None:
+    """As any worker does, and it is none of those that serve the app."""
+    serving, segments = bare.workers, [filled(2 * MIB), filled(6 * MIB)]
     before = descriptors()
-    told: list[tuple[int, int]] = []
-    copies = copier.memory.lower(segments, to, spill, lambda *news: told.append(news))
-    assert told[-1] == (12 * MIB, 12 * MIB)
-    again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
-    assert [bytes_of(one) for one in again] == expected
-    assert copier.mapped == {}
-    eventually(lambda: fake_mappings(offering.pid) == 0)
+    copies = bare.memory.lower(segments, to, spill)
+    again = bare.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
+    assert [bytes_of(one) for one in again] == [bytes_of(segment) for segment in segments]
     for one in (*copies, *again):
         one.close()
     settled(before)
+    assert bare.bare not in (None, *serving)
+    assert bare.workers == serving
+    [service] = bare.broker._services.values()
+    assert [worker["pid"] for worker in service.executor.info()["workers"]] == serving
+    assert sum(bare.broker._measures()["workers"].values()) == len(serving)
 
 
-def test_damage_is_told_by_a_client(
-    copier: Copier, offering: Offering, filled: Callable[..., Segment], spill: SpillDirectory
+def test_a_bare_worker_allocates(bare: Copier, driver: str, filled: Callable[..., Segment]) -> None:
+    """Memory of a GPU, while no worker of the app can."""
+    device = filled().info.device
+    with bare.memory.allocate(device, 2 * MIB) as segment:
+        assert (segment.info.device, bytes_of(segment)) == (device, bytes(2 * MIB))
+
+
+def test_no_worker_is_started_to_be_asked_for_free_memory(bare: Copier, driver: str) -> None:
+    """Who lists the devices does not start a process."""
+    assert bare.memory.free("GPU-0") is None
+    assert bare.bare is None
+
+
+def test_a_bare_worker_that_is_not_used_ends(
+    bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It checks the digests that another process has made."""
+    """And the next order starts another one."""
+    monkeypatch.setattr(supervisor, "_UNUSED", 0.2)
+    bare.memory.lower([filled()], "host")[0].close()
+    first = bare.bare
+    eventually(lambda: bare.bare is None and first is not None and not is_running(first), what="its end")
+    bare.memory.lower([filled()], "host")[0].close()
+    assert first != bare.bare is not None
+
+
+def test_a_bare_worker_in_use_does_not_end(
+    bare: Copier,
+    filled: Callable[..., Segment],
+    held: Path,
+    driver: str,
+    monkeypatch: pytest.MonkeyPatch,
+    threads: ThreadPoolExecutor,
+) -> None:
+    """However long its copy takes."""
+    if driver != "fake":
+        pytest.skip("a GPU copies")
+    monkeypatch.setattr(supervisor, "_UNUSED", 0.05)
+    held.touch()
+    answer = threads.submit(bare.memory.lower, [filled()], "host")
+    eventually(lambda: bare.bare is not None, what="a bare worker")
+    begun = bare.bare
+    looks: list[float] = []
+    sleep = anyio.sleep
+    monkeypatch.setattr(anyio, "sleep", lambda seconds: looks.append(seconds) or sleep(seconds))
+    eventually(lambda: len(looks) > 10, what="looks whether it is used")
+    assert bare.bare == begun
+    held.unlink()
+    answer.result(30)[0].close()
+
+
+def test_a_bare_worker_that_is_killed(
+    bare: Copier, filled: Callable[..., Segment], held: Path, driver: str, threads: ThreadPoolExecutor
+) -> None:
+    """Another one makes its copies; the broker has no more than before."""
+    if driver != "fake":
+        pytest.skip("a GPU copies")
     segment = filled()
-    [copy] = copier.memory.lower([segment], "file", spill)
-    found = os.pread(copy.segment.fileno(), 1, 7)
-    os.pwrite(copy.segment.fileno(), bytes([found[0] ^ 1]), 7)
-    with closing(copy), pytest.raises(RecordError, match="is damaged") as caught:
-        copier.memory.raise_([copy], [segment.info.incarnation(1)])
-    assert caught.value.reason == "damaged"
-
-
-def test_a_client_stops_where_a_copy_is_not_wanted_any_more(
-    copier: Copier, offering: Offering, filled: Callable[..., Segment], held: Path, driver: str, threads: ThreadPoolExecutor
-) -> None:
-    """It leaves nothing, and gets the next order."""
-    if driver != "fake":
-        pytest.skip("a GPU copies")
-    segments = [filled() for _ in range(4)]
     before = descriptors()
-    held.write_text("cuMemcpyAsync")
-    [client] = copier.broker._memory.copies.offers.able(())
-
-    def go_on() -> None:
-        eventually(lambda: not client.wanted)
-        held.write_text("cuMemCreate")  # of the next segment, which it does not come to
-
-    def stop() -> bool:
-        offering.reaches()
-        threads.submit(go_on)
-        return True
-
-    with pytest.raises(CopyCancelled):
-        copier.memory.lower(segments, "host", None, _ignore, stop)
+    held.touch()
+    answer = threads.submit(bare.memory.lower, [segment], "host")
+    eventually(lambda: bare.bare is not None and bool(bare.broker._memory.copies._asked), what="an order")
+    first = bare.bare
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: bare.bare not in (None, first), what="another bare worker")
     held.unlink()
-    settled(before)
-    eventually(lambda: fake_mappings(offering.pid) == 0)
-    for copy in copier.memory.lower(segments, "host"):
-        copy.close()
-
-
-def test_an_order_that_waits_for_a_client_is_taken_back(
-    copier: Copier, offering: Offering, filled: Callable[..., Segment], held: Path, driver: str, threads: ThreadPoolExecutor
-) -> None:
-    """At once; the one that it waits for goes on."""
-    if driver != "fake":
-        pytest.skip("a GPU copies")
-    segments = filled(), filled()
-    before = descriptors()
-    held.write_text("cuMemcpyAsync")
-    first = threads.submit(copier.memory.lower, segments[:1], "host")
-    offering.reaches()
-    with pytest.raises(CopyCancelled):
-        copier.memory.lower(segments[1:], "host", None, _ignore, lambda: True)
-    assert not first.done()
-    held.unlink()
-    [copy] = first.result(30)
+    [copy] = answer.result(30)
     copy.close()
     settled(before)
 
 
-def test_a_client_that_makes_no_step(
-    copier: Copier,
-    offering: Offering,
-    filled: Callable[..., Segment],
-    monkeypatch: pytest.MonkeyPatch,
-    held: Path,
-    driver: str,
-    children: list[Child],
+def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
+    bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its offer ends, and another one is asked; it offers anew when it goes on."""
-    monkeypatch.setattr(copying, "_PATIENCE", 1.0)
-    segment = filled()
-    before = descriptors()
-    sigstop(offering.pid)
-    with pytest.raises(WorkerCrashed, match=rf"the client \(pid {offering.pid}\).* has copied nothing for 1 s"):
-        copier.memory.lower([segment], "host")
-    assert copier.offers == []
-    settled(before)
-    monkeypatch.setattr(copying, "_PATIENCE", 60.0)
-    other = Offering(copier.path, held, children, fake=driver == "fake")
-    os.kill(offering.pid, signal.SIGCONT)
-    eventually(lambda: copier.offers == [other.pid, offering.pid], 20.0)
-    [copy] = copier.memory.lower([segment], "host")
-    copy.close()
+    """Each order starts two, each after a longer pause, and fails with how the last one ended."""
+    pauses: list[int] = []
+    monkeypatch.setattr(supervisor, "_pause", lambda lives: pauses.append(lives) or 0.0)
+    monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand("--no-such-option", command.options)))
+    for _ in range(2):
+        with pytest.raises(WorkerCrashed, match="ended while it copied"):
+            bare.memory.lower([filled()], "host")
+    assert pauses == [1, 2, 3]
 
 
-def test_a_client_copies_where_the_worker_makes_no_step(
-    copier: Copier,
-    filled: Callable[..., Segment],
-    held: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    driver: str,
-    children: list[Child],
+def test_a_bare_worker_copies_where_the_worker_makes_no_step(
+    copier: Copier, bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second attempt, though the worker is still there."""
-    monkeypatch.setattr(copying, "_devices_of", lambda worker: {filled().info.device})
-    monkeypatch.setattr(copying, "_PATIENCE", 5.0)  # the client has that long to make a context on a GPU
-    segment = filled()
-    Offering(copier.path, held, children, fake=driver == "fake")
-    [worker] = copier.workers
+    monkeypatch.setattr(bare.broker._memory.copies, "_workers", bare.broker._current)
+    monkeypatch.setattr(copying, "_PATIENCE", 5.0)  # a GPU's context takes as long
+    [worker] = bare.workers
     sigstop(worker)
-    asked: set[int] = set()
-
-    def note() -> bool:
-        asked.update(each.copier.pid for each in list(copier.broker._memory.copies._asked.values()))
-        return False
-
-    [copy] = copier.memory.lower([segment], "host", None, _ignore, note)
+    [copy] = bare.memory.lower([filled()], "host")
     os.kill(worker, signal.SIGCONT)
     copy.close()
-    assert worker in asked
+    assert bare.bare not in (None, worker)
 
 
-def test_a_digest_of_another_size_is_refused(
-    copier: Copier,
-    filled: Callable[..., Segment],
-    spill: SpillDirectory,
-    threads: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The file of a client that answers so is closed."""
-    monkeypatch.setattr(copier.broker._memory.copies, "_workers", list)
-    segment = filled()
-    before = descriptors()
-    with Raw(copier.path) as raw:
-        assert raw.ask(t.OfferCopies([segment.info.device])) == m.Count(1)
-        answer = threads.submit(copier.memory.lower, [segment], "file", spill)
-        order = raw.ask(t.AwaitCopyOrder())
-        assert isinstance(order, w.CopySegments)
-        raw.ask(w.SegmentsCopied(order.wanted, [b"short"]))
-        with pytest.raises(WorkerCrashed, match="5 bytes of digests in place of"):
-            answer.result(30)
-    settled(before)
-
-
-def test_only_the_servers_own_user_copies(copier: Copier) -> None:
-    """Whoever copies can write to what others may only read."""
-    with pytest.raises(CapabilityError, match=f"of its own user alone, uid {os.geteuid()}"):
-        copier.broker._memory.copies.offers.offer("session", Peer(1, os.geteuid() + 1, 1), [])
-
-
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_an_offer_ends_with_its_client(copier: Copier, filled: Callable[..., Segment], kind: Any) -> None:
-    """By this process itself: while it is open it copies, and no longer."""
-
-    async def offered() -> None:
-        async with AsyncClient(socket_path=copier.path) as client, await client.offer_copies() as offer:
-            assert offer.active and copier.offers == (await client.get_server_info())["copiers"] == [os.getpid()]
-        assert not offer.active
-        async with AsyncClient(socket_path=copier.path) as client:
-            offer = await client.offer_copies()
-        assert not offer.active
-
-    if kind is AsyncClient:
-        anyio.run(offered)
-    else:
-        with Client(socket_path=copier.path) as client, client.offer_copies() as offer:
-            assert offer.active and copier.offers == client.get_server_info()["copiers"] == [os.getpid()]
-        assert not offer.active
-        with Client(socket_path=copier.path) as client:
-            offer = client.offer_copies()
-        assert not offer.active and offer.error is None
-        offer.close()
-    eventually(lambda: copier.offers == [])
-
-
-def test_an_offer_that_is_not_taken(driver: str, provider: Provider) -> None:
-    """By a server that makes its copies itself; and the process that is the server needs none."""
-    with Server(provider) as server, Client(socket_path=server.socket_path) as client:
-        with pytest.raises(CapabilityError, match="makes its copies itself"):
-            client.offer_copies()
-        with pytest.raises(CapabilityError, match="makes the copies of its objects itself"):
-            provider.offer_copies()
+def test_a_bare_worker_imports_no_torch(bare: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it begins in the time that a worker's import of the app takes, and costs as little."""
+    monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand(BARE, command.options)))
+    monkeypatch.setenv("PYTHONHASHSEED", "1")  # a new process: a fork of these tests' zygote has torch
+    _, fds = bare.broker._memory.ask(w.Allocate("cpu", 4096))
+    close_all(fds)
+    with open(f"/proc/{bare.bare}/maps", encoding="utf-8") as maps:
+        assert "libtorch" not in maps.read()
 
 
 def _ignore(done: int, total: int) -> None:

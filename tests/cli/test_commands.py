@@ -177,7 +177,6 @@ def test_info(served: Server) -> None:
     assert ["socket_path", served.socket_path] in lines
     assert ["pid", str(os.getpid())] in lines
     assert ["mechanism", "memfd: host memory is a memfd"] in lines
-    assert ["copiers", "none beside the server's own"] in lines
     assert ["load", "yes", "all arguments", "parallel", "read_write", "all", "600 s", "on_evict", "Build a layer."] in lines
     assert ["ones", "no", "-", "serialized", "read_write", "all", "never", "on_evict"] in lines
 

@@ -42,9 +42,11 @@ from shared_rpc.zygote.title import ROOM, set_title
 from tests.kit import leaving
 from tests.kit.pages import collapse
 
-__all__ = ["NO_FORK_WARNING", "PYTHONPATH", "ROOT", "Popen", "run", "start_zygote", "stop_zygote"]
+__all__ = ["DRIVER", "NO_FORK_WARNING", "PYTHONPATH", "ROOT", "Popen", "run", "start_zygote", "stop_zygote"]
 
 ROOT = Path(__file__).parent.parent.parent
+#: A variable that has workers use the driver that is made of host memory, also those without an app that would install it.
+DRIVER = "SHARED_RPC_TESTS_FAKE_DRIVER"
 #: For processes that are to find this source, and what these tests find where they find it.
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 #: What Python 3.12 and later say of a fork where there are threads, as in pyproject.toml: tests read what a child writes.
@@ -499,6 +501,8 @@ def _run(words: Sequence[str]) -> None:
 def _run_main(words: Sequence[str]) -> None:
     main = vars(sys.modules["__main__"])
     if words[0] == "-m":
+        if words[1] == "shared_rpc.worker" and DRIVER in os.environ:
+            importlib.import_module("tests.kit.fake_driver").install()
         runpy._run_module_as_main(words[1], True)
     elif words[0] == "-c":
         exec(compile(words[1], "<string>", "exec"), main)

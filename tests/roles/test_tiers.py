@@ -38,7 +38,7 @@ from shared_rpc.server.core import Core
 from shared_rpc.server.device_memory import DeviceMemory
 from tests.kit.apps import Connect, Serve, shares_memory
 from tests.kit.closings import late_closings
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -797,12 +797,3 @@ def test_an_object_that_is_dropped_while_it_is_restored(client: Client, connect:
             assert restored.result() == []
     assert [info["object_id"] for info in client.list_objects()] == [handle.object_id]
     assert client.get_server_info()["copies"] == {}
-
-
-def test_a_process_without_a_gpu_offers_no_copies(server: Server, children: list[Child]) -> None:
-    """It is told so at once, or what it has to install."""
-    code = f"from shared_rpc import Client; Client(socket_path={server.socket_path!r}, device='cpu').offer_copies()"
-    children.append(python(code, environ={"CUDA_VISIBLE_DEVICES": ""}))
-    status, errors = children[-1].close()
-    assert status == 1
-    assert "CapabilityError: this process sees no GPU to copy with" in errors or "CapabilityError: GPU memory needs" in errors

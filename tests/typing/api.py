@@ -17,7 +17,6 @@ from shared_rpc import (
     AsyncHandle,
     AsyncSource,
     Client,
-    CopyOffer,
     DeviceInfo,
     EndpointInfo,
     EndpointStatistics,
@@ -370,21 +369,6 @@ async def replies_awaited(client: AsyncClient, held: AsyncHandle[Net]) -> None:
 
 
 # Sources of records.
-
-
-def offers(client: Client) -> None:
-    """A process that copies for its server."""
-    with client.offer_copies() as offer:
-        assert_type(offer, CopyOffer)
-        assert_type(offer.active, bool)
-    assert_type(provider.offer_copies(), CopyOffer)
-
-
-async def offers_awaited(client: AsyncClient) -> None:
-    """The same, in a coroutine."""
-    async with await client.offer_copies() as offer:
-        assert_type(offer, CopyOffer)
-    await offer.aclose()
 
 
 def sources(client: Client, record: ExportedRecord) -> None:
