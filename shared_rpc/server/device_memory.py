@@ -48,7 +48,7 @@ _SPARE = 4
 class DeviceMemory:
     """The devices of a server, whose memory this process makes; on a GPU that needs no CUDA context.
 
-    All of it may wait for a driver, and is called in a thread.
+    Everything here may wait for a driver and is called in a thread, except the host's free memory, which the loop asks for.
     """
 
     def __init__(self, device: str) -> None:

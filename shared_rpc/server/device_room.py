@@ -244,8 +244,9 @@ class Room:
         excess = used + nbytes - self._host_quota
         if excess > sum(one.nbytes for one in droppable):
             raise ServerBusy(
-                f"{nbytes} bytes of host copies do not fit: the limit (Server(host_quota=...)) is {self._host_quota}, and "
-                f"{used} are in use or reserved. Restore or drop objects that are there, or move them to files"
+                f"{nbytes} bytes of host copies do not fit: the limit (--host-quota, or Server(host_quota=...)) is "
+                f"{self._host_quota}, and {used} are in use or reserved. Restore or drop objects that are there, or move them to "
+                f"files"
             )
         for one in droppable:
             if excess > 0:
@@ -374,8 +375,8 @@ class Room:
             if device not in users:
                 users[device] = self._users(device)
         wants = [
-            f"{nbytes} bytes on {device} wait for room: {self._quotas.limit(device)} is the quota (Server(quotas=...)), and "
-            f"{self.used(device)} are in use: {users[device]}"
+            f"{nbytes} bytes on {device} wait for room: {self._quotas.limit(device)} is the quota (--quota, or "
+            f"Server(quotas=...)), and {self.used(device)} are in use: {users[device]}"
             for device, nbytes in self._line.needs(request).items()
         ]
         ahead = self._line.ahead(request)
@@ -435,12 +436,13 @@ class Room:
         device, nbytes, limit = refusal.device, refusal.nbytes, refusal.limit
         if nbytes > limit:
             return CapabilityError(
-                f"{nbytes} bytes on {device} are more than the quota (Server(quotas=...)), {limit}: ask for less"
+                f"{nbytes} bytes on {device} are more than the quota (--quota, or Server(quotas=...)), {limit}: ask for less"
             )
         pinned = [_named(stored) for stored in self._objects if stored.pinned and _bytes_on(stored, device)]
         return ServerBusy(
-            f"{nbytes} bytes on {device} have no room beside what is pinned there: the quota (Server(quotas=...)) is {limit}, "
-            f"and {refusal.pinned} bytes are {', '.join(pinned[:_SHOWN])}. Invalidate and release these, or pin less"
+            f"{nbytes} bytes on {device} have no room beside what is pinned there: the quota (--quota, or "
+            f"Server(quotas=...)) is {limit}, and {refusal.pinned} bytes are {', '.join(pinned[:_SHOWN])}. Invalidate and "
+            f"release these, or pin less"
         )
 
     def _work(self) -> None:

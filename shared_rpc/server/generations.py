@@ -210,7 +210,7 @@ class Generations:
         tell(waiter, Delivery(stored.record, stored.live, stored, True))
 
     def retire(self, object_id: str, endpoint: str | None) -> list[StoredObject]:
-        """Free superseded objects without holders, of an object's key or of an endpoint; return the held ones.
+        """Free superseded objects without holders, of an endpoint or the one with this id; return the held ones.
 
         Objects that only a task's unfetched result held are freed too.
         """

@@ -20,7 +20,7 @@ from shared_rpc.settings import ServeOptions, program, server_environment
 
 __all__ = ["ServerStarter", "log_path"]
 
-_log = logging.getLogger("shared_rpc.provider.spawn")
+_log = logging.getLogger("shared_rpc.server")
 
 #: Seconds between two checks whether the server listens.
 _LOOK = 0.02

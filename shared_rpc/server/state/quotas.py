@@ -13,7 +13,7 @@ from shared_rpc.server.state.tasks import TASK_SESSION
 __all__ = ["Quotas"]
 
 
-_QUOTA, _ALL = "the quota (Server(quotas=...))", "the device's memory"
+_QUOTA, _ALL = "the quota (--quota, or Server(quotas=...))", "the device's memory"
 
 
 class Quotas:
@@ -34,7 +34,6 @@ class Quotas:
         self._objects = objects
         self._leases = leases
         self._limits = dict(limits)
-        #: Replaced when sessions are known.
         self._pid_of = pid_of
         self._promised: Counter[str] = Counter()
 

@@ -66,8 +66,8 @@ class Evictable:
     """Objects that nobody uses, and that can leave their devices together, because they share memory.
 
     ``frees`` is in bytes by device. ``below`` has the places that they can go to, the nearest first; without one they are
-    dropped. ``host_bytes`` is what they take in host copies if they go there, and ``host_ready`` what of it is there already,
-    with the bytes that they have now.
+    dropped. ``host_bytes`` is what they take in host copies if they go there, and ``host_ready`` what of it is allocated
+    already: copies with earlier bytes count, because they are written to again.
     """
 
     objects: tuple[str, ...]
