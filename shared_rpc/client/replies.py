@@ -46,7 +46,7 @@ def raise_error(message: m.Error, frame: Frame) -> NoReturn:
 
     It is the endpoint's own exception where it can be rebuilt, with the remote traceback as its cause; else the library's.
     """
-    error = from_wire(message.code, message.text, message.detail)
+    error: Exception = from_wire(message.code, message.text, message.detail)
     cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
     try:
         if message.endpoint_raised:

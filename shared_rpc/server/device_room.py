@@ -245,8 +245,8 @@ class Room:
         if excess > sum(one.nbytes for one in droppable):
             raise ServerBusy(
                 f"{nbytes} bytes of host copies do not fit: the limit (--host-quota, or Server(host_quota=...)) is "
-                f"{self._host_quota}, and {used} are in use or reserved. Restore or drop objects that are there, or move them to "
-                f"files"
+                f"{self._host_quota}, and {used} are in use or reserved. Restore or drop objects that are there, or move them "
+                f"to files"
             )
         for one in droppable:
             if excess > 0:
