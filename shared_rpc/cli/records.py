@@ -9,7 +9,7 @@ import typer
 
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
-from shared_rpc.cli.rendering import as_json, size
+from shared_rpc.cli.rendering import as_json, one_line, size
 from shared_rpc.cli.tiers import object_of
 from shared_rpc.client.exported import RecordBytes
 from shared_rpc.errors import ConfigurationError
@@ -38,7 +38,7 @@ def export_object(
         as_json({"object_id": chosen, "file": file, "nbytes": header.nbytes, **facts})
     else:
         took = time.perf_counter() - begin
-        print(f"{header.cache_key or header.endpoint} ({size(header.nbytes)}) written to {file} in {took:.2f} s")
+        print(f"{one_line(header.cache_key or header.endpoint)} ({size(header.nbytes)}) written to {file} in {took:.2f} s")
 
 
 def import_file(
@@ -77,4 +77,4 @@ def import_file(
         )
     else:
         took = time.perf_counter() - begin
-        print(f"{made.cache_key} ({size(made.nbytes)}) is generation {made.generation}, read in {took:.2f} s")
+        print(f"{one_line(made.cache_key)} ({size(made.nbytes)}) is generation {made.generation}, read in {took:.2f} s")

@@ -82,7 +82,10 @@ class TextFormatter(_Utc):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Append the fields of a record to its line."""
         fields = merge_record_extra(record, {}, {*RESERVED_ATTRS, "request_id"})
-        return " ".join([super().formatMessage(record), *(f"{name}={_shown(value)}" for name, value in fields.items())])
+        line = super().formatMessage(record)
+        if not line.isprintable():  # a client's text could look like another line, or move a terminal's cursor
+            line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        return " ".join([line, *(f"{name}={_shown(value)}" for name, value in fields.items())])
 
 
 class JsonFormatter(_Utc, BaseJsonFormatter):
@@ -101,9 +104,9 @@ class JsonFormatter(_Utc, BaseJsonFormatter):
 
 
 def _shown(value: object) -> str:
-    """Return a value for a line of text; one with blanks or quotes in it is quoted as in JSON."""
+    """Return a value for a line of text; one with blanks, quotes or control characters in it is quoted as in JSON."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if text and not any(c.isspace() or c in '"=' for c in text) else json.dumps(text)
+    return text if text.isprintable() and text and not any(c in ' "=' for c in text) else json.dumps(text)
 
 
 def log_event(event: e.Event) -> None:

@@ -85,7 +85,7 @@ class ObjectOperations:
             if info["server_id"] != handle.server_id:
                 raise StaleHandleError(
                     f"the handle was issued by server {handle.server_id}, but {info['server_id']} now runs at "
-                    f"{info['socket_path']} : call the endpoint again",
+                    f"{info['socket_path']!r}: call the endpoint again",
                     reason="server_changed",
                 )
             yield from _info(handle.object_id)

@@ -31,6 +31,11 @@ def served(provider: Provider, serve: Callable[..., Server]) -> Server:
         """Build nothing."""
         raise AssertionError("this is never built")
 
+    @provider.share(managed=True, cache_format_key="{title}")
+    def titled(title: str) -> torch.nn.Module:
+        """Build a layer with a key of the client's."""
+        return torch.nn.Linear(2, 2)
+
     return serve()
 
 
@@ -53,6 +58,15 @@ def test_an_object_goes_to_disk_and_back(client: Client, tmp_path: Path) -> None
     assert (ran.code, ran.errors) == (0, "")
     assert ran.output.startswith("load(size=8, name='base') (256 B) is generation 3, read in ")
     assert (client.call("load", 8).value.weight == 1).all()
+
+
+def test_a_key_cannot_move_the_cursor(client: Client, tmp_path: Path) -> None:
+    """A client chose its text, which is printed without control characters."""
+    path = tmp_path / "titled.record"
+    handle = client.call("titled", "a\x1b]0;title\x07b")
+    for ran in (cli("export", handle.object_id, str(path)), cli("import", str(path))):
+        assert ran.code == 0
+        assert ran.output.rstrip("\n").isprintable()
 
 
 def test_an_object_is_named_by_its_key(client: Client, tmp_path: Path) -> None:

@@ -106,6 +106,12 @@ def test_a_line_of_text() -> None:
     )
 
 
+def test_a_text_of_a_client_is_one_line_that_moves_no_cursor() -> None:
+    """In the message and in a field: it could look like a line of its own, or be a terminal's command."""
+    line = TextFormatter().format(record("from\n1970 CRITICAL \x1b[31m", field="\x1b[31m"))
+    assert line == '1970-01-01T00:00:00.500Z INFO app [-] from\\n1970 CRITICAL \\x1b[31m field="\\u001b[31m"'
+
+
 def test_a_line_of_json_has_the_traceback() -> None:
     """On one line, whatever is in it."""
     try:
