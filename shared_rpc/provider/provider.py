@@ -222,6 +222,17 @@ class Provider(BlockingOperations):
         # A parent of web workers by multiprocessing has no server: the first worker that needs one starts it.
         return is_child() and (role == "server" or host() is not None)
 
+    @property
+    def device(self) -> str:
+        """The device that results live on, as it was named. It may be set before the provider is used."""
+        return self._device
+
+    @device.setter
+    def device(self, device: str) -> None:
+        self._device = device
+        for derived in ("device_id", "mechanism_info"):
+            vars(self).pop(derived, None)
+
     @functools.cached_property
     def device_id(self) -> str:
         """The id of the device that results live on: ``"cpu"`` or a GPU's UUID."""
@@ -364,6 +375,9 @@ class Provider(BlockingOperations):
             return self._working
 
     def _start(self, role: Role) -> Runtime:
+        worker = host() if role == "server" else None
+        if worker is not None:
+            return cast(Runtime, worker.adopt(self))  # which may override the device
         if self.mechanism != "auto":
             choose_mechanism(self.mechanism, self.device_id)
         if role == "client":
@@ -374,9 +388,6 @@ class Provider(BlockingOperations):
             return SpawnRuntime(self.client_settings, lambda: target_of(self), self.idle_exit, self.preload, self.asked_cluster)
         if role == "local":
             return LocalRuntime(self, self._inherited)
-        worker = host()
-        if worker is not None:
-            return cast(Runtime, worker.adopt(self))
         Server(self).start()  # calls serve_with()
         assert self._working is not None, "a started server is the provider's runtime"
         return self._working
@@ -398,5 +409,14 @@ class Provider(BlockingOperations):
     def __reduce__(self) -> Any:
         # A class that travels as code may refer to the provider of its script; the other side has a role of its own.
         return functools.partial(
-            Provider, self.base_path, device=self.device, mechanism=self.mechanism, timeout=self.timeout
+            Provider,
+            self.base_path,
+            device=self.device,
+            mechanism=self.mechanism,
+            timeout=self.timeout,
+            server_startup_timeout=self.server_startup_timeout,
+            idle_exit=self.idle_exit,
+            preload=self.preload,
+            pool=self.pool,
+            cluster=self.asked_cluster,
         ), ()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from shared_rpc import PoolOptions, Provider
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.provider import provider as provider_module
+from shared_rpc.provider.overrides import override
 from shared_rpc.settings import (
     Role,
     ServeOptions,
@@ -222,3 +228,55 @@ def test_options_travel_as_one_word() -> None:
     for wrong in ('{"when_full": "wait"}', "", '{"workers": "two"}', '{"worker": 2}'):
         with pytest.raises(ConfigurationError, match="--options"):
             ServeOptions.of(wrong)
+
+
+# Options of a provider.
+
+
+def test_a_device_that_serve_overrides(tmp_path: Path) -> None:
+    """It counts although the app has asked for the id of its own."""
+    provider = Provider(tmp_path / "s", device="cpu")
+    assert (provider.device_id, provider.mechanism_info["name"]) == ("cpu", "memfd")
+    override(provider, ServeOptions(), "GPU-00000000-0000-0000-0000-000000000000")
+    assert provider.device_id == "GPU-00000000-0000-0000-0000-000000000000"
+    assert "mechanism_info" not in vars(provider)
+
+
+def test_a_mechanism_is_chosen_for_the_device_that_serve_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not before, for the device of the app."""
+    chosen: list[str] = []
+
+    class Host:
+        """Serves the provider on another device."""
+
+        def adopt(self, provider: Provider) -> Any:
+            """Override the device."""
+            provider.device = "GPU-b"
+            return choose("ipc", provider.device_id)
+
+    def choose(asked: str, device: str) -> Any:
+        chosen.append(device)
+        return SimpleNamespace(close=list)
+
+    monkeypatch.setattr(provider_module, "host", Host)
+    monkeypatch.setattr(provider_module, "choose_mechanism", choose)
+    provider = Provider(execution_mode="server", device="GPU-a", mechanism="ipc")
+    provider._runtime()
+    provider.close()
+    assert chosen == ["GPU-b"]
+
+
+def test_a_provider_that_is_pickled_keeps_its_options() -> None:
+    """All but its role, which each process has of its own."""
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "mechanism": "auto",
+        "timeout": 1.0,
+        "server_startup_timeout": 2.0,
+        "idle_exit": 3.0,
+        "preload": False,
+        "pool": PoolOptions(initial=4096, limit=8192),
+    }
+    copy = pickle.loads(pickle.dumps(Provider("base", cluster="c", **options)))
+    assert {name: getattr(copy, name) for name in options} == options
+    assert (copy.base_path, copy.asked_cluster) == ("base", "c")
