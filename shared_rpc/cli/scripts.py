@@ -33,6 +33,9 @@ def run(
 ) -> None:
     """Run a script as python does, without the time that importing torch takes.
 
+    Options stand before the script; the words after its name are its arguments. The exit code is the script's, and so is the
+    signal that ended it.
+
     The script is a fork of a process that has imported torch, numpy and this library already. The first script starts it,
     'shared-rpc ls' lists it, and 'shared-rpc stop --all' ends it. Where a fork could not be what 'python script.py' is, python
     itself is started, and a line on standard error says why.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from shared_rpc.cli.configuration import read_options
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Misuse, Socket, as_misuse
 from shared_rpc.cli.rendering import as_json
@@ -26,89 +27,203 @@ if TYPE_CHECKING:
 
 __all__ = ["reload", "serve"]
 
+#: The groups of options in the help of ``serve``.
+_WORKERS, _MEMORY, _CLIENTS, _CLUSTER, _OBSERVABILITY = "Workers", "Memory", "Tasks and clients", "Cluster", "Observability"
+
 
 def serve(
     target: Annotated[str, typer.Argument(help="app.py, package.module, or either with :provider")],
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
-    base_path: BasePath = None,
-    socket: Annotated[str | None, typer.Option("--socket", help="Where to listen.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that run endpoints.")] = 1,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            callback=read_options,
+            help="Options in TOML: of the table tool.shared-rpc if it is a pyproject.toml, of the top level if not. "
+            "By default the pyproject.toml nearest to app.py, if it is this user's or root's.",
+        ),
+    ] = None,
+    base_path: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Listen at a path that begins so; SHARED_TENSOR_BASE_PATH by default.")
+    ] = None,
+    socket: Annotated[str | None, typer.Option(metavar="PATH", help="Listen at this path.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=_WORKERS, help="auto, cpu, cuda or cuda:<index>; the provider's own by default."),
+    ] = None,
+    workers: Annotated[int, typer.Option(rich_help_panel=_WORKERS, min=1, help="Processes that run endpoints.")] = 1,
     worker_device: Annotated[
-        list[str] | None, typer.Option(help="The device of each worker in turn; give it once for every GPU.")
+        list[str] | None,
+        typer.Option(rich_help_panel=_WORKERS, help="The device of each worker in turn; give it once for every GPU."),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(rich_help_panel=_WORKERS, min=1, help="Threads of a worker that run endpoints.")
     ] = None,
     build_timeout: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="SECONDS", help="Kill the worker of a run that takes longer; no limit by default."),
+        typer.Option(
+            rich_help_panel=_WORKERS,
+            min=0.001,
+            metavar="SECONDS",
+            help="Kill the worker of a run that takes longer; no limit by default.",
+        ),
     ] = None,
     no_preload: Annotated[
-        bool, typer.Option("--no-preload", help="Start every worker anew, and none as a fork of a process with its imports.")
+        bool,
+        typer.Option(
+            "--no-preload",
+            rich_help_panel=_WORKERS,
+            help="Start every worker as a new process, not as a fork of one that has imported the app's packages.",
+        ),
     ] = False,
-    in_process: Annotated[bool, typer.Option("--in-process", help="Run the endpoints here, without workers.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of a worker that run endpoints.")] = None,
-    max_bytes: Annotated[str | None, typer.Option(help="Memory for objects without leases: bytes, or 512M, 20GiB.")] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", rich_help_panel=_WORKERS, help="Run the endpoints in this process, without workers.")
+    ] = False,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_MEMORY,
+            metavar="SIZE",
+            help="Memory of objects without leases; beyond it the least recently used are dropped. No limit by default.",
+        ),
+    ] = None,
     quota: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="DEVICE=AMOUNT", help="Memory for all objects on a device: cuda:0=0.8 of it, or cpu=8GiB. May be repeated."
+            rich_help_panel=_MEMORY,
+            metavar="DEVICE=AMOUNT",
+            help="Memory of all objects and buffers on a device: cuda:0=0.8, or cpu=8GiB. May be repeated.",
+        ),
+    ] = None,
+    when_full: Annotated[
+        Literal["evict", "refuse"],
+        typer.Option(
+            rich_help_panel=_MEMORY,
+            help="Refuse a request that a quota has no room for, or evict unused objects while the request waits.",
+        ),
+    ] = "refuse",
+    host_quota: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_MEMORY, metavar="AMOUNT", help="Memory of host copies of evicted objects. No limit by default."
         ),
     ] = None,
     spill_dir: Annotated[
         str | None,
-        typer.Option(metavar="DIRECTORY", help="Where objects are evicted to files; none are by default."),
+        typer.Option(
+            rich_help_panel=_MEMORY,
+            metavar="DIRECTORY",
+            help="Where evicted objects are written to files without names; none are by default.",
+        ),
     ] = None,
-    when_full: Annotated[
-        Literal["evict", "refuse"],
-        typer.Option(help="Refuse what a quota has no room for, or evict what nobody uses, and let requests wait for it."),
-    ] = "refuse",
-    host_quota: Annotated[
-        str | None,
-        typer.Option(metavar="AMOUNT", help="Memory for host copies of evicted objects: 64GiB, or 0.5 of all."),
-    ] = None,
-    max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that may be pending or running.")] = 1000,
-    result_ttl: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long a task that ended is remembered, and its result kept.")
-    ] = 3600.0,
-    max_connections: Annotated[int, typer.Option(min=1, help="Further connections are refused.")] = 8192,
     pool_initial: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory with which a session's pool for results begins: 4M by default.")
+        str | None,
+        typer.Option(
+            rich_help_panel=_MEMORY, metavar="SIZE", help="Initial size of a session's pool for results: 4M by default."
+        ),
     ] = None,
     pool_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory up to which it grows: 256M by default; 0 for no pools.")
-    ] = None,
-    cluster: Annotated[bool, typer.Option("--cluster", help="Join the cluster of Ray that this host belongs to.")] = False,
-    cluster_program: Annotated[
         str | None,
-        typer.Option(metavar="COMMAND", help="Start this program in place of that, which answers the server's misses."),
+        typer.Option(rich_help_panel=_MEMORY, metavar="SIZE", help="Maximum size of it: 256M by default; 0 for no pools."),
     ] = None,
-    source_grace: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long calls wait for a cluster that does not answer.")
-    ] = 15.0,
+    max_tasks: Annotated[
+        int, typer.Option(rich_help_panel=_CLIENTS, min=1, help="Tasks that may be pending or running.")
+    ] = 1000,
+    result_ttl: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_CLIENTS,
+            min=0,
+            metavar="SECONDS",
+            help="How long a task that ended is remembered, and its result kept.",
+        ),
+    ] = 3600.0,
+    max_connections: Annotated[
+        int, typer.Option(rich_help_panel=_CLIENTS, min=1, help="Further connections are refused with ServerBusy.")
+    ] = 8192,
     client_code: Annotated[
         ClientCode,
-        typer.Option(help="Which clients may send modules and records, whose code runs: those in the server's pid namespace?"),
+        typer.Option(
+            rich_help_panel=_CLIENTS,
+            help="Which clients may send modules and records, whose code runs in workers and in other clients: all, those in "
+            "the server's own pid namespace, or none.",
+        ),
     ] = "all",
     idle_exit: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="SECONDS", help="End after so long without a client, lease or task."),
+        typer.Option(
+            rich_help_panel=_CLIENTS,
+            min=0.001,
+            metavar="SECONDS",
+            help="End after so long without a client, lease, task or call; never by default.",
+        ),
     ] = None,
+    cluster: Annotated[
+        bool,
+        typer.Option(
+            "--cluster",
+            rich_help_panel=_CLUSTER,
+            help="Join the Ray cluster that this host belongs to; needs the extra 'ray'.",
+        ),
+    ] = False,
+    cluster_program: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_CLUSTER,
+            metavar="COMMAND",
+            help="Start this program instead, which answers the server's misses.",
+        ),
+    ] = None,
+    source_grace: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_CLUSTER,
+            min=0,
+            metavar="SECONDS",
+            help="How long calls wait for a cluster that does not answer, before they are built here.",
+        ),
+    ] = 15.0,
     metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serve metrics for Prometheus there; 0 for any free port.")
+        int | None,
+        typer.Option(
+            rich_help_panel=_OBSERVABILITY,
+            min=0,
+            max=65535,
+            help="Serve metrics for Prometheus there, 0 for any free port; needs the extra 'metrics'.",
+        ),
     ] = None,
     metrics_host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address of that port; 0.0.0.0 for other hosts.")
+        str,
+        typer.Option(rich_help_panel=_OBSERVABILITY, metavar="ADDRESS", help="Address of that port; 0.0.0.0 for other hosts."),
     ] = "127.0.0.1",
-    log_format: Annotated[LogFormat | None, typer.Option(help="Log to standard error, one line for each event.")] = None,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(rich_help_panel=_OBSERVABILITY, help="Log to standard error, one line for each event."),
+    ] = None,
     log_level: Annotated[
-        LogLevel | None, typer.Option(help="Least severe level of the log; info with --log-format alone.")
+        LogLevel | None,
+        typer.Option(
+            rich_help_panel=_OBSERVABILITY,
+            help="Least severe level of the log: info with --log-format alone, warning without both.",
+        ),
     ] = None,
     hook: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODULE:NAME", help="A function that gets every event, imported by the server. May be repeated."),
+        typer.Option(
+            rich_help_panel=_OBSERVABILITY,
+            metavar="MODULE:NAME",
+            help="A function that gets every event, imported by the server. May be repeated.",
+        ),
     ] = None,
 ) -> None:
-    """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reads its code anew.
+    """Serve the providers of an app until SIGINT or SIGTERM; SIGHUP reloads its code.
 
     Endpoints run in worker processes, and their results outlive the workers.
+
+    A SIZE is a number of bytes, or one with K, M, G or T, powers of 1024: 512M, 1.5GiB. An AMOUNT is a size, or a number with a
+    point, up to 1.0: a fraction of the device's memory.
+
+    Every option can stand in the table tool.shared-rpc of a pyproject.toml, or in the file of --config, by its long name: quota
+    = ["cuda:0=0.8"], in-process = true. The command line takes precedence over the file.
     """
     # The app has its role while it is loaded, as with 'SHARED_TENSOR_ROLE=server python app.py'.
     os.environ["SHARED_TENSOR_ROLE"] = "server"

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from shared_rpc import Client, ClusterStatus, Provider, Server, __version__
+from shared_rpc.cli.app import app as program
 from shared_rpc.cli.doctor import examine
 from shared_rpc.provider.amounts import in_bytes
 from tests.kit.commands import MODULE, Ran, cli
@@ -679,10 +681,29 @@ def test_doctor_makes_nothing(base_path: str, tmp_path: Path) -> None:
 # The command itself.
 
 
-def test_version() -> None:
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(option: str) -> None:
     """The version of the package."""
-    ran = cli("--version")
+    ran = cli(option)
     assert (ran.code, ran.output, ran.errors) == (0, f"shared-rpc {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("run",), ("cluster", "status")], ids=" ".join)
+def test_short_option_for_help(command: tuple[str, ...]) -> None:
+    """-h is --help, of every command."""
+    ran = cli(*command, "-h")
+    assert (ran.code, ran.output) == (0, cli(*command, "--help").output)
+
+
+def test_completion_in_a_shell() -> None:
+    """A shell is told the commands that begin as typed, and the options of a command."""
+
+    def completed(line: str) -> list[str]:
+        environ = {"_SHARED_RPC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+        return CliRunner().invoke(program, env=environ, prog_name="shared-rpc").output.split()
+
+    assert completed("shared-rpc re") == ["reload", "restore"]
+    assert completed("shared-rpc serve --max-b") == ["--max-bytes"]
 
 
 def test_no_command_shows_the_help() -> None:

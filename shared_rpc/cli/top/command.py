@@ -28,6 +28,8 @@ def top(
     """Watch a server: its objects and their holders, calls, builds, memory, workers and clients. '?' shows the keys.
 
     Waits for a server where none is alive, and for the next one when it goes away. With --once that is exit code 1.
+
+    The live view needs the extra 'top', --once does not. Exit code 0 on 'q', 128 and its number on a signal.
     """
     import functools
 
