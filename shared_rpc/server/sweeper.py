@@ -47,8 +47,11 @@ class Sweeper:
 
     def wake_within(self, seconds: float) -> None:
         """Look again after so many seconds at the latest: something may expire then."""
-        if self._wake is not None and self._clock.now() + seconds < self._looks_at:
-            self._wake.set()
+        at = self._clock.now() + seconds
+        if at < self._looks_at:
+            self._looks_at = at
+            if self._wake is not None:
+                self._wake.set()
 
     async def run(self, *expire: Callable[[], float | None]) -> None:
         """Sweep until cancelled.
@@ -56,14 +59,17 @@ class Sweeper:
         :param expire: each drops expired entries, and returns the seconds until the next expiry, None for never.
         """
         while True:
-            # Whatever is to expire from here on is looked for again: the check below may have passed it by.
-            self._wake = awake = anyio.Event()
-            self._looks_at = float("inf")
-            pause = min((pause for drop in expire if (pause := _pause_after(drop)) is not None), default=float("inf"))
-            self._looks_at = self._clock.now() + pause
+            # What one drops may have another look earlier, though it was called already.
+            self._looks_at, self._wake = float("inf"), None
+            for drop in expire:
+                pause = _pause_after(drop)
+                if pause is not None:
+                    self.wake_within(pause)
+            self._wake = anyio.Event()
+            pause = max(self._looks_at - self._clock.now(), 0.0)
             # The loop's clock stands still while the host sleeps.
             with anyio.move_on_after(min(pause, _LONGEST) if pause < float("inf") else pause):
-                await awake.wait()
+                await self._wake.wait()
 
 
 def _pause_after(drop: Callable[[], float | None]) -> float | None:

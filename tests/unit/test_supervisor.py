@@ -402,26 +402,28 @@ def test_a_reload_that_fails_unexpectedly_is_answered() -> None:
 
 
 def test_what_comes_to_expire_during_a_sweep_is_swept() -> None:
-    """Its table was swept already: it is looked at again."""
+    """Its table was swept already: it is looked at again, when that is due and not before."""
     sweeps: list[float] = []
 
     async def story() -> None:
-        sweeping = sweeper.Sweeper(sweeper.BootClock())
+        clock = sweeper.BootClock()
+        sweeping = sweeper.Sweeper(clock)
 
         def first() -> float | None:
-            sweeps.append(0.0)
+            sweeps.append(clock.now())
             return 0.0 if len(sweeps) == 1 else None
 
         def second() -> None:
-            if len(sweeps) == 2:
-                sweeping.wake_within(0.0)
+            sweeping.wake_within(0.05 if len(sweeps) == 2 else 3600.0)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sweeping.run, first, second)
             await turns(lambda: len(sweeps) == 3)
+            await turns(lambda: clock.now() > sweeps[-1] + 0.05)
             tasks.cancel_scope.cancel()
 
     anyio.run(story)
+    assert len(sweeps) == 3 and sweeps[2] >= sweeps[1] + 0.05
 
 
 def test_an_error_of_an_expiry_ends_no_sweep(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
