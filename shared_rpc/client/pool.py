@@ -142,6 +142,8 @@ class ConnectionPool:
                 return  # the session is retired already, or has ended
             self.session = None
             self.retired[session] = set(self.turns)
+        # The session's end returns what the interrupted operation has of the pool, so no other operation may wait for it there.
+        session.transfer.arguments.refuse()
         FINALIZER.start()
         self.end_soon()
 

@@ -147,7 +147,7 @@ def _await_room(transfer: ClientTransfer, what: str, full: PoolFull) -> Operatio
         try:
             free = yield from ask(Request(m.AwaitFree(), what, transfer=transfer, until=until), m.Free)
         except DeadlineExceeded as error:
-            if transfer.arguments.frees == full.frees:
+            if transfer.arguments.frees == full.frees and not transfer.arguments.closed:
                 raise ServerBusy(f"{what}: {full}") from error
             return
     transfer.arguments.release(free.chunks)

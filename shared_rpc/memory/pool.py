@@ -245,11 +245,21 @@ class Pool:
         """Chunks in use."""
         return len(self._chunks)
 
-    def close(self) -> None:
-        """End the session: nothing is acquired any more. The memory goes when neither side has a tensor over it."""
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is acquired any more."""
+        return self._closed
+
+    def refuse(self) -> None:
+        """End the use of the pool by new messages; those who wait for a chunk are woken. Chunks in use stay."""
         with self._lock:
             self._closed = True
+            self._wake()
+
+    def close(self) -> None:
+        """End the session: nothing is acquired any more. The memory goes when neither side has a tensor over it."""
+        self.refuse()
+        with self._lock:
             self._arenas.clear()
             self._chunks.clear()
-            self._wake()
         MAPPINGS.drain()

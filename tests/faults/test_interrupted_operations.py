@@ -26,6 +26,7 @@ from shared_rpc.client.steps import Request
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingTable
+from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import FrameDecoder, encode_frame
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
@@ -333,6 +334,22 @@ def test_an_operation_that_is_interrupted_when_it_has_put_its_connection_back(
     eventually(lambda: session.ended)
     assert others[0]._socket.fileno() >= 0
     others[0].close()
+
+
+def test_a_call_that_waits_for_memory_of_an_interrupted_one(server: Child, base_path: str) -> None:
+    """It gets memory in the next session: what the interrupted one had comes back when its session ends, with this call."""
+    options = PoolOptions(initial=1 << 20, limit=4 << 20)
+    with Client(base_path, device="cpu", timeout=20.0, pool=options) as client:
+        client.ping()
+        session, results = client._pool.session, []
+        pool = session.transfer.arguments
+        pool.acquire("cpu", [1 << 20] * 4, "an interrupted call")
+        waiting = threading.Thread(target=lambda: results.append(client.call("doubled", ARGUMENT)))
+        waiting.start()
+        eventually(lambda: pool.awaited)
+        client._pool.retire_session(session)
+        waiting.join(20)
+        assert torch.equal(results[0], ARGUMENT * 2)
 
 
 def test_a_connection_that_is_given_up_when_its_session_has_ended(client: Client) -> None:
