@@ -342,6 +342,12 @@ def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, by
     header = RecordHeader.from_bytes(rest[:nbytes])
     if any(info.nbytes <= 0 for info in header.segments):
         raise RecordError(f"the record {path} has a segment without bytes", reason="malformed")
+    claimed = sum(info.nbytes for info in header.segments)
+    if claimed > size:  # before the parts are laid out, of which there is one for each piece of what is claimed
+        raise RecordError(
+            f"the record {path} is damaged: it has {size} bytes, and its segments alone have {claimed}. Export it again",
+            reason="damaged",
+        )
     layout = _Layout(nbytes, header.segments)
     if len(layout.parts) != count:
         raise RecordError(f"the record {path} has {count} digests for {len(layout.parts)} parts", reason="malformed")

@@ -54,8 +54,17 @@ class ObjectOperations:
 
     @operation
     def list_objects(ctx: Context) -> Steps[list[ListedObjectInfo]]:
-        """Return all objects, with the processes that hold them."""
-        return (yield from ask(Request(m.ListObjects(), "list_objects", again=True), m.ObjectsReply)).infos
+        """Return all objects, with the processes that hold them.
+
+        They are fetched in pages: an object that comes or goes meanwhile may be missing or there.
+        """
+        infos: list[ListedObjectInfo] = []
+        after: int | None = 0
+        while after is not None:
+            page = yield from ask(Request(m.ListObjects(after), "list_objects", again=True), m.ObjectsReply)
+            infos += page.infos
+            after = page.after
+        return infos
 
     @operation
     def get_object_info(ctx: Context, handle: Lease[Any] | str) -> Steps[ObjectInfo]:

@@ -187,13 +187,19 @@ class HoldersReply(Message):
 
 
 class ListObjects(Message):
-    """Request for :class:`ObjectsReply`."""
+    """Request for :class:`ObjectsReply`: objects that came after that of number ``after``."""
+
+    after: int = 0
+    limit: int = 1000
 
 
 class ObjectsReply(Message):
-    """All objects, with the sessions that hold them."""
+    """Objects in the order in which they came, with the sessions that hold them. ``after`` is for the next request, None at the
+    end.
+    """
 
     infos: list[ListedObjectInfo]
+    after: int | None
 
 
 class InvalidateCall(Message):

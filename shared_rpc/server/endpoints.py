@@ -24,13 +24,24 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFo
 from shared_rpc.protocol.specs import EndpointSpec, Parameter
 from shared_rpc.protocol.values import DtypeRef, canonical, lower
 
-__all__ = ["Endpoint", "Registry", "bind", "cache_key", "check_chain", "describe", "identity_of", "key_of", "takes"]
+__all__ = [
+    "KEY_LIMIT",
+    "Endpoint",
+    "Registry",
+    "bind",
+    "cache_key",
+    "check_chain",
+    "describe",
+    "identity_of",
+    "key_of",
+    "takes",
+]
 
-_NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+_NAME = re.compile(r"[A-Za-z_][\w.\-]{0,199}")
 #: Characters of an unknown name that an error shows.
 _SHOWN = 100
 #: A key longer than this is replaced by its digest.
-_KEY_LIMIT = 512
+KEY_LIMIT = 512
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
     """
     chosen = name if name is not None else getattr(function, "__name__", "")
     if not _NAME.fullmatch(chosen):
-        raise ConfigurationError(f"{chosen!r} cannot name an endpoint: use letters, digits, '_', '.' and '-'")
+        raise ConfigurationError(f"{chosen!r} cannot name an endpoint: use up to 200 letters, digits, '_', '.' and '-'")
     unknown = set(options) - _OPTIONS
     if unknown:
         raise TypeError(f"share() got an unexpected option {sorted(unknown)[0]!r}")
@@ -247,7 +258,7 @@ def cache_key(spec: EndpointSpec, bound: dict[str, Any]) -> str | None:
 
 
 def _shortened(name: str, key: str) -> str:
-    if len(key) <= _KEY_LIMIT:
+    if len(key) <= KEY_LIMIT:
         return key
     return f"{name}(blake2b:{hashlib.blake2b(key.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, RefreshError, StaleHandleError
+from shared_rpc.server.handlers import objects
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import eventually
@@ -180,6 +182,25 @@ def test_a_run_that_goes_on_is_kept_out_of_the_cache(refreshing: tuple[Client, F
     go.set()
     assert isinstance(refreshed.result(20), RefreshError)
     assert client.list_objects() == []
+
+
+def test_objects_of_several_pages(served: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both clients fetch all of them, however many pages they fill: a reply has room for some ten thousand."""
+    monkeypatch.setattr(objects, "_PAGE", 3)
+    client = connect()
+    handles = [client.call("load", size) for size in range(1, 8)]
+    ids = [handle.object_id for handle in handles]
+    assert [item["object_id"] for item in client.list_objects()] == ids
+
+    async def listed() -> list[str]:
+        async with AsyncClient(device="cpu", connect_timeout=0) as other:
+            return [item["object_id"] for item in await other.list_objects()]
+
+    assert asyncio.run(listed()) == ids
+    for object_id in ids[:4]:
+        client.invalidate_object(object_id)
+        handles.pop(0).release()
+    assert [item["object_id"] for item in client.list_objects()] == ids[4:]
 
 
 def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Connect) -> None:

@@ -258,6 +258,17 @@ def test_a_file_with_changed_fields_is_still_checked(there: Site, path: Path) ->
     assert caught.value.reason == "malformed"
 
 
+@pytest.mark.parametrize("nbytes", [1 << 46, 1 << 62])
+def test_a_segment_that_is_larger_than_the_file(path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """It is refused before a place is worked out for each of its parts, of which there would be millions."""
+    header, _ = read(path)
+    rewritten(path, segments=tuple(msgspec.structs.replace(info, nbytes=nbytes) for info in header.segments))
+    monkeypatch.setattr(record_file, "_Layout", None)
+    with pytest.raises(RecordError, match="and its segments alone have") as caught:
+        FileRecord(path)
+    assert caught.value.reason == "damaged"
+
+
 # Bad luck.
 
 

@@ -474,6 +474,9 @@ def test_a_source_reports_what_people_see(source: Source, client: Client) -> Non
     assert (info["pid"], info["misses"]) == (os.getpid(), 0)
     with pytest.raises(ProtocolError):
         source.report({"nodes": "two"})  # type: ignore[typeddict-item]
+    with pytest.raises(ProtocolError, match="has 70016 bytes: report at most 65536"):
+        source.report({"activity": ["x" * 70_000]})
+    assert client.get_server_info()["source"] == info
     source.close()
     gone = client.get_server_info()["source"]
     assert gone is not None and (gone["session"], gone["status"]) == (None, {})

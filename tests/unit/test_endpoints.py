@@ -367,10 +367,10 @@ def test_an_idle_ttl_is_seconds_or_none(ttl: float | None) -> None:
     assert describe(load, idle_ttl=ttl).idle_ttl == ttl
 
 
-@pytest.mark.parametrize("name", ["", "a b", "1a", "a:b", "a(b)", "a/b", ".a", "a\n"])
+@pytest.mark.parametrize("name", ["", "a b", "1a", "a:b", "a(b)", "a/b", ".a", "a\n", "a" * 201])
 def test_a_bad_name_is_refused(name: str) -> None:
     """A name is part of keys and of command lines."""
-    with pytest.raises(ConfigurationError, match="cannot name an endpoint: use letters, digits"):
+    with pytest.raises(ConfigurationError, match="cannot name an endpoint: use up to 200 letters, digits"):
         describe(load, name)
 
 

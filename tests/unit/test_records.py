@@ -259,6 +259,14 @@ def test_code_that_has_changed() -> None:
             assert caught.value.reason == "code"
 
 
+def test_a_key_that_is_longer_than_keys_are() -> None:
+    """Everybody who lists the objects would have to take it; the longest key of the endpoint is taken."""
+    longest = "load(" + "x" * 511
+    assert called(header(cache_key=longest), SPEC, None) == longest
+    with pytest.raises(RecordError, match="has a cache key of 517 characters, and those of endpoint 'load' have at most 516"):
+        called(header(cache_key=longest + "x"), SPEC, None)
+
+
 @pytest.mark.parametrize("key", [None, "", "load", "loader(size=3)", "other(size=3)"])
 def test_a_key_of_another_endpoint(key: str | None) -> None:
     """A header may say anything; callers of another endpoint must not find it."""

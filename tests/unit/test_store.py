@@ -800,3 +800,15 @@ def test_a_generation_follows_those_that_are_held(shelf: Shelf, monkeypatch: pyt
     for key in ("f(2)", "f(3)", "f(4)"):
         shelf.add(key)
     assert shelf.add("f(1)").generation == 1
+
+
+def test_objects_come_in_pages(shelf: Shelf) -> None:
+    """In the order in which they came; what goes between two pages takes nothing else with it."""
+    objects = [shelf.add(f"f({number})") for number in range(5)]
+    first, after = shelf.store.page(0, 2)
+    assert first == objects[:2] and after is not None
+    shelf.store.invalidate(key="f(1)")
+    shelf.store.invalidate(key="f(3)")
+    assert shelf.store.page(after, 2) == ([objects[2], objects[4]], None)
+    assert shelf.store.page(after, 1) == ([objects[2]], objects[2].number)
+    assert shelf.store.page(objects[4].number, 2) == ([], None)

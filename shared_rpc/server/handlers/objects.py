@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol.infos import ListedObjectInfo
 from shared_rpc.server.handlers.table import Caller, handles
+
+#: Objects of one page: some hundred bytes each, and more for each of its holders.
+_PAGE = 1000
 
 
 @handles(m.Release)
@@ -30,12 +34,12 @@ def holders(caller: Caller, message: m.ListHolders) -> m.HoldersReply:
 @handles(m.ListObjects)
 def list_objects(caller: Caller, message: m.ListObjects) -> m.ObjectsReply:
     core = caller.core
-    return m.ObjectsReply(
-        [
-            {**core.info_of(stored), "cached": stored.listed, "holders": core.sessions.holders(stored.object_id)}
-            for stored in core.objects
-        ]
-    )
+    objects, after = core.objects.page(message.after, min(max(message.limit, 1), _PAGE))
+    infos: list[ListedObjectInfo] = [
+        {**core.info_of(stored), "cached": stored.listed, "holders": core.sessions.holders(stored.object_id)}
+        for stored in objects
+    ]
+    return m.ObjectsReply(infos, after)
 
 
 @handles(mo.InvalidateObject)

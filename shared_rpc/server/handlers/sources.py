@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shared_rpc.errors import from_wire
+from shared_rpc.errors import ProtocolError, from_wire
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol.exported import RecordHeader
@@ -15,6 +15,8 @@ from shared_rpc.server.runs import Delivery, Waiter
 
 #: The table of a result without a value.
 _NO_TABLE = msgspec.Raw(EMPTY_TABLE)
+#: Bytes of a source's status, which everybody gets who asks for the server's info.
+_STATUS = 64 << 10
 
 
 @handles(s.AttachSource)
@@ -59,6 +61,9 @@ def fail_miss(caller: Caller, message: s.FailMiss) -> m.Count:
 
 @handles(s.ReportStatus)
 def report_status(caller: Caller, message: s.ReportStatus) -> m.Count:
+    nbytes = len(msgspec.msgpack.encode(message.status))
+    if nbytes > _STATUS:
+        raise ProtocolError(f"the status of a source of records has {nbytes} bytes: report at most {_STATUS}")
     caller.core.sources.report(caller.session, message.source, message.status)
     return m.Count(1)
 

@@ -15,6 +15,7 @@ Raw buffers are objects too. They are listed without a key, which the cache does
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 from collections import Counter, OrderedDict
@@ -81,6 +82,8 @@ class StoredObject:
     tier: Tier = "device"
     host_copy: HostCopy = "on_evict"
     pinned: bool = False
+    #: Its place in the order in which the store took objects in, from 1.
+    number: int = 0
 
     @property
     def cold(self) -> bool:
@@ -174,6 +177,7 @@ class ObjectStore:
         self._on_add = on_add
         self._max_bytes = max_bytes
         self._objects: dict[str, StoredObject] = {}
+        self._numbers = itertools.count(1)
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
         #: Whether the count of a key was forgotten.
         self._forgot = False
@@ -276,6 +280,7 @@ class ObjectStore:
         self._enter(stored)
 
     def _enter(self, stored: StoredObject, *, listed: bool = True) -> None:
+        stored.number = next(self._numbers)
         self._objects[stored.object_id] = stored
         self.buffers += stored.kind == "buffer"
         stored.record.segments = tuple(map(self._share, stored.record.segments))
@@ -531,6 +536,11 @@ class ObjectStore:
                     self._count(segment.info, -1)
                 self.copies.discard(segment.info.id)
         self._on_drop(stored)
+
+    def page(self, after: int, limit: int) -> tuple[list[StoredObject], int | None]:
+        """List objects in the order in which they came, those after number ``after``: ``(objects, next after or None)``."""
+        found = list(itertools.islice((stored for stored in self._objects.values() if stored.number > after), limit + 1))
+        return found[:limit], found[limit - 1].number if len(found) > limit else None
 
     def __iter__(self) -> Iterator[StoredObject]:
         return iter(tuple(self._objects.values()))

@@ -16,7 +16,7 @@ from shared_rpc.protocol.buffers import ITEM_SIZES
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.records import Access, BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.endpoints import key_of
+from shared_rpc.server.endpoints import KEY_LIMIT, key_of
 
 __all__ = ["Versions", "accesses", "called", "check_code", "check_table", "check_versions", "homes", "moved"]
 
@@ -84,6 +84,12 @@ def called(header: RecordHeader, spec: EndpointSpec, call: tuple[Sequence[object
         raise RecordError(
             f"the record has the cache key {str(header.cache_key)[:_SHOWN]!r}, which is none of endpoint {spec.name!r}: name "
             f"the endpoint and the arguments under which it is to be cached",
+            reason="endpoint",
+        )
+    if len(header.cache_key) > len(spec.name) + KEY_LIMIT:
+        raise RecordError(
+            f"the record has a cache key of {len(header.cache_key)} characters, and those of endpoint {spec.name!r} have at "
+            f"most {len(spec.name) + KEY_LIMIT}: {header.cache_key[:_SHOWN]!r}",
             reason="endpoint",
         )
     return header.cache_key
