@@ -69,7 +69,7 @@ def run(*, device: str, shape: str | None, starts: int, path: Path | None) -> No
             _rows(report, empty, first, samples, ends, GOALS["start_gpu" if chosen == "cuda" else "start"])
             _memory_rows(report, servers.base_path, chosen)
         finally:
-            stop_zygotes(servers.base_path)
+            stop_zygotes(servers.base_path, lambda reason: None)
             with suppress(SharedRPCError), Client(servers.base_path, device=chosen, connect_timeout=0) as client:
                 client.stop_server()
     report.finish(path)
