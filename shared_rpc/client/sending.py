@@ -158,13 +158,13 @@ class _HasMemory(Exception):
 
 
 def lower(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Arguments]:
-    """Return the arguments as they travel: plain data without torch; with tensors, modules and dtypes through the codec.
+    """Return the arguments of a call that name a cached object, without their memory.
 
     :param device: the id of the server's device.
     """
     arguments: Arguments | None = _plain(args, kwargs)
     if arguments is None:
-        arguments = yield _encoding(args, kwargs, device, "", None, "")
+        arguments = yield Work(functools.partial(_encode_all, args, kwargs, device, "", None, "", bare=True))
     assert arguments is not None, "the codec returns arguments"
     return arguments
 
@@ -198,11 +198,18 @@ def _encoding(
 
 
 def _encode_all(
-    args: Sequence[Any], kwargs: dict[str, Any], device: str, server: str, pool: Pool | None, what: str
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: str,
+    server: str,
+    pool: Pool | None,
+    what: str,
+    *,
+    bare: bool = False,
 ) -> Arguments:
     from shared_rpc.codec.arguments import encode_arguments
 
-    return encode_arguments(args, kwargs, device_kind(device), server, pool, f"arguments of {what}")
+    return encode_arguments(args, kwargs, device_kind(device), server, pool, f"arguments of {what}", bare=bare)
 
 
 def _undo(pool: Pool | None, arguments: Arguments) -> None:

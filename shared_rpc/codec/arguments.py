@@ -29,13 +29,21 @@ __all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
 
 @without_modes
 def encode_arguments(
-    args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str = "", pool: Pool | None = None, purpose: str = ""
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    kind: str,
+    server: str = "",
+    pool: Pool | None = None,
+    purpose: str = "",
+    *,
+    bare: bool = False,
 ) -> Arguments:
     """Lower a call's arguments, and copy memory that is not shared yet, once its writers on the current streams are done.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device of the server.
     :param server: the server's id: memory that it has itself is named and not sent. ``""`` to send all.
     :param pool: where to copy to, see :func:`~shared_rpc.codec.placement.copy`.
+    :param bare: leave the memory out, because only the parts that make a cache key are needed.
     :raises CapabilityError: for an argument that cannot travel, naming it.
     :raises PoolFull: if the pool has no room now.
     """
@@ -61,7 +69,7 @@ def encode_arguments(
         refuse(value, path)
 
     lowered = lower_call(args, kwargs, leaf)
-    if not scan.storages and not skeletons:
+    if bare or (not scan.storages and not skeletons):
         return Arguments(*encode_call(*lowered))
     placed = copy(scan, spans(scan, exact=True), pool, purpose, server)
     return Arguments(

@@ -61,7 +61,6 @@ class CallOperations:
         """Drop the cached result of one call; return 1 if there was one. Handles stay valid."""
         server = yield from reached(ctx._known())
         arguments = yield from lower(args, kwargs, server.device)
-        arguments.close()  # only the parts that make the key are needed
         message = m.InvalidateCall(endpoint, arguments.args, arguments.kwargs)
         reply = yield from ask(Request(message, f"invalidate_call_cache({endpoint!r})"), m.Count)
         return int(reply.count)

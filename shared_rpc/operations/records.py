@@ -219,7 +219,6 @@ def _adopted(
     encoded, named = (NO_ARGS, NO_KWARGS), endpoint or ""
     if endpoint is not None:
         arguments = yield from lower(args, kwargs, server.device)
-        arguments.close()  # only the parts that make the key are needed
         encoded = arguments.args, arguments.kwargs
 
     def send(buffers: list[str]) -> Operation[m.Message]:

@@ -45,6 +45,23 @@ def together(count: int, call: Callable[[], object], server: Server, go: threadi
         return [future.result(timeout=20) for future in futures]
 
 
+def test_an_invalidation_copies_no_memory(
+    provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the arguments that make the key are needed, whatever the others are."""
+
+    @provider.share(cache_format_key="{key}")
+    def scaled(x: torch.Tensor, model: torch.nn.Module, key: str) -> torch.Tensor:
+        return x * 2
+
+    serve()
+    client, arguments = connect(), (torch.ones(3), torch.nn.Linear(2, 2), "key")
+    client.call("scaled", *arguments)
+    copy = Mock(side_effect=AssertionError("memory is copied"))
+    monkeypatch.setattr("shared_rpc.codec.arguments.copy", copy)
+    assert client.invalidate_call_cache("scaled", *arguments) == 1
+
+
 # Singleflight.
 
 
