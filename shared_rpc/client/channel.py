@@ -27,6 +27,8 @@ class Channel(ExchangeSocket):
     when it has its own, another one reads.
     """
 
+    _waits = False
+
     def __init__(self, path: str, sock: socket.socket) -> None:
         super().__init__(path)
         self._begin(sock)

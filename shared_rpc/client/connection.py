@@ -8,7 +8,7 @@ import os
 import select
 import socket
 import time
-from typing import Self, cast
+from typing import ClassVar, Self, cast
 
 from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
 from shared_rpc.client.steps import Reply, Request
@@ -96,13 +96,15 @@ class ExchangeSocket:
     welcome: m.Welcome
     _socket: FrameSocket
     _exchanges: Exchanges
+    #: Whether the thread that uses it can wait for a GPU: no event loop can.
+    _waits: ClassVar[bool]
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     def _begin(self, sock: socket.socket) -> None:
         self._socket = FrameSocket(sock)
-        self._exchanges = Exchanges(self.path, self._socket)
+        self._exchanges = Exchanges(self.path, self._socket, waits=self._waits)
         # Open copies in the child would keep the parent's session from ending, and closing them does not end it. Also of a
         # connection that another thread is just opening.
         after_fork(self.abandon)
@@ -131,6 +133,8 @@ class ExchangeSocket:
 
 class Connection(ExchangeSocket):
     """A blocking connection, once it was opened with :meth:`open`. One request is under way at a time."""
+
+    _waits = True
 
     def __init__(self, path: str) -> None:
         super().__init__(path)

@@ -69,10 +69,12 @@ class Exchanges:
 
     :param path: the server's socket, for errors.
     :param buffers: where frames come from, and are queued.
+    :param waits: whether the driver's thread can wait for a GPU, when the server needs memory.
     """
 
-    def __init__(self, path: str, buffers: FrameBuffers) -> None:
+    def __init__(self, path: str, buffers: FrameBuffers, *, waits: bool = True) -> None:
         self.path = path
+        self._waits = waits
         self._buffers = buffers
         self._ids = itertools.count()
         #: Unanswered requests by number, abandoned ones too.
@@ -234,7 +236,7 @@ class Exchanges:
             if not exchange.withdrawn:
                 exchange.updates.append(message.info)
         else:
-            self._buffers.queue(exchange.request.when_out_of_memory(), 0)
+            self._buffers.queue(exchange.request.when_out_of_memory(waits=self._waits), 0)
         frame.close()
 
     def _stray(self, frame: Frame) -> None:

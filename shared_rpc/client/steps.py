@@ -116,14 +116,14 @@ class Request:
         """Return the parts of an abandoned request that its answer needs."""
         return Request(self.message, self.what, transfer=self.transfer)
 
-    def when_out_of_memory(self) -> m.Free:
-        """Return the message for a server that needs memory for the result."""
+    def when_out_of_memory(self, *, waits: bool) -> m.Free:
+        """Return the message for a server that needs memory for the result; ``waits``: see :class:`ClientTransfer`."""
         if self.transfer is None:
             return m.Free([])
         if not self.out_of_memory:
             self.out_of_memory = True
             self.transfer.waiting += 1
-        return self.transfer.out_of_memory()
+        return self.transfer.out_of_memory(waits=waits)
 
     def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """Return the message and its descriptors, for a connection that has the descriptors of the segments ``sent``."""

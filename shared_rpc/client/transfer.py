@@ -109,9 +109,15 @@ class ClientTransfer:
             raise ConnectionClosed("this client was closed before the result was mapped")
         return chunk
 
-    def out_of_memory(self) -> m.Free:
-        """Return the message for a server that needs memory, after waiting for the GPU."""
-        self.references.drain()
+    def out_of_memory(self, *, waits: bool = True) -> m.Free:
+        """Return the message for a server that needs memory.
+
+        :param waits: whether the caller can wait for the GPU. Else another thread returns what the GPU may still use.
+        """
+        if waits:
+            self.references.drain()
+        else:
+            self.references.poll(look=True)
         free = m.Free(self.references.pop_returned())
         self._look_again()
         return free

@@ -236,6 +236,18 @@ def test_memory_that_the_server_needs_now_is_waited_for(
     assert sorted(transfer.out_of_memory().chunks) == sorted(numbers)
 
 
+def test_an_event_loop_does_not_wait_for_a_gpu(
+    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
+) -> None:
+    """Another thread waits for it, and returns the chunks to a server that needs memory for a coroutine's result."""
+    numbers = drop()
+    transfer.waiting = 1
+    assert transfer.out_of_memory(waits=False).chunks == []
+    assert not gpu.done
+    clock.advance(1)
+    assert gpu.done and sorted(itertools.chain(*told)) == sorted(numbers)
+
+
 def test_memory_that_a_call_waits_for_is_returned_again(
     transfer: ClientTransfer,
     clock: Clock,
