@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from shared_rpc.errors import CapabilityError, HandleSuspended, SharedRPCError, StaleHandleError
+from shared_rpc.errors import CapabilityError, HandleSuspended, StaleHandleError
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.infos import ObjectInfo
@@ -325,10 +325,13 @@ class Handle(Lease[T]):
         return self._issuer.get_object_info(self.object_id)
 
     def is_stale(self) -> bool:
-        """Ask whether the server that issued the handle has ended, or has dropped the object."""
+        """Ask whether the server that issued the handle has ended, or has dropped the object.
+
+        :raises DeadlineExceeded: if the server does not answer in the client's timeout.
+        """
         try:
             self._issuer.ensure_handle_live(self)
-        except SharedRPCError:
+        except StaleHandleError:
             return True
         return False
 
@@ -494,7 +497,7 @@ class AsyncHandle(Lease[T]):
         """Behave as :meth:`Handle.is_stale`."""
         try:
             await self._issuer.ensure_handle_live(self)
-        except SharedRPCError:
+        except StaleHandleError:
             return True
         return False
 

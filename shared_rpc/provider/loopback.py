@@ -207,7 +207,13 @@ class _LocalCaller:
         return self._waiter
 
     def reply(self, message: m.Message, payload: bytes = b"", owners: tuple[Descriptor, ...] = ()) -> bool:
-        frame = Frame(0, 0, b"", payload, [os.dup(owner.number) for owner in owners])
+        frame = Frame(0, 0, b"", payload, [])
+        try:
+            for owner in owners:
+                frame.fds.append(os.dup(owner.number))
+        except BaseException:
+            frame.close()
+            raise
         if isinstance(self.request.message, t.Resume) and isinstance(message, t.Resumed):
             stored = self.core.objects.get(self.request.message.object_id)
             if stored is not None:

@@ -152,3 +152,29 @@ def test_a_subscription_can_be_cancelled(start: Callable[[str], Child], tmp_path
             os.kill(server.pid, signal.SIGCONT)
 
     anyio.run(main)
+
+
+def test_a_handle_of_it_is_not_stale(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
+    """It is not known whether the server has the object: the error says so."""
+    server = start("stopped")
+    handle = connect("stopped", timeout=0.5).call("held")
+    sigstop(server.pid)
+    with pytest.raises(DeadlineExceeded):
+        handle.is_stale()
+    os.kill(server.pid, signal.SIGCONT)
+    assert not handle.is_stale()
+
+
+def test_a_handle_of_a_coroutine_is_not_stale(start: Callable[[str], Child], tmp_path: Path) -> None:
+    """Nor is one of a blocking client."""
+    server = start("stopped")
+
+    async def main() -> None:
+        async with AsyncClient(tmp_path / "stopped", device="cpu", timeout=0.5) as client:
+            handle = await client.call("held")
+            sigstop(server.pid)
+            with pytest.raises(DeadlineExceeded):
+                await handle.is_stale()
+            os.kill(server.pid, signal.SIGCONT)
+
+    anyio.run(main)

@@ -6,16 +6,22 @@ import asyncio
 import gc
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from shared_rpc import Handle, Provider, Server
+from shared_rpc.client.steps import Request
 from shared_rpc.codec import results
 from shared_rpc.errors import BufferNotFound, CapabilityError, CodecError, ConfigurationError, ServerBusy
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
+from shared_rpc.protocol import messages as m
+from shared_rpc.provider.loopback import _LocalCaller
 from tests.kit.apps import ROLES, Connect
+from tests.kit.descriptors import new_fd, nothing_leaks
 from tests.kit.processes import eventually
 
 
@@ -35,6 +41,15 @@ def used(provider: Provider, device: str) -> int:
     """Bytes of a device that objects take."""
     (found,) = [entry["used"] for entry in provider.list_devices() if entry["id"] == device_id(device)]
     return int(found)
+
+
+def test_an_answer_of_this_process_that_cannot_be_made() -> None:
+    """Where one descriptor cannot be copied, the copies of those before it are closed."""
+    caller = _LocalCaller(cast(Any, None), Request(m.Ping(), "a test"))
+    fd = new_fd()
+    with nothing_leaks(), pytest.raises(OSError, match="Bad file descriptor"):
+        caller.reply(m.Pong(), owners=cast(Any, (SimpleNamespace(number=fd), SimpleNamespace(number=-1))))
+    os.close(fd)
 
 
 def test_a_buffer_in_every_role(provider: Provider, device: str) -> None:
