@@ -7,7 +7,6 @@ process's own.
 
 from __future__ import annotations
 
-import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +15,7 @@ from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
 from shared_rpc.integrations.loading import LoadRequest, library, release, versions_of
-from shared_rpc.integrations.models import load_model, own_model
+from shared_rpc.integrations.models import Build, own_model
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["release", "shared"]
@@ -60,18 +59,22 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     checkpoint = source_of(name, options, "config.json")
     if not checkpoint.is_local:
         options["revision"] = checkpoint.content
-    counted = {option: value for option, value in options.items() if option not in _UNCOUNTED}
-    versions = versions_of(("diffusers", "torch"))
-    digest = digest_of(cls=cls, checkpoint=checkpoint, arguments=arguments, options=counted, versions=versions)
-    dtype = str(options.get("torch_dtype", "")).removeprefix("torch.")
-    key = f"{cls.__name__} {checkpoint.name} {dtype} {digest}"
-    build = functools.partial(load_model, cls, checkpoint, arguments, options, device, {})
+    build = Build(_key_of, cls, checkpoint, arguments, options, device, {})
 
     def finish(parts: dict[str, Any]) -> Any:
         model, info = own_model(parts, device_map, device)
         return (model, info) if wants_info else model
 
-    return Plan(LoadRequest(key, versions, build), finish)
+    versions = versions_of(("diffusers", "torch"))
+    return Plan(LoadRequest(build.key(versions), versions, build), finish)
+
+
+def _key_of(build: Build, versions: dict[str, str]) -> str:
+    cls, checkpoint, arguments = build.cls, build.checkpoint, build.arguments
+    counted = {option: value for option, value in build.options.items() if option not in _UNCOUNTED}
+    digest = digest_of(cls=cls, checkpoint=checkpoint, arguments=arguments, options=counted, versions=versions)
+    dtype = str(build.options.get("torch_dtype", "")).removeprefix("torch.")
+    return f"{cls.__name__} {checkpoint.name} {dtype} {digest}"
 
 
 LIBRARY = Library(lambda: library("diffusers").ModelMixin, plan)

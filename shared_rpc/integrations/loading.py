@@ -1,17 +1,18 @@
 """Loading in a server, and attaching what it has loaded: the two halves of one request.
 
-A request names what is to be loaded, by a key, and carries how: a function, which runs in the server and returns a dict with
-a module in it. The dict is rebuilt at each attach, so that each caller has a module of its own over the shared memory.
+A request carries what is to be loaded, and how: a function, which runs in the server and returns a dict with a module in it.
+The dict is rebuilt at each attach, so that each caller has a module of its own over the shared memory. The key by which the
+server finds what it has comes with the request, and the server computes it again before it loads anything under it.
 """
 
 from __future__ import annotations
 
 import importlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -37,7 +38,17 @@ class LoadRequest(NamedTuple):
 
     key: str
     versions: dict[str, str]
-    build: Callable[[], dict[str, Any]]
+    build: Loader
+
+
+class Loader(Protocol):
+    """Function that loads, with the key of what it loads."""
+
+    def __call__(self) -> dict[str, Any]:
+        """Load it."""
+
+    def key(self, versions: dict[str, str]) -> str:
+        """Return a text that is equal for equal results."""
 
 
 def library(name: str) -> ModuleType:
@@ -87,7 +98,8 @@ def serve_with(provider: Provider) -> None:
 def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
     """Load what a process asked for, in the process that serves.
 
-    :raises ConfigurationError: if a library has another version here than there.
+    :raises ConfigurationError: if a library has another version here than there, or the key is that of another request:
+        others would get what they did not ask for.
     """
     here = versions_of(versions)
     if differing := [
@@ -97,7 +109,9 @@ def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
             f"{key}: the server and the process that asks it differ in their libraries ({'; '.join(differing)}), and so in "
             f"what a model is: install the same ones, and start the server anew (shared-rpc stop)"
         )
-    build: Callable[[], dict[str, Any]] = pickle.loads(request)
+    build: Loader = pickle.loads(request)
+    if (own := build.key(versions)) != key:
+        raise ConfigurationError(f"the request asks for {own} by the key {key}: a request is asked for by its own key")
     with ordinarily():
         return build()
 

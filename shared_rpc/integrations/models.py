@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -11,33 +12,51 @@ from shared_rpc.integrations.devices import LoadDevice
 from shared_rpc.integrations.keys import Checkpoint
 from shared_rpc.memory.devices import torch_device
 
-__all__ = ["CLASS_OPTIONS", "load_model", "own_model"]
+__all__ = ["CLASS_OPTIONS", "Build", "own_model"]
 
 #: Attributes of classes by which checkpoints are read, and which some libraries change while they load.
 CLASS_OPTIONS = ("base_model_prefix",)
 
 
-def load_model(
-    cls: Any, checkpoint: Checkpoint, arguments: list[Any], options: dict[str, Any], device: str, given: dict[str, Any]
-) -> dict[str, Any]:
-    """Load in the server: ``{"model": …, "info": …}``, of which the second says what the checkpoint did not have.
+class Build(NamedTuple):
+    """What a process asks a server to load, and by which key: it travels to the server, which computes the key again.
 
+    :param key_of: a function of the library's module, which returns the key of a build and the versions of libraries.
     :param device: the id of the server's.
     :param given: the :data:`CLASS_OPTIONS` of the class in the process that asks.
-    :raises CheckpointChanged: if the files are not those that were asked for, before or after.
     """
-    if changed := [name for name, value in given.items() if getattr(cls, name, None) != value]:
-        raise CapabilityError(f"{', '.join(changed)} of {cls.__name__} was changed by the process that asks for it")
-    place = LoadDevice(device)
-    checkpoint.check()
-    model, info = cls.from_pretrained(checkpoint.name, *arguments, **options, **place.options, output_loading_info=True)
-    checkpoint.check()
-    # What is shared cannot be trained: without this an optimizer's step would end its process.
-    return {"model": place.move(model).requires_grad_(False), "info": info}
+
+    key_of: Callable[[Build, dict[str, str]], str]
+    cls: Any
+    checkpoint: Checkpoint
+    arguments: list[Any]
+    options: dict[str, Any]
+    device: str
+    given: dict[str, Any]
+
+    def key(self, versions: dict[str, str]) -> str:
+        """Return a text that is equal for equal results."""
+        return self.key_of(self, versions)
+
+    def __call__(self) -> dict[str, Any]:
+        """Load in the server: ``{"model": …, "info": …}``, of which the second says what the checkpoint did not have.
+
+        :raises CheckpointChanged: if the files are not those that were asked for, before or after.
+        """
+        cls = self.cls
+        if changed := [name for name, value in self.given.items() if getattr(cls, name, None) != value]:
+            raise CapabilityError(f"{', '.join(changed)} of {cls.__name__} was changed by the process that asks for it")
+        place = LoadDevice(self.device)
+        self.checkpoint.check()
+        options = {**self.options, **place.options, "output_loading_info": True}
+        model, info = cls.from_pretrained(self.checkpoint.name, *self.arguments, **options)
+        self.checkpoint.check()
+        # What is shared cannot be trained: without this an optimizer's step would end its process.
+        return {"model": place.move(model).requires_grad_(False), "info": info}
 
 
 def own_model(parts: dict[str, Any], device_map: Any, device: str) -> tuple[Any, dict[str, Any]]:
-    """Return the model of :func:`load_model` as this process's own, and what was found in the checkpoint.
+    """Return the model of :class:`Build` as this process's own, and what was found in the checkpoint.
 
     Parameters that the checkpoint does not have, or has in another shape, are of this process alone, and can be trained.
 

@@ -8,7 +8,6 @@ through there, once. No constructor runs here, so nothing is copied and nothing 
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +22,7 @@ from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
 from shared_rpc.integrations.loading import LoadRequest, library, release, versions_of
-from shared_rpc.integrations.models import CLASS_OPTIONS, load_model, own_model
+from shared_rpc.integrations.models import CLASS_OPTIONS, Build, own_model
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["from_shared", "release", "shared"]
@@ -150,14 +149,9 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     wants_info = options.pop("output_loading_info", False)
     attention = _take_attention(cls, options)
     dtype = _take_dtype(options)
-    told = {name: value for name, value in options["config"].to_dict().items() if name not in _OF_NO_MODEL}
-    counted = {key: value for key, value in options.items() if key not in _UNCOUNTED and key != "config"}
     given = {name: getattr(cls, name, None) for name in CLASS_OPTIONS}
     versions = versions_of(("transformers", "torch", *_quantisers(options)))
-    same = {"cls": cls, "source": source, "dtype": dtype, "arguments": arguments, "config": told, "options": counted}
-    digest = digest_of(**same, given=given, versions=versions)
-    key = f"{cls.__name__} {source.name} {str(dtype).removeprefix('torch.')} {digest}"
-    build = functools.partial(load_model, cls, source, arguments, {**options, "dtype": dtype}, device, given)
+    build = Build(_key_of, cls, source, arguments, {**options, "dtype": dtype}, device, given)
 
     def finish(parts: dict[str, Any]) -> Any:
         model, info = own_model(parts, device_map, device)
@@ -168,7 +162,16 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
             model.load_adapter(adapter_path, adapter_name=adapter_name, adapter_kwargs=adapter)
         return (model, info) if wants_info else model
 
-    return Plan(LoadRequest(key, versions, build), finish)
+    return Plan(LoadRequest(build.key(versions), versions, build), finish)
+
+
+def _key_of(build: Build, versions: dict[str, str]) -> str:
+    cls, dtype = build.cls, build.options["dtype"]
+    told = {name: value for name, value in build.options["config"].to_dict().items() if name not in _OF_NO_MODEL}
+    counted = {key: value for key, value in build.options.items() if key not in (*_UNCOUNTED, "config", "dtype")}
+    same = {"cls": cls, "source": build.checkpoint, "dtype": dtype, "arguments": build.arguments, "config": told}
+    digest = digest_of(**same, options=counted, given=build.given, versions=versions)
+    return f"{cls.__name__} {build.checkpoint.name} {str(dtype).removeprefix('torch.')} {digest}"
 
 
 def _check(cls: Any, options: dict[str, Any]) -> None:

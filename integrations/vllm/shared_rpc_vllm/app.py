@@ -9,7 +9,9 @@ import torch
 
 from shared_rpc import Provider
 from shared_rpc.memory.devices import torch_device
+from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.options import base_path
+from shared_rpc_vllm.request import label as label_of
 
 __all__ = ["ENDPOINT", "provider", "weights"]
 
@@ -38,7 +40,12 @@ provider = Provider(
     idle_ttl=_UNUSED,
 )
 def weights(label: str, request: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Load what a request describes; ``label`` names it, see :func:`shared_rpc_vllm.request.label`."""
+    """Load what a request describes; ``label`` names it, see :func:`shared_rpc_vllm.request.label`.
+
+    :raises NotShareable: for the label of another request, whose engines would get these weights.
+    """
+    if label != label_of(request):
+        raise NotShareable(f"the weights of {label_of(request)} were asked for as {label}: use the label of the request")
     from shared_rpc_vllm.build import build
 
     return build(request, torch_device(provider.device_id))

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from shared_rpc_vllm.app import weights
 from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta, tensors_of
 from shared_rpc_vllm.errors import NotShareable
+from shared_rpc_vllm.request import label
 
 
 class Weight(nn.Parameter):
@@ -164,3 +166,10 @@ def test_a_tensor_that_is_left_without_a_value_is_refused_by_name(where: str) ->
     bind(model, tensors_of(Model()))
     with pytest.raises(NotShareable, match=rf"layer\.{'kernel.weight' if where == 'kernel' else 'bias'} of Fused"):
         refuse_meta(model)
+
+
+def test_weights_are_loaded_under_the_label_of_their_request_alone() -> None:
+    """An engine that asks for others by that label would give them to all who ask for these."""
+    asked, other = ({"arguments": {"model": name}, "layout": {}} for name in ("asked", "other"))
+    with pytest.raises(NotShareable, match=r"the weights of other .* were asked for as asked"):
+        weights.__wrapped__(label(asked), other)  # type: ignore[attr-defined]
