@@ -38,7 +38,7 @@ from shared_rpc.client.steps import (
 )
 from shared_rpc.client.suspension import lease_ended, renewed
 from shared_rpc.client.thread_job import ShieldedThreadJob
-from shared_rpc.client.transfer import TransferClosed
+from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
@@ -111,11 +111,12 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     def _has_lease(self, handle: Lease[Any]) -> bool:
         return handle.in_session(self._session)
 
-    def _return_chunks(self, chunks: list[int]) -> None:
-        request = Request(m.Free(chunks), "free")
+    def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
+        session, request = self._session, Request(m.Free(chunks), "free")
+        if session is None or session.transfer is not transfer:
+            raise TransferClosed
         try:
-            if self._session is not None:
-                self._exchange_apart(self._session, request).frame.close()
+            self._exchange_apart(session, request).frame.close()
         except (SharedRPCError, OSError):
             if not request.sent:
                 raise

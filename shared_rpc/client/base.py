@@ -127,8 +127,11 @@ class BaseClient(Driver):
         return new_transfer
 
     @abstractmethod
-    def _return_chunks(self, chunks: list[int]) -> None:
-        """Return chunks of the server's pool to it; from another thread."""
+    def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
+        """Return chunks of the server's pool, in their session; from another thread.
+
+        :raises TransferClosed, SharedRPCError, OSError: if the message was not sent.
+        """
 
     def _after_fork(self) -> None:
         """Begin anew in a forked child: the session is the parent's.

@@ -30,6 +30,7 @@ from shared_rpc.client.steps import (
     reached,
 )
 from shared_rpc.client.suspension import lease_ended, renewed
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, passed_over
 from shared_rpc.lifecycle.finalizer import Job, weakly
@@ -110,8 +111,8 @@ class BlockingDriver(BaseClient, BlockingMethods):
     def _known(self) -> ClientSession | None:
         return self._pool.session
 
-    def _return_chunks(self, chunks: list[int]) -> None:
-        request = Request(m.Free(chunks), "free")
+    def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
+        request = Request(m.Free(chunks), "free", transfer=transfer)
         try:
             self._pool.exchange(request, time.monotonic() + PROMPT, 0).frame.close()
         except (SharedRPCError, OSError):

@@ -32,10 +32,11 @@ class TransferClosed(Exception):
 class ClientTransfer:
     """The pool for arguments, and the chunks of the server's pool that results lie in.
 
-    :param flush: returns chunks to the server, from another thread. An error of it means that the server does not have them.
+    :param flush: returns chunks to the server, in the session of this object; from another thread. An error means that the
+        server does not have them.
     """
 
-    def __init__(self, options: PoolOptions, flush: Callable[[list[int]], None]) -> None:
+    def __init__(self, options: PoolOptions, flush: Callable[[ClientTransfer, list[int]], object]) -> None:
         self.arguments = Pool(options, "this client's pool for arguments")
         #: Bytes of the pool that results may keep: the rest is for arguments that wait for the server.
         self.may_stay = options.limit - options.limit // 4
@@ -221,8 +222,8 @@ class ClientTransfer:
         numbers = self.references.pop_returned()
         if numbers:
             try:
-                self._flush(numbers)
-            except (SharedRPCError, OSError):
+                self._flush(self, numbers)
+            except (TransferClosed, SharedRPCError, OSError):
                 self.references.requeue(numbers)  # for the next request
         self._look_again()
 

@@ -74,7 +74,11 @@ class ServerTransfer(SessionTransfer):
     def _own_dropped(self) -> None:
         # Runs in a finaliser.
         if self._parked:
-            FINALIZER.submit(self.reclaim)
+            FINALIZER.submit(self._reclaim_awaited)
+
+    def _reclaim_awaited(self) -> None:
+        if not self.reclaim() and self._parked and (self.own.dropped or self.own.fenced):
+            FINALIZER.submit(self._reclaim_awaited, after=_AGAIN)
 
     # Arguments.
 

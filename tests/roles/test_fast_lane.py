@@ -108,7 +108,7 @@ def test_memory_is_used_again(server: Server, client: Client) -> None:
     x = torch.ones(1000, device=client.call("full", 1.0).device)
     for _ in range(100):
         client.call("doubled", x)
-    client._return_chunks([])
+    client._return_chunks(client._pool.session.transfer, [])
     before = open_fds(), pools(server)["nbytes"], len(MAPPINGS)
     for _ in range(1000):
         client.call("doubled", x)
@@ -340,9 +340,27 @@ def test_chunks_go_back_once(client: Client, monkeypatch: pytest.MonkeyPatch, se
         request.sent = sent
         raise DeadlineExceeded("the server is stuck")
 
+    client.ping()
     monkeypatch.setattr(client._pool, "exchange", stuck)
     with nullcontext() if sent else pytest.raises(DeadlineExceeded):
-        client._return_chunks([7])
+        client._return_chunks(client._pool.session.transfer, [7])
+
+
+def test_chunks_go_back_in_their_session(
+    server: Server, client: Client, go: threading.Event, begun: threading.Event, device: str
+) -> None:
+    """Also in one that another follows, and that lasts until its last call has ended: a result may wait for the memory."""
+    result = [client.call("full", 1.0)]
+    call = threading.Thread(target=client.call, args=("slow", torch.ones(10, device=device)))
+    call.start()
+    assert begun.wait(20)
+    client._pool.retire_session(client._pool.session)
+    client.ping()
+    assert pools(server)["chunks"] == 1
+    result.clear()
+    eventually(lambda: pools(server)["chunks"] == 0)
+    go.set()
+    call.join(20)
 
 
 def test_a_result_nobody_takes(

@@ -105,7 +105,7 @@ def told() -> list[list[int]]:
 @pytest.fixture
 def transfer(clock: Clock, told: list[list[int]]) -> Iterator[ClientTransfer]:
     """The client's side of a session."""
-    with closing(ClientTransfer(PoolOptions(), told.append)) as transfer:
+    with closing(ClientTransfer(PoolOptions(), lambda _, chunks: told.append(chunks))) as transfer:
         yield transfer
 
 
@@ -206,7 +206,7 @@ def test_a_server_that_cannot_be_told(
     request(transfer)
     gpu.done = True
 
-    def gone(chunks: list[int]) -> None:
+    def gone(transfer: ClientTransfer, chunks: list[int]) -> None:
         raise ConnectionClosed("it was stopped")
 
     monkeypatch.setattr(transfer, "_flush", gone)
@@ -259,7 +259,7 @@ def test_memory_that_a_call_waits_for_is_returned_again(
     transfer.waiting = 1
     refusals = [ConnectionClosed("no more files can be opened")] * (2 * chunk_references._BATCH)
 
-    def flush(chunks: list[int]) -> None:
+    def flush(transfer: ClientTransfer, chunks: list[int]) -> None:
         if refusals:
             raise refusals.pop()
         told.append(chunks)
@@ -333,15 +333,21 @@ def test_arguments_that_another_endpoint_finds_free(serving: ServerTransfer, gpu
     assert told == [chunk_references._BATCH]
 
 
-def test_results_that_are_dropped_as_another_one_begins_to_wait(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
+@pytest.mark.parametrize("captures", [False, True])
+def test_results_that_are_dropped_as_another_one_begins_to_wait(
+    serving: ServerTransfer, gpu: Gpu, clock: Clock, captures: bool
+) -> None:
     """They came back as arguments, and were dropped before the other one waited: their memory is freed all the same."""
+    gpu.captures = captures
 
     async def story() -> None:
         frees = serving.results.frees
         retried = asyncio.Event()
         lend(serving, serving.own, serving.results, gpu)
         serving.park("a result", retried.set, frees)
-        clock.advance(0)
+        clock.advance(1)
+        gpu.captures = False
+        clock.advance(1)
         await asyncio.wait_for(retried.wait(), 10)
 
     asyncio.run(story())
