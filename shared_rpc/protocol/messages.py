@@ -291,7 +291,7 @@ class Free(Message):
 
 
 class AwaitFree(Message):
-    """Request for :class:`Free`, when the server has chunks of the client's pool to return."""
+    """Request for :class:`Free`, when the server has chunks of the client's pool to return, or has returned some otherwise."""
 
 
 class OutOfPoolMemory(Message):
