@@ -162,13 +162,14 @@ def package(session: nox.Session) -> None:
         built = [*first.iterdir(), *plugin.iterdir()]
         session.run("twine", "check", "--strict", *map(str, built))
         session.run("check-wheel-contents", *(str(path) for path in built if path.suffix == ".whl"))
-        for artefact in sorted(first.iterdir()):
+        # The wheel with the oldest dependencies that it allows, the sdist with the newest.
+        for artefact, oldest in zip(sorted(first.iterdir()), (_oldest(), []), strict=True):
             environment = Path(place, f"installed-{artefact.suffix[1:]}")
             session.run(sys.executable, "-m", "venv", str(environment), external=True)
             install = (str(environment / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", *CONSTRAINTS)
-            session.run(*install, str(artefact), external=True)
+            session.run(*install, str(artefact), *oldest, external=True)
             session.run("python", "tests/package/first_contact.py", str(environment / "bin"), "README.md")
-        # The last environment has torch: what the extras ask for beside it exists, and goes together.
+        # What the extras ask for exists, and goes together.
         session.run(*install, "--dry-run", f"{artefact}[{','.join(EXTRAS)}]", external=True)
         Path("dist").mkdir(exist_ok=True)
         for path in built:
@@ -233,6 +234,12 @@ def _run(session: nox.Session, program: str, *arguments: str, **environ: str) ->
     # Hundreds of processes import this package: what one has compiled the others find, whatever the environment says.
     environ = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "", **environ}
     session.run(str(SHARED / "bin" / program), *arguments, external=True, env=environ)
+
+
+def _oldest() -> list[str]:
+    """Return the oldest allowed releases of dependencies, but for compiled ones: for a new Python these may not exist."""
+    needed = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
+    return [text.replace(">=", "==") for text in needed if not text.startswith(("torch", "msgspec", "xxhash"))]
 
 
 def _starts(program: str) -> bool:
