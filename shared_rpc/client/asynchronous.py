@@ -260,7 +260,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         token = session.token if session is not None else ""
         channel = await Channel.open(path, token, self._timeout if self._timeout is not None else 3600.0)
         try:
-            takeover = Takeover(self._leases, session, channel.welcome)
+            takeover = Takeover(self._leases, session, channel.welcome, channel.pid)
             if takeover.renewal is not None:
                 with renewing(path):
                     takeover.renewal.granted(await channel.exchange(takeover.renewal.request, anyio.current_time() + PROMPT))

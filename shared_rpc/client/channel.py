@@ -53,7 +53,7 @@ class Channel(ExchangeSocket):
                     await channel._await(greeting)
                 if greeting.answer is None:
                     raise TooLate
-                channel.welcome = channel._exchanges.welcome(greeting)
+                channel._welcomed(greeting)
         except BaseException:
             channel.close()
             raise
@@ -178,7 +178,7 @@ class Channel(ExchangeSocket):
         """Receive and deliver frames, and wait if there are none."""
         try:
             try:
-                self._socket.receive()
+                self._receive()
             except BlockingIOError:
                 await anyio.wait_readable(self._socket.sock)
                 return

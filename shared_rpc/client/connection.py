@@ -16,7 +16,7 @@ from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, Sha
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.forks import after_fork
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.peers import foreign_owner, is_own_or_root, named, peer_of
+from shared_rpc.protocol.peers import Peer, answerer_of, ask_who_answers, foreign_owner, is_own_or_root, named, peer_of
 from shared_rpc.protocol.socket import FrameSocket
 
 __all__ = ["PROMPT", "Connection", "ExchangeSocket", "Stranger", "connect", "nobody_listens"]
@@ -43,7 +43,8 @@ def connect(sock: socket.socket, path: str) -> None:
         if is_of_handler(error):
             raise
         raise _connect_error(error, path) from error
-    _refuse_stranger(sock, path)
+    _refuse_stranger(peer_of(sock), path)
+    ask_who_answers(sock)
 
 
 def _connect_error(error: OSError, path: str) -> ConnectError:
@@ -64,12 +65,12 @@ def nobody_listens(error: ConnectError) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)
 
 
-def _refuse_stranger(sock: socket.socket, path: str) -> None:
-    """Check whose server it is, before anything is read or sent.
+def _refuse_stranger(peer: Peer, path: str) -> None:
+    """Check whose server it is: by the process that listens, before anything is read or sent, and by the one that answers.
 
-    :raises Stranger: if the server is neither this user's nor root's, or another user's link led to it.
+    :raises Stranger: if it is neither this user's nor root's, or another user's link led to it.
     """
-    pid, uid, _ = peer_of(sock)
+    pid, uid, _ = peer
     way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user stop the server"
     if not is_own_or_root(uid):
         raise Stranger(
@@ -94,6 +95,8 @@ class ExchangeSocket:
     """A connection to the server that listens at ``path``: a socket, and the exchanges over it."""
 
     welcome: m.Welcome
+    #: The process that answers, where its first answer has come. Root's process may have made the socket listen for it.
+    answerer: Peer | None = None
     _socket: FrameSocket
     _exchanges: Exchanges
     #: Whether the thread that uses it can wait for a GPU: no event loop can.
@@ -108,6 +111,33 @@ class ExchangeSocket:
         # Open copies in the child would keep the parent's session from ending, and closing them does not end it. Also of a
         # connection that another thread is just opening.
         after_fork(self.abandon)
+
+    def _receive(self) -> None:
+        """Take in available bytes, as :meth:`FrameSocket.receive`; of the first ones, who sent them."""
+        try:
+            if self.answerer is None:
+                self.answerer = answerer_of(self._socket.sock)
+        except OSError as error:
+            if isinstance(error, (BlockingIOError, InterruptedError)) or is_of_handler(error):
+                raise
+            raise ConnectionClosed(f"the connection broke: {error}") from error
+        self._socket.receive()
+
+    def _welcomed(self, greeting: Exchange) -> None:
+        """Take the answer to the handshake, if this user or root gave it.
+
+        :raises Stranger: if another user did. The text of a refusal is anybody's: a server may refuse before it is asked.
+        """
+        answer = greeting.answer
+        refused = isinstance(answer, m.Error) and not answer.endpoint_raised
+        if self.answerer is not None and not refused:
+            _refuse_stranger(self.answerer, self.path)
+        self.welcome = self._exchanges.welcome(greeting)
+
+    @property
+    def pid(self) -> int:
+        """The process that answers, 0 for one in another pid namespace."""
+        return self.answerer.pid if self.answerer is not None else 0
 
     @property
     def alive(self) -> bool:
@@ -158,7 +188,7 @@ class Connection(ExchangeSocket):
             with self._exchanges.greeting():
                 greeting = self._exchanges.greet(token)
                 self._await(greeting, time.monotonic() + min(timeout, PROMPT))
-                self.welcome = self._exchanges.welcome(greeting)
+                self._welcomed(greeting)
         except BaseException:
             self.close()
             raise
@@ -206,7 +236,7 @@ class Connection(ExchangeSocket):
             if exchanges.broken is not None:
                 raise exchanges.ended()
             try:
-                self._socket.receive()
+                self._receive()
                 exchanges.deliver()
             except BlockingIOError as error:
                 if is_of_handler(error):

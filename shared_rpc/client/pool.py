@@ -399,7 +399,7 @@ class ConnectionPool:
             connection = turn.connection = Connection(search.path)
             try:
                 connection.open(session.token if session is not None else "", max(deadline - time.monotonic(), RETRY))
-                takeover = Takeover(self._leases, session, connection.welcome)
+                takeover = Takeover(self._leases, session, connection.welcome, connection.pid)
                 if takeover.renewal is not None:
                     with renewing(search.path):
                         takeover.renewal.granted(connection.exchange(takeover.renewal.request, time.monotonic() + PROMPT))

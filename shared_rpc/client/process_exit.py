@@ -10,7 +10,6 @@ from contextlib import suppress
 from types import TracebackType
 
 from shared_rpc.errors import DeadlineExceeded
-from shared_rpc.protocol.peers import peer_of
 
 __all__ = ["ProcessExit"]
 
@@ -19,18 +18,18 @@ _LOOK = 0.05
 
 
 class ProcessExit:
-    """The end of the server that listens at ``path`` when this is made; the next server there does not count.
+    """The end of a server; the next one that listens at ``path`` does not count.
 
-    A server in another pid namespace has ended when no process listens.
+    :param pid: of the process that answers there, which need not be the one that listened. A server in another pid namespace,
+        whose pid is 0, has ended when no process listens.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, pid: int) -> None:
         self._path = path
         self._pidfd = -1
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
-            if probe.connect_ex(path) == 0 and (pid := peer_of(probe).pid):
-                with suppress(ProcessLookupError):
-                    self._pidfd = os.pidfd_open(pid)
+        if pid:
+            with suppress(ProcessLookupError):
+                self._pidfd = os.pidfd_open(pid)
 
     def wait(self, timeout: float | None) -> None:
         """Wait until the process has ended.

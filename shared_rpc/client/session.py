@@ -45,6 +45,7 @@ class ClientSession:
     server_id: str
     token: str
     device: str
+    pid: int
     transfer: ClientTransfer
     connections: set[Connection] = field(default_factory=set)
     idle: list[Connection] = field(default_factory=list)
@@ -140,11 +141,13 @@ class Takeover:
     """The relation of a new connection to the session before it: it joins that, or begins another one.
 
     :param earlier: the session whose token the handshake had; None if it had none.
+    :param pid: the process that answered, 0 for one in another pid namespace.
     """
 
-    def __init__(self, leases: LeaseBook, earlier: ClientSession | None, welcome: m.Welcome) -> None:
+    def __init__(self, leases: LeaseBook, earlier: ClientSession | None, welcome: m.Welcome, pid: int) -> None:
         self.earlier = earlier
         self.welcome = welcome
+        self._pid = pid
         self.joined = earlier is not None and earlier.token == welcome.token
         if earlier is not None and not self.joined:
             earlier.ended = True  # before its handles are looked for: a handle that is made from here on is not among them
@@ -156,7 +159,7 @@ class Takeover:
 
     def begin(self, transfer: ClientTransfer) -> ClientSession:
         """Return the session that begins."""
-        return ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, transfer)
+        return ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, self._pid, transfer)
 
     def move(self, session: ClientSession) -> None:
         """Move the handles into the session that began."""

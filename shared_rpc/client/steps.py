@@ -190,10 +190,11 @@ class Tell:
 
 
 class Known(Protocol):
-    """A server that was reached: its id, and that of its device."""
+    """A server that was reached: its id, that of its device, and its process, 0 for one in another pid namespace."""
 
     server_id: str
     device: str
+    pid: int
 
 
 @dataclass(slots=True)

@@ -83,8 +83,9 @@ class ServerOperations:
         :raises CapabilityError: in the local role, which has no server.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
-        yield from reached(ctx._known())
-        with ProcessExit(ctx.socket_path) as process_exit:
+        yield from ask(Request(m.Ping(), "ping", again=True), m.Pong)  # of the server that is there now
+        server = yield from reached(ctx._known())
+        with ProcessExit(ctx.socket_path, server.pid) as process_exit:
             reply = yield from ask(Request(m.StopServer(if_idle), "stop_server"), m.StopReply)
             yield Work(lambda: process_exit.wait(timeout))
         return reply.info

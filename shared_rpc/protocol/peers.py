@@ -12,7 +12,17 @@ from typing import NamedTuple
 
 from shared_rpc.errors.interrupts import is_of_handler
 
-__all__ = ["Peer", "foreign_owner", "is_own", "is_own_or_root", "named", "peer_of", "shares_pid_namespace"]
+__all__ = [
+    "Peer",
+    "answerer_of",
+    "ask_who_answers",
+    "foreign_owner",
+    "is_own",
+    "is_own_or_root",
+    "named",
+    "peer_of",
+    "shares_pid_namespace",
+]
 
 _UCRED = struct.Struct("iII")
 #: asm-generic/socket.h, from Linux 6.5 on.
@@ -27,9 +37,36 @@ class Peer(NamedTuple):
     gid: int
 
 
+_NOBODY = Peer(0, 2**32 - 1, 2**32 - 1)
+
+
 def peer_of(sock: socket.socket) -> Peer:
     """Return the process that called connect(2), or listen(2) on the server's side: SO_PEERCRED, see unix(7)."""
     return Peer(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def ask_who_answers(sock: socket.socket) -> None:
+    """Have the kernel add to what comes from here on who sent it, for :func:`answerer_of`. Of a connected socket: another
+    one would be bound to a name.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+
+
+def answerer_of(sock: socket.socket) -> Peer:
+    """Return the process that sent the first bytes which wait in a socket, once, after :func:`ask_who_answers`.
+
+    It may be another one than that which listened, as with a service manager's socket. Bytes that were sent before the
+    kernel was asked are those of uid 65534 and pid 0.
+
+    :raises BlockingIOError: if no bytes wait.
+    """
+    # A look: no room for descriptors, so none are received, and the bytes stay.
+    _, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(_UCRED.size), socket.MSG_PEEK)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            return Peer(*_UCRED.unpack(content[: _UCRED.size]))
+    return _NOBODY  # the end of the stream, or no such socket
 
 
 def shares_pid_namespace(sock: socket.socket) -> bool:

@@ -271,6 +271,7 @@ class LoopbackDriver(BlockingMethods):
     def __init__(self, engine: Engine, device: str) -> None:
         self.server_id = engine.core.server_id
         self.device = device
+        self.pid = os.getpid()
         self._engine = engine
         #: Tensors of buffers that live in this process, by object id: a tensor is rebuilt once, as in a client.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

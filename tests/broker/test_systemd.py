@@ -95,6 +95,13 @@ def replace_killed(broker: Child, manager: ServiceManager, gate: Path) -> None:
     manager.start()
 
 
+def test_a_broker_that_is_told_to_end(app: BrokerApp, manager: ServiceManager) -> None:
+    """The end of its own process is waited for, not that of the manager, which listens."""
+    broker = manager.start()
+    app.connect().stop_server()
+    assert broker.process.wait(20) == 0
+
+
 def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
     """The next one hands the same memory out before any worker has loaded the app, under the same ids, and builds nothing."""
     broker = manager.start()

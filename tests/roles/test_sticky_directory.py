@@ -24,6 +24,8 @@ from shared_rpc.server import listener as listener_module
 from shared_rpc.server.listener import bind_socket
 from shared_rpc.server.starting import ServerStarter, log_path
 from shared_rpc.settings import ServeOptions
+from tests.kit import attacker
+from tests.kit.attacker import as_uid, needs_another_uid
 from tests.kit.processes import Child, python
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -209,6 +211,52 @@ def test_a_client_says_nothing_to_a_squatter(path: str, stranger: Callable[..., 
             with client(connect_timeout=600) as mine:
                 mine.ping()
     assert squatter.expect("heard") == "heard b''"
+
+
+#: A process of this user listens, as root's service manager may, and another user's answers like a server.
+ANSWERS = """
+import os, socket, sys
+from shared_rpc.protocol import messages as m
+from tests.kit.raw import Raw
+
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o777)
+listener.listen()
+"""
+ANSWERS_AS_STRANGER = """
+print("listening", flush=True)
+while True:
+    sock, _ = listener.accept()
+    with Raw(sock, hello=False) as raw:
+        if sys.argv[2] == "asked":
+            raw.hear()
+        raw.say(m.Welcome("server", "token", os.getpid(), "cpu"), 0)
+        raw.hear_end()
+"""
+
+
+@needs_another_uid
+@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+@pytest.mark.parametrize("when", ["asked", "at once"])
+def test_the_answer_of_another_user_is_not_taken(path: str, children: list[Child], kind: str, when: str) -> None:
+    """Though a process of this user listens there: who answers counts. What comes before it is asked for is nobody's."""
+    import anyio
+
+    squatter = as_uid(ANSWERS_AS_STRANGER, path, when, before=ANSWERS)
+    children.append(squatter)
+    squatter.expect("listening")
+
+    async def ask() -> None:
+        async with AsyncClient(device="cpu", connect_timeout=0.0) as other:
+            await other.ping()
+
+    with pytest.raises(ConnectError, match=rf"{path} belongs to uid ({attacker.STRANGER}|65534).*, not to you \(uid 0\)"):
+        if kind == "asyncio":
+            anyio.run(ask)
+        else:
+            with client() as mine:
+                mine.ping()
 
 
 def test_a_client_does_not_wait_for_a_stranger_to_go(sticky: Path, everybody_is_a_stranger: None) -> None:
