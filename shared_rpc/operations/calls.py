@@ -22,6 +22,7 @@ class _Server:
 
     device: str
     server_id: str = ""
+    pid: int = 0
     transfer: None = None
 
 
