@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,13 +96,18 @@ def test_a_file_of_another_user_is_not_used(
     assert serve(tmp_path / "app.py", "--config", path).workers == 2
 
 
-def test_a_link_of_another_user_is_not_used(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_of_another_user_is_not_used(serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It leads to a file of this user, but of another app."""
     target = write(tmp_path / "mine" / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
-    (tmp_path / "pyproject.toml").symlink_to(target)
-    owners = iter([False, True])  # of the link itself, and of what it leads to
-    monkeypatch.setattr(configuration, "is_own_or_root", lambda uid: next(owners))
+    link = tmp_path / "pyproject.toml"
+    link.symlink_to(target)
+    assert serve(tmp_path / "app.py").workers == 2
+    try:
+        os.lchown(link, os.geteuid() + 1, -1)
+    except OSError as error:
+        pytest.skip(f"a link cannot be given to another user: {error}")
     assert serve(tmp_path / "app.py") == ServeOptions()
+    assert f"{link} is not used: it belongs to uid {os.geteuid() + 1}." in capsys.readouterr().err
 
 
 def test_a_file_that_all_can_write_to_is_not_used(serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
