@@ -288,7 +288,7 @@ class NodeAgent:
     async def _run(self) -> None:
         """Serve until the broker has ended, and end then: who starts the broker anew has another agent made."""
         try:
-            async with asyncio.TaskGroup() as tasks, self._client.source() as self._source:
+            async with self._client.source() as self._source, asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen(self._source))
                 tasks.create_task(self._stay_joined())
                 tasks.create_task(self._look_regularly())
