@@ -60,7 +60,8 @@ MAX_FDS = 4 * FDS_PER_MESSAGE
 class Limits:
     """Limits of a frame, in bytes. Checked on the header, before anything is buffered, and by the sender.
 
-    A body of empty lists takes 64 times its size once it is decoded. A table of 100,000 tensors has about 5 MiB.
+    A body of empty lists would take 64 times its size once it is decoded, so messages limit their lists. A table of 100,000
+    tensors has about 5 MiB.
 
     :param fds: a number of descriptors.
     """

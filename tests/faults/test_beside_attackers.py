@@ -81,10 +81,11 @@ def served(broker_app: BrokerApp) -> Iterator[Served]:
         attacker.half_frames,
         attacker.descriptors_of_half_frames,
         lambda path: attacker.unread_answers(path, "each"),
+        lambda path: attacker.unread_answers(path, "model", same=True),
         attacker.long_lists,
         attacker.waiters,
     ],
-    ids=["half frames", "descriptors of half frames", "unread answers", "long lists", "waiters"],
+    ids=["half frames", "descriptors of half frames", "unread answers", "one unread answer", "long lists", "waiters"],
 )
 def test_a_client_beside_an_attacker(served: Served, attack: Attack) -> None:
     """It is answered while the attack goes on, in bounded time and memory; and the broker lives."""

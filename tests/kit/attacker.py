@@ -24,7 +24,7 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS
 from shared_rpc.protocol.frames import encode_frame
-from tests.kit.processes import Child
+from tests.kit.processes import Child, python
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
 __all__ = [
@@ -38,9 +38,9 @@ __all__ = [
     "long_lists",
     "needs_another_uid",
     "needs_namespaces",
+    "print_worst_pings",
     "unread_answers",
     "waiters",
-    "worst_pings",
 ]
 
 #: A uid without an account, which is not the kernel's overflow uid either.
@@ -167,14 +167,14 @@ def descriptors_of_half_frames(path: str, connections: int = 4) -> Iterator[list
 
 
 @contextmanager
-def unread_answers(path: str, endpoint: str, count: int = 9000) -> Iterator[list[Raw]]:
-    """So many calls whose results have descriptors, of a client that reads nothing."""
+def unread_answers(path: str, endpoint: str, count: int = 9000, *, same: bool = False) -> Iterator[list[Raw]]:
+    """So many calls whose results have descriptors, of a client that reads nothing; ``same``: all of them for one result."""
     with ExitStack() as stack:
         raw = stack.enter_context(Raw(path))
         raw.sock.settimeout(1.0)
         for number in range(1, count + 1):
             try:
-                raw.sock.sendall(frame_of(m.Call(endpoint, [number]), number))
+                raw.sock.sendall(frame_of(m.Call(endpoint, [1 if same else number]), number))
             except OSError:
                 break
         yield [raw]
@@ -215,18 +215,23 @@ def waiters(path: str, connections: int = 4, count: int = 10_000) -> Iterator[li
         yield []
 
 
-def worst_pings(client: Client, path: str, endpoint: str) -> dict[str, float]:
-    """How long a client waits at the most, in seconds, beside each of the attacks."""
-    worst: dict[str, float] = {}
-    attacks = {
-        "half frames of 64 MiB": half_frames(path),
-        "descriptors of half frames": descriptors_of_half_frames(path),
-        "9,000 answers that are not read": unread_answers(path, endpoint),
-        "bodies of 16 MiB, all lists": long_lists(path),
-        "4 x 10,000 pending requests of a client that dies": waiters(path),
-    }
-    for name, attack in attacks.items():
-        with Bystander(client) as bystander, attack:
-            time.sleep(1.0)
-        worst[name] = bystander.worst
-    return worst
+#: Attacks by their names, as code in which ``path`` is a server's socket.
+ATTACKS = {
+    "half frames of 64 MiB on 8 connections": "half_frames(path)",
+    "4,048 descriptors of half frames": "descriptors_of_half_frames(path)",
+    "9,000 results that are not read": "unread_answers(path, 'each')",
+    "9,000 times one result that is not read": "unread_answers(path, 'model', same=True)",
+    "requests of 16 MiB, all lists": "long_lists(path)",
+    "4 clients with 10,000 pending requests that hang up": "waiters(path)",
+}
+
+
+def print_worst_pings(client: Client, path: str) -> None:
+    """Print how long a client waits for a ping at the most, in milliseconds, while another process attacks the server."""
+    for name, attack in ATTACKS.items():
+        code = f"import time\nfrom tests.kit.attacker import *\npath = {path!r}\nwith {attack}:\n    time.sleep(1)\n"
+        with Bystander(client) as bystander:
+            child = python(code)
+            _, errors = child.process.communicate(timeout=300)
+            assert not child.process.returncode, errors
+        print(f"{bystander.worst * 1e3:6.0f} ms  {name}", *bystander.errors, flush=True)
