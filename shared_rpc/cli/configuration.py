@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import stat
 import tomllib
 from pathlib import Path
@@ -27,43 +28,41 @@ def read_options(context: typer.Context, file: str | None) -> str | None:
 
     :raises Misuse: if the file cannot be read, has another key than a long option's name, or a value that is not of its type.
     """
-    if not context.resilient_parsing:  # as for the completion in a shell
-        path = Path(file) if file is not None else _project_of(context.params["target"])
-        if path is not None:
-            context.default_map = _options(path, context)
-    return file
-
-
-def _project_of(target: str) -> Path | None:
-    """Return the nearest ``pyproject.toml`` above an app that is a file, unless another user may have written it.
-
-    The directory may be another user's, whose files must not decide how this user's processes run.
-    """
-    place = target.partition(":")[0]
-    folders = Path(place).resolve().parents if place.endswith(".py") else ()
-    path = next((folder / _PROJECT for folder in folders if (folder / _PROJECT).is_file()), None)
-    if path is None:
-        return None
-    found = path.stat()
-    # A link may be another user's too, and lead to a file of this user that is not meant for this app.
-    for uid in (path.lstat().st_uid, found.st_uid):
-        if not is_own_or_root(uid):
-            complain(f"{path} is not used: it belongs to {named(uid)}. To use it, add --config {path}")
-            return None
-    if found.st_mode & stat.S_IWOTH:
-        complain(f"{path} is not used: every user can write to it. To use it, add --config {path}")
-        return None
-    return path
-
-
-def _options(path: Path, context: typer.Context) -> dict[str, Any]:
-    """Return the values in a file by the names of the parameters."""
+    path = Path(file) if file is not None else _project_of(context.params.get("target"))
+    if path is None or context.resilient_parsing:  # as for the completion in a shell
+        return file
     try:
-        table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as opened:
+            reason = _reason_not_to_use(path, os.fstat(opened.fileno())) if file is None else ""
+            if reason:
+                complain(f"{path} is not used: {reason}. To use it, add --config {path}")
+            else:
+                context.default_map = _options(path, tomllib.load(opened), context)
     except OSError as error:
         raise Misuse(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise Misuse(f"{path} is not TOML: {error}") from None
+    return file
+
+
+def _project_of(target: str | None) -> Path | None:
+    """Return the nearest ``pyproject.toml`` above an app that is a file."""
+    place = (target or "").partition(":")[0]
+    folders = Path(place).resolve().parents if place.endswith(".py") else ()
+    return next((folder / _PROJECT for folder in folders if (folder / _PROJECT).is_file()), None)
+
+
+def _reason_not_to_use(path: Path, found: os.stat_result) -> str:
+    """Return why another user may have written a file, who must not decide how this user's processes run; ``""`` if not."""
+    # A link may be another user's too, and lead to a file of this user that is not meant for this app.
+    for uid in (path.lstat().st_uid, found.st_uid):
+        if not is_own_or_root(uid):
+            return f"it belongs to {named(uid)}"
+    return "every user can write to it" if found.st_mode & stat.S_IWOTH else ""
+
+
+def _options(path: Path, table: Any, context: typer.Context) -> dict[str, Any]:
+    """Return the values in a file by the names of the parameters."""
     if path.name == _PROJECT:
         for name in ("tool", "shared-rpc"):
             table = table.get(name, {})
