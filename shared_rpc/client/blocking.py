@@ -114,7 +114,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
     def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
         request = Request(m.Free(chunks), "free", transfer=transfer)
         try:
-            self._pool.exchange(request, time.monotonic() + PROMPT, 0).frame.close()
+            self._pool.exchange(request, time.monotonic() + BRIEFLY, 0).frame.close()
         except (SharedRPCError, OSError):
             if not request.sent:
                 raise

@@ -82,6 +82,7 @@ class GenerationOperations:
         Close the subscription that is returned to end the calls.
 
         :raises ConnectError: if no server listens within the client's ``connect_timeout``.
+        :raises DeadlineExceeded: if the server does not answer within the client's timeout.
         """
         while True:
             news: Refreshes = yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh", again=True), Refreshes)

@@ -238,8 +238,8 @@ async def test_a_task_that_is_cancelled_while_its_arguments_are_written(
     """asyncio's own cancellation, however often it comes, does not leave the thread alone with chunk and descriptors."""
     encode = arguments.encode_arguments
 
-    def slowly(*arguments: Any) -> Any:
-        encoded = encode(*arguments)
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        encoded = encode(*arguments, **options)
         begun.set()
         assert go.wait(30)
         return encoded
