@@ -53,7 +53,9 @@ def _is_socket(fd: int) -> bool:
     try:
         fcntl.fcntl(fd, _GET_SEALS)
         return False  # a memfd
-    except OSError:
+    except OSError as error:
+        if is_of_handler(error):
+            raise
         return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
 
 
