@@ -19,7 +19,7 @@ CLASS_OPTIONS = ("base_model_prefix",)
 
 
 class Build(NamedTuple):
-    """What a process asks a server to load, and by which key: it travels to the server, which computes the key again.
+    """Request to load a model under a key. It travels to the server, which computes the key again.
 
     :param key_of: a function of the library's module, which returns the key of a build and the versions of libraries.
     :param device: the id of the server's.

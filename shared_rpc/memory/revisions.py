@@ -357,7 +357,7 @@ class _Turn:
 
 
 class _OwnPage:
-    """This process's own mapping of a page that others can only read, and the lock that says that this process lives."""
+    """Mapping of a page that other processes can only read, and the lock that says that this process lives."""
 
     def __init__(self, page: Segment) -> None:
         made: list[int] = []

@@ -105,7 +105,7 @@ class Connection(Protocol):
 
 
 class Intake:
-    """What connections leave unfinished, of all servers of this process together: frames that have begun, and answers that
+    """Unfinished work of the connections of all servers of this process: frames that have begun, and answers that
     are not read. The connection that takes what the others need is ended. On one event loop. Times are of one clock.
     """
 
