@@ -25,9 +25,12 @@ FOLDER = HERE.parent / "_static" / "cli"
 
 
 class Picture(NamedTuple):
-    """A command, and when its picture is taken: at its end, or as soon as ``until``, a regular expression, is on the screen.
+    """A command, and when its picture is taken.
 
-    ``beside`` is a script of this folder that runs meanwhile. ``measured``: times and sizes are what the picture is about.
+    That is at its end, or as soon as ``until``, a regular expression, is on the screen.
+    ``beside`` is a script of this folder that runs at the same time. ``measured``: times and sizes are what the picture
+    is about.
+    ``gpu``: the server has a model of 16 GB on a GPU, and four processes hold it.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Picture(NamedTuple):
     lines: int = 40
     beside: str = ""
     measured: bool = False
+    gpu: bool = False
 
 
 PICTURES = [
@@ -52,17 +56,21 @@ PICTURES = [
     Picture("tasks", "shared-rpc tasks", columns=124),
     Picture("doctor", "shared-rpc doctor"),
     Picture("verify", "shared-rpc verify", lines=60, measured=True),
+    Picture("top-gpu", "shared-rpc top", until=r"up [1-9]\ds", columns=112, lines=26, measured=True, gpu=True),
 ]
 
 
 def main() -> None:
-    """Take all of them, or those that are named."""
-    wanted = sys.argv[1:]
+    """Take those that are named, or all that need no GPU."""
+    chosen = [picture for picture in PICTURES if (picture.name in sys.argv[1:] if sys.argv[1:] else not picture.gpu)]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with _scene() as (environ, runtime):
-        for picture in PICTURES:
-            if wanted and picture.name not in wanted:
-                continue
+    for gpu in {picture.gpu for picture in chosen}:
+        _take([picture for picture in chosen if picture.gpu is gpu], gpu)
+
+
+def _take(pictures: list[Picture], gpu: bool) -> None:
+    with _gpu_scene() if gpu else _scene() as (environ, runtime):
+        for picture in pictures:
             words = [sys.executable, "-m", "shared_rpc.cli", *shlex.split(picture.command)[1:]]
             with ExitStack() as stack:
                 if picture.beside:
@@ -77,17 +85,8 @@ def main() -> None:
 def _scene() -> Iterator[tuple[dict[str, str], str]]:
     """A server with two processes that hold what it has, and a task that has ended."""
     with ExitStack() as stack:
-        # As long as /run/user/1000, which stands for it in the pictures.
-        runtime = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", dir="/tmp"))
-        roles = ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE", "PYTHONPATH")
-        environ = {name: value for name, value in os.environ.items() if name not in roles} | {
-            "SHARED_TENSOR_BASE_PATH": f"{runtime}/models",
-            "PYTHONPATH": str(HERE.parent.parent),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONWARNINGS": "ignore",
-        }
-
+        runtime = stack.enter_context(_runtime())
+        environ = _environ(runtime) | {"CUDA_VISIBLE_DEVICES": ""}
         serve = ("-m", "shared_rpc.cli", "serve", "app.py", "--quota", "cpu=8GiB")
         stack.enter_context(_running(environ, *serve))
         subprocess.run(
@@ -97,6 +96,33 @@ def _scene() -> Iterator[tuple[dict[str, str], str]]:
             stack.enter_context(_running(environ, "worker.py"))
         _await_zygote(environ["SHARED_TENSOR_BASE_PATH"])
         yield environ, runtime
+
+
+@contextmanager
+def _gpu_scene() -> Iterator[tuple[dict[str, str], str]]:
+    """A server with a model of 16 GB on a GPU, and four processes that hold it."""
+    with ExitStack() as stack:
+        runtime = stack.enter_context(_runtime())
+        environ = _environ(runtime)
+        stack.enter_context(_running(environ, "-m", "shared_rpc.cli", "serve", "app_gpu.py"))
+        for _ in range(4):
+            stack.enter_context(_running(environ, "worker.py"))
+        yield environ, runtime
+
+
+def _runtime() -> tempfile.TemporaryDirectory[str]:
+    # As long as /run/user/1000, which stands for it in the pictures.
+    return tempfile.TemporaryDirectory(prefix="p", dir="/tmp")
+
+
+def _environ(runtime: str) -> dict[str, str]:
+    own = ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE")
+    return {name: value for name, value in os.environ.items() if name not in own} | {
+        "SHARED_TENSOR_BASE_PATH": f"{runtime}/models",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONWARNINGS": "ignore",
+    }
 
 
 def _await_zygote(base_path: str) -> None:

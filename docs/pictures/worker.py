@@ -4,6 +4,6 @@ import sys
 
 from shared_rpc import Client
 
-with Client(device="cpu") as client, client.call("load_model"), client.create_buffer((8, 1024), "float32"):
+with Client() as client, client.call("load_model"), client.create_buffer((8, 1024), "float32"):
     print("attached", flush=True)
     sys.stdin.read()
