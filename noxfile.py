@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "types", "tests", "package", "cluster", "docs", "demo", "bench", "vllm"]
+nox.options.sessions = ["lint", "types", "demo", "tests", "examples", "package", "cluster", "docs", "bench", "vllm"]
 nox.options.reuse_existing_virtualenvs = True
 # pip sees where a CPU build of torch may lie; other installers may not look there.
 nox.options.default_venv_backend = "virtualenv"
@@ -28,8 +28,10 @@ PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 #: The extras of users; the others are for development.
 EXTRAS = ("cuda", "metrics", "ray", "top", "uvloop")
 
-#: One environment for all sessions that need torch: to install it takes longer than most of them.
+#: One environment for all sessions that need torch, because its installation takes longer than most of them.
 SHARED = Path(__file__).parent / ".nox" / "shared"
+#: Extras of the package that a session needs in it.
+EVERYTHING = ("docs", "examples", "types")
 
 #: What tests take part in `nox -s tests`; those of tests/docs run with what they are about.
 ROOMS = [f"tests/{room}" for room in ("unit", "roles", "broker", "faults", "cli", "integrations", "gpu")]
@@ -64,7 +66,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU, but for those of `docs`, `demo` and `bench`; ``nox -s tests -- tests/unit`` for some."""
+    """All tests that need no GPU, but for those of `docs`, `examples` and `bench`; ``nox -s tests -- tests/unit`` for some."""
     if session.posargs:
         _run(session, "pytest", *session.posargs)
     else:
@@ -178,8 +180,13 @@ def package(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
-    """The main job on real weights, the verification, and the other scenarios: each fails if something it claims is false."""
-    _run(session, "python", "examples/semantic_search_demo.py", *session.posargs)
+    """The main job on real weights, which checks what it claims: a server, clients, kills. A minute after the installation."""
+    _run(session, "python", "examples/semantic_search_demo.py", *session.posargs, extras=("examples",))
+
+
+@nox.session(venv_backend="none")
+def examples(session: nox.Session) -> None:
+    """The other programs in `examples/`, and ``shared-rpc verify``: each fails if something it claims is false."""
     _test(session, *BY_FILE, "tests/docs/test_verify.py", *map(str, Path("tests/docs").glob("test_example_*.py")))
 
 
@@ -219,19 +226,26 @@ def _rerun(run: Callable[..., object], *arguments: str) -> None:
         FLAKY.extend(flaky.read().splitlines())
 
 
-def _run(session: nox.Session, program: str, *arguments: str, **environ: str) -> None:
-    """Run a program of the shared environment, which is made or brought up to date before."""
+def _run(session: nox.Session, program: str, *arguments: str, extras: tuple[str, ...] = EVERYTHING, **environ: str) -> None:
+    """Run a program of the shared environment, after installing the extras of the package that are missing there."""
     wanted = hashlib.sha256(b"".join(Path(name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))).hexdigest()
     stamp, python = SHARED / "installed", str(SHARED / "bin" / "python")
-    if not stamp.exists() or stamp.read_text() != f"{sys.version} {wanted}":
-        session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
-        install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        session.run(*install, "torch", "-e", ".[test,examples,docs,types]", *CONSTRAINTS, external=True)
-        # The peer of the benchmarks. It asks for an old numpy, which it does not use.
-        session.run(*install, "--no-deps", "shared-tensor==0.2.16", external=True)
-        stamp.write_text(f"{sys.version} {wanted}")
+    state, _, installed = stamp.read_text().partition("\n") if stamp.exists() else ("", "", "")
+    fresh = state != f"{sys.version_info} {wanted}"
+    present = () if fresh else tuple(installed.split())
+    missing = tuple(extra for extra in extras if extra not in present)
+    if missing:
+        session.log(f"installing torch and the extras {', '.join(missing)} into {SHARED}: one to four minutes, once")
+        if fresh:
+            session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
+        install = (python, "-m", "pip", "install", "--disable-pip-version-check")
+        session.run(*install, "torch", "-e", f".[{','.join(missing)}]", *CONSTRAINTS, external=True)
+        if "types" in missing:
+            # The peer of the benchmarks. It asks for an old numpy, which it does not use.
+            session.run(*install, "--no-deps", "shared-tensor==0.2.16", external=True)
+        stamp.write_text(f"{sys.version_info} {wanted}\n{' '.join((*present, *missing))}")
     path = os.pathsep.join([str(SHARED / "bin"), os.environ["PATH"]])
-    # Hundreds of processes import this package: what one has compiled the others find, whatever the environment says.
+    # Hundreds of processes import this package: the first one compiles it for all, whatever the environment says.
     environ = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "", **environ}
     session.run(str(SHARED / "bin" / program), *arguments, external=True, env=environ)
 

@@ -28,11 +28,13 @@ QUESTIONS = ("Which animal communicates by moving?", "How hot is a flash in a st
 
 console = Console(width=110)
 failures: list[str] = []
+BEGIN = time.monotonic()
 
 
 def check(what: str, good: bool) -> None:
-    """Print one checked fact."""
-    console.print(f"  [{'green' if good else 'red'}]{'ok  ' if good else 'FAIL'}[/] {what}", highlight=False)
+    """Print one checked fact, and the seconds since the start."""
+    verdict = "[green]ok  [/]" if good else "[red]FAIL[/]"
+    console.print(f"{time.monotonic() - BEGIN:5.1f} s  {verdict} {what}", highlight=False)
     if not good:
         failures.append(what)
 
@@ -99,6 +101,7 @@ def within(seconds: float, condition: Callable[[], bool]) -> float | None:
 
 def demo(directory: str) -> None:
     environ = _environ(directory)
+    console.print("Real embedding weights in four processes, some of which are killed. About a minute on two cores.")
     console.rule("one file, three roles")
     alone = App("local", environ)
     server = App("server", environ)
