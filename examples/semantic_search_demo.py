@@ -31,10 +31,14 @@ failures: list[str] = []
 BEGIN = time.monotonic()
 
 
+def step(what: str) -> None:
+    """Print what has happened, and the seconds since the start."""
+    console.print(f"{time.monotonic() - BEGIN:5.1f} s  {what}", highlight=False)
+
+
 def check(what: str, good: bool) -> None:
-    """Print one checked fact, and the seconds since the start."""
-    verdict = "[green]ok  [/]" if good else "[red]FAIL[/]"
-    console.print(f"{time.monotonic() - BEGIN:5.1f} s  {verdict} {what}", highlight=False)
+    """Print one checked fact."""
+    step(f"{'[green]ok  [/]' if good else '[red]FAIL[/]'} {what}")
     if not good:
         failures.append(what)
 
@@ -57,6 +61,7 @@ class App:
         if match is None:
             raise SystemExit(f"the {role} did not get ready: {ready!r}")
         self.seconds = float(match[1])
+        step(f"a process is ready: {role}, pid {self.process.pid}")
 
     def read(self) -> str:
         """Its next line."""
@@ -205,6 +210,7 @@ def _environ(directory: str) -> dict[str, str]:
         **os.environ,
         "SHARED_TENSOR_BASE_PATH": f"{directory}/demo",
         "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
