@@ -15,7 +15,7 @@ from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
 from shared_rpc.integrations.loading import LoadRequest, library, release, versions_of
-from shared_rpc.integrations.models import Build, own_model
+from shared_rpc.integrations.models import ModelRequest, own_model
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["release", "shared"]
@@ -59,7 +59,7 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     checkpoint = source_of(name, options, "config.json")
     if not checkpoint.is_local:
         options["revision"] = checkpoint.content
-    build = Build(_key_of, cls, checkpoint, arguments, options, device, {})
+    build = ModelRequest(_key_of, cls, checkpoint, arguments, options, device, {})
 
     def finish(parts: dict[str, Any]) -> Any:
         model, info = own_model(parts, device_map, device)
@@ -69,7 +69,7 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     return Plan(LoadRequest(build.key(versions), versions, build), finish)
 
 
-def _key_of(build: Build, versions: dict[str, str]) -> str:
+def _key_of(build: ModelRequest, versions: dict[str, str]) -> str:
     cls, checkpoint, arguments = build.cls, build.checkpoint, build.arguments
     counted = {option: value for option, value in build.options.items() if option not in _UNCOUNTED}
     digest = digest_of(cls=cls, checkpoint=checkpoint, arguments=arguments, options=counted, versions=versions)

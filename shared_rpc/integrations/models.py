@@ -12,13 +12,13 @@ from shared_rpc.integrations.devices import LoadDevice
 from shared_rpc.integrations.keys import Checkpoint
 from shared_rpc.memory.devices import torch_device
 
-__all__ = ["CLASS_OPTIONS", "Build", "own_model"]
+__all__ = ["CLASS_OPTIONS", "ModelRequest", "own_model"]
 
 #: Attributes of classes by which checkpoints are read, and which some libraries change while they load.
 CLASS_OPTIONS = ("base_model_prefix",)
 
 
-class Build(NamedTuple):
+class ModelRequest(NamedTuple):
     """Request to load a model under a key. It travels to the server, which computes the key again.
 
     :param key_of: a function of the library's module, which returns the key of a build and the versions of libraries.
@@ -26,7 +26,7 @@ class Build(NamedTuple):
     :param given: the :data:`CLASS_OPTIONS` of the class in the process that asks.
     """
 
-    key_of: Callable[[Build, dict[str, str]], str]
+    key_of: Callable[[ModelRequest, dict[str, str]], str]
     cls: Any
     checkpoint: Checkpoint
     arguments: list[Any]
@@ -56,7 +56,7 @@ class Build(NamedTuple):
 
 
 def own_model(parts: dict[str, Any], device_map: Any, device: str) -> tuple[Any, dict[str, Any]]:
-    """Return the model of :class:`Build` as this process's own, and what was found in the checkpoint.
+    """Return the model of :class:`ModelRequest` as this process's own, and what was found in the checkpoint.
 
     Parameters that the checkpoint does not have, or has in another shape, are of this process alone, and can be trained.
 

@@ -22,7 +22,7 @@ from shared_rpc.integrations.blocks import Library, Plan, block
 from shared_rpc.integrations.devices import check_device_map
 from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
 from shared_rpc.integrations.loading import LoadRequest, library, release, versions_of
-from shared_rpc.integrations.models import CLASS_OPTIONS, Build, own_model
+from shared_rpc.integrations.models import CLASS_OPTIONS, ModelRequest, own_model
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["from_shared", "release", "shared"]
@@ -151,7 +151,7 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     dtype = _take_dtype(options)
     given = {name: getattr(cls, name, None) for name in CLASS_OPTIONS}
     versions = versions_of(("transformers", "torch", *_quantisers(options)))
-    build = Build(_key_of, cls, source, arguments, {**options, "dtype": dtype}, device, given)
+    build = ModelRequest(_key_of, cls, source, arguments, {**options, "dtype": dtype}, device, given)
 
     def finish(parts: dict[str, Any]) -> Any:
         model, info = own_model(parts, device_map, device)
@@ -165,7 +165,7 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
     return Plan(LoadRequest(build.key(versions), versions, build), finish)
 
 
-def _key_of(build: Build, versions: dict[str, str]) -> str:
+def _key_of(build: ModelRequest, versions: dict[str, str]) -> str:
     cls, dtype = build.cls, build.options["dtype"]
     told = {name: value for name, value in build.options["config"].to_dict().items() if name not in _OF_NO_MODEL}
     counted = {key: value for key, value in build.options.items() if key not in (*_UNCOUNTED, "config", "dtype")}

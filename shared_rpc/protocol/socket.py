@@ -86,7 +86,7 @@ def _refuse_sockets(fds: Iterable[int]) -> None:
         raise ProtocolError("received a socket where descriptors of memory are expected")
 
 
-class Owner(Protocol):
+class FdOwner(Protocol):
     """Owner of an open descriptor, which is not closed while anything refers to the owner."""
 
     number: int
@@ -105,7 +105,7 @@ class FrameBuffers:
         #: Received bytes and descriptors, until the decoder has them.
         self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
         #: Bytes, and the descriptors that go with them: duplicates, or owners.
-        self._outbox: deque[tuple[memoryview, list[int] | list[Owner]]] = deque()
+        self._outbox: deque[tuple[memoryview, list[int] | list[FdOwner]]] = deque()
         #: Duplicates of descriptors on their way into the outbox.
         self._duplicates: list[int] = []
         #: Queued bytes and written bytes, since the beginning; and the descriptors in the outbox.
@@ -147,7 +147,7 @@ class FrameBuffers:
         request_id: int,
         payload: bytes = b"",
         fds: Sequence[int] = (),
-        owners: Sequence[Owner] = (),
+        owners: Sequence[FdOwner] = (),
     ) -> None:
         """Queue a frame with descriptors, of one kind or the other.
 

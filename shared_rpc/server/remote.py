@@ -23,7 +23,7 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import HELLO, Frame, Limits
 from shared_rpc.protocol.peers import Peer
-from shared_rpc.protocol.socket import Owner
+from shared_rpc.protocol.socket import FdOwner
 from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.core import Core
 from shared_rpc.server.handlers import answer
@@ -146,7 +146,7 @@ class RemoteClient:
         """Whether nothing is read from the client, because it does not read."""
         return self.stream.paused
 
-    def send(self, message: m.Message, number: int, payload: bytes = b"", owners: tuple[Owner, ...] = ()) -> bool:
+    def send(self, message: m.Message, number: int, payload: bytes = b"", owners: tuple[FdOwner, ...] = ()) -> bool:
         """Send a message. Never waits, never raises; False if an error went instead, or the connection has ended."""
         if self.stream.closed:
             return False

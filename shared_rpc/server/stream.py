@@ -13,7 +13,7 @@ from shared_rpc.errors import ConnectionClosed
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.protocol.frames import Frame, Limits
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.socket import FrameSocket, Owner
+from shared_rpc.protocol.socket import FdOwner, FrameSocket
 
 __all__ = ["FramedStream"]
 
@@ -116,7 +116,7 @@ class FramedStream:
         request_id: int = 0,
         payload: bytes = b"",
         fds: tuple[int, ...] = (),
-        owners: tuple[Owner, ...] = (),
+        owners: tuple[FdOwner, ...] = (),
         *,
         at_once: bool = False,
     ) -> None:

@@ -23,7 +23,7 @@ from shared_rpc import Provider, Server, errors
 from shared_rpc.integrations import loading
 from shared_rpc.integrations import transformers as integration
 from shared_rpc.integrations.keys import source_of
-from shared_rpc.integrations.models import Build
+from shared_rpc.integrations.models import ModelRequest
 from shared_rpc.integrations.transformers import release, shared
 from tests.integrations.checkpoints import FAMILIES, decoder, inputs, save
 from tests.integrations.comparing import same_bits, shared_parameters
@@ -428,7 +428,7 @@ def test_what_the_server_cannot_share_is_loaded_for_this_process(provider: Provi
 def test_a_class_that_is_changed_for_the_moment_is_refused(provider: Provider, checkpoint: str) -> None:
     """Some libraries change how a class reads a checkpoint while they load; the server's class reads it otherwise."""
     with pytest.raises(errors.CapabilityError, match="base_model_prefix of LlamaForCausalLM was changed"):
-        Build(
+        ModelRequest(
             lambda build, versions: "",
             transformers.LlamaForCausalLM,
             source_of(checkpoint, {}, "config.json"),

@@ -89,7 +89,7 @@ class Descriptors:
         return {"used": self.used, "limit": self.limit, "available": self.available()}
 
 
-class Connection(Protocol):
+class LimitedConnection(Protocol):
     """A connection, as far as what it holds is limited."""
 
     @property
@@ -111,12 +111,12 @@ class Intake:
 
     def __init__(self, descriptors: Descriptors) -> None:
         self._descriptors = descriptors
-        self.connections: set[Connection] = set()
+        self.connections: set[LimitedConnection] = set()
         #: Bytes of an incomplete frame and the time of its last byte, by connection; the oldest first.
-        self._partial: dict[Connection, tuple[int, float]] = {}
+        self._partial: dict[LimitedConnection, tuple[int, float]] = {}
         self._nbytes = 0
 
-    def note(self, connection: Connection, nbytes: int, now: float = 0.0) -> None:
+    def note(self, connection: LimitedConnection, nbytes: int, now: float = 0.0) -> None:
         """Note the bytes that a connection has sent of an incomplete frame."""
         before, _ = self._partial.pop(connection, (0, 0.0))
         self._nbytes += nbytes - before
@@ -138,12 +138,12 @@ class Intake:
                 text = f"it holds {most.held_fds} of {self._descriptors.available()} descriptors, more than any other"
                 self._end(most, f"{text}: read answers, and complete frames, before asking for more")
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: LimitedConnection) -> None:
         """Forget a connection that has ended."""
         self.connections.discard(connection)
         self.note(connection, 0)
 
-    def _end(self, connection: Connection, why: str) -> None:
+    def _end(self, connection: LimitedConnection, why: str) -> None:
         self.leave(connection)  # it is ended once
         connection.end(why)
 
