@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, StaleHandleError
+from shared_rpc.errors import ConfigurationError, ConnectionClosed, StaleHandleError
 from shared_rpc.memory.backends.choice import lifetime, makers
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Arguments
@@ -310,8 +310,8 @@ class Core:
                     fail(outcome)
                 else:
                     made(self.generations.made(endpoint, outcome))
-            except SharedRPCError as error:
-                fail(Failure.of(error))
+            except Exception as error:
+                fail(Failure.unexpected(error, f"a new generation of {endpoint[:100]!r} cannot be delivered"))
 
         waiter.refreshes, waiter.deliver = True, deliver
         self._enter_anew(waiter, endpoint, lowered, arguments, chain)
@@ -340,8 +340,8 @@ class Core:
                     fail(outcome)
                 else:
                     sent = made(self.generations.prepared(endpoint, outcome))
-            except SharedRPCError as error:
-                fail(Failure.of(error))
+            except Exception as error:
+                fail(Failure.unexpected(error, f"a new generation of {endpoint[:100]!r} cannot be delivered"))
             finally:
                 if not sent and isinstance(outcome, Delivery) and outcome.stored is not None:
                     self.release(session, [outcome.stored.object_id])

@@ -273,7 +273,11 @@ class WorkerHost:
             number=number,
         )
         self._runs[number] = hosted, run
-        hosted.executor.start(run, self)
+        try:
+            hosted.executor.start(run, self)
+        except RuntimeError as error:  # there is no thread
+            arguments.close()
+            self.ended(run, Failure.unexpected(error, f"a run of {endpoint.spec.name}() cannot be started"))
 
     def began(self, run: Run[None]) -> None:
         # Before the endpoint runs, which may end this process: a started run is not started again elsewhere.

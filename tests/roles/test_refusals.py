@@ -178,8 +178,10 @@ def test_arguments_that_do_not_fit(every_app: list[App]) -> None:
         ("shared_rpc.server.core.key_of", lambda client: client.submit("one")),
         ("shared_rpc.server.core.identity_of", lambda client: client.refresh("one")),
         ("shared_rpc.server.core.Core.info", lambda client: client.get_server_info()),
+        ("shared_rpc.server.generations.Generations.made", lambda client: client.refresh("one")),
+        ("shared_rpc.server.generations.Generations.prepared", lambda client: client.prepare("one")),
     ],
-    ids=["call", "submit", "refresh", "info"],
+    ids=["call", "submit", "refresh", "info", "refreshed", "prepared"],
 )
 def test_a_type_error_in_the_server_is_no_mistake_of_the_caller(
     place: str,

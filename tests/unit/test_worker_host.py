@@ -10,11 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from shared_rpc import Provider
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import worker as w
 from shared_rpc.provider.overrides import Overrides
 from shared_rpc.settings import ServeOptions
-from shared_rpc.worker.host import WorkerHost
+from shared_rpc.worker.host import Hosted, WorkerHost
 from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -53,3 +54,15 @@ def test_memory_that_no_thread_can_make(worker: tuple[WorkerHost, Raw], monkeypa
     monkeypatch.setattr(host._memory, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     answer = broker.ask(w.Allocate("cpu", 4096))
     assert isinstance(answer, w.Allocated) and "can't start new thread" in answer.error
+
+
+def test_a_run_that_no_thread_can_begin(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker answers with the reason, and goes on."""
+    host, broker = worker
+    provider = Provider(device="cpu", execution_mode="local")
+    provider.share("f")(lambda: None)
+    hosted = host._hosted["key"] = Hosted("key", provider, None)
+    monkeypatch.setattr(hosted.executor, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    for number in (1, 2):
+        answer = broker.ask(w.StartRun("f", key="key"), number)
+        assert isinstance(answer, w.RunFailed) and "can't start new thread" in answer.text
