@@ -238,7 +238,7 @@ def test_the_command(app: BrokerApp, children: list[Child]) -> None:
     assert client.call("answer").tolist() == [1, 1]
     assert reload("--drop-objects")[0] == 0
     assert client.call("answer").tolist() == [2, 2]
-    assert reload("--drop-objects", "--keep-objects")[0] == 1
+    assert reload("--drop-objects", "--keep-objects")[0] == 2
 
 
 def test_a_new_provider_that_has_no_place(app: BrokerApp) -> None:

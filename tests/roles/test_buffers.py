@@ -475,7 +475,7 @@ def test_what_cannot_be_asked_for(client: Client, arguments: tuple[Any, ...], op
     [
         (m.CreateBuffer(-1), "configuration"),
         (m.CreateBuffer((1 << 63) - 1), "capability"),
-        (m.CreateBuffer([1] * 100_000), "configuration"),
+        (m.CreateBuffer([1] * 100_000), "protocol"),
         (m.CreateBuffer([1 << 62] * 64), "configuration"),
         (m.CreateBuffer([0, 1 << 62, 1 << 62]), "configuration"),
         (m.CreateBuffer(1, "float32"), "configuration"),

@@ -19,18 +19,30 @@ class FakeWorker:
 
     def __init__(self, pid: int) -> None:
         self.pid, self.served, self.congested = pid, {"app": object()}, False
+        self.keeps_memory = False
         self.sent: asyncio.Queue[int] = asyncio.Queue()
+
+    def begin_order(self) -> None:
+        """Ignore it: this worker does not end by itself."""
+
+    def end_order(self) -> None:
+        """Ignore it as well."""
 
     def send(self, message: Message, number: int) -> None:
         """The broker asks."""
         self.sent.put_nowait(number)
 
 
+async def no_bare_worker() -> Any:
+    """Fail to start a worker without the app."""
+    raise WorkerCrashed("no worker can be started")
+
+
 def answered(workers: list[Any], *then: Any) -> Any:
     """What :meth:`MemoryRequests.ask` returns or raises; each of ``then`` gets the requests and the number that was sent."""
 
     async def play() -> Any:
-        requests = MemoryRequests(lambda: workers)
+        requests = MemoryRequests(lambda: workers, no_bare_worker)
         asked = asyncio.create_task(asyncio.to_thread(requests.ask, w.FreeBytes("gpu")))
         for number, step in enumerate(then):
             step(requests, await asyncio.wait_for(everybody[number].sent.get(), 5))
@@ -43,7 +55,7 @@ def answered(workers: list[Any], *then: Any) -> Any:
 def says(free: int | None = None, error: str = "") -> Any:
     """A worker answers."""
     return lambda requests, number: requests.answered(
-        cast(Any, None), w.Allocated(free=free, error=error), Frame(0, number, b"")
+        cast(Any, FakeWorker(0)), w.Allocated(free=free, error=error), Frame(0, number, b"")
     )
 
 
