@@ -276,7 +276,7 @@ SLACK = 192 << 20
 @pytest.fixture(params=mechanisms.PREFERENCE)
 def mechanism(request: pytest.FixtureRequest) -> str:
     """Each mechanism that the first GPU has."""
-    lacks = mechanisms.lacking(0)
+    lacks = mechanisms.survey(device_id("cuda:0"))
     if lacks[request.param]:
         pytest.skip(f"the GPU has {lacks[request.param]}")
     return str(request.param)
