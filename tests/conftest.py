@@ -9,6 +9,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -228,9 +229,20 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def warm_gpu(warm: None) -> None:
+    """Open what the driver of a GPU opens once in a process and keeps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first product in autograd's thread makes the context there, and says so
+        (torch.ones(2, 2, device="cuda", requires_grad=True) @ torch.ones(2, 2, device="cuda")).sum().backward()
+    publish(torch.zeros(1, device="cuda"), "cuda", "read_write", "warm").close()
+
+
 @pytest.fixture
-def no_leaks(warm: None) -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest, warm: None) -> Iterator[None]:
     """Fails the test if it leaves descriptors or mappings behind. Request it before what opens them."""
+    if request.node.get_closest_marker("gpu") is not None:
+        request.getfixturevalue("warm_gpu")
     gc.collect()
     MAPPINGS.drain()
     fds, mappings = open_fds(), len(MAPPINGS)
@@ -254,8 +266,8 @@ def no_leaks(warm: None) -> Iterator[None]:
 def device(request: pytest.FixtureRequest, warm: None) -> str:
     """Each kind of device that memory is shared on."""
     kind: str = request.param
-    if kind == "cuda":  # what the driver opens once is open before anything is counted
-        publish(torch.zeros(1, device=kind), kind, "read_write", "warm").close()
+    if kind == "cuda":
+        request.getfixturevalue("warm_gpu")
     return kind
 
 

@@ -277,8 +277,12 @@ def _gpu_of(order: CopyOrder) -> str:
     return devices[0]
 
 
-#: Codes of a driver for a descriptor that is not the memory it is said to be.
-_STRANGE = (driver.CUresult.CUDA_ERROR_INVALID_VALUE, driver.CUresult.CUDA_ERROR_INVALID_HANDLE)
+#: Codes of a driver for a descriptor that is not the memory it is said to be; driver 580 answers UNKNOWN to any other file.
+_STRANGE = (
+    driver.CUresult.CUDA_ERROR_INVALID_VALUE,
+    driver.CUresult.CUDA_ERROR_INVALID_HANDLE,
+    driver.CUresult.CUDA_ERROR_UNKNOWN,
+)
 
 
 @contextmanager
