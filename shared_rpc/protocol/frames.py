@@ -29,6 +29,7 @@ from typing import NoReturn
 from shared_rpc.errors import ProtocolError
 
 __all__ = [
+    "CLIENT",
     "FDS_PER_MESSAGE",
     "HEADER_SIZE",
     "HELLO",
@@ -64,16 +65,21 @@ class Limits:
     tensors has about 5 MiB.
 
     :param fds: a number of descriptors.
+    :param files: whether these may be files that have a path, outside of ``/dev``.
     """
 
     body: int = 16 << 20
     payload: int = 512 << 20
     fds: int = MAX_FDS
+    files: bool = True
 
 
 _LIMITS = Limits()
 #: Limits of the first frame of a connection, whose sender is not known yet.
-HELLO = Limits(body=64 << 10, payload=0, fds=0)
+HELLO = Limits(body=64 << 10, payload=0, fds=0, files=False)
+#: Limits of what a client sends after that. It has no reason to send a file: the server of a file system in user space decides
+#: how long its closing takes, also in a process that is just being started.
+CLIENT = Limits(files=False)
 
 
 def close_all(fds: list[int]) -> None:

@@ -48,15 +48,18 @@ def _fds_of(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     ]
 
 
-def _is_socket(fd: int) -> bool:
-    """Return whether a descriptor is a socket, without fstat(2), which waits for the server of a file system in user space."""
+def _place_of(fd: int) -> str:
+    """Return what a descriptor is open on, as /proc names it; empty for a memfd.
+
+    That takes no fstat(2), which waits for the server of a file system in user space.
+    """
     try:
         fcntl.fcntl(fd, _GET_SEALS)
-        return False  # a memfd
+        return ""
     except OSError as error:
         if is_of_handler(error):
             raise
-        return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        return os.readlink(f"/proc/self/fd/{fd}")
 
 
 def _packed(fds: Sequence[Any]) -> bytes:
@@ -72,18 +75,21 @@ def _drop(fds: list[Any]) -> None:
         close_all(fds)
 
 
-def _refuse_sockets(fds: Iterable[int]) -> None:
-    """Refuse sockets: memory travels here, and a process that held the other end of its connection would never see its end.
+def _refuse_strange(fds: Iterable[int], files: bool) -> None:
+    """Refuse sockets, because a process that held the other end of its connection would never see its end; and unless ``files``
+    also files that have a path.
 
-    :raises ProtocolError: if there is a socket among the descriptors, which stay the caller's to close.
+    :raises ProtocolError: if there is one among the descriptors, which stay the caller's to close.
     """
-    sockets = [fd for fd in fds if _is_socket(fd)]
-    for fd in sockets:
+    places = [(fd, _place_of(fd)) for fd in fds]
+    for fd in [fd for fd, place in places if place.startswith("socket:")]:
         # Otherwise close(2) waits, for as long as the sender chose, for unread data.
         with socket.socket(fileno=os.dup(fd)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
-    if sockets:
-        raise ProtocolError("received a socket where descriptors of memory are expected")
+    for _, place in places:
+        if place.startswith("socket:") or (not files and place.startswith("/") and not place.startswith("/dev/")):
+            kind = "socket" if place.startswith("socket:") else "file"
+            raise ProtocolError(f"received a {kind} where descriptors of memory are expected")
 
 
 class FdOwner(Protocol):
@@ -265,7 +271,7 @@ class FrameSocket(FrameBuffers):
             _, fds = self._arrived[0]
             fds = [*fds]
             self._decoder.consume(self._arrived)
-            _refuse_sockets(fds)
+            _refuse_strange(fds, self._decoder.limits.files)
         else:
             self.partial += data
             del self._read[0]

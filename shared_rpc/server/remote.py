@@ -21,7 +21,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
-from shared_rpc.protocol.frames import HELLO, Frame, Limits
+from shared_rpc.protocol.frames import CLIENT, HELLO, Frame
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.protocol.socket import FdOwner
 from shared_rpc.server.arguments import read_arguments
@@ -188,7 +188,7 @@ class RemoteClient:
         self.session = self.core.sessions.join(self.peer, hello.token, self._may_send_code)
         self.session_id = self.session.session_id
         self.name = f"{self.session_id[:8]}-{next(_numbers)}"
-        self.stream.limit_frames(Limits())
+        self.stream.limit_frames(CLIENT)
         self.send(m.Welcome(self.core.server_id, self.session.token, os.getpid(), self.core.device), frame.request_id)
 
     def _end(self, error: Exception | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -43,9 +42,9 @@ class ServerTransfer(SessionTransfer):
         #: In a worker, the ids of the pool's arenas whose descriptors the broker has.
         self.sent: set[str] = set()
         #: Results that wait for room in the pool: the owner of each, and a function to call when there may be room.
-        self._parked: deque[tuple[object, Callable[[], None]]] = deque()
+        self._parked: dict[object, Callable[[], None]] = {}
         #: Waiters for chunks of the client's pool: called from another thread.
-        self._wanted: deque[Callable[[], None]] = deque()
+        self._wanted: dict[Callable[[], None], None] = {}
         self._looking = False
         #: The server's loop, once a result is parked.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -94,15 +93,14 @@ class ServerTransfer(SessionTransfer):
 
     def await_chunks(self, told: Callable[[], None]) -> None:
         """Call ``told``, from another thread, when there are chunks to return."""
-        self._wanted.append(told)
+        self._wanted[told] = None
         FINALIZER.start()
         if not self._looking:
             self._looking = True
             FINALIZER.submit(self._look)
 
     def unsubscribe(self, told: Callable[[], None]) -> None:
-        with suppress(ValueError):  # called already
-            self._wanted.remove(told)
+        self._wanted.pop(told, None)
 
     def returned(self) -> list[int]:
         return self.references.pop_returned()
@@ -117,9 +115,9 @@ class ServerTransfer(SessionTransfer):
         return chunks
 
     def _tell(self) -> None:
-        with suppress(IndexError):  # other threads remove some too
-            while self._wanted:
-                self._wanted.popleft()()
+        for told in [*self._wanted]:
+            if self._wanted.pop(told, "called") is None:
+                told()
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
@@ -146,14 +144,14 @@ class ServerTransfer(SessionTransfer):
             self._retry()
 
     def _retry(self) -> None:
-        parked, self._parked = self._parked, deque()
-        for _, retry in parked:
+        parked, self._parked = self._parked, {}
+        for retry in parked.values():
             retry()
 
     def park(self, result: object, retry: Callable[[], None], frees: int) -> None:
         """Have ``retry`` called when chunks have come back since there were ``frees``, see :attr:`Pool.frees`."""
         self._loop = asyncio.get_running_loop()
-        self._parked.append((result, retry))
+        self._parked[result] = retry
         if self.results.frees != frees:  # an endpoint's thread has freed chunks before the result was parked
             self._loop.call_soon(self._retry)
         elif self.own.dropped or self.own.fenced:
@@ -161,10 +159,7 @@ class ServerTransfer(SessionTransfer):
 
     def unpark(self, result: object) -> bool:
         """Forget a result without waiters; False if it is not parked."""
-        found = [entry for entry in self._parked if entry[0] is result]
-        for entry in found:
-            self._parked.remove(entry)
-        return bool(found)
+        return self._parked.pop(result, None) is not None
 
     def close(self) -> None:
         super().close()

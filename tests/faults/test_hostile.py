@@ -666,11 +666,9 @@ def _pipe() -> int:
         lambda: sealed_memory(2048),
         lambda: sealed_memory(seals=F_SEAL_SHRINK | F_SEAL_WRITE),
         _pipe,
-        lambda: os.open("/", os.O_RDONLY),
-        lambda: os.open("/", os.O_PATH),
         lambda: os.open("/dev/zero", os.O_RDWR),
     ],
-    ids=["not sealed", "too small", "sealed against writing", "pipe", "directory", "path", "device"],
+    ids=["not sealed", "too small", "sealed against writing", "pipe", "device"],
 )
 def test_a_segment_that_is_no_memory_of_ours(server: Server, make: Callable[[], int]) -> None:
     """A descriptor that could end the server with SIGBUS, or cannot be mapped at all, is refused."""
@@ -679,6 +677,20 @@ def test_a_segment_that_is_no_memory_of_ours(server: Server, make: Callable[[], 
         error = raw.ask(tensor_call(), fds=[fd])
         assert isinstance(error, m.Error)
         assert error.code == "capability"
+    os.close(fd)
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_PATH], ids=["directory", "path"])
+@pytest.mark.parametrize("complete", [True, False], ids=["a frame", "half a frame"])
+def test_a_file_of_a_client(server: Server, good: Client, flags: int, complete: bool) -> None:
+    """It ends the connection as it arrives: a process that is just being started would close it too, and wait for its owner."""
+    fd = os.open("/", flags)
+    with Raw(server.socket_path) as raw:
+        raw.send(PING if complete else header(8, body=1, fds=2), [fd])
+        answer = raw.hear()
+        assert isinstance(answer, m.Error)
+        assert "received a file" in answer.text
+        good.ping()
     os.close(fd)
 
 

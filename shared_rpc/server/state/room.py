@@ -17,7 +17,7 @@ each thing, or begins it, before it asks for the next one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal, Protocol, TypeVar
@@ -197,7 +197,7 @@ class RoomLine(Generic[W]):
         self._occupancy = occupancy
         self._clock = clock
         #: Requests in line, the first one first.
-        self._line: list[RoomRequest[W]] = []
+        self._line: OrderedDict[RoomRequest[W], None] = OrderedDict()
         self._reserved: Counter[str] = Counter()
         #: Objects that are being brought to their devices.
         self._arriving: dict[str, Reservation] = {}
@@ -214,13 +214,15 @@ class RoomLine(Generic[W]):
         :param first: before all others, because its turn had come already.
         """
         request.since = self._clock.now()
-        self._line.insert(0 if first else len(self._line), request)
+        self._line[request] = None
+        if first:
+            self._line.move_to_end(request, last=False)
 
     def leave(self, request: RoomRequest[W]) -> bool:
         """Take a request out of line that is not wanted any more; False if it was in none."""
         if request not in self._line:
             return False
-        self._line.remove(request)
+        del self._line[request]
         return True
 
     def redeem(self, reservation: Reservation) -> None:
@@ -279,7 +281,7 @@ class RoomLine(Generic[W]):
 
     def ahead(self, request: RoomRequest[W]) -> int:
         """Return how many requests are in line before one."""
-        return self._line.index(request)
+        return list(self._line).index(request)
 
     def failures(self) -> dict[str, str]:
         """Return why objects could not be moved, by object."""
@@ -308,7 +310,7 @@ class RoomLine(Generic[W]):
             if held_up.isdisjoint(needs):
                 decision = self.refusal(request)
                 if decision is not None:
-                    self._line.remove(request)
+                    del self._line[request]
                     return decision
                 served = self._serve(request, needs)
                 if served is not None:
@@ -337,7 +339,8 @@ class RoomLine(Generic[W]):
     def _grant(self, request: RoomRequest[W], needs: Mapping[str, int]) -> Grant[W]:
         joins = request.object_id
         served = [other for other in self._line if other is request or (joins and other.object_id == joins)]
-        self._line = [other for other in self._line if other not in served]
+        for other in served:
+            del self._line[other]
         reservation = Reservation({device: nbytes for device, nbytes in needs.items() if nbytes}, request.object_id)
         if not reservation.sizes:
             return Grant(tuple(served), None)
