@@ -367,7 +367,8 @@ def test_pools_that_are_kept_end_with_the_process(serve: Callable[..., Served], 
     kept = [("executor", "fork"), ("executor", "forkserver"), ("pool", "fork"), ("pool", "spawn"), ("threads", "fork")]
     pids = [served.client.call("keep", kind, method).item() for kind, method in kept]
     code, _, errors = served.end(number)
-    assert (code, errors) == (0, "")
+    # A worker that cannot end its pools in time is killed; the resource tracker removes what they leave, and says so.
+    assert (code, [line for line in errors.splitlines() if "resource_tracker" not in line]) == (0, [])
     eventually(lambda: not any(map(is_running, pids)), what=f"the end of {pids}")
 
 
