@@ -49,8 +49,12 @@ class Raw:
         self._frames = FrameSocket(end)
         self.welcome = m.Welcome("", "", 0, "")
         if hello:
-            welcome = self.ask(m.Hello(token))
-            assert isinstance(welcome, m.Welcome), welcome
+            try:
+                welcome = self.ask(m.Hello(token))
+                assert isinstance(welcome, m.Welcome), welcome
+            except BaseException:
+                self._frames.close()
+                raise
             self.welcome = welcome
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
