@@ -23,6 +23,8 @@ class Outside(SphinxPostTransform):
             if node.get("reftype") != "myst":
                 continue
             folder = (Path(self.app.srcdir, self.env.docname).parent / node["reftarget"]).resolve()
+            if folder.with_suffix(".md").exists():
+                continue  # a page of that name
             if folder.is_dir() and folder.is_relative_to(root):
                 path = f"{folder.relative_to(root)}/"
                 shown = node.astext()
