@@ -90,7 +90,7 @@ def drawn(options: argparse.Namespace) -> list[dict[str, int]]:
 
 
 class Gauge:
-    """The most that the server had on its device, as it is seen several times a second."""
+    """The most that the server had on its device, as it is seen several times a second and once at the end."""
 
     def __init__(self, client: Client) -> None:
         self.most, self.limit = 0, 0
@@ -98,7 +98,9 @@ class Gauge:
         self._thread = threading.Thread(target=self._watch)
 
     def _watch(self) -> None:
-        while not self._stopped.wait(0.05):
+        stopped = False
+        while not stopped:
+            stopped = self._stopped.wait(0.05)
             device = next(device for device in self._client.list_devices() if device["limit"] is not None)
             self.most, self.limit = max(self.most, device["used"]), device["limit"] or 0
 

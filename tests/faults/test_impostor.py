@@ -63,15 +63,24 @@ def client(impostor: object, connect: Callable[..., Client], monkeypatch: pytest
     return connect(timeout=0.5)
 
 
-def greeting(then: Manners) -> Manners:
-    """Behave until the handshake is done."""
+def hearing(then: Manners) -> Manners:
+    """Hear the client's first message: what is sent before it may come before the client asks who has sent it."""
 
     def manners(raw: Raw) -> None:
         raw.hear()
-        raw.say(WELCOME, 0)
         then(raw)
 
     return manners
+
+
+def greeting(then: Manners) -> Manners:
+    """Behave until the handshake is done."""
+
+    def welcome(raw: Raw) -> None:
+        raw.say(WELCOME, 0)
+        then(raw)
+
+    return hearing(welcome)
 
 
 def replying(message: m.Message, payload: bytes = b"", fds: int = 0) -> Manners:
@@ -93,14 +102,14 @@ def replying(message: m.Message, payload: bytes = b"", fds: int = 0) -> Manners:
     [
         (lambda raw: raw.hear_end(), ConnectError, "did not answer"),
         (lambda raw: None, ConnectError, "hung up"),
-        (lambda raw: raw.send(b"HTTP/1.1 400 Bad Request"), ProtocolError, "not a shared_rpc frame"),
+        (hearing(lambda raw: raw.send(b"HTTP/1.1 400 Bad Request")), ProtocolError, "not a shared_rpc frame"),
         (
-            lambda raw: raw.send(struct.pack("!4sBBHIIQ", b"sRPC", VERSION + 1, 2, 0, 0, 0, 0)),
+            hearing(lambda raw: raw.send(struct.pack("!4sBBHIIQ", b"sRPC", VERSION + 1, 2, 0, 0, 0, 0))),
             ProtocolError,
             "use the same release of shared-rpc on both",
         ),
-        (lambda raw: raw.send(frame_of(WELCOME)[:-1]), ConnectError, "hung up"),
-        (lambda raw: raw.say(m.Pong()), ProtocolError, "answered Hello with Pong"),
+        (hearing(lambda raw: raw.send(frame_of(WELCOME)[:-1])), ConnectError, "hung up"),
+        (hearing(lambda raw: raw.say(m.Pong())), ProtocolError, "answered Hello with Pong"),
     ],
     ids=["silence", "hanging up", "another protocol", "another version", "half a greeting", "another greeting"],
 )
