@@ -27,6 +27,10 @@ from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
+from shared_rpc.execution.endpoints import Registry
+from shared_rpc.execution.limits import resolve_host_quota
+from shared_rpc.execution.loop import run_loop
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import worker as w
@@ -35,11 +39,7 @@ from shared_rpc.protocol.infos import ReloadedServiceInfo, ReloadInfo, StopInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
-from shared_rpc.server.endpoints import Registry
-from shared_rpc.server.engine import USES_UVLOOP
-from shared_rpc.server.limits import resolve_host_quota
 from shared_rpc.server.measures import Measures, measures
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.objects import usage_of
 
@@ -144,7 +144,7 @@ class Broker:
     def _run(self) -> None:
         try:
             with CLOSER.spare_this_thread():
-                anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
+                run_loop(self._main)
         except BaseException as error:
             problem = _only(error)
             if not self._ready.done():

@@ -15,6 +15,11 @@ import msgspec
 from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.execution.executor import Owner
+from shared_rpc.execution.freeing import lacks_room
+from shared_rpc.execution.outcomes import Completed, Failure
+from shared_rpc.execution.run import Run
+from shared_rpc.execution.session_transfer import Transfers
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
@@ -22,12 +27,7 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ExecutorInfo, ZygoteInfo
 from shared_rpc.protocol.messages import Message
-from shared_rpc.server.executor import Owner
-from shared_rpc.server.freeing import lacks_room
-from shared_rpc.server.outcomes import Completed, Failure
-from shared_rpc.server.session_transfer import Transfers
 from shared_rpc.server.state.descriptors import open_limit
-from shared_rpc.server.state.runs import Run
 
 __all__ = ["Backlog", "Dispatcher", "WorkerExecutor"]
 

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from shared_rpc.broker.copying import CopyRequests
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, WorkerCrashed
+from shared_rpc.execution.device_memory import DeviceMemory
+from shared_rpc.execution.freeing import wait_for_room
 from shared_rpc.memory.copies import CopyOrder, Steps, Written
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
@@ -16,8 +18,6 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.protocol.specs import DeviceSpec
-from shared_rpc.server.device_memory import DeviceMemory
-from shared_rpc.server.freeing import wait_for_room
 
 __all__ = ["MemoryRequests", "RelayedMemory"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from shared_rpc.broker.worker import Worker
+from shared_rpc.execution.session_transfer import SessionTransfer
 from shared_rpc.memory.records import ChunkSink, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.infos import PoolInfo
-from shared_rpc.server.session_transfer import SessionTransfer
 
 __all__ = ["ForwardedTransfer"]
 

@@ -18,6 +18,7 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.oom import oom_kills
 from shared_rpc.broker.zygote import ForkedWorker
 from shared_rpc.errors import WorkerCrashed
+from shared_rpc.execution.stream import FramedStream
 from shared_rpc.observability.stderr import Tail
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message
@@ -25,7 +26,6 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import WorkerInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.stream import FramedStream
 from shared_rpc.zygote.process import ForkedProcess
 
 __all__ = ["Handler", "Worker"]

@@ -78,6 +78,7 @@ from shared_rpc.errors import (
     from_wire,
     to_wire,
 )
+from shared_rpc.execution.endpoints import key_of
 from shared_rpc.operations.async_client import AsyncClient
 from shared_rpc.operations.records import held
 from shared_rpc.operations.sources import AsyncSource
@@ -87,7 +88,6 @@ from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.infos import ClusterStatus, EndpointInfo
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.protocol.values import decode_call
-from shared_rpc.server.endpoints import key_of
 from shared_rpc.settings import act_for_joiner
 
 __all__ = ["NodeAgent"]

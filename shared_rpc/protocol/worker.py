@@ -165,7 +165,7 @@ class SegmentsCopied(Message):
 
 class StartRun(Call):
     """Run an endpoint. What is of the client's or of the results' pool is told as in a call; the memory of objects comes as
-    descriptors. ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.server.state.runs.Run`.
+    descriptors. ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.execution.run.Run`.
     """
 
     key: str = ""

@@ -68,7 +68,7 @@ def check_quotas(texts: Iterable[str], device: str) -> None:
     :param device: the id of the server's device.
     :raises ConfigurationError: if not; it names the option.
     """
-    from shared_rpc.server.limits import resolve_quotas
+    from shared_rpc.execution.limits import resolve_quotas
 
     given: list[str] = []
     for text in texts:

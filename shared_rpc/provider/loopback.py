@@ -31,6 +31,7 @@ from shared_rpc.client.subscriptions import NewsSource, Subscriptions
 from shared_rpc.client.suspension import Suspensions, lease_ended
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Descriptor, Segment
@@ -48,7 +49,6 @@ from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core, Lowered
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.handlers import answer
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.state.objects import StoredObject
 

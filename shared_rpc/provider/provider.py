@@ -14,6 +14,7 @@ from shared_rpc.client.base import preload_codec
 from shared_rpc.client.handle import Handle
 from shared_rpc.client.steps import Operation
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.execution.endpoints import Endpoint, Registry, describe
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.hosting import host
@@ -26,7 +27,6 @@ from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.infos import EndpointInfo, MechanismInfo, RuntimeInfo
 from shared_rpc.provider.runtime import ClientRuntime, ClientSettings, LocalRuntime, Runtime, ServerRuntime
-from shared_rpc.server.endpoints import Endpoint, Registry, describe
 from shared_rpc.server.server import Server
 from shared_rpc.settings import Role, resolve_cluster, resolve_role
 

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import anyio
 import anyio.to_thread
 
+from shared_rpc.execution.in_process import InProcessExecutor
+from shared_rpc.execution.transfer import transfers_of
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.client import BlockingOperations, Client
 from shared_rpc.protocol.infos import RuntimeInfo
 from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
-from shared_rpc.server.in_process import InProcessExecutor
 from shared_rpc.server.server import App, Server
-from shared_rpc.server.transfer import transfers_of
 from shared_rpc.settings import Role
 
 __all__ = ["ClientRuntime", "ClientSettings", "LocalRuntime", "Runtime", "ServerRuntime"]

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
+from shared_rpc.execution.device_memory import DeviceMemory
+from shared_rpc.execution.outcomes import Completed, Failure
+from shared_rpc.execution.threads import Job, WorkerThreads
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
@@ -16,12 +19,9 @@ from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.infos import DeviceInfo
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable, Tier, list_of_tensors
 from shared_rpc.protocol.specs import DeviceSpec
-from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.device_room import Room, SetAside
-from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.runs import Delivery, Restorer, Waiter, tell
 from shared_rpc.server.state.buffers import BufferTable
-from shared_rpc.server.threads import Job, WorkerThreads
 
 __all__ = ["Buffers"]
 

@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, StaleHandleError
+from shared_rpc.execution.device_memory import DeviceMemory
+from shared_rpc.execution.endpoints import Registry, check_chain, identity_of, key_of, takes
+from shared_rpc.execution.executor import Executor
+from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
 from shared_rpc.memory.backends.choice import lifetime, makers
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Arguments
@@ -28,16 +33,11 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.protocol.values import count_args, decode_call
 from shared_rpc.server.buffers import Buffers
-from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.device_room import Room
-from shared_rpc.server.endpoints import Registry, check_chain, identity_of, key_of, takes
-from shared_rpc.server.executor import Executor
 from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.observing import Listeners, Observed
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.records import Records
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
-from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.sources import Sources
 from shared_rpc.server.state.buffers import BufferTable, Terms

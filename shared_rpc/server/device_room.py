@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import importlib.util
 import logging
 import os
 import threading
@@ -17,10 +16,11 @@ from typing import TypeVar
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.execution.executor import Executor
+from shared_rpc.execution.loop import run_loop
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.server.core import Core
-from shared_rpc.server.executor import Executor
 
 __all__ = ["Engine"]
 
@@ -28,8 +28,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Whether uvloop is installed.
-USES_UVLOOP = importlib.util.find_spec("uvloop") is not None
 #: Seconds for which stop() waits for the thread.
 _STOP_TIMEOUT = 0.9
 
@@ -130,7 +128,7 @@ class Engine:
     def _run(self) -> None:
         with CLOSER.spare_this_thread():
             try:
-                anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
+                run_loop(self._main)
             except BaseException:
                 _log.exception("%s failed", self._name)
             finally:

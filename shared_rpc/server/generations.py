@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.backends.choice import chosen
 from shared_rpc.memory.revisions import new_page, read_only
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Restorer, Waiter, tell
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject

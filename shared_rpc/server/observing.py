@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.observability.events import (
     HOOKS,
     CallFinished,
@@ -21,7 +22,6 @@ from shared_rpc.observability.events import (
     Outcome,
 )
 from shared_rpc.protocol.records import Tier
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.objects import StoredObject
 
 __all__ = ["Listeners", "Observed"]

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from shared_rpc.errors import BufferNotFound, CapabilityError, RecordError, RefreshError
+from shared_rpc.execution.endpoints import Registry
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
@@ -17,7 +18,6 @@ from shared_rpc.protocol.exported import FORMAT, RecordHeader
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import Access
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.endpoints import Registry
 from shared_rpc.server.generations import Generations
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.leases import LeaseTable

@@ -13,6 +13,9 @@ from typing import ClassVar
 import msgspec
 
 from shared_rpc.errors import CapabilityError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
+from shared_rpc.execution.arguments import read_arguments
+from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.stream import FramedStream
 from shared_rpc.lifecycle.collector import paused
 from shared_rpc.memory.segments import Descriptor
 from shared_rpc.observability.events import HOOKS, RequestFailed
@@ -24,14 +27,11 @@ from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import CLIENT, HELLO, Frame
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.protocol.socket import FdOwner
-from shared_rpc.server.arguments import read_arguments
 from shared_rpc.server.core import Core
 from shared_rpc.server.handlers import answer
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.sessions import Session
 from shared_rpc.server.state.descriptors import STALLED
-from shared_rpc.server.stream import FramedStream
 
 __all__ = ["RemoteClient"]
 
@@ -249,7 +249,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
         """Take the arguments as they came. They are read only where that is needed."""
         assert self._frame is not None, "a waiting request has no frame any more"
-        arguments = read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects)
+        arguments = read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects.segment)
         if message.skeletons:
             try:
                 self.core.sessions.check_code(self.session, "an argument that is a module, or no plain tensor,")

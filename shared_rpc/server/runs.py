@@ -14,18 +14,19 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from shared_rpc.errors import ConnectionClosed
+from shared_rpc.execution.executor import Executor
+from shared_rpc.execution.outcomes import Completed, Failure
+from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol.infos import ProgressInfo, RunInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 from shared_rpc.server.device_room import Room, SetAside
-from shared_rpc.server.executor import Executor
 from shared_rpc.server.observing import Observed
-from shared_rpc.server.outcomes import Completed, Failure
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.runs import CallArguments, Run, RunTable
+from shared_rpc.server.state.runs import RunTable
 from shared_rpc.server.state.tasks import TASK_SESSION, Task
 from shared_rpc.server.statistics import Statistics
 

@@ -11,6 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.execution.endpoints import Endpoint, Registry
+from shared_rpc.execution.in_process import InProcessExecutor
+from shared_rpc.execution.limits import check_when_full, resolve_host_quota, resolve_quotas
+from shared_rpc.execution.transfer import transfers_of
 from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_tag
@@ -19,13 +23,9 @@ from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.infos import MechanismInfo, ServerInfo
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
-from shared_rpc.server.endpoints import Endpoint, Registry
 from shared_rpc.server.engine import Engine
-from shared_rpc.server.in_process import InProcessExecutor
-from shared_rpc.server.limits import check_when_full, resolve_host_quota, resolve_quotas
 from shared_rpc.server.measures import measures
 from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
-from shared_rpc.server.transfer import transfers_of
 from shared_rpc.settings import ClientCode, resolve_base_path, socket_path
 
 if TYPE_CHECKING:

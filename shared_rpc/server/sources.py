@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from shared_rpc.errors import CapabilityError, ClusterError
+from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.infos import ClusterStatus, SourceInfo
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Waiter, tell
 from shared_rpc.server.state.clock import Clock
-from shared_rpc.server.state.runs import Run
 from shared_rpc.server.state.sources import Attachment, OpenMiss, SourceTable
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.observability.events import HOOKS, TaskChanged
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Restorer, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject

@@ -29,6 +29,10 @@ from shared_rpc.errors import (
     SharedRPCError,
     StaleHandleError,
 )
+from shared_rpc.execution.device_memory import DeviceMemory
+from shared_rpc.execution.freeing import until_freed
+from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.threads import Job, WorkerThreads
 from shared_rpc.memory.copies import CopyCancelled, LowerCopy
 from shared_rpc.memory.revisions import settled_revision
 from shared_rpc.memory.segments import Segment
@@ -36,17 +40,13 @@ from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.events import MoveReason
 from shared_rpc.protocol.infos import MoveInfo, MovingInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo, Tier
-from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.device_room import Room, SetAside
-from shared_rpc.server.freeing import until_freed
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Waiter, tell
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.room import BELOW, Below
 from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.state.tiers import LOWER, STALE, is_good, next_tier, outlives_use
-from shared_rpc.server.threads import Job, WorkerThreads
 
 __all__ = ["Tiers"]
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import CapabilityError, SharedRPCError, to_wire
+from shared_rpc.execution.device_memory import DeviceMemory
+from shared_rpc.execution.threads import Job, WorkerThreads
 from shared_rpc.memory.copies import CopyCancelled, CopyOrder, Steps
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
@@ -14,8 +16,6 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.server.device_memory import DeviceMemory
-from shared_rpc.server.threads import Job, WorkerThreads
 
 if TYPE_CHECKING:
     from shared_rpc.memory.gpu_copies import GpuCopies

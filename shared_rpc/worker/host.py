@@ -13,10 +13,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-import anyio
 import msgspec
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
+from shared_rpc.execution.arguments import read_arguments
+from shared_rpc.execution.in_process import InProcessExecutor
+from shared_rpc.execution.limits import resolve_quotas
+from shared_rpc.execution.loop import run_loop
+from shared_rpc.execution.outcomes import Completed, Failure
+from shared_rpc.execution.run import Run
+from shared_rpc.execution.stream import FramedStream
+from shared_rpc.execution.threads import Job, WorkerThreads
+from shared_rpc.execution.transfer import ServerTransfer, transfers_of
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.ending import end_now, end_within
 from shared_rpc.memory.backends.choice import backend_for
@@ -35,15 +43,6 @@ from shared_rpc.provider.amounts import check_quotas, quotas_of
 from shared_rpc.provider.overrides import Overrides
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.runtime import Runtime
-from shared_rpc.server.arguments import read_arguments
-from shared_rpc.server.engine import USES_UVLOOP
-from shared_rpc.server.in_process import InProcessExecutor
-from shared_rpc.server.limits import resolve_quotas
-from shared_rpc.server.outcomes import Completed, Failure
-from shared_rpc.server.state.runs import Run
-from shared_rpc.server.stream import FramedStream
-from shared_rpc.server.threads import Job, WorkerThreads
-from shared_rpc.server.transfer import ServerTransfer, transfers_of
 from shared_rpc.worker.copying import Copying
 from shared_rpc.worker.runtime import WorkerRuntime
 
@@ -206,7 +205,7 @@ class WorkerHost:
 
     def _serve(self) -> None:
         try:
-            anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
+            run_loop(self._main)
         except BaseException:
             _log.exception("the worker's loop failed")
         finally:

@@ -262,7 +262,7 @@ GpuCopies.copy = holding
 #: Code of a broker whose host has much free memory, but for the time in which a file is there.
 HOST = """
 import os
-from shared_rpc.server import device_memory
+from shared_rpc.execution import device_memory
 device_memory.free_bytes = lambda device: 0 if os.path.exists({full!r}) else 1 << 50
 """
 #: Code of a worker whose third copy fails: the first one makes the memory, the second one restores.

@@ -48,16 +48,16 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
 BROKER = """
     import os, sys
     from contextlib import nullcontext
-    from shared_rpc.server.endpoints import Registry, describe
+    from shared_rpc.execution.endpoints import Registry, describe
     from shared_rpc.memory.backends.host import HOST
     from shared_rpc.memory.records import Record
     from shared_rpc.protocol.records import EMPTY_TABLE
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
-    from shared_rpc.server.transfer import transfers_of
+    from shared_rpc.execution.transfer import transfers_of
     from shared_rpc.server.engine import Engine
     from shared_rpc.protocol.values import decode_call
-    from shared_rpc.server.outcomes import Completed
+    from shared_rpc.execution.outcomes import Completed
 
     class Elsewhere:
         busy = 0

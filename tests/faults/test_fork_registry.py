@@ -136,7 +136,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     [
         ("memory.backends.choice", "module.backend_for('cpu')"),
         ("cluster.tensors", "module.client_of('cpu', '/nothing.sock')"),
-        ("server.reporter", "module.Reporter(None, None, _scheduled=True).put(None)"),
+        ("execution.reporter", "module.Reporter(None, None, _scheduled=True).put(None)"),
     ],
 )
 def test_locks_of_modules_do_not_stop_a_child(module: str, use: str) -> None:

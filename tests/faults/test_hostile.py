@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from shared_rpc import Client, Provider, Server
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConnectionClosed
+from shared_rpc.execution import loop as loop_module
+from shared_rpc.execution.stream import FramedStream
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
@@ -30,11 +32,9 @@ from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, VERSION, Frame, Limits
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
-from shared_rpc.server import engine
 from shared_rpc.server import remote as remote_module
 from shared_rpc.server.handlers import Caller
 from shared_rpc.server.records import installed_versions
-from shared_rpc.server.stream import FramedStream
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import F_SEAL_SHRINK, F_SEAL_WRITE, Raw, frame_of, sealed_memory
 
@@ -67,7 +67,7 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Both kinds of event loop that a server runs on: they see the end of a connection in ways of their own."""
     if request.param == "uvloop":
         pytest.importorskip("uvloop")
-    monkeypatch.setattr(engine, "USES_UVLOOP", request.param == "uvloop")
+    monkeypatch.setattr(loop_module, "USES_UVLOOP", request.param == "uvloop")
 
 
 @pytest.fixture

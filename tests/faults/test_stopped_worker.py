@@ -24,11 +24,11 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Backlog
 from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Worker
+from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.state.runs import Run
 from shared_rpc.settings import ServeOptions
 from tests.kit.brokers import BrokerApp, fds_of, is_running, worker_pids
 from tests.kit.processes import Child, eventually, python, sigstop

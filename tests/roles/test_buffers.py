@@ -693,10 +693,10 @@ def test_a_coroutine_that_is_cancelled(client: Client, slow: list[int], go: thre
 BROKER = """
     import os, sys
     from contextlib import nullcontext
-    from shared_rpc.server.endpoints import Registry
+    from shared_rpc.execution.endpoints import Registry
     from shared_rpc.server.acceptor import Acceptor
     from shared_rpc.server.core import Core
-    from shared_rpc.server.transfer import transfers_of
+    from shared_rpc.execution.transfer import transfers_of
     from shared_rpc.server.engine import Engine
 
     class Nowhere:

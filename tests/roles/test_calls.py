@@ -18,9 +18,9 @@ import torch
 
 from shared_rpc import Provider, Server
 from shared_rpc.errors import CapabilityError, RemoteError, SharedRPCError
+from shared_rpc.execution.in_process import InProcessExecutor
+from shared_rpc.execution.publishing import Publisher
 from shared_rpc.protocol import messages as m
-from shared_rpc.server.in_process import InProcessExecutor
-from shared_rpc.server.publishing import Publisher
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
@@ -540,7 +540,7 @@ def test_an_argument_that_is_too_large_for_a_message(provider: Provider, serve: 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     """Sets are hashed in an order of their own in each: two workers must agree."""
     code = """
-        from shared_rpc.server.endpoints import describe
+        from shared_rpc.execution.endpoints import describe
 
         def f(x, y=2):
             return x in {"one", "two", "three", "four", "five"} or [z for z in (y, "text", {1, 2})]

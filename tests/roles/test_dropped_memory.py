@@ -13,9 +13,9 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ServerBusy
+from shared_rpc.execution import freeing
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.server import freeing
 from tests.kit.closings import FILE, LARGE, late_closings
 from tests.kit.processes import Child, eventually
 

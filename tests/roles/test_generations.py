@@ -26,9 +26,9 @@ from shared_rpc.errors import (
     RefreshError,
     StaleHandleError,
 )
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.server import generations as generations_module
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Waiter
 from tests.kit.apps import App, Connect, Serve, at_once, shares_memory
 from tests.kit.processes import Child, eventually, python

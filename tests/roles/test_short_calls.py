@@ -26,13 +26,13 @@ from shared_rpc.errors import (
     ServerBusy,
     TaskCancelled,
 )
+from shared_rpc.execution.coroutines import Coroutines
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import DtypeRef, encode
-from shared_rpc.server.coroutines import Coroutines
-from shared_rpc.server.outcomes import Failure
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 

@@ -17,10 +17,10 @@ import torch
 
 from shared_rpc import Provider, Server
 from shared_rpc.errors import ConnectionClosed
+from shared_rpc.execution.threads import Job, WorkerThreads
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.provider.runtime import ServerRuntime
-from shared_rpc.server.threads import Job, WorkerThreads
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw, frame_of, sealed_memory

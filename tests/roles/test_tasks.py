@@ -36,11 +36,11 @@ from shared_rpc.errors import (
     TaskCancelled,
     TaskError,
 )
+from shared_rpc.execution.reporter import Reporter
 from shared_rpc.extras.progress_bar import ProgressBar
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
-from shared_rpc.server.reporter import Reporter
 from tests.kit.apps import App, Connect, Serve, at_once, shares_memory
 from tests.kit.models import Locked
 from tests.kit.processes import eventually

@@ -28,6 +28,7 @@ from shared_rpc.errors import (
     ServerBusy,
     StaleHandleError,
 )
+from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.observability.events import ObjectEvicted, ObjectRestored, add_hook, remove_hook
 from shared_rpc.protocol import generations as g
@@ -35,7 +36,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.server.core import Core
-from shared_rpc.server.device_memory import DeviceMemory
 from tests.kit.apps import Connect, Serve, shares_memory
 from tests.kit.closings import late_closings
 from tests.kit.processes import eventually

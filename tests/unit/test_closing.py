@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from shared_rpc.execution import device_memory, freeing
+from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.closing import CLOSER, LARGE
 from shared_rpc.memory.segments import Segment
-from shared_rpc.server import device_memory, freeing
-from shared_rpc.server.device_memory import DeviceMemory
 from shared_rpc.server.state.descriptors import Descriptors
 from tests.kit.closings import late_closings
 from tests.kit.processes import ROOT

@@ -13,12 +13,12 @@ import pytest
 import xxhash
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, RecordError
+from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import CopyCancelled, LowerCopy
 from shared_rpc.memory.digests import DIGEST, PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
-from shared_rpc.server.device_memory import DeviceMemory
 from tests.kit.processes import open_fds
 
 PAGE = HOST.granularity

@@ -14,6 +14,8 @@ from shared_rpc.broker import dispatch
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import ConnectionClosed, WorkerCrashed
+from shared_rpc.execution.outcomes import Completed, Failure
+from shared_rpc.execution.run import Run
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Descriptor
@@ -22,8 +24,6 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.outcomes import Completed, Failure
-from shared_rpc.server.state.runs import Run
 
 KEY, SESSION = "provider", "session"
 

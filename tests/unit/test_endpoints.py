@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound
+from shared_rpc.execution.endpoints import Registry, bind, cache_key, check_chain, describe
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import DtypeRef, SkeletonRef, TensorRef
-from shared_rpc.server.endpoints import Registry, bind, cache_key, check_chain, describe
 
 
 def key_of(spec: EndpointSpec, *args: Any, **kwargs: Any) -> str | None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from shared_rpc.errors import CapabilityError, RecordError
+from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.copies import CopyCancelled, LowerCopy
 from shared_rpc.memory.digests import PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
-from shared_rpc.server.device_memory import DeviceMemory
 from tests.kit import fake_driver
 from tests.kit.gpu_memory import bytes_of, settle, write
 from tests.kit.processes import eventually, open_fds

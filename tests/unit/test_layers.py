@@ -21,7 +21,8 @@ LAYERS = [
     ["lifecycle", "protocol", "settings"],
     ["context", "memory", "zygote"],
     ["codec", "observability"],
-    ["client", "server"],
+    ["client", "execution"],
+    ["server"],
     ["broker", "extras", "operations", "scripts"],
     ["cluster", "provider"],
     ["cli", "integrations", "worker"],
@@ -149,7 +150,8 @@ def test_the_package_itself_imports_nothing_at_once() -> None:
 
 def test_protocol_and_state_are_pure() -> None:
     """They neither wait nor talk, not even in a function, and neither does what they are made of; nor does the directory."""
-    pure = ("errors", "protocol", "server.state", "server.endpoints", "client.exchange", "cluster.directory", "cluster.orders")
+    server = ("server.state", "execution.endpoints", "execution.run")
+    pure = ("errors", "protocol", *server, "client.exchange", "cluster.directory", "cluster.orders")
     impure = [
         f"{found.module}, line {found.line}: imports {found.target}"
         for found in all_imports()
@@ -173,7 +175,7 @@ def test_torch_is_imported_by_the_codec_extras_and_integrations_alone() -> None:
     assert {name.partition(".")[0] for name in modules - TRANSPORT} == {"codec", "extras", "integrations"}
 
 
-def test_server_and_client_load_the_codec_late() -> None:
+def test_executor_and_client_load_the_codec_late() -> None:
     """Only when a tensor is to be taken apart or rebuilt; the server's state and the protocol never do."""
     users = {
         (found.module.partition(".")[0], found.late)
@@ -182,7 +184,7 @@ def test_server_and_client_load_the_codec_late() -> None:
         if found.module not in TRANSPORT
     }
     assert {layer for layer, late in users if not late} == set()
-    assert {layer for layer, _ in users} == {"client", "server", "provider", "extras", "integrations"}
+    assert {layer for layer, _ in users} == {"client", "execution", "provider", "extras", "integrations"}
 
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb"}

@@ -18,6 +18,7 @@ import pytest
 from shared_rpc.broker.persistence import Persistence
 from shared_rpc.broker.service_manager import ServiceManager
 from shared_rpc.broker.systemd import Inherited, Notifier, Passed
+from shared_rpc.execution.endpoints import Registry
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
@@ -25,7 +26,6 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
-from shared_rpc.server.endpoints import Registry
 from shared_rpc.server.state.objects import StoredObject
 from tests.kit.service_manager import store
 

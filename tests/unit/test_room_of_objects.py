@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from shared_rpc.errors import CapabilityError, ServerBusy
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Tier
 from shared_rpc.server.device_room import Room, SetAside
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.state.room import Below

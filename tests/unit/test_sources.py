@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shared_rpc.errors import ClusterError
+from shared_rpc.execution.run import Run
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.state.runs import Run, RunTable
+from shared_rpc.server.state.runs import RunTable
 from shared_rpc.server.state.sources import SourceTable
 
 GRACE = 15.0

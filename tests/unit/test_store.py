@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from shared_rpc.execution.run import Run
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
@@ -20,7 +21,7 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state import objects
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.runs import Run, RunTable
+from shared_rpc.server.state.runs import RunTable
 from tests.kit.clock import Clock
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from shared_rpc.execution.stream import FramedStream
 from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
 from shared_rpc.protocol.frames import encode_frame
-from shared_rpc.server.stream import FramedStream
 from tests.kit.processes import open_fds
 
 

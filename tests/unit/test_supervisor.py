@@ -25,12 +25,12 @@ from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import Supervisor
 from shared_rpc.broker.zygote import ForkedWorker, WorkerZygote
 from shared_rpc.errors import ConfigurationError, WorkerCrashed
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ReloadInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server import sweeper
-from shared_rpc.server.outcomes import Failure
 
 
 class FakeWorker:

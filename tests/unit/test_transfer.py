@@ -19,6 +19,8 @@ import torch
 from shared_rpc.client import transfer as lane_module
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed
+from shared_rpc.execution import transfer as server_module
+from shared_rpc.execution.transfer import ServerTransfer
 from shared_rpc.memory import chunk_references
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import MemfdBackend
@@ -28,8 +30,6 @@ from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.server import transfer as server_module
-from shared_rpc.server.transfer import ServerTransfer
 
 
 class Gpu(MemfdBackend):

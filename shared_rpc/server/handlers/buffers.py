@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shared_rpc.errors import SegmentNotFound
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.protocol import messages as m
 from shared_rpc.server.handlers.table import Caller, handles
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery
 
 

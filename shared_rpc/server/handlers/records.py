@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.handlers.table import Caller, entered, handles
-from shared_rpc.server.outcomes import Failure
 
 
 @handles(x.ExportObject)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.infos import ReloadInfo
 from shared_rpc.server.handlers.table import Caller, handles
-from shared_rpc.server.outcomes import Failure
 
 #: Runs in one reply.
 _MOST_RUNS = 1000

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from shared_rpc.errors import ProtocolError, from_wire
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.server.handlers.table import Caller, handles
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import Delivery, Waiter
 
 #: The table of a result without a value.

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from shared_rpc.errors import ProtocolError
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import messages as m
 from shared_rpc.server.core import Core, Lowered
-from shared_rpc.server.outcomes import Failure
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter, close_arguments
 
 __all__ = ["Caller", "answer", "entered", "handles"]

@@ -19,7 +19,7 @@ _QUOTA, _ALL = "the quota (--quota, or Server(quotas=...))", "the device's memor
 class Quotas:
     """The limits, the used bytes, and the bytes reserved for memory that is being made.
 
-    Memory of a dropped object is free here at once, though it may take time to free it: see :mod:`shared_rpc.server.freeing`.
+    A dropped object's memory counts as free at once, though freeing it may take time: see :mod:`shared_rpc.execution.freeing`.
 
     Where a limit would be exceeded, cached objects without holders make room, if that is enough; else nothing is
     evicted and the asker is refused.

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import msgspec
 
 from shared_rpc.errors import ConfigurationError, RecordError
+from shared_rpc.execution.endpoints import KEY_LIMIT, key_of
 from shared_rpc.protocol.buffers import ITEM_SIZES
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.records import Access, BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.endpoints import KEY_LIMIT, key_of
 
 __all__ = ["Versions", "accesses", "called", "check_code", "check_table", "check_versions", "homes", "moved"]
 

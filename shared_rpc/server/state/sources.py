@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shared_rpc.errors import ClusterError
+from shared_rpc.execution.run import Run
 from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc.server.state.clock import Clock
-from shared_rpc.server.state.runs import Run
 
 __all__ = ["Attachment", "OpenMiss", "SourceTable"]
 

@@ -11,23 +11,23 @@ from typing import Any
 
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import ConnectionClosed, TaskCancelled
+from shared_rpc.execution.coroutines import Coroutines
+from shared_rpc.execution.endpoints import Endpoint
+from shared_rpc.execution.executor import Owner
+from shared_rpc.execution.forks import end_if_forked
+from shared_rpc.execution.freeing import lacks_room, wait_for_room
+from shared_rpc.execution.outcomes import AwaitingRoom, Completed, Failure
+from shared_rpc.execution.publishing import Publisher, guarded, let_go, load, loads_soon
+from shared_rpc.execution.reporter import Reporter
+from shared_rpc.execution.run import Run
+from shared_rpc.execution.session_transfer import Transfers
+from shared_rpc.execution.threads import Job, WorkerThreads
+from shared_rpc.execution.transfer import ServerTransfer
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.protocol.infos import ExecutorInfo
-from shared_rpc.server.coroutines import Coroutines
-from shared_rpc.server.endpoints import Endpoint
-from shared_rpc.server.executor import Owner
-from shared_rpc.server.forks import end_if_forked
-from shared_rpc.server.freeing import lacks_room, wait_for_room
-from shared_rpc.server.outcomes import AwaitingRoom, Completed, Failure
-from shared_rpc.server.publishing import Publisher, guarded, let_go, load, loads_soon
-from shared_rpc.server.reporter import Reporter
-from shared_rpc.server.session_transfer import Transfers
-from shared_rpc.server.state.runs import Run
-from shared_rpc.server.threads import Job, WorkerThreads
-from shared_rpc.server.transfer import ServerTransfer
 
 __all__ = ["InProcessExecutor"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import SharedRPCError, TaskCancelled
-from shared_rpc.server.forks import one_process
-from shared_rpc.server.outcomes import Failure
+from shared_rpc.execution.forks import one_process
+from shared_rpc.execution.outcomes import Failure
 
 __all__ = ["Coroutines"]
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shared_rpc.errors import CapabilityError
+from shared_rpc.execution.freeing import wait_for_room
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.copies import (
@@ -33,7 +34,6 @@ from shared_rpc.memory.segments import Segment, gpu_support
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.records import SegmentInfo, Tier
 from shared_rpc.protocol.specs import DeviceSpec
-from shared_rpc.server.freeing import wait_for_room
 
 if TYPE_CHECKING:
     from shared_rpc.memory.gpu_copies import GpuCopies

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import ChunkSink
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.infos import PoolInfo
-from shared_rpc.server.session_transfer import SessionTransfer, Transfers
 
 __all__ = ["ServerTransfer", "transfers_of"]
 

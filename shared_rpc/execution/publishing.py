@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import SharedRPCError
+from shared_rpc.execution.endpoints import Endpoint
+from shared_rpc.execution.outcomes import AwaitingRoom, Completed, Failure
+from shared_rpc.execution.run import Run
+from shared_rpc.execution.session_transfer import Transfers
+from shared_rpc.execution.transfer import ServerTransfer
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolFull
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.protocol.records import EMPTY_TABLE
-from shared_rpc.server.endpoints import Endpoint
-from shared_rpc.server.outcomes import AwaitingRoom, Completed, Failure
-from shared_rpc.server.session_transfer import Transfers
-from shared_rpc.server.state.runs import Run
-from shared_rpc.server.transfer import ServerTransfer
 
 if TYPE_CHECKING:
     from shared_rpc.codec.results import Soon

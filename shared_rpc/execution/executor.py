@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from shared_rpc.execution.outcomes import Completed, Failure
+from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.protocol.tasks import Progress
-from shared_rpc.server.outcomes import Completed, Failure
-from shared_rpc.server.state.runs import Run
 
 __all__ = ["Executor", "Owner"]
 

@@ -5,28 +5,30 @@ and in a worker.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
 from shared_rpc.errors import ProtocolError, SegmentNotFound
+from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.server.session_transfer import SessionTransfer, Transfers
-from shared_rpc.server.state.objects import ObjectStore
 
 __all__ = ["read_arguments"]
 
+SegmentOf = Callable[[str], Segment | None]
+
 
 def read_arguments(
-    frame: Frame, message: m.Call, session: str, transfers: Transfers[SessionTransfer], objects: ObjectStore | None
+    frame: Frame, message: m.Call, session: str, transfers: Transfers[SessionTransfer], segment_of: SegmentOf | None
 ) -> Arguments:
     """Return the arguments of a call. They own the frame's descriptors from here on.
 
-    :param objects: those of the server, which knows their segments by id; None in a worker, whose broker sends a descriptor of
+    :param segment_of: finds a segment of the server's objects by its id; None in a worker, whose broker sends a descriptor of
         every segment that is no arena, and whose ids are good.
     """
     transfer = transfers.find(session)
@@ -57,7 +59,7 @@ def read_arguments(
             arguments.pooled = transfer.lent(message.chunks)
         if frame.fds:
             # The sent segments first: the client does not send an arena again, whatever becomes of this call.
-            _take_sent(segments, frame, message, transfer, trusted=objects is None)
+            _take_sent(segments, frame, message, transfer, trusted=segment_of is None)
         if transfer is not None and message.held:
             # Chunks of results in the session's pool: they are retained for as long as the endpoint has them.
             held = transfer.retain(message.held)
@@ -66,7 +68,7 @@ def read_arguments(
                 raise SegmentNotFound("the session does not hold the result chunks of the call", ids)
             arguments.pooled.update(held)
         if not kept.issubset(message.arenas):
-            _find_kept(segments, message, transfer, objects)
+            _find_kept(segments, message, transfer, segment_of)
         for number in message.kept:
             if segments[number] is None and transfer is not None:
                 segments[number] = transfer.arena(message.segments[number].id)
@@ -108,14 +110,14 @@ def _renamed(info: SegmentInfo) -> SegmentInfo:
 
 
 def _find_kept(
-    segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, objects: ObjectStore | None
+    segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, segment_of: SegmentOf | None
 ) -> None:
     """Duplicate the segments that are named by their ids and are no arenas: segments that the server keeps."""
     unknown = []
     for number in set(message.kept) - set(message.arenas):
         segment_id = message.segments[number].id
         # A segment of an object or of the session's results, whose owner keeps it.
-        found = objects.segment(segment_id) if objects is not None else None
+        found = segment_of(segment_id) if segment_of is not None else None
         found = found or (transfer.result_segment(segment_id) if transfer is not None else None)
         if found is None:
             unknown.append(segment_id[:100])
