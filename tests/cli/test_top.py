@@ -751,29 +751,6 @@ async def test_what_comes_while_the_view_closes_is_no_error(what: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_tables_that_were_laid_out_too_early_are_seen_after_the_next_look() -> None:
-    """Where the machine is busy, a layout may come between new rows and their measurement."""
-
-    class Early(TopApp):
-        early = True
-
-        def _draw(self) -> None:
-            super()._draw()
-            if self.early:
-                self.screen._refresh_layout()
-
-    told = Told(snapshot(endpoints={"load": counts(calls=1)}))
-    app = Early(told, 86400.0, "size", "█▓▒░")
-    async with app.run_test() as pilot:
-        shown, calls = Shown(app, pilot, told), app.query_one("#calls", Grid)
-        await app.workers.wait_for_complete()
-        await shown.drawn()
-        app.early = False
-        await shown.tell(snapshot(endpoints={"load": counts(calls=2)}))
-        await until(pilot, lambda: calls.size.height == 2)
-
-
-@pytest.mark.asyncio
 async def test_a_look_that_takes_long_keeps_no_key_waiting() -> None:
     """The server is asked in a thread."""
     answers = threading.Event()

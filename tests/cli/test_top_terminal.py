@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -128,7 +127,7 @@ def test_an_object_is_invalidated(served: Server, connect: Callable[..., Client]
 
 
 def test_forty_columns_and_another_size(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """A narrow terminal has fewer columns; when it is made wider they come at once, whatever the environment says of it."""
+    """A narrow terminal has fewer columns; when it is made wider they come at once."""
     with connect().call("load", 8):
         top = tty("-d", "600", columns=40, lines=24)  # it is not by looking again that it notices
         top.until("load(mib=8)", "8.0 MiB")
@@ -139,16 +138,6 @@ def test_forty_columns_and_another_size(served: Server, connect: Callable[..., C
         top.resize(80, 24)
         top.until("load(mib=8)", "q Quit")
         quit_from(top)
-
-
-def test_the_environment_does_not_fix_the_size(served: Server, tty: Callable[..., Tty]) -> None:
-    """A shell may export what the size was once."""
-    terminal = Tty(*MODULE, "top", columns=100, lines=30, environ={"COLUMNS": "50", "LINES": "10"})
-    try:
-        terminal.until("q Quit")
-        assert terminal.lines[-1].startswith("q Quit")
-    finally:
-        terminal.close()
 
 
 def test_waiting_for_a_server(
@@ -246,33 +235,6 @@ def test_the_terminal_is_left_as_it_was(base_path: str, tty: Callable[..., Tty],
     assert top.end() == code
     assert top.restored
     assert b"Traceback" not in top.written
-
-
-@pytest.mark.parametrize("told", [True, False], ids=["with a signal", "without"])
-def test_a_terminal_that_goes_away_ends_it(served: Server, children: list[Child], told: bool) -> None:
-    """Its window is closed: nothing goes on without being seen. The kernel tells the first process of the terminal only."""
-    code = f"""
-        import os, pty, signal, subprocess, sys
-
-        command = [sys.executable, "-m", "shared_rpc.cli", "top", "-d", "0.05"]
-        told, tell = os.pipe()
-        pid, ours = pty.fork()
-        if pid == 0 and {told}:
-            os.execv(sys.executable, command)
-        if pid == 0:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            os.write(tell, b"%d" % subprocess.call(command))
-            os._exit(0)
-        seen = b""
-        while b"objects 0" not in seen:
-            seen += os.read(ours, 4096)
-        os.close(ours)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print("ended with", code if {told} else os.read(told, 9).decode(), flush=True)
-    """
-    child = Child("-c", textwrap.dedent(code), environ={"TERM": "xterm"})
-    children.append(child)
-    assert child.expect("ended with") == f"ended with {128 + signal.SIGHUP}"
 
 
 def test_it_says_goodbye(served: Server, tty: Callable[..., Tty]) -> None:
@@ -418,21 +380,6 @@ def test_without_textual(served: Server, tty: Callable[..., Tty]) -> None:
     once = tty(command=("-c", textwrap.dedent(code), "--once"))
     assert once.end() == 0
     assert "objects" in once.text
-
-
-def test_no_keyboard(served: Server, tmp_path: Path) -> None:
-    """Where standard input is no terminal there are no keys, and the rest is as ever."""
-    script = (
-        f"import os, sys; os.dup2(os.open('/dev/null', 0), 0); os.execv(sys.executable, [sys.executable, *{MODULE!r}, 'top'])"
-    )
-    terminal = Tty("-c", script)
-    try:
-        terminal.until("objects 0")
-        terminal.kill(signal.SIGTERM)
-        assert terminal.end() == 128 + signal.SIGTERM
-        assert terminal.restored
-    finally:
-        terminal.close()
 
 
 @pytest.mark.gpu

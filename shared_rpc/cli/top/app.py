@@ -1,8 +1,8 @@
-"""The live view as a Textual application. Its tables are made in tables.py, its snapshots in watching.py."""
+"""The live view: a Textual application. tables.py makes its tables, watching.py its snapshots."""
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import os
 import signal
 import threading
@@ -11,34 +11,47 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, ClassVar, Concatenate, ParamSpec
+from typing import Any, ClassVar
 
+from rich.console import Console, Group
 from rich.text import Text
 from textual import on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.coordinate import Coordinate
-from textual.css.query import NoMatches
-from textual.events import Key, Resize
+from textual.events import Key
 from textual.message import Message
 from textual.screen import ModalScreen
 from textual.timer import Timer
 from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Static
 
+from shared_rpc import Client
 from shared_rpc.cli.rendering import one_line, origin
-from shared_rpc.cli.top.tables import ORDERS, ObjectChoice, Table, View, arranged, detail, headline, objects, others, totals
+from shared_rpc.cli.top.tables import (
+    ORDERS,
+    ObjectChoice,
+    Table,
+    View,
+    arranged,
+    detail,
+    headline,
+    objects,
+    others,
+    parts_for,
+    totals,
+)
 from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot, pause, rates
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import ListedObjectInfo
 
-__all__ = ["TopApp"]
+__all__ = ["TopApp", "run"]
 
-P = ParamSpec("P")
-
+#: Signals that end the view. Textual leaves them to their defaults, which do not restore the terminal.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 #: Snapshots in the history of calls.
 _REMEMBERED = 120
-#: Rows of a table at most: Textual measures every cell anew, which takes a third of a millisecond for a row.
+#: Most rows of a table: Textual measures every cell, which takes a third of a millisecond for a row.
 _ROWS = 500
 #: Cells of an elastic column at least: the first one, which has up to a third of the width, and the last.
 _LEAST = 14
@@ -105,20 +118,6 @@ class Question(ModalScreen[str]):
         self.dismiss(event.key)
 
 
-def _unless_closing(update: Callable[Concatenate[TopApp, P], None]) -> Callable[Concatenate[TopApp, P], None]:
-    """Have a method do nothing where the widgets are gone: answers, sizes and highlights may come while the view closes."""
-
-    @functools.wraps(update)
-    def updating(self: TopApp, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            update(self, *args, **kwargs)
-        except NoMatches:
-            if self.is_running:
-                raise
-
-    return updating
-
-
 class TopApp(App[None]):
     """The view of a server.
 
@@ -131,7 +130,6 @@ class TopApp(App[None]):
     #facts { text-wrap: nowrap; text-overflow: ellipsis; }
     #trouble { color: $text-error; display: none; }
     #others { height: auto; max-height: 60%; }
-    #others Grid { max-height: 50vh; display: none; }
     Grid { scrollbar-size: 0 1; }
     #objects { height: 1fr; min-height: 3; }
     #detail { max-height: 5; color: $text-muted; }
@@ -181,11 +179,8 @@ class TopApp(App[None]):
         """Stack facts, tables and keys."""
         yield Static("shared-rpc top", id="facts", markup=False)
         yield Static(id="trouble", markup=False)
-        with VerticalScroll(id="others"):
-            for name in ("memory", "cluster", "builds", "moves", "calls", "workers", "clients"):
-                grid = Grid(id=name, show_cursor=False)
-                grid.can_focus = False
-                yield grid
+        with VerticalScroll(id="others", can_focus=False):
+            yield Static()
         yield Grid(id="objects", cursor_type="row")
         yield Static(id="detail", markup=False)
         with Horizontal(id="order"):
@@ -212,8 +207,9 @@ class TopApp(App[None]):
             self.post_message(self.Polled(found, time.monotonic() - begin, notice))
 
     @on(Polled)
-    @_unless_closing
     def _polled(self, message: Polled) -> None:
+        if not self.is_running:  # an answer may come while the view closes
+            return
         begin, trouble = time.monotonic(), self.query_one("#trouble", Static)
         if message.notice:
             self.notify(message.notice, markup=False)
@@ -235,21 +231,17 @@ class TopApp(App[None]):
 
         self.call_after_refresh(drawn)
 
-    def on_resize(self, event: Resize) -> None:
+    def on_resize(self) -> None:
         """Fit the tables to the terminal."""
-        self.console.size = event.size  # else Textual asks the terminal for its size with every cell that it measures
         self.call_after_refresh(self._draw)
 
-    @_unless_closing
     def _draw(self) -> None:
         view, choice = self._view, self._choice
-        if view is None:
+        if view is None or not self.is_running:
             return
         self.query_one("#facts", Static).update(Text("\n").join([headline(view), totals(view)]))
-        for name, table in others(view).items():
-            grid = self.query_one(f"#{name}", Grid)
-            grid.display = bool(table.rows)
-            grid.show(table)
+        tables = [table for table in others(view).values() if table.rows]
+        self.query_one("#others Static", Static).update(Group(*(table.laid_out(self.size.width - 1) for table in tables)))
         shown, whole = self._shown(), len(view.snapshot.objects)
         self.query_one("#objects", Grid).show(objects(view, shown[:_ROWS]))
         order = f"objects {f'{len(shown)}/' if choice.filter else ''}{whole} by {choice.sort}"
@@ -261,8 +253,9 @@ class TopApp(App[None]):
         self._show_detail()
 
     @on(DataTable.RowHighlighted, "#objects")
-    @_unless_closing
     def _show_detail(self) -> None:
+        if not self.is_running:
+            return
         item = self._selected()
         text = detail(self._view, item) if self._view is not None and item is not None else ""
         self.query_one("#detail", Static).update(text)
@@ -347,3 +340,21 @@ class TopApp(App[None]):
                 self.notify("left as it is")
 
         self.push_screen(Question(question), answered)
+
+
+def run(find: Callable[[str], Client], interval: float, sort: str, console: Console) -> int:
+    """Show the server until a key or a signal ends the view; return the exit code."""
+    watcher = ServerWatcher(find)
+    app = TopApp(watcher, interval, sort, parts_for(console))
+
+    async def show() -> None:
+        loop = asyncio.get_running_loop()
+        for number in _ENDING:
+            loop.add_signal_handler(number, app.exit, None, 128 + number)
+        await app.run_async()
+
+    try:
+        asyncio.run(show())
+    finally:
+        watcher.close()
+    return app.return_code or 0

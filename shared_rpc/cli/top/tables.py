@@ -1,4 +1,4 @@
-"""Tables of a snapshot, as data: the live view and the printed one show the same. Columns that matter most are first."""
+"""Tables of a snapshot, for the live view and the printed one. The most important columns are first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.table import Table as Grid
 from rich.text import Text
 
 from shared_rpc.cli.rendering import copies_of, lasted, one_line, origin, percent, several, size, steps, tier_of
@@ -35,6 +37,8 @@ _SHORT = 0.25
 _BAR = 20
 #: Cells of an endpoint's name beside a key, which begins with it.
 _NAME = 20
+#: Cells between two columns.
+_GAP = 2
 
 #: What objects are sorted by: the key, and whether the largest is first.
 ORDERS: dict[str, tuple[Callable[[ListedObjectInfo], Any], bool]] = {
@@ -52,6 +56,18 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
     rows: Sequence[Sequence[Text]]
     keys: Sequence[str] = ()
+
+    def laid_out(self, width: int) -> Grid:
+        """Lay it out in so many cells; where not all columns fit, the last ones are left out."""
+        grid, used = Grid(header_style="bold reverse", box=None, pad_edge=False), 0
+        for number, title in enumerate(name.rstrip(">") for name in self.columns):
+            used += max(cell_len(title), *(cells[number].cell_len for cells in self.rows), 0) + _GAP
+            if number and used > width + _GAP:
+                break
+            grid.add_column(Text(title), justify="right" if self.columns[number].endswith(">") else "left", no_wrap=True)
+        for cells in self.rows:
+            grid.add_row(*cells[: len(grid.columns)])
+        return grid
 
 
 class ObjectChoice(NamedTuple):
@@ -112,16 +128,15 @@ def totals(view: View) -> Text:
 
 def others(view: View) -> dict[str, Table]:
     """Make the tables beside that of the objects, the most important first."""
-    makers = {
-        "memory": _memory,
-        "cluster": _cluster,
-        "builds": _builds,
-        "moves": _moves,
-        "calls": _calls,
-        "workers": _workers,
-        "clients": _clients,
+    return {
+        "memory": _memory(view),
+        "cluster": _cluster(view),
+        "builds": _builds(view),
+        "moves": _moves(view),
+        "calls": _calls(view),
+        "workers": _workers(view),
+        "clients": _clients(view),
     }
-    return {name: make(view) for name, make in makers.items()}
 
 
 def arranged(found: Sequence[ListedObjectInfo], choice: ObjectChoice) -> list[ListedObjectInfo]:
