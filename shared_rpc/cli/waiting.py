@@ -9,12 +9,11 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
-from rich.text import Text
 
 from shared_rpc import Client
-from shared_rpc.cli.rendering import ago, one_line, percent, size, status_of, steps, task_object, took
+from shared_rpc.cli.rendering import one_line, percent, size, status_of, steps, task_object, took
 from shared_rpc.client.results import ReceivedResult
 from shared_rpc.client.steps import reached
 from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
@@ -163,19 +162,19 @@ class _Events(Lines):
 
 
 class _Bar(Lines):
-    """Display of a bar on one line; of a spinner while the total is not known."""
+    """Display of a bar on one line, which pulses while the total is not known."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
-            _Gauge(),
+            BarColumn(),
             TextColumn("{task.fields[steps]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            _Elapsed(),
+            TimeElapsedColumn(),
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("waiting", total=None, steps="", since=None)
+        self._task = self._bar.add_task("waiting", total=None, steps="")
 
     def __enter__(self) -> None:
         self._bar.start()
@@ -191,23 +190,6 @@ class _Bar(Lines):
             description=f"{info.endpoint}: {status_of(info)}",
             completed=share or 0,
             steps=steps(info.progress),
-            since=info.started_at,
         )
         # An update with None would leave the total as it was.
         self._bar.tasks[0].total = 100.0 if share is not None else None
-
-
-class _Gauge(ProgressColumn):
-    def __init__(self) -> None:
-        super().__init__()
-        self._known = BarColumn()
-        self._unknown = SpinnerColumn()
-
-    def render(self, task: Task) -> Any:
-        return (self._unknown if task.total is None else self._known).render(task)
-
-
-class _Elapsed(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        since = task.fields["since"]
-        return Text(ago(since) if since is not None else "")
