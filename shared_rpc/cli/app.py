@@ -15,19 +15,7 @@ from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
 from shared_rpc.cli.processes import command_of
 from shared_rpc.cli.records import export_object, import_file
-from shared_rpc.cli.rendering import (
-    ago,
-    as_json,
-    complain,
-    contents,
-    copies_of,
-    one_line,
-    origin,
-    several,
-    size,
-    table,
-    tier_of,
-)
+from shared_rpc.cli.rendering import ago, as_json, complain, contents, copies_of, origin, several, size, table, tier_of
 from shared_rpc.cli.scripts import run, zygote_table
 from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
@@ -35,11 +23,9 @@ from shared_rpc.cli.tasks import call, cancel, tasks, wait
 from shared_rpc.cli.tiers import evict, restore
 from shared_rpc.cli.top.command import top
 from shared_rpc.cli.verifying import verify
-from shared_rpc.errors import ConfigurationError, SharedRPCError
+from shared_rpc.errors import ConfigurationError, SharedRPCError, one_line
 from shared_rpc.protocol.infos import ServerInfo, SourceInfo, ZygoteInfo
 from shared_rpc.scripts.listing import live_zygotes
-
-__all__ = ["main"]
 
 app = typer.Typer(
     name="shared-rpc",

@@ -11,10 +11,9 @@ import msgspec
 import typer
 
 from shared_rpc.cli.options import Arguments, Json, keywords
-from shared_rpc.cli.rendering import as_json, lasted, one_line, several, size, table
+from shared_rpc.cli.rendering import as_json, lasted, several, size, table
 from shared_rpc.cluster import Change, Cluster
-
-__all__ = ["app"]
+from shared_rpc.errors import one_line
 
 app = typer.Typer(help="The hosts whose servers were started with --cluster.", no_args_is_help=True)
 

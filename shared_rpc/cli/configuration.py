@@ -16,8 +16,6 @@ from shared_rpc.cli.options import Misuse
 from shared_rpc.cli.rendering import complain
 from shared_rpc.protocol.peers import is_own_or_root, named
 
-__all__ = ["read_options"]
-
 _PROJECT = "pyproject.toml"
 
 

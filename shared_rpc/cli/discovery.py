@@ -14,8 +14,6 @@ from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError, 
 from shared_rpc.protocol.peers import is_own_or_root
 from shared_rpc.settings import is_socket_of, resolve_base_path
 
-__all__ = ["find_server", "live_servers", "the_owner", "the_server"]
-
 #: Seconds in which a server has to answer.
 _PATIENCE = 2.0
 

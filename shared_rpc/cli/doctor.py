@@ -15,8 +15,6 @@ from shared_rpc.protocol.peers import is_own
 from shared_rpc.server.listener import why_not_there
 from shared_rpc.settings import resolve_base_path, resolve_role
 
-__all__ = ["Finding", "examine"]
-
 _MARKS = {"good": "ok", "limited": "!", "broken": "x"}
 #: Descriptors: a lower limit leaves room for few clients.
 _FEW_FILES = 4096

@@ -10,8 +10,6 @@ import typer
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["Arguments", "BasePath", "Json", "Misuse", "Socket", "Timeout", "as_misuse", "keywords"]
-
 BasePath = Annotated[
     str | None,
     typer.Option("--base-path", help="Only servers of this base path; by default all beside SHARED_TENSOR_BASE_PATH."),

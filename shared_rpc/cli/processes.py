@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["command_of"]
-
 
 def command_of(pid: int, *, folder: bool = True) -> str:
     """Return the command line of a process in one line; ``""`` if it cannot be read.

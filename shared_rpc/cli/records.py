@@ -9,12 +9,10 @@ import typer
 
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
-from shared_rpc.cli.rendering import as_json, one_line, size
+from shared_rpc.cli.rendering import as_json, size
 from shared_rpc.cli.tiers import object_of
 from shared_rpc.client.exported import RecordBytes
-from shared_rpc.errors import ConfigurationError
-
-__all__ = ["export_object", "import_file"]
+from shared_rpc.errors import ConfigurationError, one_line
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="The file of the record.")]
 

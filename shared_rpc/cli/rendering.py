@@ -18,27 +18,6 @@ from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import DeviceInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 
-__all__ = [
-    "ago",
-    "as_json",
-    "complain",
-    "contents",
-    "copies_of",
-    "lasted",
-    "one_line",
-    "origin",
-    "percent",
-    "several",
-    "size",
-    "span",
-    "status_of",
-    "steps",
-    "table",
-    "task_object",
-    "tier_of",
-    "took",
-]
-
 # A program that reads a pipe gets one line for each row, however long.
 _console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
 

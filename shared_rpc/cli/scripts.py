@@ -9,8 +9,6 @@ import typer
 from shared_rpc.cli.rendering import size, table
 from shared_rpc.scripts.options import IDLE_EXIT, MODULE, PRELOAD, Script
 
-__all__ = ["run", "zygote_table"]
-
 
 def run(
     words: Annotated[

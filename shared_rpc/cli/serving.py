@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shared_rpc.provider.runtime import Runtime
     from shared_rpc.server.server import Server
 
-__all__ = ["reload", "serve"]
-
 #: The groups of options in the help of ``serve``.
 _WORKERS, _MEMORY, _CLIENTS, _CLUSTER, _OBSERVABILITY = "Workers", "Memory", "Tasks and clients", "Cluster", "Observability"
 

@@ -14,8 +14,6 @@ from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import StopInfo
 from shared_rpc.scripts.listing import stop_zygotes
 
-__all__ = ["stop"]
-
 
 def stop(
     socket: Socket = None,

@@ -12,11 +12,9 @@ import typer
 
 from shared_rpc.cli.discovery import live_servers, the_owner, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, keywords
-from shared_rpc.cli.rendering import ago, as_json, one_line, status_of, steps, table, task_object, took
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.cli.rendering import ago, as_json, status_of, steps, table, task_object, took
+from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
-
-__all__ = ["call", "cancel", "tasks", "wait"]
 
 #: Characters of an error that the table shows.
 _SHOWN = 200

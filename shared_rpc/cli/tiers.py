@@ -13,12 +13,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
-from shared_rpc.cli.rendering import as_json, one_line, origin, size, span, table
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.cli.rendering import as_json, origin, size, span, table
+from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import MoveInfo
-
-__all__ = ["evict", "object_of", "restore"]
 
 #: Seconds between two looks at a move, for its bar.
 _LOOK = 0.2

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from shared_rpc.cli.options import Json
-from shared_rpc.cli.rendering import as_json, complain, one_line, table
-from shared_rpc.errors import SharedRPCError
+from shared_rpc.cli.rendering import as_json, complain, table
+from shared_rpc.errors import SharedRPCError, one_line
 from shared_rpc.extras.verification.verdict import Observer, Outcome
 from shared_rpc.provider.amounts import in_bytes
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from shared_rpc.extras.verify import Report
-
-__all__ = ["verify"]
 
 _MARKS = {"passed": "ok", "failed": "x", "skipped": "-"}
 #: Exit codes: a check failed; there was nothing to check; a signal came, whose number is added.

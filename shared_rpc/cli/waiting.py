@@ -13,16 +13,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from shared_rpc import Client
-from shared_rpc.cli.rendering import one_line, percent, size, status_of, steps, task_object, took
+from shared_rpc.cli.rendering import percent, size, status_of, steps, task_object, took
 from shared_rpc.client.results import ReceivedResult
 from shared_rpc.client.steps import reached
-from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled
+from shared_rpc.errors import SharedRPCError, StaleHandleError, TaskCancelled, one_line
 from shared_rpc.operations.tasks import fetch_task, watched
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.records import TensorTable
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
-
-__all__ = ["display_for", "wait"]
 
 #: Seconds in which a server has to answer with timeout 0.
 _PATIENCE = 10.0

@@ -44,8 +44,6 @@ from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 
-__all__ = ["CoroutineDriver"]
-
 T = TypeVar("T")
 
 #: Bytes of a skeleton and a table that are decoded on the loop: well under a millisecond.

@@ -30,8 +30,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 from shared_rpc.settings import resolve_base_path, socket_path
 
-__all__ = ["OWN_TIMEOUT", "BaseClient", "preload_codec"]
-
 #: A timeout that stands for the client's own.
 OWN_TIMEOUT = -1.0
 #: Seconds until the finaliser thread tries again to return leases to a server that is stuck.

@@ -37,8 +37,6 @@ from shared_rpc.lifecycle.finalizer import Job, weakly
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 
-__all__ = ["BlockingDriver"]
-
 T = TypeVar("T")
 
 

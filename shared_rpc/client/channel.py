@@ -17,8 +17,6 @@ from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 from shared_rpc.protocol import messages as m
 
-__all__ = ["Channel"]
-
 
 class Channel(ExchangeSocket):
     """A connection on a non-blocking socket, made with :meth:`open`.

@@ -19,8 +19,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.peers import Peer, answerer_of, ask_who_answers, foreign_owner, is_own_or_root, named, peer_of
 from shared_rpc.protocol.socket import FrameSocket
 
-__all__ = ["PROMPT", "Connection", "ExchangeSocket", "Stranger", "connect", "nobody_listens"]
-
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 #: Seconds that a read or write waits by itself: most round trips are faster and need no poll(2).
 _MOMENT = 0.004

@@ -35,8 +35,6 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
-__all__ = ["BRIEFLY", "PROMPT", "Exchange", "Exchanges", "TooLate", "discard", "release_for"]
-
 #: Seconds for the server's part of the handshake, and for its answer to a request that it answers without a wait.
 PROMPT = 5.0
 #: Seconds beyond the caller's time for the server's answer to a cancellation; and all that the finaliser thread waits.

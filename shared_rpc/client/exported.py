@@ -20,8 +20,6 @@ from shared_rpc.protocol.records import SegmentInfo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AsyncExportedRecord", "ExportedRecord", "RecordBytes", "SegmentBytes", "mapped"]
-
 
 class SegmentBytes:
     """The bytes of one segment of a record, mapped in this process until the record is closed.

@@ -18,19 +18,6 @@ from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.ticket import Ticket
 
-__all__ = [
-    "AsyncHandle",
-    "AsyncIssuer",
-    "Handle",
-    "Issuer",
-    "Lease",
-    "forgone",
-    "interrupted",
-    "unreachable",
-    "updating",
-    "updating_async",
-]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

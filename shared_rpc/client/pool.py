@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from shared_rpc.client.connection import PROMPT, Connection, nobody_listens
+from shared_rpc.client.connection import Connection, nobody_listens
+from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.session import RENEWAL, RETRY, ClientSession, LeaseBook, Renewal, Search, Takeover, renewing
 from shared_rpc.client.steps import Reply, Request
@@ -20,8 +21,6 @@ from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, SharedRPCError
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.lifecycle.finalizer import FINALIZER
-
-__all__ = ["ConnectionPool", "Turn"]
 
 #: Seconds between two checks of connections with an outstanding answer.
 _LOOK = 0.5

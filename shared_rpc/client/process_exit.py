@@ -11,8 +11,6 @@ from types import TracebackType
 
 from shared_rpc.errors import DeadlineExceeded
 
-__all__ = ["ProcessExit"]
-
 #: Seconds between two checks of a process without a pidfd.
 _LOOK = 0.05
 

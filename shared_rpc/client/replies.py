@@ -13,8 +13,6 @@ from shared_rpc.errors.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 
-__all__ = ["raise_error", "too_late"]
-
 
 def too_late(what: str) -> DeadlineExceeded:
     """Return the error for an operation that ran out of time."""

@@ -15,8 +15,6 @@ from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 
-__all__ = ["ReceivedResult", "rebuild", "result_of"]
-
 
 @dataclass(slots=True)
 class ReceivedResult:

@@ -20,8 +20,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.values import encode_call, lower_call
 
-__all__ = ["Home", "lower", "send"]
-
 
 class Home(Known, Protocol):
     """Destination of a call. A server without an id is sent all memory."""

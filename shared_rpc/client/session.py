@@ -24,8 +24,6 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 
-__all__ = ["RENEWAL", "RETRY", "ClientSession", "LeaseBook", "Renewal", "Search", "Takeover", "renewing"]
-
 #: Seconds between two attempts to reach a server that is not there yet.
 RETRY = 0.05
 #: Seconds for which the request that began a session waits for memory that objects have now.

@@ -29,27 +29,6 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
-__all__ = [
-    "BlockingMethods",
-    "CoroutineMethods",
-    "Driver",
-    "Known",
-    "Lend",
-    "Notify",
-    "Operation",
-    "Reach",
-    "Reply",
-    "Request",
-    "Tell",
-    "Within",
-    "Work",
-    "ask",
-    "drive",
-    "goes_to_operation",
-    "message_of",
-    "reached",
-]
-
 M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
 MessageT = TypeVar("MessageT", bound=m.Message)

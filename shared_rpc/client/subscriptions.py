@@ -15,8 +15,6 @@ from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation
 
-__all__ = ["ConnectionSource", "NewsSource", "Subscription", "Subscriptions"]
-
 _log = logging.getLogger("shared_rpc")
 
 

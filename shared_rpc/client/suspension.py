@@ -35,8 +35,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["Suspending", "Suspensions", "awakened", "lease_ended", "outdated", "remapped", "renewed", "resumed", "suspended"]
-
 _log = logging.getLogger("shared_rpc")
 
 #: Seconds between two looks at a suspension that is on its way.

@@ -9,8 +9,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-__all__ = ["ShieldedThreadJob"]
-
 
 class ShieldedThreadJob:
     """A function that a thread is to run, once.

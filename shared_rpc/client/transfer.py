@@ -17,8 +17,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["ClientTransfer", "TransferClosed"]
-
 #: Seconds without a request after which a message of its own returns chunks.
 _IDLE = 0.05
 #: Seconds without a request after which chunks that only wait for the GPU are polled: a request would poll them too.

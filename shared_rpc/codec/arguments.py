@@ -24,8 +24,6 @@ from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_KWARGS
 from shared_rpc.protocol.values import DtypeRef, SkeletonRef, TensorRef, decode_call, encode_call, lift, lower_call, refuse
 
-__all__ = ["decode_arguments", "encode_arguments", "lower_arguments"]
-
 
 @without_modes
 def encode_arguments(

@@ -11,8 +11,6 @@ import torch
 from shared_rpc.codec.skeleton import Scan
 from shared_rpc.protocol.records import TensorEntry
 
-__all__ = ["Block", "Span", "blocks", "spans"]
-
 #: Bytes. A multiple of all element sizes: a span that begins at a multiple of it can be counted in elements of any dtype.
 _GRAIN = 16
 

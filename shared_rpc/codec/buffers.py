@@ -19,8 +19,6 @@ from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access, BufferEntry, TensorTable
 
-__all__ = ["PickledBuffers", "buffers_of", "place"]
-
 #: Bytes. A smaller buffer is pickled: copying it takes a microsecond, while a segment takes some microseconds whatever its
 #: size, and a page fault for each touched page.
 _LEAST = 16 << 10

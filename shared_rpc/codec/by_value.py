@@ -10,8 +10,6 @@ from cloudpickle.cloudpickle import _PICKLE_BY_VALUE_MODULES
 
 from shared_rpc.forks import fork_safe_lock
 
-__all__ = ["pickle_by_value", "registered", "travels_as_code"]
-
 #: Hugging Face puts remote code into this module. ``__main__`` is cloudpickle's own.
 _names: set[str] = {"transformers_modules"}
 #: Names of modules, each with its submodules. Private, in cloudpickle 3.0 to 3.1: its public function takes loaded modules

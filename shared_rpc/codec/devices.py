@@ -14,8 +14,6 @@ import torch
 
 from shared_rpc.errors import CapabilityError
 
-__all__ = ["check_devices", "host_tensors", "wrong_device"]
-
 #: Classes by their modules, which are not imported for this, each with its attributes that are on the host; without a list, all
 #: may be. The noise schedules of diffusers; the step counts of torch's optimizers (``capturable=False``); the number of models
 #: in averaged weights, which stays on the host when the model moves to a device; and the lengths in a packed batch of

@@ -9,8 +9,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["without_modes"]
-
 # Private, from torch 2.6 to 2.13: no public function returns whether any mode is active. Together they take less time than
 # entering one context.
 _dispatching = torch._C._len_torch_dispatch_stack

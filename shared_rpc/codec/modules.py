@@ -18,8 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_rpc.codec.refusals import PickleRefused
 
-__all__ = ["next_hook", "raise_next_hook", "reduce_compiled", "reduce_handle", "reduce_module", "reduce_parameter"]
-
 #: With the functions by which pickle reduces an object; its annotations leave them out.
 _copyreg: Any = copyreg
 

@@ -10,8 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from shared_rpc.codec.skeleton import Scan, parts_of, wraps
 
-__all__ = ["storages_of_parameters", "strided"]
-
 
 def storages_of_parameters(scan: Scan) -> set[int]:
     """Return the numbers of the storages that a parameter uses, wherever in the value it is, and whatever else uses them."""

@@ -8,8 +8,6 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-__all__ = ["locate"]
-
 #: The longest path: nobody reads a longer one, and cycles end here.
 _DEPTH = 40
 #: The same for values that are nested too deeply.

@@ -22,8 +22,6 @@ from shared_rpc.codec.skeleton import Scan, dump, graph_outside
 from shared_rpc.errors import CapabilityError
 from shared_rpc.protocol.records import Tensors
 
-__all__ = ["check_result", "dump_result"]
-
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (tuple, list, dict, OrderedDict)

@@ -30,8 +30,6 @@ from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access, BufferEntry, StorageEntry, Tensors, TensorTable
 
-__all__ = ["Placement", "copy", "move"]
-
 #: Bytes. After moving this much, freed memory leaves torch's cache for the driver: the next segment needs it.
 _LARGE = 1 << 28
 

@@ -18,8 +18,6 @@ from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import Mapping
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry
 
-__all__ = ["copied_storages", "refuse_capture"]
-
 
 def refuse_capture(infos: Iterable[SegmentInfo]) -> None:
     """Refuse to attach what is to be copied on a GPU while the current stream is captured: the copy would be in the graph.

@@ -16,8 +16,6 @@ import torch
 
 from shared_rpc.memory.mapping import MAPPINGS
 
-__all__ = ["keep_in_place"]
-
 
 def keep_in_place() -> None:
     """Have ``flatten_parameters()``, which is public and the same since torch 0.2, leave what lies in mappings."""

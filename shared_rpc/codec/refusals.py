@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-__all__ = ["PickleRefused", "packed_for_the_cpu", "reason_against", "refuse_kind", "refuse_tensor"]
-
 
 class PickleRefused(TypeError):
     """Refusal inside the pickler; the attribute path is added later. ``subject`` is refused whatever it holds."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from shared_rpc.codec.by_value import pickle_by_value
 
-__all__ = ["reduce_remote_class"]
-
 _PACKAGE = "transformers_modules."
 
 

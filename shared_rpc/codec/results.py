@@ -35,8 +35,6 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, Access, Tensors
 
-__all__ = ["Soon", "decode_result", "publish", "publish_soon"]
-
 #: The skeleton of None.
 _NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
 

@@ -24,8 +24,6 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["FIRST", "Copied", "copy_single", "publish_argument", "rebuild_argument", "rebuild_single"]
-
 #: The skeletons of a value that is tensor 0 of its table.
 FIRST = (b"I0\nQ.", ONE_TENSOR)
 

@@ -36,8 +36,6 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device
 from shared_rpc.protocol.records import TensorEntry
 
-__all__ = ["Scan", "dump", "dump_exception", "graph_outside", "load", "parts_of", "wraps"]
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 

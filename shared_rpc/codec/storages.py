@@ -31,8 +31,6 @@ from shared_rpc.memory.mapping import KEPT_SHARE, MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["bytes_at", "copy_bytes", "current_stream", "make_storage", "view_storage", "whole_tensor"]
-
 #: The most descriptors that a new child inherits: a fork server takes fewer than 256, with torch's own. The child fetches the
 #: others from its parent.
 _INHERITED = 128

@@ -18,8 +18,6 @@ from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.protocol.records import StorageEntry, TensorEntry, TensorTable
 
-__all__ = ["NAMES", "make_tensor", "make_trusted", "named", "names_of", "read_table", "tensors_of"]
-
 _tables = msgspec.msgpack.Decoder(TensorTable)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["keep_untraced"]
-
 # Private: torch.compiler.disable() would import all of torch._dynamo, which takes seconds. Its effect is available without
 # that, under one name in torch 2.6 and under others in 2.13.
 _dynamo: Any = torch._C._dynamo.eval_frame

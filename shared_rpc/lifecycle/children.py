@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
-__all__ = ["is_child"]
-
 
 def is_child() -> bool:
     """Return whether :mod:`multiprocessing` started this process, whichever way: it has the role's environment of its parent.

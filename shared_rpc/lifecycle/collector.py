@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 from shared_rpc.forks import after_fork, fork_safe_lock
 
-__all__ = ["paused"]
-
 #: The most frozen objects that count as none: some Pythons freeze a few of their own.
 _FEW = 10_000
 

@@ -9,8 +9,6 @@ import threading
 from contextlib import suppress
 from typing import NoReturn
 
-__all__ = ["end_children", "end_now", "end_within"]
-
 
 def end_now(code: int) -> NoReturn:
     """End the process without the interpreter's own end, which could wait for ever.

@@ -18,8 +18,6 @@ from typing import ParamSpec, TypeVar
 
 from shared_rpc.forks import after_fork
 
-__all__ = ["FINALIZER", "FinalizerThread", "weakly"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-__all__ = ["Host", "host", "set_host"]
-
 
 class Host(Protocol):
     """The worker of this process."""

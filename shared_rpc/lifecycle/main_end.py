@@ -14,8 +14,6 @@ from shared_rpc.lifecycle.children import is_child
 from shared_rpc.lifecycle.ending import end_now
 from shared_rpc.lifecycle.signals import wait_for_signal
 
-__all__ = ["RunningServer", "Serves", "close_all", "end_now_if_busy", "register", "unregister"]
-
 
 class RunningServer(Protocol):
     """A server that goes on when the main code has ended."""

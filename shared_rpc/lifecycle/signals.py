@@ -32,8 +32,6 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.forks import after_fork, around_fork, fork_safe_lock
 from shared_rpc.lifecycle.ending import end_within
 
-__all__ = ["End", "wait_for_signal"]
-
 #: Signals that may have a handler here.
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds for threads and exit callbacks when a process that has served ends.

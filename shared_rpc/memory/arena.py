@@ -6,8 +6,6 @@ import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "SEGMENT_LIMIT", "Extents", "Place", "aligned", "pack"]
-
 #: Bytes. The alignment of torch's CUDA allocator, so that vectorised kernels behave as on its tensors.
 ALIGNMENT = 512
 

@@ -19,8 +19,6 @@ from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Backend
 
-__all__ = ["ChunkReference", "ChunkReferences", "chunk_of", "keep"]
-
 #: Marking GPU work begins by asking every stream of torch whether it captures a CUDA graph: up to this many chunks, or bytes,
 #: are marked together.
 _BATCH, _BATCH_BYTES = 32, 16 << 20

@@ -19,8 +19,6 @@ from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FinalizerThread
 from shared_rpc.protocol.frames import close_all
 
-__all__ = ["CLOSER", "LARGE", "THREAD", "Closer"]
-
 #: Bytes of memory above which closing takes longer than waking another thread for it.
 LARGE = 1 << 20
 

@@ -20,28 +20,6 @@ from shared_rpc.memory.digests import DIGEST, PART
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
 
-__all__ = [
-    "FLUSHED",
-    "ON_HOST",
-    "Cancelled",
-    "CopyCancelled",
-    "CopyOrder",
-    "LowerCopy",
-    "Progress",
-    "Steps",
-    "Written",
-    "check_part",
-    "closing_all",
-    "copy_on_host",
-    "never",
-    "nobody",
-    "on_host",
-    "read_exactly",
-    "reading",
-    "write_exactly",
-    "writing",
-]
-
 #: Mechanisms whose bytes need no GPU to be copied.
 ON_HOST: frozenset[Mechanism] = frozenset({"memfd", "file"})
 

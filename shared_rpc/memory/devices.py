@@ -15,8 +15,6 @@ from shared_rpc.memory.segments import gpu_support
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["check_name", "device_id", "device_kind", "device_tag", "id_of", "torch_device"]
-
 
 def device_id(device: str) -> str:
     """Return the id of ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.

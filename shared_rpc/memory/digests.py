@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import xxhash
 
-__all__ = ["DIGEST", "PART", "digest"]
-
 #: Bytes of a part, which has a digest of its own; and bytes of a digest.
 PART = 64 << 20
 DIGEST = 16

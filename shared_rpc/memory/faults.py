@@ -31,8 +31,6 @@ from typing import NamedTuple
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle import finalizer
 
-__all__ = ["WatchedRange", "unwatch", "watch"]
-
 
 class WatchedRange(NamedTuple):
     """Memory of this process that it may only read: ``nbytes`` bytes at ``address``, and a function that describes it.

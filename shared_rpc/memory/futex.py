@@ -7,8 +7,6 @@ import platform
 
 from shared_rpc.errors import CapabilityError
 
-__all__ = ["fence", "supported", "wait", "wake"]
-
 #: The number of the system call, by machine (asm/unistd.h).
 _NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE, _PRIVATE = 0, 1, 128

@@ -36,8 +36,6 @@ from shared_rpc.memory.digests import PART, digest
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Mechanism, SegmentInfo
 
-__all__ = ["GpuCopies"]
-
 #: Copies that are queued at once: while one runs, the memory of the next one is made.
 _STREAMS = 2
 #: CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTALLOC_PORTABLE (cuda.h): every context of the process may use the memory.

@@ -14,8 +14,6 @@ from shared_rpc.protocol.specs import DeviceSpec
 if TYPE_CHECKING:
     from shared_rpc.memory.backends.cuda import CudaBackend
 
-__all__ = ["devices_of", "facts_of", "free_bytes"]
-
 
 def devices_of(device: str) -> tuple[str, ...]:
     """Return the ids of the devices that a server of ``device`` makes memory on.

@@ -37,8 +37,6 @@ from shared_rpc.memory.remap_hooks import REMAP_HOOKS, MappedRange
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import Access, SegmentInfo
 
-__all__ = ["KEPT_SHARE", "MAPPINGS", "Mapping", "MappingHold", "MappingTable"]
-
 _log = logging.getLogger("shared_rpc")
 
 #: Labels of one mapping.

@@ -18,8 +18,6 @@ from shared_rpc.memory.arena import Extents, aligned
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Segment
 
-__all__ = ["Chunk", "Pool", "PoolClosed", "PoolFull", "PoolOptions"]
-
 
 @dataclass(frozen=True)
 class PoolOptions:

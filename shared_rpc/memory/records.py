@@ -11,8 +11,6 @@ import msgspec
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS
 
-__all__ = ["Arguments", "ChunkSink", "Record"]
-
 
 class ChunkSink(Protocol):
     """Owner of chunks that came with a message."""

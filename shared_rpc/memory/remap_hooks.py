@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from shared_rpc.errors.interrupts import is_of_handler
 
-__all__ = ["REMAP_HOOKS", "MappedRange", "RemapHook", "RemapHooks", "on_remap"]
-
 
 class MappedRange(NamedTuple):
     """Memory of this process: ``nbytes`` bytes at ``address`` on ``device``, which is ``"cpu"`` or a GPU's UUID."""

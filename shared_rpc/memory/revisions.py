@@ -43,8 +43,6 @@ from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.segments import Descriptor, Segment, new_segment_id
 from shared_rpc.protocol.records import Access, SegmentInfo
 
-__all__ = ["SLICE", "Page", "Update", "new_page", "read_only", "restored_page", "settled_revision"]
-
 T = TypeVar("T")
 V = TypeVar("V")
 

@@ -18,8 +18,6 @@ from shared_rpc.forks import after_fork
 from shared_rpc.memory.closing import CLOSER, LARGE, THREAD
 from shared_rpc.protocol.records import EXPORTER_OWNED, Access, SegmentInfo
 
-__all__ = ["Backend", "Segment", "gpu_support", "new_segment_id"]
-
 
 def new_segment_id() -> str:
     """Return an id that no other segment of this host has."""

@@ -10,8 +10,6 @@ from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["SpillDirectory"]
-
 #: No file can be linked into the directory afterwards (O_EXCL): nobody but who gets its descriptor reads it.
 _FLAGS = os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC
 

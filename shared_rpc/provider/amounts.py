@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.memory.devices import check_name
 
-__all__ = ["amount_of", "check_quotas", "in_bytes", "quotas_of"]
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
 _UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _FRACTION = re.compile(r"\d*\.\d+")

@@ -12,8 +12,6 @@ from types import CodeType, ModuleType
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.provider.provider import Provider
 
-__all__ = ["load_providers"]
-
 
 def load_providers(target: str) -> list[Provider]:
     """Load the providers of ``app.py``, of ``package.module``, or the one named by ``module:name``.

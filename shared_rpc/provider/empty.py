@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from shared_rpc.provider.provider import Provider
 
-__all__ = ["provider"]
-
 provider = Provider()

@@ -52,8 +52,6 @@ from shared_rpc.server.handlers import answer
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.state.objects import StoredObject
 
-__all__ = ["LoopbackRuntime"]
-
 T = TypeVar("T")
 
 #: The session of this process's own requests.

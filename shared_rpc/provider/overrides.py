@@ -7,8 +7,6 @@ from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.provider.provider import Provider
 from shared_rpc.settings import ServeOptions, checked_path, resolve_base_path, socket_path
 
-__all__ = ["Overrides", "override"]
-
 
 class Overrides:
     """The options of ``serve`` for one worker."""

@@ -30,8 +30,6 @@ from shared_rpc.provider.runtime import ClientRuntime, ClientSettings, LocalRunt
 from shared_rpc.server.server import Server
 from shared_rpc.settings import Role, resolve_cluster, resolve_role
 
-__all__ = ["Decorator", "ManagedDecorator", "Provider", "SharedFunction"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

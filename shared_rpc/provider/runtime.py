@@ -25,8 +25,6 @@ from shared_rpc.server.engine import Engine
 from shared_rpc.server.server import App, Server
 from shared_rpc.settings import Role
 
-__all__ = ["ClientRuntime", "ClientSettings", "LocalRuntime", "Runtime", "ServerRuntime"]
-
 
 class Runtime(Protocol):
     """A role at work."""

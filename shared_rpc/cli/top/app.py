@@ -27,7 +27,7 @@ from textual.timer import Timer
 from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Static
 
 from shared_rpc import Client
-from shared_rpc.cli.rendering import one_line, origin
+from shared_rpc.cli.rendering import origin
 from shared_rpc.cli.top.tables import (
     ORDERS,
     ObjectChoice,
@@ -42,10 +42,8 @@ from shared_rpc.cli.top.tables import (
     totals,
 )
 from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot, pause, rates
-from shared_rpc.errors import SharedRPCError
+from shared_rpc.errors import SharedRPCError, one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
-
-__all__ = ["TopApp", "run"]
 
 #: Signals that end the view. Textual leaves them to their defaults, which do not restore the terminal.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from shared_rpc import Client
 
-__all__ = ["Order", "top"]
-
 #: The orders of :data:`shared_rpc.cli.top.tables.ORDERS`.
 Order = Literal["size", "age", "leases", "name", "access"]
 #: Cells of a line where no terminal sets a limit.

@@ -12,25 +12,11 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from shared_rpc.cli.rendering import copies_of, lasted, one_line, origin, percent, several, size, steps, tier_of
+from shared_rpc.cli.rendering import copies_of, lasted, origin, percent, several, size, steps, tier_of
 from shared_rpc.cli.top.watching import Rates, Snapshot
+from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import ListedObjectInfo
 from shared_rpc.protocol.tasks import Progress
-
-__all__ = [
-    "ORDERS",
-    "ObjectChoice",
-    "Table",
-    "View",
-    "arranged",
-    "bar",
-    "detail",
-    "headline",
-    "objects",
-    "others",
-    "parts_for",
-    "totals",
-]
 
 #: Seconds. A run that takes less, and reports no progress, is not listed as a build.
 _SHORT = 0.25

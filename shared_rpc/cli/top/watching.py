@@ -16,8 +16,6 @@ from shared_rpc.cli.rendering import several
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObjectInfo, RunInfo, ServerInfo, SessionInfo
 
-__all__ = ["Action", "Rates", "ServerWatcher", "Snapshot", "pause", "rates"]
-
 #: At most one part in so many of the time is spent on answers: watching a server with many objects must not slow it down.
 _SHARE = 10
 #: Seconds to wait for the facts of a device's driver before the latest known ones are shown; and if none are known yet.

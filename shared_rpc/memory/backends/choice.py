@@ -17,20 +17,6 @@ from shared_rpc.memory.segments import Backend, Segment, gpu_support
 from shared_rpc.protocol.infos import MechanismInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
 
-__all__ = [
-    "PREFERENCE",
-    "Choice",
-    "MechanismOption",
-    "backend_for",
-    "choose_mechanism",
-    "chosen",
-    "lacking",
-    "lifetime",
-    "makers",
-    "mechanism_info",
-    "survey",
-]
-
 MechanismOption = Literal["auto", "vmm", "ipc", "pool"]
 
 #: In order of preference: memory of the first mechanism outlives its maker and can be mapped read-only, that of the others

@@ -19,24 +19,6 @@ from cuda.bindings import driver
 from shared_rpc.errors import CapabilityError
 from shared_rpc.protocol.records import Access
 
-__all__ = [
-    "POSIX_FD",
-    "CudaBackend",
-    "DeviceBytes",
-    "DriverError",
-    "access_for",
-    "attribute",
-    "check",
-    "location_of",
-    "opaque",
-    "opaque_bytes",
-    "ordinal_of",
-    "peer_capable",
-    "relaxed_captures",
-    "uuid_of",
-    "visible_gpus",
-]
-
 #: Streams of one priority in torch's pool (c10/cuda/CUDAStream.cpp).
 _TORCH_POOL = 32
 #: Bytes of CUipcMemHandle and of CUmemPoolPtrExportData (cuda.h).

@@ -24,8 +24,6 @@ from shared_rpc.memory.backends.fd_server import TOKEN_BYTES
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Access, Mechanism, SegmentInfo
 
-__all__ = ["ExportDescriptor", "ExporterOwnedBackend", "Memory", "export_descriptor_of"]
-
 
 class ExportDescriptor(msgspec.Struct, frozen=True, array_like=True):
     """Serialised export: the data for opening another process's memory.

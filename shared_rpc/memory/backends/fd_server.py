@@ -19,8 +19,6 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import after_fork
 from shared_rpc.protocol.peers import is_own, peer_of
 
-__all__ = ["FD_SERVER", "FdServer", "fetch"]
-
 _log = logging.getLogger("shared_rpc")
 
 TOKEN_BYTES = 16

@@ -18,8 +18,6 @@ from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Access, SegmentInfo
 
-__all__ = ["HOST", "MemfdBackend"]
-
 # asm-generic/mman-common.h; Python's mmap lacks it.
 _MAP_NORESERVE = 0x4000
 # linux/mman.h and asm-generic/mman-common.h, for addresses that are given; Python's mmap lacks them.

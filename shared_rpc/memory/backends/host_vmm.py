@@ -17,8 +17,6 @@ from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.backends.vmm import VmmBackend
 from shared_rpc.protocol.records import Access, Mechanism
 
-__all__ = ["HostVmmBackend"]
-
 
 class HostVmmBackend(VmmBackend):
     """Segments in host memory that one GPU copies to and from, on the NUMA node next to it."""

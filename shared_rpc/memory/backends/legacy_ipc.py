@@ -19,8 +19,6 @@ from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, check, opaque, opaque_bytes, relaxed_captures
 from shared_rpc.memory.backends.exporter_owned import ExportDescriptor, ExporterOwnedBackend, Memory
 
-__all__ = ["ExporterOwnedCudaBackend", "IpcBackend"]
-
 _LAZY_PEERS = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 

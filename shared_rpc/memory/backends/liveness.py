@@ -22,8 +22,6 @@ from collections.abc import Callable
 from shared_rpc.errors import CapabilityError
 from shared_rpc.forks import after_fork
 
-__all__ = ["issue", "maker_lives", "read"]
-
 _log = logging.getLogger("shared_rpc")
 
 # linux/fcntl.h.

@@ -32,8 +32,6 @@ from shared_rpc.memory.backends.exporter_owned import ExportDescriptor, Memory
 from shared_rpc.memory.backends.fd_server import FD_SERVER, fetch
 from shared_rpc.memory.backends.legacy_ipc import ExporterOwnedCudaBackend
 
-__all__ = ["PoolBackend"]
-
 
 class PoolBackend(ExporterOwnedCudaBackend):
     """Segments that are pools of one allocation."""

@@ -26,8 +26,6 @@ from shared_rpc.memory.backends.cuda import (
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Access, Mechanism, SegmentInfo
 
-__all__ = ["VmmBackend"]
-
 
 class VmmBackend(CudaBackend):
     """Segments on one GPU."""

@@ -10,8 +10,6 @@ from shared_rpc.provider.runtime import ClientRuntime, ClientSettings
 from shared_rpc.server.starting import ServerStarter, log_path
 from shared_rpc.settings import Role, ServeOptions
 
-__all__ = ["SpawnRuntime"]
-
 
 class SpawnRuntime(ClientRuntime):
     """A client that starts a server where none listens, whenever it connects.

@@ -10,8 +10,6 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.server import App
 from shared_rpc.zygote.installed import names_in
 
-__all__ = ["target_of"]
-
 
 def target_of(provider: App) -> str:
     """Return the target for ``shared-rpc serve``: ``/path/app.py:provider``, or ``package.module:provider``.
