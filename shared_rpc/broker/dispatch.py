@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
@@ -215,20 +213,12 @@ class Dispatcher:
         arguments, transfer = place.arguments, place.executor.transfers.find(place.session)
         # Chunks are not returned to a session that has ended.
         lent = transfer is not None
-        arenas = sorted(arguments.arenas) if lent and arguments.chunks else []
+        arenas = arguments.arenas if lent and arguments.chunks else ()
         known = worker.arenas.get(place.session, ())
         kept = [number for number in arenas if arguments.segments[number].info.id in known]
         message = w.StartRun(
             run.spec.name,
-            arguments.args,
-            arguments.kwargs,
-            table=msgspec.Raw(arguments.table),
-            segments=[segment.info for segment in arguments.segments],
-            skeletons=[len(skeleton) for skeleton in arguments.skeletons],
-            kept=kept,
-            arenas=arenas,
-            chunks=list(arguments.chunks) if lent else [],
-            held=list(arguments.held) if lent else [],
+            **arguments.body(kept, lent=lent),
             pooled=run.pooled and lent,
             returnable=arguments.returnable and lent,
             chain=sorted(run.chain),
@@ -356,8 +346,8 @@ class Dispatcher:
         if transfer is not None:
             if record is not None:
                 transfer.made(worker, record)
-            if message.returned:
-                transfer.came_back(worker, message.returned)
+            if message.freed:
+                transfer.came_back(worker, message.freed)
         if not place.forgotten:
             self._release(run)
             place.owner.ended(run, outcome)

@@ -108,15 +108,7 @@ def _request(
         return Request(message, what, transfer=transfer)
     message = kind(
         endpoint,
-        arguments.args,
-        arguments.kwargs,
-        table=_NO_TENSORS if arguments.table == EMPTY_TABLE else msgspec.Raw(arguments.table),
-        segments=[segment.info for segment in arguments.segments],
-        skeletons=[len(skeleton) for skeleton in arguments.skeletons],
-        kept=[number for number, segment in enumerate(arguments.segments) if segment.descriptor is None],
-        arenas=list(arguments.arenas),
-        chunks=list(arguments.chunks),
-        held=list(arguments.held),
+        **arguments.body([number for number, segment in enumerate(arguments.segments) if segment.descriptor is None]),
         freed=freed,
         pooled=pooled,
         chain=chain,

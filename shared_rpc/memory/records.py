@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import msgspec
 
 from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS
+from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 
 
 class ChunkSink(Protocol):
@@ -17,6 +17,31 @@ class ChunkSink(Protocol):
 
     def release(self, numbers: Iterable[int]) -> None:
         """Take back chunks that nothing has used."""
+
+
+class CallFields(TypedDict):
+    """What every message with a call says of its arguments."""
+
+    args: msgspec.Raw
+    kwargs: msgspec.Raw
+    table: msgspec.Raw
+    segments: list[SegmentInfo]
+    skeletons: list[int]
+    kept: list[int]
+    arenas: list[int]
+    chunks: list[int]
+    held: list[int]
+
+
+class BodyFields(TypedDict):
+    """What every message with a record says of it."""
+
+    table: msgspec.Raw
+    segments: list[SegmentInfo]
+    kept: list[int]
+    arenas: list[int]
+    chunks: list[int]
+    own: list[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +76,21 @@ class Record:
         if self.private_nbytes < 0:
             self.private_nbytes = len(self.skeleton)
 
+    def body(self, known: Container[str]) -> BodyFields:
+        """Return the fields of a :class:`~shared_rpc.protocol.messages.RecordBody`.
+
+        :param known: the ids of the pool's segments whose descriptors the reader has already.
+        """
+        infos = [segment.info for segment in self.segments]
+        return {
+            "table": msgspec.Raw(self.table),
+            "segments": infos,
+            "kept": [number for number in self.arenas if infos[number].id in known],
+            "arenas": list(self.arenas),
+            "chunks": list(self.chunks),
+            "own": list(self.own),
+        }
+
     def close(self) -> None:
         """Close the descriptors. Mappings of the memory, here and elsewhere, stay valid."""
         for segment in self.segments:
@@ -84,6 +124,24 @@ class Arguments:
     session: str = ""
     pooled: dict[int, ChunkSink] = field(default_factory=dict)
     nbytes: int = 0
+
+    def body(self, kept: list[int], *, lent: bool = True) -> CallFields:
+        """Return the fields of a :class:`~shared_rpc.protocol.messages.Call`.
+
+        :param kept: the numbers of segments that the reader knows by id.
+        :param lent: False if there is no session to which chunks would be returned.
+        """
+        return {
+            "args": self.args,
+            "kwargs": self.kwargs,
+            "table": msgspec.Raw(self.table),
+            "segments": [segment.info for segment in self.segments],
+            "skeletons": [len(skeleton) for skeleton in self.skeletons],
+            "kept": kept,
+            "arenas": list(self.arenas) if lent and self.chunks else [],
+            "chunks": list(self.chunks) if lent else [],
+            "held": list(self.held) if lent else [],
+        }
 
     def detach_pooled(self) -> dict[int, ChunkSink]:
         """Return ``pooled``, which the caller releases from here on."""

@@ -149,7 +149,7 @@ class RecordOperations:
 
 def _lent(object_id: str, generation: int) -> m.Result:
     """Return the message that a handle without a result is made of."""
-    return m.Result(object_id, generation, True, _NO_TABLE, [])
+    return m.Result(_NO_TABLE, [], object_id=object_id, generation=generation, managed=True)
 
 
 _NO_TABLE = msgspec.Raw(EMPTY_TABLE)

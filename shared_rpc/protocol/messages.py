@@ -98,29 +98,37 @@ class Call(Message):
     returnable: bool = False
 
 
-class Result(Message):
-    """A record, its skeleton as payload, its descriptors with the frame. ``managed``: the session has a lease on it.
+class RecordBody(Message):
+    """A record on its way to its reader, its skeleton as payload, its descriptors with the frame: from a worker to its broker,
+    and from a server to a client.
 
-    ``owner`` is the id of the server where that keeps the memory and knows it by the segments' ids, else ``""``.
-    Segments with the numbers ``arenas`` are of the server's pool for this session; the descriptors of those that are
+    Segments with the numbers ``arenas`` are of the endpoints' pool for this session; the descriptors of those that are
     ``kept`` too came before on this connection. The result takes the pool's chunks ``chunks``; ``freed`` are chunks of the
-    client's pool that the server returns.
+    client's pool that come back.
 
-    Chunks ``own`` are of those that the call took: the result lies in them, and nobody else. The server gives them back like
+    Chunks ``own`` are of those that the call took: the result lies in them, and nothing else. The server gives them back like
     any other, when its GPU has done with them.
     """
 
-    object_id: str
-    generation: int
-    managed: bool
     table: msgspec.Raw
     segments: list[SegmentInfo]
-    owner: str = ""
     kept: list[int] = []
     arenas: list[int] = []
     chunks: list[int] = []
-    freed: list[int] = []
     own: list[int] = []
+    freed: list[int] = []
+
+
+class Result(RecordBody):
+    """The result of a call. ``managed``: the session has a lease on the object.
+
+    ``owner`` is the id of the server where that keeps the memory and knows it by the segments' ids, else ``""``.
+    """
+
+    object_id: str = ""
+    generation: int = 1
+    managed: bool = False
+    owner: str = ""
 
 
 class Cancel(Message):

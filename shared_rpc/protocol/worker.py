@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from shared_rpc.protocol.infos import MechanismInfo
-from shared_rpc.protocol.messages import Call, Message
+from shared_rpc.protocol.messages import Call, Message, RecordBody
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import DeviceSpec, EndpointSpec
 from shared_rpc.protocol.tasks import Progress
@@ -89,23 +89,12 @@ class AwaitingMemory(Message):
     why: str
 
 
-class RunFinished(Message):
-    """A run that went well: its record, with the skeleton as payload and the descriptors with the frame.
+class RunFinished(RecordBody):
+    """A run that went well, with its record."""
 
-    ``arenas``, ``chunks``, ``own``, ``returned`` and ``kept`` are what ``arenas``, ``chunks``, ``own``, ``freed`` and ``kept``
-    are in a result for a client: the descriptor of an arena comes once.
-    """
-
-    table: msgspec.Raw
-    segments: list[SegmentInfo]
-    nbytes: int
-    device: str
-    arenas: list[int]
-    chunks: list[int]
-    own: list[int]
-    returned: list[int]
-    private_nbytes: int
-    kept: list[int]
+    nbytes: int = 0
+    device: str = ""
+    private_nbytes: int = -1
 
 
 class RunFailed(Message):
@@ -114,7 +103,7 @@ class RunFailed(Message):
     code: str
     text: str
     detail: dict[str, str]
-    returned: list[int]
+    freed: list[int]
 
 
 class RunWithdrawn(Message):

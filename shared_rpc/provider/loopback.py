@@ -63,7 +63,7 @@ _WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRef
 _WAITS |= {t.Resume, t.Evict, t.Restore}
 _NO_TABLE = msgspec.Raw(b"")
 #: The message of a reply with a value and no lease, and the frame of one without descriptors.
-_VALUE = m.Result("", 1, False, _NO_TABLE, [])
+_VALUE = m.Result(_NO_TABLE, [])
 _NO_FRAME = Frame(0, 0, b"")
 
 
@@ -229,7 +229,7 @@ class _LocalCaller:
             return True
         message, value, stored = _VALUE, outcome.live, outcome.stored
         if outcome.managed and stored is not None:
-            message = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [])
+            message = m.Result(_NO_TABLE, [], object_id=stored.object_id, generation=stored.generation, managed=True)
             self.lease = _LocalLease(self.core, stored.object_id)
         if stored is not None and self.request.bare:
             infos, owners = [each.info for each in stored.record.segments], [each.owner for each in stored.record.segments]

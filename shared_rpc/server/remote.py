@@ -329,23 +329,17 @@ class RemoteCaller(msgspec.Struct, eq=False):
         record, stored = outcome.record, outcome.stored
         assert record is not None and self._waiter is not None, "a result for another process has a record"
         transfer, sent = self.core.transfers.find(self.session), self._client.sent
-        kept = [number for number in record.arenas if record.segments[number].info.id in sent]
         message = m.Result(
+            **record.body(sent),
+            freed=transfer.freed() if transfer is not None and self._waiter.pooled else [],
             object_id=stored.object_id if stored is not None else "",
             generation=stored.generation if stored is not None else 1,
             managed=outcome.managed,
-            table=msgspec.Raw(record.table),
-            segments=[segment.info for segment in record.segments],
             owner=self.core.server_id if stored is not None or record.arenas else "",
-            kept=kept,
-            arenas=list(record.arenas),
-            chunks=list(record.chunks),
-            own=list(record.own),
-            freed=transfer.freed() if transfer is not None and self._waiter.pooled else [],
         )
-        owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in kept])
+        owners = tuple([segment.owner for number, segment in enumerate(record.segments) if number not in message.kept])
         if self.reply(message, record.skeleton, owners):
-            sent.update(message.segments[number].id for number in record.arenas)
+            sent.update(message.segments[number].id for number in message.arenas)
             return True
         if transfer is not None:
             transfer.release_results(record.chunks)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-import msgspec
-
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.execution.arguments import read_arguments
 from shared_rpc.execution.in_process import InProcessExecutor
@@ -317,35 +315,29 @@ class WorkerHost:
         assert record is not None, "a result for a broker is published"
         transfer = hosted.transfers.find(run.session)
         sent = transfer.sent if transfer is not None else set()
-        kept = [number for number in record.arenas if record.segments[number].info.id in sent]
         message = w.RunFinished(
-            msgspec.Raw(record.table),
-            [segment.info for segment in record.segments],
-            record.nbytes,
-            record.device,
-            list(record.arenas),
-            list(record.chunks),
-            list(record.own),
-            given_back(hosted, run.session),
-            record.private_nbytes,
-            kept,
+            **record.body(sent),
+            freed=given_back(hosted, run.session),
+            nbytes=record.nbytes,
+            device=record.device,
+            private_nbytes=record.private_nbytes,
         )
-        fds = tuple([segment.fileno() for number, segment in enumerate(record.segments) if number not in kept])
+        fds = tuple([segment.fileno() for number, segment in enumerate(record.segments) if number not in message.kept])
         try:
             self._stream.send(message, run.number, record.skeleton, fds)
-            sent.update([record.segments[number].info.id for number in record.arenas])
+            sent.update([message.segments[number].id for number in message.arenas])
         except Exception as error:
             if transfer is not None:
                 transfer.release_results(record.chunks)
-                transfer.put_back(message.returned)
+                transfer.put_back(message.freed)
             return Failure.of(CapabilityError(f"cannot send the result of {run.spec.name}(): {error}"))
         finally:
             record.close()
         return None
 
     def _fail(self, number: int, hosted: Hosted | None, session: str, failure: Failure, unused: Sequence[int] = ()) -> None:
-        returned = [*given_back(hosted, session), *unused]
-        self._stream.send(w.RunFailed(failure.code, failure.text, failure.detail, returned), number, failure.pickled)
+        freed = [*given_back(hosted, session), *unused]
+        self._stream.send(w.RunFailed(failure.code, failure.text, failure.detail, freed), number, failure.pickled)
 
     def _stop(self, frame: Frame, message: w.Stop) -> None:
         hosted, run = self._runs.get(frame.request_id, (None, None))

@@ -315,7 +315,7 @@ def test_a_result_of_a_session_that_ended() -> None:
     """Its memory was told by name, and another request has met the next server meanwhile: the server has ended."""
     transfer = ClientTransfer(PoolOptions(), lambda numbers: None)
     with HOST.create(4096) as segment:
-        message = m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [segment.info], "server", [0], [0])
+        message = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info], [0], [0], owner="server")
         for taken in transfer.segments([segment.info], [], [0], [os.dup(segment.fileno())]):
             taken.close()
         with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer) as result:

@@ -171,22 +171,22 @@ TABLE = TensorTable(("cpu",), (StorageEntry(0, 4090, 16),), (TensorEntry(0, "flo
     [
         (m.Pong(), b"", 1, ProtocolError, "with a Pong that is no valid result"),
         (
-            m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [SegmentInfo("a", 4096, "cpu")] * 2),
+            m.Result(msgspec.Raw(EMPTY_TABLE), [SegmentInfo("a", 4096, "cpu")] * 2),
             b"",
             1,
             ProtocolError,
             "is no valid result",
         ),
-        (m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), []), b"", 1, ProtocolError, "is no valid result"),
-        (m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), []), b"no pickle", 0, CodecError, "cannot (be rebuilt|rebuild)"),
+        (m.Result(msgspec.Raw(EMPTY_TABLE), []), b"", 1, ProtocolError, "is no valid result"),
+        (m.Result(msgspec.Raw(EMPTY_TABLE), []), b"no pickle", 0, CodecError, "cannot (be rebuilt|rebuild)"),
         (
-            m.Result("", 1, False, msgspec.Raw(msgspec.msgpack.encode(TABLE)), [SegmentInfo("a", 4096, "cpu")]),
+            m.Result(msgspec.Raw(msgspec.msgpack.encode(TABLE)), [SegmentInfo("a", 4096, "cpu")]),
             b"\x80\x05K\x00Q.",
             1,
             CodecError,
             "is not within its segment",
         ),
-        (m.Result("", 1, False, msgspec.Raw(b"\xc0"), []), b"", 0, CodecError, "table"),
+        (m.Result(msgspec.Raw(b"\xc0"), []), b"", 0, CodecError, "table"),
     ],
     ids=[
         "another reply",
@@ -218,7 +218,7 @@ def test_a_lease_on_what_cannot_be_rebuilt_goes_back(impostor: Callable[[Manners
 
     def manners(raw: Raw) -> None:
         raw.hear()
-        raw.say(m.Result("object-1", 1, True, msgspec.Raw(EMPTY_TABLE), []), 1, b"no pickle")
+        raw.say(m.Result(msgspec.Raw(EMPTY_TABLE), [], object_id="object-1", managed=True), 1, b"no pickle")
         asked.append(raw.hear())
         raw.say(m.Count(1), 2)
         raw.hear_end()

@@ -522,7 +522,7 @@ async def test_an_arena_whose_first_reply_is_taken_later() -> None:
             group.start_soon(ask, 2)
             await until(lambda: len(channel._exchanges.under_way) == 2)
             # The one who reads asked first, and is answered last.
-            answer = m.Result("", 1, False, msgspec.Raw(EMPTY_TABLE), [segment.info], "server", arenas=[0])
+            answer = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info], arenas=[0], owner="server")
             server.queue(answer, 2, fds=[segment.fileno()])
             server.queue(msgspec.structs.replace(answer, kept=[0]), 1)
             server.flush()

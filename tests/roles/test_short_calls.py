@@ -483,7 +483,7 @@ def test_a_busy_client_needs_one_connection(client: Client, device: str) -> None
 @pytest.mark.parametrize("own", [[1], [2, 3], [0], [-1]])
 def test_a_server_that_names_other_chunks(client: Client, own: list[int]) -> None:
     """Nothing is made of a chunk that the call did not hold."""
-    message = m.Result("", 1, False, msgspec.Raw(b""), [], own=own)
+    message = m.Result(msgspec.Raw(b""), [], own=own)
     with pytest.raises(ProtocolError, match="which are not the call's"):
         transfer(client).own_chunk(message, [2])
 

@@ -112,7 +112,10 @@ def ran() -> Callable[..., tuple[w.RunFinished, list[int]]]:
     def make(chunks: list[int], returned: list[int]) -> tuple[w.RunFinished, list[int]]:
         with HOST.create(4096) as segment:
             info, number = segment.info, os.dup(segment.fileno())
-        return w.RunFinished(msgspec.Raw(EMPTY_TABLE), [info], 4096, "cpu", [0], chunks, [], returned, 0, []), [number]
+        message = w.RunFinished(
+            msgspec.Raw(EMPTY_TABLE), [info], arenas=[0], chunks=chunks, freed=returned, nbytes=4096, private_nbytes=0
+        )
+        return message, [number]
 
     return make
 

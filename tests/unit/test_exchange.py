@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 def result(object_id: str, *, managed: bool = False) -> m.Result:
     """A result without memory."""
-    return m.Result(object_id, 1, managed, msgspec.Raw(EMPTY_TABLE), [])
+    return m.Result(msgspec.Raw(EMPTY_TABLE), [], object_id=object_id, managed=managed)
 
 
 def changed(done: int) -> m.TaskUpdate:

@@ -365,7 +365,7 @@ def arena() -> Iterator[Segment]:
 
 def answer(arena: Segment) -> tuple[m.Result, Frame]:
     """Return a reply that brings an arena's descriptor: each connection's first one does."""
-    message = m.Result("", 1, False, msgspec.Raw(b""), [arena.info], arenas=[0])
+    message = m.Result(msgspec.Raw(b""), [arena.info], arenas=[0])
     return message, Frame(0, 1, b"", fds=[os.dup(arena.fileno())])
 
 

@@ -83,7 +83,14 @@ def _leased(caller: Caller) -> Waiter:
             return
         stored = outcome.stored
         assert stored is not None and outcome.managed, "the object of a miss is managed"
-        answer = m.Result(stored.object_id, stored.generation, True, _NO_TABLE, [], owner=caller.core.server_id)
+        answer = m.Result(
+            _NO_TABLE,
+            [],
+            object_id=stored.object_id,
+            generation=stored.generation,
+            managed=True,
+            owner=caller.core.server_id,
+        )
         if not caller.reply(answer):
             caller.core.release(caller.session, [stored.object_id])
 
