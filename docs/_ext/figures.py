@@ -11,11 +11,11 @@ def system() -> Drawing:
         "system", 760, 400, "Workers make memory and hand descriptors to the broker; it hands copies to clients, which map it."
     )
     d.box(16, 40, 168, 92, "worker", "imports app.py", "runs the endpoints", "torch, CUDA", kind="process")
-    d.box(16, 150, 168, 44, "worker", "may crash, starts anew", kind="process")
+    d.box(16, 150, 168, 44, "worker", "may crash, is restarted", kind="process")
     d.box(
         290, 40, 180, 154, "broker", "sessions, leases, tasks", "records and descriptors", "no torch, no CUDA", kind="process"
     )
-    d.box(576, 40, 168, 66, "client", "app.py, or a Client", "may be killed any time", kind="process")
+    d.box(576, 40, 168, 66, "client", "app.py, or a Client", "may be killed at any time", kind="process")
     d.box(576, 128, 168, 66, "client", "shares its mapping", "among all its threads", kind="process")
     d.arrow((184, 74), (290, 74), kind="fds", label="fds, records")
     d.arrow((290, 108), (184, 108), label="runs", at=(237, 124))
@@ -63,10 +63,10 @@ def roles() -> Drawing:
     d.box(250, 10, 260, 48, "app.py", "provider.share, load_model()", kind="plain")
     d.words(380, 84, "SHARED_TENSOR_ENABLED, SHARED_TENSOR_ROLE, Provider(execution_mode=…)", kind="note")
     kinds = [
-        ("local", "runs it here,", "shares with nobody", "nothing set, or disabled"),
+        ("local", "runs it here,", "shares nothing", "nothing set, or disabled"),
         ("server", "runs it here, keeps it,", "lets clients in", "ROLE=server"),
-        ("client", "asks the server,", "maps what it answers", "ROLE=client, or ENABLED=1"),
-        ("spawn", "a client that starts", "the server it misses", "ROLE=spawn"),
+        ("client", "calls the server,", "maps its answers", "ROLE=client, or ENABLED=1"),
+        ("spawn", "a client that starts", "a missing server", "ROLE=spawn"),
     ]
     for number, (name, first, second, when) in enumerate(kinds):
         x = 14 + number * 186
@@ -138,7 +138,7 @@ def tiers() -> Drawing:
     )
     d.box(14, 10, 330, 306, "a process with a handle", kind="area")
     d.box(34, 50, 290, 62, "active", "the memory is mapped,", "value can be used", kind="process")
-    d.box(34, 214, 290, 62, "suspended", "the addresses are reserved, nothing is there,", "the lease is kept", kind="plain")
+    d.box(34, 214, 290, 62, "suspended", "addresses reserved, memory unmapped,", "the lease is kept", kind="plain")
     d.arrow((110, 112), (110, 214), label="suspend()", at=(70, 168))
     d.arrow((240, 214), (240, 112), label="resume()", at=(276, 168))
     d.box(404, 10, 342, 306, "the server", kind="area")
