@@ -20,7 +20,7 @@ class ChunkSink(Protocol):
 
 
 class CallFields(TypedDict):
-    """What every message with a call says of its arguments."""
+    """Fields of the arguments in every message with a call."""
 
     args: msgspec.Raw
     kwargs: msgspec.Raw
@@ -34,7 +34,7 @@ class CallFields(TypedDict):
 
 
 class BodyFields(TypedDict):
-    """What every message with a record says of it."""
+    """Fields of the record in every message with one."""
 
     table: msgspec.Raw
     segments: list[SegmentInfo]
