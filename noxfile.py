@@ -206,7 +206,7 @@ def bench(session: nox.Session) -> None:
     if session.posargs:
         _run(session, "python", "-m", "benchmarks", *session.posargs)
     else:
-        _test(session, *BY_FILE, "tests/docs/test_benchmarks.py", "tests/docs/test_plots.py")
+        _test(session, *BY_FILE, "tests/docs/test_benchmarks.py")
 
 
 @nox.session(venv_backend="none")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from benchmarks.echo import Echo
+from benchmarks.options import Device, Json, Shape, chosen, numbers
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
 from benchmarks.report import Report, Row, size
@@ -14,7 +16,7 @@ from benchmarks.servers import Servers, Started
 from benchmarks.stats import Sample
 from benchmarks.targets import GOALS, Goal
 
-__all__ = ["Settings", "run"]
+__all__ = ["run"]
 
 #: Bytes of each tensor in the sweep over tensors, and tensors in the sweep over bytes.
 _TENSOR_BYTES, _TENSORS = 4096, 100
@@ -24,50 +26,40 @@ _GOAL_SHAPE = "llama-3-8b"
 Result = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the measurement. ``device`` may be ``"auto"``; None is what suits the device."""
-
-    device: str
-    shape: str | None
-    fresh: int
-    repeats: int
-    rounds: int
-    tensors: list[int]
-    megabytes: list[int] | None
-    checkpoint: Path | None
-
-
-def run(settings: Settings, path: Path | None) -> None:
-    """Measure, print, write."""
-    device = _resolve(settings.device)
-    shape = settings.shape or (_GOAL_SHAPE if device == "cuda" else "small")
+def run(
+    shape: Shape = None,
+    device: Device = "auto",
+    fresh: Annotated[int, typer.Option(help="Fresh processes that attach, of each kind.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Later attaches in each process, held and released.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Processes that go through the sweeps; 0 for no sweeps.")] = 2,
+    tensors: Annotated[str, typer.Option(help="The sweep over tensors.")] = "10,100,1000,10000",
+    megabytes: Annotated[
+        str | None, typer.Option(help="The sweep over megabytes; up to 100 on the host, 10000 on a GPU.")
+    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Load the model from a file that is written to this folder.")] = None,
+    json: Json = None,
+) -> None:
+    """Measure attaches of a module of many tensors: the first of a process, later ones, and their memory."""
+    device = chosen(device)
+    shape = shape or (_GOAL_SHAPE if device == "cuda" else "small")
     absent = missing(tensors=device)
     names = [Echo.name, *([Peer.name] if absent is None else []), Ours.name]
     report = Report("attach", f"Attaching a module ({shape}) on {device} (x raw echo)", names)
     report.note(absent)
-    sizes = settings.megabytes or [1, 10, 100, *([1000, 10000] if device == "cuda" else [])]
-    sweeps: list[list[Any]] = [["chain", count, count * _TENSOR_BYTES] for count in settings.tensors]
+    counts, sizes = numbers(tensors), numbers(megabytes or "") or [1, 10, 100, *([1000, 10000] if device == "cuda" else [])]
+    sweeps: list[list[Any]] = [["chain", count, count * _TENSOR_BYTES] for count in counts]
     sweeps += [["chain", _TENSORS, size * 10**6] for size in sizes]
-    with Servers(device, settings.checkpoint) as servers:
-        build: list[list[Any]] = [["model", shape], *(sweeps if settings.rounds else [])]
+    with Servers(device, checkpoint) as servers:
+        build: list[list[Any]] = [["model", shape], *(sweeps if rounds else [])]
         started = {Ours.name: servers.ours(build)}
         if absent is None:
             started[Peer.name] = servers.peer(build)
         clients = _Clients(servers, started, servers.echo().address, device)
-        _model_rows(report, clients, settings, ["model", shape], judge=device == "cuda" and shape == _GOAL_SHAPE)
-        _server_rows(report, started, settings.checkpoint)
-        if settings.rounds:
-            _sweep_rows(report, clients, settings, sweeps)
-    report.finish(path)
-
-
-def _resolve(device: str) -> str:
-    if device != "auto":
-        return device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+        _model_rows(report, clients, fresh, repeats, ["model", shape], judge=device == "cuda" and shape == _GOAL_SHAPE)
+        _server_rows(report, started, checkpoint)
+        if rounds:
+            _sweep_rows(report, clients, rounds, max(repeats // 2, 1), sweeps, over_tensors=len(counts))
+    report.finish(json)
 
 
 class _Clients:
@@ -107,12 +99,12 @@ class _Clients:
         return {Echo.name: Sample(self.echoes)}
 
 
-def _model_rows(report: Report, clients: _Clients, settings: Settings, call: list[Any], *, judge: bool) -> None:
+def _model_rows(report: Report, clients: _Clients, fresh: int, repeats: int, call: list[Any], *, judge: bool) -> None:
     results: dict[str, list[Result]] = {name: [] for name in clients.names}
     preloaded: list[Result] = []
-    for _ in range(settings.fresh):
+    for _ in range(fresh):
         for name in clients.names:
-            results[name] += clients.measure(name, [call], settings.repeats)
+            results[name] += clients.measure(name, [call], repeats)
         preloaded += clients.measure(Ours.name, [call], 0, preload=True)
     results = {name: _good(report, name, "the model", taken) for name, taken in results.items()}
 
@@ -167,12 +159,14 @@ def _server_rows(report: Report, started: dict[str, Started], checkpoint: Path |
     report.note(f"its largest tensor has {size(largest)}, which are taken off the peak that is held against the goal")
 
 
-def _sweep_rows(report: Report, clients: _Clients, settings: Settings, sweeps: list[list[Any]]) -> None:
+def _sweep_rows(
+    report: Report, clients: _Clients, rounds: int, repeats: int, sweeps: list[list[Any]], *, over_tensors: int
+) -> None:
     results: dict[str, list[list[Result]]] = {name: [] for name in clients.names}
-    for _ in range(settings.rounds):
+    for _ in range(rounds):
         for name in clients.names:
             # The first case of a process is not like the others.
-            results[name].append(clients.measure(name, [sweeps[0], *sweeps], max(settings.repeats // 2, 1))[1:])
+            results[name].append(clients.measure(name, [sweeps[0], *sweeps], repeats)[1:])
     by_bytes: list[Sample] = []
     for number, (_, count, nbytes) in enumerate(sweeps):
         what = f"{count:,} tensors, {size(nbytes)}"
@@ -180,9 +174,8 @@ def _sweep_rows(report: Report, clients: _Clients, settings: Settings, sweeps: l
         samples = _sampled(taken, lambda result: result["released"])
         held = _sampled(taken, lambda result: result["held"])
         each = samples[Ours.name].p50 / count
-        over_tensors = number < len(settings.tensors)
         # With few tensors the fixed cost of a call is all there is.
-        goal: Goal | None = GOALS["attach_tensor"] if over_tensors and count >= 100 else None
+        goal: Goal | None = GOALS["attach_tensor"] if number < over_tensors and count >= 100 else None
         report.add(
             Row(
                 f"after release: {what}",
@@ -191,7 +184,7 @@ def _sweep_rows(report: Report, clients: _Clients, settings: Settings, sweeps: l
                 judged=each if goal is not None else None,
                 samples=samples,
                 extra={
-                    "sweep": "tensors" if over_tensors else "bytes",
+                    "sweep": "tensors" if number < over_tensors else "bytes",
                     "tensors": count,
                     "nbytes": nbytes,
                     "seconds_per_tensor": each,
@@ -199,7 +192,7 @@ def _sweep_rows(report: Report, clients: _Clients, settings: Settings, sweeps: l
                 },
             )
         )
-        if not over_tensors:
+        if number >= over_tensors:
             by_bytes.append(samples[Ours.name])
     if len(by_bytes) > 1:
         ratio = by_bytes[-1].p50 / by_bytes[0].p50

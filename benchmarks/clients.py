@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from benchmarks.options import Device, Json, chosen, numbers
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
 from benchmarks.report import Report
@@ -13,20 +16,20 @@ from benchmarks.throughput import throughput
 __all__ = ["run"]
 
 
-def run(*, device: str, clients: list[int], rounds: int, path: Path | None) -> None:
-    """Measure, print, write.
-
-    :param device: ``"auto"``, ``"cpu"`` or ``"cuda"``; shared-tensor takes part where it can serve tensors, on a GPU.
-    """
-    import torch
-
-    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    absent = missing(tensors=chosen)
-    report = Report("clients", f"Calls a second, tensors on {chosen}", [*([Peer.name] if absent is None else []), Ours.name])
+def run(
+    device: Device = "auto",
+    clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",
+    rounds: Annotated[int, typer.Option(help="Turns that each side has, of half a second.")] = 5,
+    json: Json = None,
+) -> None:
+    """Measure calls a second, against the number of client processes."""
+    device = chosen(device)
+    absent = missing(tensors=device)
+    report = Report("clients", f"Calls a second, tensors on {device}", [*([Peer.name] if absent is None else []), Ours.name])
     report.note(absent)
-    with Servers(chosen) as servers:
+    with Servers(device) as servers:
         addresses = {Peer.name: servers.peer().address} if absent is None else {}
         addresses[Ours.name] = servers.ours().address
-        for count in clients:
-            throughput(report, servers, addresses, chosen, count, rounds, judge=False)
-    report.finish(path)
+        for count in numbers(clients):
+            throughput(report, servers, addresses, device, count, rounds, judge=False)
+    report.finish(json)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
+from typing import Annotated
 
 import ray
+import typer
 
 from benchmarks.cluster_nodes import COUNT, Nodes
+from benchmarks.options import Json, numbers
 from benchmarks.report import Report, Row
 from benchmarks.stats import Sample, timed
 from benchmarks.targets import GOALS
@@ -35,16 +37,22 @@ _FIRST = 8
 _REFRESHED = 256
 
 
-def run(*, megabytes: list[int], rounds: int, fresh: int, path: Path | None) -> None:
-    """Measure, print, write."""
+def run(
+    megabytes: Annotated[str, typer.Option(help="MiB of the modules.")] = "64,1024",
+    rounds: Annotated[int, typer.Option(help="Deploys of each, and as many turns of Ray alone.")] = 5,
+    fresh: Annotated[int, typer.Option(help="Other processes that attach, of each.")] = 3,
+    json: Json = None,
+) -> None:
+    """Measure deploys and refreshes on three Ray nodes of this machine, beside Ray's own transfer of the same bytes."""
     report = Report("cluster", f"Deploys to {COUNT} nodes of this machine", [OURS, RAY], divided=False)
-    store = (max(megabytes) * 5 // 4 + 256) << 20
+    sizes = numbers(megabytes)
+    store = (max(sizes) * 5 // 4 + 256) << 20
     with Nodes(store) as nodes, Cluster("bench") as cluster:
         first: Times = defaultdict(list)
         _deploy(nodes, "first", _FIRST, first)
         _alone(nodes, _FIRST, first)
         report.add(Row(f"{_FIRST} MiB, the first of all: call until all have it", _medians(first, _WHOLE)))
-        for mebibytes in megabytes:
+        for mebibytes in sizes:
             times: Times = defaultdict(list)
             for number in range(rounds):
                 _alone(nodes, mebibytes, times)
@@ -63,7 +71,7 @@ def run(*, megabytes: list[int], rounds: int, fresh: int, path: Path | None) -> 
         f"{RAY}: arrays of the same sizes, put on one node and got on the other {COUNT - 1}, where they stay in Ray's store; "
         f"the goal is about what remains of a deploy without its build"
     )
-    report.finish(path)
+    report.finish(json)
 
 
 def _deploy(nodes: Nodes, name: str, mebibytes: int, times: Times) -> None:

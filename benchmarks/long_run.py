@@ -14,7 +14,7 @@ from benchmarks.report import Report, Row, Unit, shown
 from benchmarks.servers import Servers, Started
 from benchmarks.targets import GOALS
 
-__all__ = ["long_run"]
+__all__ = ["many_calls"]
 
 #: Calls after which nothing is to grow any more.
 _FIRST = 100
@@ -26,7 +26,7 @@ _SETTLED = 5.0
 Counts = dict[str, int]
 
 
-def long_run(report: Report, servers: Servers, ours: Started, device: str, calls: int) -> None:
+def many_calls(report: Report, servers: Servers, ours: Started, device: str, calls: int) -> None:
     """Make calls that take and return a small tensor, from a process of their own."""
     client = servers.client("long_run", socket=ours.address, server=ours.process.pid, device=device, calls=calls)
     client.read()

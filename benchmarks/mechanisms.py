@@ -8,8 +8,11 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from benchmarks.options import Json, numbers
 from benchmarks.processes import Process
 from benchmarks.report import Report, Row
 from benchmarks.segment_process import receive, send
@@ -35,8 +38,14 @@ _STEPS = {
 _VALUE = 7
 
 
-def run(*, mebibytes: list[int], rounds: int, calls: int, path: Path | None) -> None:
-    """Measure, print, write."""
+def run(
+    megabytes: Annotated[str, typer.Option(help="Sizes of segments, in MiB.")] = "2,64,1024",
+    rounds: Annotated[int, typer.Option(help="Segments that are made and mapped, of each size.")] = 30,
+    calls: Annotated[int, typer.Option(help="Calls that are timed.")] = 1000,
+    json: Json = None,
+) -> None:
+    """Measure the ways to share memory: the costs of each, and the memory after its maker was killed."""
+    mebibytes = numbers(megabytes)
     device, lacks = _gpu()
     there: list[tuple[str, Mechanism]] = [("cpu", "memfd"), *((device, name) for name in PREFERENCE if not lacks[name])]
     report = Report("mechanisms", "Mechanisms", [name for _, name in there])
@@ -49,7 +58,7 @@ def run(*, mebibytes: list[int], rounds: int, calls: int, path: Path | None) -> 
         subject.measure(mebibytes, rounds, calls)
         subject.kill(min(mebibytes))
     _rows(report, results, mebibytes)
-    report.finish(path)
+    report.finish(json)
 
 
 def _gpu() -> tuple[str, dict[Mechanism, str]]:

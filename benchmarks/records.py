@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated
 
+import typer
+
+from benchmarks.options import Device, Json, chosen
 from benchmarks.report import Report, Row
 from benchmarks.servers import Servers, broker
 from benchmarks.stats import Sample
@@ -41,16 +45,20 @@ _EXPORT, _IMPORT = "export to a file", "import from the file, which is in the pa
 _ADOPT, _PROMOTE = "adopt from memory", "promote a candidate"
 
 
-def run(*, device: str, megabytes: int, rounds: int, folder: Path | None, path: Path | None) -> None:
-    """Measure, print, write."""
-    import torch
-
-    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    report = Report("records", f"Records of a module of {megabytes} MiB on {chosen}", [OURS])
+def run(
+    device: Device = "auto",
+    megabytes: Annotated[int, typer.Option(help="MiB of the module.")] = 256,
+    rounds: Annotated[int, typer.Option(help="Builds, exports and imports.")] = 5,
+    folder: Annotated[Path | None, typer.Option(help="Where the file is; the system's temporary folder.")] = None,
+    json: Json = None,
+) -> None:
+    """Measure a warm start: a module that is read from a file, against its build; and a move from memory to memory."""
+    device = chosen(device)
+    report = Report("records", f"Records of a module of {megabytes} MiB on {device}", [OURS])
     times: defaultdict[str, list[float]] = defaultdict(list)
-    with Servers(chosen) as servers, TemporaryDirectory(dir=folder, prefix="bench-") as place:
+    with Servers(device) as servers, TemporaryDirectory(dir=folder, prefix="bench-") as place:
         file = Path(place) / "module.record"
-        with broker(servers, APP.format(device=chosen)) as socket, Client(socket_path=socket, timeout=_PATIENCE) as client:
+        with broker(servers, APP.format(device=device)) as socket, Client(socket_path=socket, timeout=_PATIENCE) as client:
             client.call("module", 4).release()  # the first of everything
             for _ in range(rounds):
                 _measure(client, megabytes, file, times)
@@ -62,7 +70,7 @@ def run(*, device: str, megabytes: int, rounds: int, folder: Path | None, path: 
         Row("import, as a part of the build", {OURS: Sample([times[_IMPORT]]).p50 / Sample([times[_BUILD]]).p50}, "ratio")
     )
     report.note(f"medians of {rounds} rounds; each builds, exports, imports, attaches and adopts, one after the other")
-    report.finish(path)
+    report.finish(json)
 
 
 def _measure(client: Client, megabytes: int, file: Path, times: defaultdict[str, list[float]]) -> None:

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from benchmarks.options import Device, Json, Shape, chosen
 from benchmarks.processes import Process, environ
 from benchmarks.report import Report, Row
 from benchmarks.servers import Servers
@@ -48,31 +51,25 @@ def numbered(number):
 
 
 def run(
-    *,
-    device: str,
-    shape: str | None,
-    attaches: int,
-    rate: float,
-    processes: int | None,
-    kills: int,
-    restarts: int,
-    pace: float,
-    path: Path | None,
+    device: Device = "auto",
+    shape: Shape = None,
+    attaches: Annotated[int, typer.Option(help="Attaches across the kill.")] = 1000,
+    rate: Annotated[float, typer.Option(help="Attaches a second.")] = 200.0,
+    processes: Annotated[int | None, typer.Option(help="Processes that attach; half a core each, up to 4.")] = None,
+    kills: Annotated[int, typer.Option(help="Times that so many attaches are made and the worker is killed.")] = 3,
+    restarts: Annotated[int, typer.Option(help="Workers killed to see how soon there is another one.")] = 3,
+    pace: Annotated[float, typer.Option(help="Seconds from one kill to the next: a few in a short time are a loop.")] = 8.0,
+    json: Json = None,
 ) -> None:
-    """Measure, print, write.
-
-    :param pace: seconds from one kill to the next.
-    """
-    import torch
-
-    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    shape = shape or ("llama-3-8b" if chosen == "cuda" else "small")
-    report = Report("recovery", f"The worker is killed ({shape} on {chosen})", [OURS])
-    with Servers(chosen) as servers:
+    """Measure a broker whose worker is killed: attaches meanwhile, the next worker, and the broker's own memory."""
+    device = chosen(device)
+    shape = shape or ("llama-3-8b" if device == "cuda" else "small")
+    report = Report("recovery", f"The worker is killed ({shape} on {device})", [OURS])
+    with Servers(device) as servers:
         clients = processes or max(1, min(4, len(servers.cores) // 2))
-        (servers.folder / "app.py").write_text(APP.format(device=chosen))
+        (servers.folder / "app.py").write_text(APP.format(device=device))
         call = ["model", shape]
-        config: dict[str, Any] = {"socket": f"{servers.base_path}-bench.sock", "device": chosen, "call": call}
+        config: dict[str, Any] = {"socket": f"{servers.base_path}-bench.sock", "device": device, "call": call}
         attaching = [servers.client("recovery_client", **config) for _ in range(clients)]
         for process in attaching:
             process.read()
@@ -86,11 +83,11 @@ def run(
                 nbytes = handle.get_object_info()["nbytes"]
             killer = _Killer(client, pace)
             _kill_rows(report, killer, attaching, attaches, rate, kills)
-            _digest_rows(report, servers, killer, config, attaching, before, nbytes, chosen)
+            _digest_rows(report, servers, killer, config, attaching, before, nbytes, device)
             with _broker(servers, plain, "--no-preload"), Client(socket_path=plain, timeout=_PATIENCE) as other:
                 _ready_rows(report, servers, killer, _Killer(other, pace), restarts)
-            _broker_rows(report, client, broker, chosen)
-    report.finish(path)
+            _broker_rows(report, client, broker, device)
+    report.finish(json)
 
 
 @contextmanager

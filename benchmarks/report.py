@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.facts import facts
-from benchmarks.stats import SHARES, Sample
+from benchmarks.stats import Sample
 from benchmarks.targets import Goal
 
-__all__ = ["Report", "Row", "Unit", "document", "shown", "size"]
+__all__ = ["Report", "Row", "Unit", "shown", "size"]
 
 Unit = Literal["s", "bytes", "ratio", "number"]
 
@@ -39,16 +38,6 @@ def shown(value: float, unit: Unit) -> str:
                 return f"{value / (1 << shift):.1f} {name}"
         return f"{value:.0f} B"
     return f"{value:.2f} x" if unit == "ratio" else f"{value:.6g}"
-
-
-#: A list of numbers, over several lines.
-_NUMBERS = re.compile(r"\[\s+([-+.\de]+(?:,\s+[-+.\de]+)*)\s+\]")
-
-
-def document(content: Mapping[str, Any]) -> str:
-    """JSON that people can read: indented, and a list of numbers on one line."""
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    return _NUMBERS.sub(lambda match: "[" + ", ".join(match[1].replace(",", " ").split()) + "]", text) + "\n"
 
 
 def size(nbytes: int) -> str:
@@ -158,11 +147,10 @@ class Report:
             "benchmark": self.name,
             "title": self.title,
             **machine,
-            "shares": SHARES,
             "rows": [row.as_json() for row in self.rows],
             "notes": self.notes,
         }
-        path.write_text(document(content), encoding="utf-8")
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
         print(f"\nwritten to {path}")
 
     def _print(self, machine: dict[str, Any]) -> None:

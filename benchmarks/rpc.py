@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from benchmarks.concurrency import concurrent_calls, finished_tasks, trivial_tasks
 from benchmarks.echo import Echo
-from benchmarks.long_run import long_run
+from benchmarks.long_run import many_calls
+from benchmarks.options import Json
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
 from benchmarks.processes import environ
@@ -43,23 +45,20 @@ _LONG = {"cuda": 100_000, "cpu": 2_000}
 
 
 def run(
-    *,
-    cuda: bool,
-    rounds: int,
-    calls: int,
-    tasks: int,
-    processes: int,
-    mebibytes: int,
-    clients: int | None,
-    long: int | None,
-    path: Path | None,
+    cuda: Annotated[bool, typer.Option("--cuda", help="Tensors on the GPU, beside shared-tensor.")] = False,
+    rounds: Annotated[int, typer.Option(help="Turns that each side has.")] = 10,
+    calls: Annotated[int, typer.Option(help="Calls in a turn.")] = 300,
+    processes: Annotated[int, typer.Option(help="Processes for the times of import and of 'shared-rpc ls'.")] = 7,
+    megabytes: Annotated[int, typer.Option(help="MiB of the large argument.")] = 64,
+    tasks: Annotated[int, typer.Option(help="Finished tasks that the server remembers.")] = 9_000,
+    clients: Annotated[int | None, typer.Option(help="Processes that call at once; 8, on the host one a core at most.")] = None,
+    long_run: Annotated[
+        int | None, typer.Option(help="Calls of the long run, 0 for none; 100000 on a GPU, 2000 on the host.")
+    ] = None,
+    json: Json = None,
 ) -> None:
-    """Measure, print, write.
-
-    :param cuda: tensors on the GPU; shared-tensor takes part in all rows then, else in those without tensors.
-    :param clients: processes that call at once; by default as many as the goal is about, on the host one a core at most.
-    :param long: calls of the long run, 0 for none.
-    """
+    """Round trips: ping, direct and managed calls, arguments, tasks, many calls at once, very many calls; import and command
+    line."""
     device = "cuda" if cuda else "cpu"
     pings, tensors = missing(), missing(tensors=device)
     names = [Echo.name, *([Peer.name] if pings is None else []), Ours.name]
@@ -73,7 +72,7 @@ def run(
         peer = Peer(theirs.address, device) if theirs is not None else None
         turns = _Turns(report, echo, ours, peer, rounds, calls)
         turns.pings()
-        turns.calls_with_tensors(peer if tensors is None else None, device, mebibytes)
+        turns.calls_with_tensors(peer if tensors is None else None, device, megabytes)
         trivial_tasks(report, echo, ours, peer, rounds, calls)
         concurrent_calls(report, started.address, rounds)
         many = clients or (_TOGETHER if cuda else min(_TOGETHER, len(servers.cores)))
@@ -81,14 +80,14 @@ def run(
         addresses[Ours.name] = started.address
         throughput(report, servers, addresses, device, many, rounds, judge=cuda and many == _TOGETHER)
         finished_tasks(report, ours, started.facts["pid"], tasks)
-        count = long if long is not None else _LONG[device]
+        count = long_run if long_run is not None else _LONG[device]
         if count:
-            long_run(report, servers, started, device, count)
+            many_calls(report, servers, started, device, count)
         _cold_starts(report, servers.base_path, processes)
         for client in (ours, peer, echo):
             if client is not None:
                 client.close()
-    report.finish(path)
+    report.finish(json)
 
 
 class _Turns:

@@ -6,11 +6,13 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from benchmarks.echo import Echo
 from benchmarks.memory import process_counts
+from benchmarks.options import Json, Shape, numbers
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
 from benchmarks.processes import Process
@@ -29,29 +31,31 @@ _SETTLED = 10.0
 
 
 def run(
-    *,
-    idle: list[int],
-    rounds: int,
-    calls: int,
-    clients: int | None,
-    killed: int,
-    patience: float,
-    shape: str,
-    path: Path | None,
+    idle: Annotated[str, typer.Option(help="Idle connections, ascending.")] = "0,100,1000",
+    rounds: Annotated[int, typer.Option(help="Turns at each number of idle connections.")] = 5,
+    calls: Annotated[int, typer.Option(help="Pings in a turn.")] = 300,
+    clients: Annotated[
+        int | None, typer.Option(help="Processes that attach at once; one a core by default, 8 at most.")
+    ] = None,
+    killed: Annotated[int, typer.Option(help="Light clients killed with SIGKILL.")] = 200,
+    patience: Annotated[float, typer.Option(help="Seconds to wait for a server that does not answer.")] = 1.0,
+    shape: Shape = None,
+    json: Json = None,
 ) -> None:
-    """Measure, print, write."""
+    """Measure many clients: idle ones, simultaneous attaches, killed ones. On host memory."""
+    shape = shape or "small"
     clients = clients or min(8, len(os.sched_getaffinity(0)))
     absent = missing()
     report = Report("scale", "Many clients", [Echo.name, *([Peer.name] if absent is None else []), Ours.name])
     report.note(absent)
     with Servers("cpu") as servers:
         echo, ours = servers.echo(), servers.ours([["model", shape]])
-        _idle_rows(report, servers, echo, ours, idle, rounds, calls)
+        _idle_rows(report, servers, echo, ours, numbers(idle), rounds, calls)
         if absent is None:
             _peer_row(report, servers, calls, patience)
         _together_rows(report, servers, echo, ours, clients, shape)
         _killed_rows(report, servers, ours, killed, shape)
-    report.finish(path)
+    report.finish(json)
 
 
 def _idle_rows(

@@ -10,7 +10,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from benchmarks.options import Device, Json, Shape, chosen
 from benchmarks.processes import environ
 from benchmarks.report import Report, Row
 from benchmarks.servers import Servers
@@ -42,17 +46,20 @@ if __name__ == "__main__":
 """
 
 
-def run(*, device: str, shape: str | None, starts: int, path: Path | None) -> None:
-    """Measure, print, write."""
-    import torch
-
-    chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    shape = shape or ("llama-3-8b" if chosen == "cuda" else "small")
-    report = Report("starts", f"A script is started again ({shape} on {chosen})", [PYTHON, RUN])
-    with Servers(chosen) as servers:
+def run(
+    device: Device = "auto",
+    shape: Shape = None,
+    starts: Annotated[int, typer.Option(help="Starts of each kind.")] = 10,
+    json: Json = None,
+) -> None:
+    """Measure repeated starts of a script, by python and by 'shared-rpc run', until it has its model."""
+    device = chosen(device)
+    shape = shape or ("llama-3-8b" if device == "cuda" else "small")
+    report = Report("starts", f"A script is started again ({shape} on {device})", [PYTHON, RUN])
+    with Servers(device) as servers:
         # Nobody else calls here: a script may use what the machine has.
         os.sched_setaffinity(0, servers.cores)
-        (servers.folder / "app.py").write_text(APP.format(device=chosen, shape=shape))
+        (servers.folder / "app.py").write_text(APP.format(device=device, shape=shape))
         variables = {**environ(), "SHARED_TENSOR_BASE_PATH": servers.base_path}
         try:
             empty = Sample([[_start(["-c", "print('in hand')"], servers.folder, variables)[0] for _ in range(starts)]])
@@ -66,13 +73,13 @@ def run(*, device: str, shape: str | None, starts: int, path: Path | None) -> No
                     hand[way].append(in_hand)
                     whole[way].append(ended)
             samples, ends = ({way: Sample([times]) for way, times in of.items()} for of in (hand, whole))
-            _rows(report, empty, first, samples, ends, GOALS["start_gpu" if chosen == "cuda" else "start"])
-            _memory_rows(report, servers.base_path, chosen)
+            _rows(report, empty, first, samples, ends, GOALS["start_gpu" if device == "cuda" else "start"])
+            _memory_rows(report, servers.base_path, device)
         finally:
             stop_zygotes(servers.base_path, lambda reason: None)
-            with suppress(SharedRPCError), Client(servers.base_path, device=chosen, connect_timeout=0) as client:
+            with suppress(SharedRPCError), Client(servers.base_path, device=device, connect_timeout=0) as client:
                 client.stop_server()
-    report.finish(path)
+    report.finish(json)
 
 
 def _start(words: Sequence[str], folder: Path, variables: dict[str, str]) -> tuple[float, float]:

@@ -7,14 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["SHARES", "Sample", "interleaved", "timed"]
+__all__ = ["Sample", "interleaved", "timed"]
 
 #: Calls before those that count, in each turn: the caches belong to whoever had the turn before.
 _WARM_UP = 10
-#: The shares of all times at which a sample's distribution is kept: enough to draw it, tails included.
-SHARES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
-#: Digits of those.
-_DIGITS = 4
 
 
 class Sample:
@@ -41,10 +37,7 @@ class Sample:
         return self.quantile(0.99)
 
     def as_json(self) -> dict[str, Any]:
-        """Return counts and percentiles in seconds, with the median of every turn, which shows how steady the machine was.
-
-        ``quantiles`` are the times that :data:`SHARES` of all do not exceed.
-        """
+        """Return counts and percentiles in seconds, with the median of every turn, which shows how steady the machine was."""
         return {
             "n": len(self._sorted),
             "min": self._sorted[0],
@@ -52,7 +45,6 @@ class Sample:
             "p90": self.quantile(0.9),
             "p99": self.p99,
             "max": self._sorted[-1],
-            "quantiles": [float(f"{self.quantile(share):.{_DIGITS}g}") for share in SHARES],
             "p50_of_rounds": [statistics.median(times) for times in self.rounds if times],
         }
 

@@ -12,7 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from benchmarks.options import Json
 from benchmarks.processes import environ
 from benchmarks.report import Report, Row
 from benchmarks.targets import GOALS
@@ -45,11 +49,12 @@ _PATIENCE = 60.0
 _ROLES = ("client", "broker", "worker")
 
 
-def run(*, rounds: int, names: bool, path: Path | None) -> None:
-    """Count, print, write.
-
-    :param names: whether the functions of each request are printed, too.
-    """
+def run(
+    rounds: Annotated[int, typer.Option(help="Requests of each kind.")] = 15,
+    names: Annotated[bool, typer.Option("--names", help="Print the functions as well.")] = False,
+    json: Json = None,
+) -> None:
+    """Python calls of the package for one request, in client, broker and worker. On host memory."""
     import torch
 
     report = Report("steps", "Python calls of the package for one request", [*_ROLES, "in all"])
@@ -84,7 +89,7 @@ def run(*, rounds: int, names: bool, path: Path | None) -> None:
             sys.setprofile(None)
             for handle in handles:
                 handle.release()
-    report.finish(path)
+    report.finish(json)
 
 
 @contextmanager

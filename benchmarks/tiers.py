@@ -8,9 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
+from benchmarks.options import Json, numbers
 from benchmarks.processes import Process
 from benchmarks.report import Report, Row
 from benchmarks.servers import Servers, broker
@@ -55,10 +58,17 @@ _SLEEP, _WAKE, _MAP = "sleep: both", "wake: restore, and map at the same address
 _FORWARD, _FIRST = "a pass over all weights", "… the first one after a wake"
 
 
-def run(*, cuda: bool, mebibytes: int | None, rounds: int, models: int, engines: Sequence[int], path: Path | None) -> None:
-    """Measure, print, write."""
+def run(
+    cuda: Annotated[bool, typer.Option("--cuda", help="Models on the GPU, copies in the host's memory.")] = False,
+    megabytes: Annotated[int | None, typer.Option(help="MiB of the model; 16384 on a GPU, 256 on the host.")] = None,
+    rounds: Annotated[int, typer.Option(help="Times that the model sleeps and wakes.")] = 5,
+    models: Annotated[int, typer.Option(help="Models that take turns, with memory for three.")] = 10,
+    engines: Annotated[str, typer.Option(help="Processes that sleep and wake together, ascending.")] = "1,2,4",
+    json: Json = None,
+) -> None:
+    """Measure models that sleep and wake: beside plain copies and a reload, in several processes, and more than memory."""
     device = "cuda:0" if cuda else "cpu"
-    whole = mebibytes or (16384 if cuda else 256)
+    whole = megabytes or (16384 if cuda else 256)
     report = Report("tiers", f"Tiers: a model of {whole} MiB on {device}", [PLAIN, OURS, RELOAD])
     with Servers(device) as servers, ExitStack() as stack:
         # A model is as large as the device allows: nobody else may call while it moves, so that this process has all cores.
@@ -69,10 +79,10 @@ def run(*, cuda: bool, mebibytes: int | None, rounds: int, models: int, engines:
             plain = _Plain(device, whole << 20, servers.folder)
             _one_model(report, client, plain, whole, rounds, servers.folder)
             _written_model(report, client, plain, whole, rounds)
-            _engines(report, client, device, whole, engines)
+            _engines(report, client, device, whole, numbers(engines))
         stack.close()
         _round_robin(report, servers, device, max(whole // models, 8), models, rounds)
-    report.finish(path)
+    report.finish(json)
 
 
 class _Plain:
