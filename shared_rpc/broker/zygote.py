@@ -9,11 +9,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import anyio
 import msgspec
@@ -45,9 +44,6 @@ _ENDING = 0.5
 _ATTEMPTS = 8
 #: Consecutive failures of zygotes or forks after which no more are made.
 _FAILURES = 3
-#: After so many differences of an environment variable between loads of the app, a zygote leaves out the modules imported after
-#: the app has set it.
-_VARIES = 2
 #: Seconds for which the size of the zygote's memory is cached: the kernel walks all of it.
 _GAUGE = 5.0
 
@@ -190,8 +186,6 @@ class WorkerZygote:
         self._running: _Running | None = None
         #: Zygotes that have not ended yet.
         self._made: list[_Running] = []
-        #: Variables of the environment that the app sets to different values, and how often each differed.
-        self._varying: Counter[str] = Counter()
         self._due = asyncio.Event()
         self._asking = anyio.Lock()
         self._failures = 0
@@ -239,31 +233,26 @@ class WorkerZygote:
             self._running = None
 
     def learn(self, imports: Imports | None, forked: bool) -> None:
-        """Take in a worker's imports of the app.
+        """Take in a worker's imports of the app: the next zygote has those of the last worker.
 
-        :param forked: whether it began as a fork. If it still reports all its imports, it has begun again, as those of
-            its zygote were made with other variables.
+        :param forked: whether it began as a fork. Where the app set other variables than the zygote's imports were made with,
+            it has begun again as a new process.
         """
         if imports is None or not self.wanted:
             return
         before = self._imports
-        if forked and not imports.whole:
-            self._failures = 0
-        if imports.whole or before is None:
-            if before is not None and forked:
-                self._vary(_early(before), _early(imports))
-            self._imports = imports
-        elif not self._varying.total():  # otherwise modules imported after the first one that varies are left to the forks
-            self._imports = _merged(before, imports, self._unwanted())
-        if self._imports != before or self._running is None:
+        if forked and before is not None:
+            if _variables(imports) == _variables(before):
+                self._failures = 0
+                # A fork cannot tell when its zygote's modules would have been imported; it adds what is new.
+                known = {step for step in before.steps if isinstance(step, str)}
+                new = [step for step in imports.steps if isinstance(step, str) and step not in known]
+                imports = msgspec.structs.replace(imports, steps=[*before.steps, *new])
+            else:
+                self._fail("a fork of the zygote began again as a new process: the app set other variables than before")
+        self._imports = imports
+        if self.wanted and (imports != before or self._running is None):
             self._due.set()
-
-    def _vary(self, before: dict[str, str | None], now: dict[str, str | None]) -> None:
-        """Count the variables that an app has set to something else than the time before."""
-        self._varying.update(name for name in before.keys() & now.keys() if before[name] != now[name])
-
-    def _unwanted(self) -> set[str]:
-        return {*self._left_out, *(self._running.dropped if self._running is not None else ())}
 
     def ended(self, loaded: bool, by_signal: bool) -> None:
         """Note that a fork has ended. If it had not loaded the app, the next worker is no fork: being one may be the reason."""
@@ -290,7 +279,7 @@ class WorkerZygote:
         if self._failures >= _FAILURES:
             self._give_up(f"{why}; {self._failures} failures in a row")
         else:
-            _log.warning("%s; the next worker is a new process", why)
+            _log.warning("%s", why)
 
     def _give_up(self, why: str) -> None:
         self._end()
@@ -301,7 +290,7 @@ class WorkerZygote:
         """Start a zygote with the app's imports, which takes over when it is ready."""
         if self._imports is None:
             return
-        imports = _cut(self._imports, {name for name, times in self._varying.items() if times >= _VARIES})
+        imports = self._imports
         if self._running is None:
             self._state, self._why = "starting", ""
         begin = time.monotonic()
@@ -367,7 +356,7 @@ class WorkerZygote:
             return begun
 
     async def _fork(self, running: _Running, number: int) -> ForkedWorker | None:
-        supposed = msgspec.json.encode(_supposed(running.imports)).decode()
+        supposed = msgspec.json.encode(_variables(running.imports)).decode()
         words = [*self._command.words(number, _LINK), "--forked", supposed]
         request = Fork("shared_rpc.worker", words, [0, 1, 2, _LINK], running.imports.first)
         with ExitStack() as ours:
@@ -405,50 +394,6 @@ def _check_child(pid: int) -> None:
         raise _Failed(f"the fork (pid {pid}) is no child of the broker: a process between them is a subreaper") from None
 
 
-def _supposed(imports: Imports) -> dict[str, Any]:
-    """Return a fork's assumptions, see :class:`shared_rpc.worker.beginning.Supposed`."""
-    early = _early(imports)
-    changed = {name for step in imports.steps if isinstance(step, dict) for name in step}
-    return {"early": early, "late": sorted(changed - set(early))}
-
-
-def _early(imports: Imports) -> dict[str, str | None]:
-    """Return the variables that are set before something is imported."""
-    last = max((index for index, step in enumerate(imports.steps) if isinstance(step, str)), default=-1)
-    early: dict[str, str | None] = {}
-    for step in imports.steps[:last]:
-        if isinstance(step, dict):
-            early |= step
-    return early
-
-
-def _cut(imports: Imports, varying: set[str]) -> Imports:
-    """Return imports without the modules that are imported after one of these variables is set."""
-    steps: list[Step] = []
-    cut = False
-    for step in imports.steps:
-        if isinstance(step, dict):
-            cut = cut or not varying.isdisjoint(step)
-            steps.append(step)
-        elif not cut:
-            steps.append(step)
-    return msgspec.structs.replace(imports, steps=steps)
-
-
-def _merged(before: Imports, fork: Imports, unwanted: set[str]) -> Imports:
-    """Return what the next zygote is to import: what the last one had, and what a fork of it imported besides; without
-    packages that the app's modules have ceased to use.
-    """
-    new = [step for step in fork.steps if isinstance(step, str) and not _is_in(step, unwanted)]
-    gone = set(before.used) - set(fork.used) - {"shared_rpc"}
-    kept = (
-        [step for step in before.steps if isinstance(step, dict) or step.partition(".")[0] not in gone]
-        if gone
-        else before.steps
-    )
-    known = {step for step in before.steps if isinstance(step, str)}
-    return Imports([*kept, *(step for step in new if step not in known)], fork.own, fork.folders, fork.first, fork.used)
-
-
-def _is_in(name: str, unwanted: set[str]) -> bool:
-    return name in unwanted or name.partition(".")[0] in unwanted
+def _variables(imports: Imports) -> dict[str, str | None]:
+    """Return the variables of the environment that the app sets."""
+    return {name: value for step in imports.steps if isinstance(step, dict) for name, value in step.items()}

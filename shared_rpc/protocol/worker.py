@@ -47,16 +47,12 @@ class Imports(msgspec.Struct, frozen=True):
     :param own: names of the modules that are the person's own.
     :param folders: directories of the person's in which Python looks for modules.
     :param first: those that it searches before its own.
-    :param whole: whether ``steps`` are all, and not only those that a fork's zygote had not taken.
-    :param used: packages of ``steps`` that the person's own modules use.
     """
 
     steps: list[str | dict[str, str | None]]
     own: list[str]
     folders: list[str]
     first: list[str]
-    used: list[str]
-    whole: bool = True
 
 
 class Loaded(Message):

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--options", default="{}", help="ServeOptions as JSON.")
-    parser.add_argument("--forked", help="What this fork's imports suppose of the app; see Supposed.")
+    parser.add_argument("--forked", help="In a fork: the variables that the app is supposed to set, as JSON.")
     words = parser.parse_args()
     die_with_parent(words.parent)
     beginning = Beginning(words.forked, sys.argv[1:])

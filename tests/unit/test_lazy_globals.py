@@ -14,7 +14,7 @@ import pytest
 from shared_rpc.provider import app
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.spawn.target import target_of
-from shared_rpc.worker.imports import Learner
+from shared_rpc.worker.beginning import Beginning
 from shared_rpc.zygote.preloading import Files, shadowed
 
 
@@ -51,10 +51,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.usefixtures("own")
 def test_the_imports_of_an_app() -> None:
-    """They are reported, and the packages that its global names come from."""
-    imports = Learner().imports({})
+    """They are reported: the person's own modules, and installed ones."""
+    imports = Beginning().imports()
     assert "lazy_app" in imports.own
-    assert "numpy" in imports.used
+    assert "numpy" in imports.steps
 
 
 def test_looking_for_an_apps_providers(own: ModuleType) -> None:

@@ -320,7 +320,7 @@ def zygote(monkeypatch: pytest.MonkeyPatch) -> WorkerZygote:
     """A zygote that is to import nothing, as soon as it is watched."""
     monkeypatch.setattr(zygote_module, "_SETTLE", 0.0)
     found = WorkerZygote(WorkerCommand("app"))
-    found.learn(w.Imports([], [], [], [], []), forked=False)
+    found.learn(w.Imports([], [], [], []), forked=False)
     return found
 
 
