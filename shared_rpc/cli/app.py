@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -62,7 +63,6 @@ def _flush_output() -> None:
             os.close(null)
 
 
-@app.command("ls")
 def list_servers(base_path: BasePath = None, json: Json = False) -> None:
     """List the live servers of this user, and the zygotes of 'shared-rpc run'."""
     with live_servers(base_path) as clients:
@@ -100,7 +100,6 @@ def _server_table(infos: list[ServerInfo]) -> None:
     )
 
 
-@app.command()
 def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """Show a server and its endpoints."""
     with the_server(socket, base_path) as client:
@@ -179,7 +178,6 @@ def _zygote(facts: ZygoteInfo) -> str:
     return f"pid {facts['pid']}, {facts['modules']:,} modules{left_out}, {size(facts['pss'])}"
 
 
-@app.command()
 def objects(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """List the objects of a server, with the processes that hold them."""
     with the_server(socket, base_path) as client:
@@ -215,7 +213,6 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
     )
 
 
-@app.command()
 def devices(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
     """List the devices that a server has memory on, and how much of them it uses."""
     with the_server(socket, base_path) as client:
@@ -242,7 +239,6 @@ def devices(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
     )
 
 
-@app.command()
 def invalidate(
     endpoint: str,
     arguments: Annotated[Arguments, typer.Argument(help="key=value for one call; none for the whole endpoint")] = None,
@@ -263,16 +259,6 @@ def invalidate(
         print(f"{several(count, 'cached result')} of {endpoint} dropped")
 
 
-# Words after the script's name are arguments of the script.
-app.command(context_settings={"allow_interspersed_args": False})(run)
-for command in (serve, reload, stop, top, call, tasks, wait, cancel, evict, restore, verify):
-    app.command()(command)
-app.command("export")(export_object)
-app.command("import")(import_file)
-app.add_typer(cluster_app, name="cluster")
-
-
-@app.command()
 def doctor(base_path: BasePath = None, json: Json = False) -> None:
     """Show what this machine can share, with remedies for what it cannot. Exit code 1 if it can share nothing."""
     from shared_rpc.cli.doctor import examine
@@ -306,3 +292,33 @@ def _holder(pid: int) -> str:
     if not command:
         return str(pid)
     return f"{pid} ({command if len(command) <= 40 else command[:39] + '…'})"
+
+
+#: The commands by the panels of the help.
+_PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "Servers": {
+        "serve": serve,
+        "run": run,
+        "ls": list_servers,
+        "info": info,
+        "top": top,
+        "devices": devices,
+        "reload": reload,
+        "stop": stop,
+    },
+    "Calls and tasks": {"call": call, "tasks": tasks, "wait": wait, "cancel": cancel},
+    "Objects": {
+        "objects": objects,
+        "invalidate": invalidate,
+        "evict": evict,
+        "restore": restore,
+        "export": export_object,
+        "import": import_file,
+    },
+    "Checks": {"doctor": doctor, "verify": verify},
+}
+for _panel, _commands in _PANELS.items():
+    for _name, _command in _commands.items():
+        # The words after a script's name are the script's arguments.
+        app.command(_name, rich_help_panel=_panel, context_settings={"allow_interspersed_args": _name != "run"})(_command)
+app.add_typer(cluster_app, name="cluster", rich_help_panel="Servers")
