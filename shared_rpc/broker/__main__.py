@@ -14,6 +14,7 @@ from contextlib import suppress
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.daemon import daemonize
+from shared_rpc.broker.supervisor import WORKERS
 from shared_rpc.broker.systemd import inherit
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.lifecycle.signals import End, wait_for_signal
@@ -22,6 +23,7 @@ from shared_rpc.observability.events import HookFactory, add_hook
 from shared_rpc.observability.logs import configure
 from shared_rpc.observability.stderr import LogHandler
 from shared_rpc.protocol.infos import ReloadInfo
+from shared_rpc.server.measures import SERVERS
 from shared_rpc.settings import ServeOptions, take_service_variables
 
 
@@ -47,7 +49,7 @@ def main() -> int:
         if options.metrics_port is not None:  # before the app is loaded: a server must not begin without its metrics port
             from shared_rpc.observability.exporter import Exporter
 
-            exporter = Exporter(options.metrics_port, options.metrics_host, "--metrics-port")
+            exporter = Exporter((*SERVERS, *WORKERS), options.metrics_port, options.metrics_host, "--metrics-port")
         spill = SpillDirectory(options.spill_dir) if options.spill_dir is not None else None
         inherited = inherit(take_service_variables())
     except SharedRPCError as error:

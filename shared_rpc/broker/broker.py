@@ -22,7 +22,7 @@ from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
 from shared_rpc.broker.restoration import Restoration, Service
 from shared_rpc.broker.service_manager import ServiceManager
 from shared_rpc.broker.spawning import Spawner
-from shared_rpc.broker.supervisor import Supervisor
+from shared_rpc.broker.supervisor import WORKERS, Supervisor
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.broker.zygote import WorkerZygote
@@ -33,13 +33,14 @@ from shared_rpc.execution.loop import run_loop
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.spill import SpillDirectory
+from shared_rpc.observability.metrics import Reading
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ReloadedServiceInfo, ReloadInfo, StopInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
-from shared_rpc.server.measures import Measures, measures
+from shared_rpc.server.measures import measures
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.objects import usage_of
 
@@ -206,10 +207,9 @@ class Broker:
     async def _bare(self) -> Worker:
         return await self._supervisor.bare()
 
-    def _measures(self) -> Measures:
-        found = measures(service.core for service in self._services.values())
-        self._supervisor.add_measures(found)
-        return found
+    def _measures(self) -> Reading:
+        found = measures([service.core for service in self._services.values()])
+        return found._replace(numbers={**found.numbers, **{each.name: each.read(self._supervisor) for each in WORKERS}})
 
     def _refusal(self) -> SharedRPCError | None:
         return self._supervisor.refusal()

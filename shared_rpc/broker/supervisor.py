@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -19,12 +19,12 @@ from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.broker.zygote import ForkedWorker, WorkerZygote
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.observability.events import HOOKS, WorkerEnded, WorkerStarted
+from shared_rpc.observability.metrics import Numbers, Read
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
-from shared_rpc.server.measures import Measures
 
-__all__ = ["Supervisor", "WorkerObserver"]
+__all__ = ["WORKERS", "Supervisor", "WorkerObserver"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -121,18 +121,6 @@ class Supervisor:
     def all(self) -> list[Worker]:
         """Every worker that runs."""
         return [*self.workers, *self._next, *self._old]
-
-    def add_measures(self, found: Measures) -> None:
-        """Add the numbers of the workers to those of the servers."""
-        found["workers"].update({("starting",): 0, ("ready",): 0, ("draining",): 0})
-        for worker in self.all:
-            found["workers"][worker.state,] += 1
-        found["worker_crashes"][()] = self.crashes
-        found["worker_restarts"][()] = self.restarts.total()
-        for worker in self.workers:
-            found["worker_runs"][str(worker.number),] = len(worker.runs)
-            with suppress(OSError, IndexError):  # the worker has ended
-                found["worker_resident_bytes"][str(worker.number),] = worker.resident_bytes()
 
     async def start(self, spawn: Spawner, *, wait: bool = True) -> None:
         """Start the workers; return when all of them have imported the app.
@@ -420,6 +408,38 @@ class Supervisor:
         until = time.monotonic() + _GRACE
         for worker in workers:
             worker.end(until)
+
+
+def _resident_bytes(supervisor: Supervisor) -> Numbers:
+    found: dict[tuple[str, ...], float] = {}
+    for worker in supervisor.workers:
+        with suppress(OSError, IndexError):  # the worker has ended
+            found[str(worker.number),] = worker.resident_bytes()
+    return found
+
+
+def _runs(supervisor: Supervisor) -> Numbers:
+    return {(str(worker.number),): len(worker.runs) for worker in supervisor.workers}
+
+
+def _states(supervisor: Supervisor) -> Numbers:
+    return Counter((worker.state,) for worker in supervisor.all)
+
+
+_STATES = ("starting", "ready", "draining")
+#: The metrics of workers.
+WORKERS: Sequence[Read[Supervisor]] = (
+    Read("workers", "Worker processes, by state.", "gauge", _states, labels={"state": _STATES}),
+    Read("worker_crashes", "Workers that ended without a request.", "counter", lambda workers: {(): workers.crashes}),
+    Read(
+        "worker_restarts",
+        "Workers started in place of crashed ones.",
+        "counter",
+        lambda workers: {(): workers.restarts.total()},
+    ),
+    Read("worker_runs", "Runs of a worker.", "gauge", _runs, labels={"worker": ()}),
+    Read("worker_resident_bytes", "Resident memory of a worker.", "gauge", _resident_bytes, labels={"worker": ()}),
+)
 
 
 def _pause(short_lives: int) -> float:

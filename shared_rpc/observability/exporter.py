@@ -10,6 +10,7 @@ import concurrent.futures
 import io
 import ipaddress
 import logging
+import platform
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ from shared_rpc.forks import after_fork
 from shared_rpc.observability.events import HOOKS
 
 if TYPE_CHECKING:
-    from shared_rpc.observability.metrics import Reading
+    from shared_rpc.observability.metrics import Read, Reading
 
 __all__ = ["Exporter"]
 
@@ -43,19 +44,22 @@ _BUSY = 5.0
 class Exporter:
     """HTTP exporter. It listens at once, and answers between :meth:`start` and :meth:`close`.
 
+    :param read: the metrics that a reading has.
     :param port: 0 for any free port.
     :param option: name of the port in errors: ``"--metrics-port"``.
     :raises ConfigurationError: if prometheus-client is not installed, or the port is not available.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1", option: str = "metrics_port") -> None:
+    def __init__(self, read: Iterable[Read[Any]], port: int, host: str = "127.0.0.1", option: str = "metrics_port") -> None:
         try:
-            from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+            from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
-            from shared_rpc.observability.metrics import Metrics
+            from shared_rpc.observability.collector import PREFIX, Collector
 
-            # Modules below the command line do not import the package itself.
-            self._metrics = Metrics(sys.modules["shared_rpc"].__version__)
+            self._collector = Collector(read)
+            build_info = Gauge(
+                f"{PREFIX}_build_info", "Always 1: the release that runs.", ("version", "python_version"), registry=None
+            )
         except ImportError as error:
             raise ConfigurationError(
                 f"{option}={port}: metrics need the package prometheus-client: pip install 'shared-rpc[metrics]'"
@@ -66,7 +70,10 @@ class Exporter:
             ) from error
         registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        registry.register(self._metrics)
+        registry.register(self._collector)
+        registry.register(build_info)
+        # Modules below the command line do not import the package itself.
+        build_info.labels(sys.modules["shared_rpc"].__version__, platform.python_version()).set(1)
         self._turn = threading.Lock()
         self._next = 0.0
         self._ready = threading.Event()
@@ -99,7 +106,7 @@ class Exporter:
 
     def watch(self, server_id: str) -> None:
         """Count the events of a server."""
-        self._metrics.servers.add(server_id)
+        self._collector.servers.add(server_id)
 
     def start(self, post: Callable[[Callable[[], None]], object], read: Callable[[], Reading]) -> None:
         """Serve, and count events.
@@ -108,12 +115,12 @@ class Exporter:
         :param read: is called in the loop, for each answer.
         """
         self._post, self._read = post, read
-        HOOKS.add(self._metrics)
+        HOOKS.add(self._collector)
         self._ready.set()
 
     def close(self) -> None:
         """Release the port, and count no longer. Does not wait for answers."""
-        HOOKS.remove(self._metrics)
+        HOOKS.remove(self._collector)
         with suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
         self._server.shutdown()
@@ -128,7 +135,7 @@ class Exporter:
         with self._turn:
             time.sleep(max(0.0, self._next - time.monotonic()))
             try:
-                self._metrics.update(self._ask())
+                self._collector.update(self._ask())
             except TimeoutError as error:
                 start_response("503 Service Unavailable", plain)
                 return [f"{error}\n".encode()]

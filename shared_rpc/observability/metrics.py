@@ -1,28 +1,28 @@
-"""Metrics of the servers of a process, for prometheus-client: counted from events, and read off the servers' tables.
+"""What a metric is, and the metrics that are counted from events. A metric is declared once: here, or by the part that has it.
 
-The names are those of ``docs/reference/metrics.md``. A label has bounded values: the name of a registered endpoint, a device, a
-state, a code of an error, the number of a worker. Imported only where metrics are asked for.
+The declarations need no prometheus-client; :mod:`shared_rpc.observability.collector` exports them. The names are those of
+``docs/reference/metrics.md``. A label has bounded values: the name of a registered endpoint, a device, a state, a code of an
+error, the number of a worker.
 """
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Iterator, Mapping
-from typing import get_args
-
-from prometheus_client import Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.samples import Sample
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 from shared_rpc.errors import class_of
 from shared_rpc.observability import events as e
+from shared_rpc.protocol.tasks import TaskStatus
 
-__all__ = ["Metrics", "Reading"]
+__all__ = ["EVENTS", "Counted", "Metric", "Numbers", "Read", "Reading"]
 
-#: Numbers of the servers at one moment, by metric and by values of its labels.
-Reading = Mapping[str, Mapping[tuple[str, ...], float]]
+#: The numbers of one metric at one moment, by values of its labels.
+Numbers = Mapping[tuple[str, ...], float]
+S = TypeVar("S")
 
-_PREFIX = "shared_rpc"
 #: Seconds. From a short call on an idle machine to a call that loads a checkpoint.
 _CALL_BUCKETS = (
     *(50e-6, 100e-6, 250e-6, 500e-6),
@@ -33,190 +33,113 @@ _BUILD_BUCKETS = (1e-3, 10e-3, 100e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 #: From an eviction whose copy is there to a restore of a large model from a slow disk.
 _MOVE_BUCKETS = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
-_Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
-#: Metrics that are read, most of them from a server's tables: kind, text and labels.
-_READ: dict[str, tuple[_Family, str, tuple[str, ...]]] = {
-    "calls": (CounterMetricFamily, "Finished calls and submits, by outcome.", ("endpoint", "outcome")),
-    "cache_hits": (CounterMetricFamily, "Calls answered from the cache.", ("endpoint",)),
-    "cache_misses": (CounterMetricFamily, "Calls of cached endpoints that began a run.", ("endpoint",)),
-    "joined_calls": (CounterMetricFamily, "Calls that joined a run under way (singleflight).", ("endpoint",)),
-    "adopted": (CounterMetricFamily, "Runs that ended with a record of the source of records.", ("endpoint",)),
-    "builds": (CounterMetricFamily, "Started runs of the endpoint.", ("endpoint",)),
-    "builds_running": (GaugeMetricFamily, "Runs under way.", ("endpoint",)),
-    "builds_queued": (GaugeMetricFamily, "Runs that wait for their turn or for a worker.", ("endpoint",)),
-    "builds_asked": (GaugeMetricFamily, "Runs that wait for the source of records.", ("endpoint",)),
-    "objects": (GaugeMetricFamily, "Kept results and buffers.", ("kind",)),
-    "object_bytes": (GaugeMetricFamily, "Memory of all objects.", ("device",)),
-    "tier_objects": (GaugeMetricFamily, "Kept results and buffers, by the tier of their bytes.", ("tier",)),
-    "copy_bytes": (GaugeMetricFamily, "Memory and files of the copies of objects.", ("tier",)),
-    "room_waiting": (GaugeMetricFamily, "Requests that wait for room on a device.", ()),
-    "active_objects": (GaugeMetricFamily, "Objects that some client holds and has not suspended.", ()),
-    "object_descriptors": (GaugeMetricFamily, "File descriptors of objects.", ()),
-    "object_descriptors_limit": (GaugeMetricFamily, "The limit of file descriptors of objects.", ()),
-    "pool_bytes": (GaugeMetricFamily, "Memory of the pools for short results.", ()),
-    "pool_chunks": (GaugeMetricFamily, "Results in these pools that clients have not released.", ()),
-    "leases": (GaugeMetricFamily, "Leases of clients and of unfetched results.", ()),
-    "sessions": (GaugeMetricFamily, "Client processes.", ()),
-    "connections": (GaugeMetricFamily, "Connections of clients.", ()),
-    "tasks": (GaugeMetricFamily, "Remembered tasks, by status.", ("status",)),
-    "workers": (GaugeMetricFamily, "Worker processes, by state.", ("state",)),
-    "worker_crashes": (CounterMetricFamily, "Workers that ended without a request.", ()),
-    "worker_restarts": (CounterMetricFamily, "Workers started in place of crashed ones.", ()),
-    "worker_runs": (GaugeMetricFamily, "Runs of a worker.", ("worker",)),
-    "worker_resident_bytes": (GaugeMetricFamily, "Resident memory of a worker.", ("worker",)),
-    "sources": (GaugeMetricFamily, "Attached sources of records.", ()),
-    "joiner_starts": (CounterMetricFamily, "Started processes that join a cluster.", ()),
-    "cluster_nodes": (GaugeMetricFamily, "Nodes of the cluster, as the source reports them.", ()),
-    "cluster_objects": (GaugeMetricFamily, "Objects of the cluster, as the source reports them.", ()),
-    "cluster_received_bytes": (CounterMetricFamily, "Bytes received from other nodes, as the source reports them.", ()),
-    "cluster_sent_bytes": (CounterMetricFamily, "Bytes sent to other nodes, as the source reports them.", ()),
-    "cluster_moved_bytes": (CounterMetricFamily, "Bytes received from other nodes, by what has carried them.", ("mover",)),
-}
+
+class Reading(NamedTuple):
+    """The numbers of the servers of a process at one moment, by metric, and the names of their endpoints."""
+
+    endpoints: Collection[str]
+    numbers: Mapping[str, Numbers]
 
 
-class Metrics:
-    """Hook that counts the events of servers, and collector of a registry.
+@dataclass(frozen=True)
+class Metric:
+    """One metric.
 
-    Events and readings name registered endpoints only, so the number of labels is bounded.
-
-    :param version: the running release.
+    :ivar name: without the prefix ``shared_rpc_``, and without the ``_total`` of a counter.
+    :ivar labels: with their values where these are known, so that a series begins with 0; those of ``endpoint`` come with a
+        :class:`Reading`.
     """
 
-    def __init__(self, version: str) -> None:
-        #: Ids of the servers whose events are counted.
-        self.servers: set[str] = set()
-        self._reading: Reading = {}
-        self._endpoints: set[str] = set()
-        self._call_seconds = _histogram(
-            _CALL_BUCKETS, "call_duration_seconds", "Time from call to answer, in the server.", "endpoint", "outcome"
-        )
-        self._build_failures = _counter("build_failures", "Runs that ended with an error.", "endpoint")
-        self._build_seconds = _histogram(_BUILD_BUCKETS, "build_duration_seconds", "Duration of runs.", "endpoint")
-        self._errors = _counter("errors", "Requests answered with an error, by code.", "code")
-        self._published = _counter("objects_published", "Published objects.")
-        self._freed = _counter("objects_freed", "Freed objects.")
-        self._evictions = _counter("evictions", "Objects that moved to a lower tier.", "tier", "reason")
-        self._evicted_bytes = _counter("evicted_bytes", "Bytes that evicted objects gave back to the tier above.", "tier")
-        self._eviction_seconds = _histogram(_MOVE_BUCKETS, "eviction_duration_seconds", "Duration of evictions.", "tier")
-        self._restores = _counter("restores", "Objects that moved back to their device.", "tier", "reason")
-        self._restored_bytes = _counter("restored_bytes", "Bytes of restored objects.", "tier")
-        self._restore_seconds = _histogram(_MOVE_BUCKETS, "restore_duration_seconds", "Duration of restores.", "tier")
-        for tier in ("host", "file"):
-            self._evicted_bytes.labels(tier), self._eviction_seconds.labels(tier)
-            self._restored_bytes.labels(tier), self._restore_seconds.labels(tier)
-            for reason in ("request", "room"):
-                self._evictions.labels(tier, reason)
-            for reason in ("request", "resume", "use"):
-                self._restores.labels(tier, reason)
-        self._leases_given = _counter("leases_given", "Granted leases.")
-        self._leases_ended = _counter("leases_ended", "Ended leases.")
-        self._leases_reclaimed = _counter(
-            "leases_reclaimed", "Leases of clients that ended without closing, for example by a signal."
-        )
-        self._sessions_opened = _counter("sessions_opened", "Opened sessions.")
-        self._sessions_closed = _counter("sessions_closed", "Sessions closed by their client.")
-        self._sessions_lost = _counter("sessions_lost", "Sessions of clients that ended without closing.")
-        self._task_changes = _counter("task_changes", "Changes of tasks to a status.", "status")
-        build_info = Gauge(
-            f"{_PREFIX}_build_info", "Always 1: the release that runs.", ("version", "python_version"), registry=None
-        )
-        build_info.labels(version, platform.python_version()).set(1)
-        self._counted = [found for found in vars(self).values() if isinstance(found, Counter | Histogram)] + [build_info]
+    name: str
+    help: str
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict, kw_only=True)
 
-    def __call__(self, event: e.Event) -> None:
-        """Count an event."""
-        if event.server_id not in self.servers:
-            return
-        match event:
-            case e.CallFinished():
-                self._call_seconds.labels(event.endpoint, event.outcome).observe(event.seconds)
-            case e.CallStarted() | e.BuildStarted():  # counted when they end
-                pass
-            case e.BuildFinished():
-                self._build_seconds.labels(event.endpoint).observe(event.seconds)
-                self._build_failures.labels(event.endpoint).inc(bool(event.error))
-            case e.RequestFailed():
-                self._errors.labels(_known(event.code)).inc()
-            case e.TaskChanged():
-                self._task_changes.labels(event.status).inc()
-            case e.LeaseGiven():
-                self._leases_given.inc()
-            case e.LeaseEnded():
-                self._leases_ended.inc()
-                self._leases_reclaimed.inc(event.reclaimed)
-            case e.ObjectPublished():
-                self._published.inc()
-            case e.ObjectFreed():
-                self._freed.inc()
-            case e.ObjectEvicted():
-                self._evictions.labels(event.to_tier, event.reason).inc()
-                self._evicted_bytes.labels(event.to_tier).inc(event.nbytes)
-                self._eviction_seconds.labels(event.to_tier).observe(event.seconds)
-            case e.ObjectRestored():
-                self._restores.labels(event.from_tier, event.reason).inc()
-                self._restored_bytes.labels(event.from_tier).inc(event.nbytes)
-                self._restore_seconds.labels(event.from_tier).observe(event.seconds)
-            case e.SessionOpened():
-                self._sessions_opened.inc()
-            case e.SessionClosed():
-                (self._sessions_closed if event.clean else self._sessions_lost).inc()
-
-    def update(self, reading: Reading) -> None:
-        """Set the numbers for :meth:`collect`, with zeros of events that have not happened yet, so that rates begin with 1."""
-        self._reading = reading
-        for endpoint in {endpoint for (endpoint,) in reading.get("builds", ())} - self._endpoints:
-            self._endpoints.add(endpoint)
-            self._build_seconds.labels(endpoint)
-            self._build_failures.labels(endpoint)
-            for outcome in get_args(e.Outcome):
-                self._call_seconds.labels(endpoint, outcome)
-        for (status,) in reading.get("tasks", ()):
-            self._task_changes.labels(status)
-
-    def describe(self) -> Iterator[Metric]:
-        """Yield every metric without numbers, by which a registry finds their names."""
-        for counted in self._counted:
-            yield from counted.describe()
-        for name in _READ:
-            yield _family(name)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its numbers."""
-        for counted in self._counted:
-            for metric in counted.collect():
-                metric.samples = [_named(sample) for sample in metric.samples if not sample.name.endswith("_created")]
-                yield metric
-        for name, numbers in {"calls": self._ended(), **self._reading}.items():
-            family = _family(name)
-            for labels, number in numbers.items():
-                family.add_metric(labels, number)
-            yield family
-
-    def _ended(self) -> dict[tuple[str, ...], float]:
-        """Return how many calls ended, by endpoint and outcome: every one has its duration."""
-        samples = [sample for metric in self._call_seconds.collect() for sample in metric.samples]
-        return {tuple(sample.labels.values()): sample.value for sample in samples if sample.name.endswith("_count")}
+    def zeros(self, endpoints: Iterable[str]) -> Iterator[tuple[str, ...]]:
+        """Yield the label values that are known before anything was counted."""
+        return itertools.product(*({**self.labels, "endpoint": endpoints}[name] for name in self.labels))
 
 
-def _counter(name: str, text: str, *labels: str) -> Counter:
-    return Counter(f"{_PREFIX}_{name}", text, labels, registry=None)
+@dataclass(frozen=True)
+class Read(Metric, Generic[S]):
+    """A metric that is read from a subject when a scraper asks."""
+
+    kind: Literal["counter", "gauge"]
+    read: Callable[[S], Numbers]
 
 
-def _histogram(buckets: tuple[float, ...], name: str, text: str, *labels: str) -> Histogram:
-    return Histogram(f"{_PREFIX}_{name}", text, labels, registry=None, buckets=buckets)
+@dataclass(frozen=True)
+class Counted(Metric):
+    """A metric that is counted with each event of a type: a histogram if it has buckets. Its labels are fields of the event."""
+
+    event: type[e.Event]
+    amount: Callable[[Any], float] = lambda event: 1
+    buckets: Sequence[float] = ()
+
+    def labels_of(self, event: Any) -> tuple[str, ...]:
+        """Return the values of the labels for an event."""
+        return tuple(_FIELDS.get((self.event, name), attrgetter(name))(event) for name in self.labels)
 
 
-def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
-    kind, text, labels = _READ[name]
-    return kind(f"{_PREFIX}_{name}", text, labels=labels)
+#: Labels whose value is not the field of that name.
+_FIELDS: Mapping[tuple[type[e.Event], str], Callable[[Any], str]] = {
+    # Codes that are not this library's, which a worker may send, would make unbounded labels.
+    (e.RequestFailed, "code"): lambda event: class_of(event.code).code,
+    (e.ObjectEvicted, "tier"): attrgetter("to_tier"),
+    (e.ObjectRestored, "tier"): attrgetter("from_tier"),
+}
+_NBYTES: Callable[[Any], float] = attrgetter("nbytes")
+_SECONDS: Callable[[Any], float] = attrgetter("seconds")
+_ENDPOINT: Mapping[str, Sequence[str]] = {"endpoint": ()}
+_CALL: Mapping[str, Sequence[str]] = {"endpoint": (), "outcome": get_args(e.Outcome)}
+_TIER: Mapping[str, Sequence[str]] = {"tier": ("host", "file")}
 
-
-def _named(sample: Sample) -> Sample:
-    """Name buckets as ``le="1"``, where prometheus-client has ``"1.0"``: queries compare text."""
-    le = sample.labels.get("le", "")
-    return sample._replace(labels={**sample.labels, "le": le.removesuffix(".0")}) if le.endswith(".0") else sample
-
-
-def _known(code: str) -> str:
-    """Return a code of this library: other codes, which a worker may send, would make unbounded labels."""
-    return class_of(code).code
+EVENTS: Sequence[Counted] = (
+    Counted("calls", "Finished calls and submits, by outcome.", e.CallFinished, labels=_CALL),
+    Counted(
+        "call_duration_seconds",
+        "Time from call to answer, in the server.",
+        e.CallFinished,
+        _SECONDS,
+        _CALL_BUCKETS,
+        labels=_CALL,
+    ),
+    Counted(
+        "build_failures",
+        "Runs that ended with an error.",
+        e.BuildFinished,
+        lambda event: bool(event.error),
+        labels=_ENDPOINT,
+    ),
+    Counted("build_duration_seconds", "Duration of runs.", e.BuildFinished, _SECONDS, _BUILD_BUCKETS, labels=_ENDPOINT),
+    Counted("errors", "Requests answered with an error, by code.", e.RequestFailed, labels={"code": ()}),
+    Counted("objects_published", "Published objects.", e.ObjectPublished),
+    Counted("objects_freed", "Freed objects.", e.ObjectFreed),
+    Counted(
+        "evictions",
+        "Objects that moved to a lower tier.",
+        e.ObjectEvicted,
+        labels={**_TIER, "reason": ("request", "room")},
+    ),
+    Counted("evicted_bytes", "Bytes that evicted objects gave back to the tier above.", e.ObjectEvicted, _NBYTES, labels=_TIER),
+    Counted("eviction_duration_seconds", "Duration of evictions.", e.ObjectEvicted, _SECONDS, _MOVE_BUCKETS, labels=_TIER),
+    Counted(
+        "restores",
+        "Objects that moved back to their device.",
+        e.ObjectRestored,
+        labels={**_TIER, "reason": ("request", "resume", "use")},
+    ),
+    Counted("restored_bytes", "Bytes of restored objects.", e.ObjectRestored, _NBYTES, labels=_TIER),
+    Counted("restore_duration_seconds", "Duration of restores.", e.ObjectRestored, _SECONDS, _MOVE_BUCKETS, labels=_TIER),
+    Counted("leases_given", "Granted leases.", e.LeaseGiven),
+    Counted("leases_ended", "Ended leases.", e.LeaseEnded),
+    Counted(
+        "leases_reclaimed",
+        "Leases of clients that ended without closing, for example by a signal.",
+        e.LeaseEnded,
+        attrgetter("reclaimed"),
+    ),
+    Counted("sessions_opened", "Opened sessions.", e.SessionOpened),
+    Counted("sessions_closed", "Sessions closed by their client.", e.SessionClosed, attrgetter("clean")),
+    Counted("sessions_lost", "Sessions of clients that ended without closing.", e.SessionClosed, lambda event: not event.clean),
+    Counted("task_changes", "Changes of tasks to a status.", e.TaskChanged, labels={"status": [*TaskStatus]}),
+)

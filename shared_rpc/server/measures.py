@@ -1,91 +1,179 @@
-"""Numbers for metrics that stand in a server's tables already."""
+"""The metrics that are read from the tables of servers. On their loop, in one step."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
-from shared_rpc.protocol.infos import SourceInfo
+from shared_rpc.observability.metrics import Numbers, Read, Reading
 from shared_rpc.protocol.records import SegmentInfo, Tier
+from shared_rpc.protocol.tasks import TaskStatus
 from shared_rpc.server.core import Core
 from shared_rpc.server.state.objects import usage_of
 from shared_rpc.server.state.tiers import LOWER
 
-__all__ = ["Measures", "measures"]
+__all__ = ["SERVERS", "measures"]
 
-#: By metric and by values of its labels; see :mod:`shared_rpc.observability.metrics`.
-Measures = defaultdict[str, Counter[tuple[str, ...]]]
-
-#: Metrics of each endpoint, by the key of :class:`~shared_rpc.protocol.infos.EndpointStatistics`.
-_COUNTS: dict[str, Literal["hits", "misses", "joined", "adopted", "builds"]] = {
-    "cache_hits": "hits",
-    "cache_misses": "misses",
-    "joined_calls": "joined",
-    "adopted": "adopted",
-    "builds": "builds",
-}
+_Read = Callable[[Sequence[Core]], Numbers]
 
 
-def measures(cores: Iterable[Core]) -> Measures:
-    """Return the numbers of all servers of a process together. On their loop, in one step."""
-    found: Measures = defaultdict(Counter)
+def measures(cores: Sequence[Core]) -> Reading:
+    """Return the numbers of all servers of a process together."""
+    endpoints = {spec.name for core in cores for spec in core.registry.all()}
+    endpoints |= {endpoint for core in cores for endpoint, _ in core.runs.statistics}
+    return Reading(endpoints, {metric.name: metric.read(cores) for metric in SERVERS})
+
+
+def _sum(read: Callable[[Core], float]) -> _Read:
+    return lambda cores: {(): sum(map(read, cores))}
+
+
+def _sums(read: Callable[[Core], Iterable[tuple[str, float]]]) -> _Read:
+    """Add up the numbers of each value of a label."""
+
+    def added(cores: Sequence[Core]) -> Numbers:
+        found: Counter[tuple[str, ...]] = Counter()
+        for core in cores:
+            for label, number in read(core):
+                found[label,] += number  # type: ignore[assignment]  # bytes are whole numbers
+        return found
+
+    return added
+
+
+def _calls(key: Literal["hits", "misses", "joined", "adopted", "builds"]) -> _Read:
+    return _sums(lambda core: ((endpoint, counts[key]) for endpoint, counts in core.runs.statistics))
+
+
+def _runs(state: Literal["running", "asked", "queued"]) -> _Read:
+    return _sums(
+        lambda core: (
+            (run.spec.name, 1)
+            for run in core.runs.calls
+            if state == ("running" if run.running else "asked" if run.miss else "queued")
+        )
+    )
+
+
+def _objects(core: Core) -> Iterable[tuple[str, float]]:
+    buffers = len(core.buffers.table)
+    return [("result", len(core.objects) - buffers), ("buffer", buffers)]
+
+
+def _active(core: Core) -> int:
+    return sum(bool(core.tiers.active(stored.object_id)) for stored in core.objects)
+
+
+def _object_bytes(cores: Sequence[Core]) -> Numbers:
     segments: dict[str, SegmentInfo] = {}  # objects of several servers may share memory
     for core in cores:
-        for spec in core.registry.all():
-            for name in (*_COUNTS, "builds_running", "builds_queued", "builds_asked"):
-                found[name][spec.name,] += 0
-        for endpoint, counts in core.runs.statistics:
-            for name, key in _COUNTS.items():
-                found[name][endpoint,] += counts[key]
-        for run in core.runs.calls:
-            state = "builds_running" if run.running else "builds_asked" if run.miss else "builds_queued"
-            found[state][run.spec.name,] += 1
-        buffers, pools = len(core.buffers.table), core.transfers.info()
-        found["objects"]["result",] += len(core.objects) - buffers
-        found["objects"]["buffer",] += buffers
-        found["object_bytes"][core.device,] += 0
-        _add_tiers(found, core)
         segments |= core.objects.segments()
-        for status, count in core.tasks.table.counts().items():
-            found["tasks"][status,] += count
-        found["pool_bytes"][()] += pools["nbytes"]
-        found["pool_chunks"][()] += pools["chunks"]
-        found["leases"][()] += len(core.leases)
-        found["sessions"][()] += len(core.sessions)
-        found["connections"][()] += core.sessions.connections
-        _add_source(found, core.sources.info())
-        # Of the process: its servers share them.
-        found["object_descriptors"][()] = core.objects.descriptors.used
-        found["object_descriptors_limit"][()] = core.objects.descriptors.limit
-    for device, nbytes in usage_of(segments).items():
-        found["object_bytes"][device,] += nbytes
-    return found
+    return {(device,): nbytes for device, nbytes in {**{core.device: 0 for core in cores}, **usage_of(segments)}.items()}
 
 
-def _add_tiers(found: Measures, core: Core) -> None:
-    for tier in get_args(Tier):
-        found["tier_objects"][tier,] += 0
-    for tier in LOWER:
-        found["copy_bytes"][tier,] += core.objects.copies.nbytes(tier)
-    for stored in core.objects:
-        found["tier_objects"][stored.tier,] += 1
-        found["active_objects"][()] += bool(core.tiers.active(stored.object_id))
-    found["active_objects"][()] += 0
-    found["room_waiting"][()] += len(core.room)
+def _status(name: Literal["nodes", "objects", "bytes_received", "bytes_sent"]) -> Callable[[Core], int]:
+    """Return what reads a number that a core's source reports."""
+    return lambda core: source["status"].get(name, 0) if (source := core.sources.info()) is not None else 0
 
 
-def _add_source(found: Measures, source: SourceInfo | None) -> None:
-    status = source["status"] if source is not None else {}
-    joiner = source["joiner"] if source is not None else None
-    found["sources"][()] += source is not None and source["session"] is not None
-    found["joiner_starts"][()] += joiner["starts"] if joiner is not None else 0
-    # Of the cluster: the servers of a process are in the same one.
-    for name, number in (("cluster_nodes", status.get("nodes", 0)), ("cluster_objects", status.get("objects", 0))):
-        found[name][()] = max(found[name][()], number)
-    found["cluster_received_bytes"][()] += status.get("bytes_received", 0)
-    found["cluster_sent_bytes"][()] += status.get("bytes_sent", 0)
-    found["cluster_moved_bytes"]["objects",] += 0
-    for mover, nbytes in status.get("bytes_by_mover", {}).items():
+def _largest(read: Callable[[Core], float]) -> _Read:
+    """Read what the servers of a process have in common: their budget of descriptors, their cluster."""
+    return lambda cores: {(): max(map(read, cores), default=0)}
+
+
+def _has_source(core: Core) -> bool:
+    source = core.sources.info()
+    return source is not None and source["session"] is not None
+
+
+def _joiner_starts(core: Core) -> int:
+    source = core.sources.info()
+    return source["joiner"]["starts"] if source is not None and source["joiner"] is not None else 0
+
+
+def _moved_bytes(core: Core) -> Iterable[tuple[str, float]]:
+    source = core.sources.info()
+    for mover, nbytes in source["status"].get("bytes_by_mover", {}).items() if source is not None else ():
         # The names are the source's: others would make unbounded labels.
-        found["cluster_moved_bytes"][mover if mover in ("objects", "nixl") else "other",] += nbytes
+        yield mover if mover in ("objects", "nixl") else "other", nbytes
+
+
+_ENDPOINT: Mapping[str, Sequence[str]] = {"endpoint": ()}
+
+#: Those of :func:`measures`.
+SERVERS: Sequence[Read[Sequence[Core]]] = (
+    Read("cache_hits", "Calls answered from the cache.", "counter", _calls("hits"), labels=_ENDPOINT),
+    Read("cache_misses", "Calls of cached endpoints that began a run.", "counter", _calls("misses"), labels=_ENDPOINT),
+    Read("joined_calls", "Calls that joined a run under way (singleflight).", "counter", _calls("joined"), labels=_ENDPOINT),
+    Read("adopted", "Runs that ended with a record of the source of records.", "counter", _calls("adopted"), labels=_ENDPOINT),
+    Read("builds", "Started runs of the endpoint.", "counter", _calls("builds"), labels=_ENDPOINT),
+    Read("builds_running", "Runs under way.", "gauge", _runs("running"), labels=_ENDPOINT),
+    Read("builds_queued", "Runs that wait for their turn or for a worker.", "gauge", _runs("queued"), labels=_ENDPOINT),
+    Read("builds_asked", "Runs that wait for the source of records.", "gauge", _runs("asked"), labels=_ENDPOINT),
+    Read("objects", "Kept results and buffers.", "gauge", _sums(_objects), labels={"kind": ()}),
+    Read("object_bytes", "Memory of all objects.", "gauge", _object_bytes, labels={"device": ()}),
+    Read("object_descriptors", "File descriptors of objects.", "gauge", _largest(lambda core: core.objects.descriptors.used)),
+    Read(
+        "object_descriptors_limit",
+        "The limit of file descriptors of objects.",
+        "gauge",
+        _largest(lambda core: core.objects.descriptors.limit),
+    ),
+    Read(
+        "tier_objects",
+        "Kept results and buffers, by the tier of their bytes.",
+        "gauge",
+        _sums(lambda core: ((stored.tier, 1) for stored in core.objects)),
+        labels={"tier": get_args(Tier)},
+    ),
+    Read(
+        "copy_bytes",
+        "Memory and files of the copies of objects.",
+        "gauge",
+        _sums(lambda core: ((tier, core.objects.copies.nbytes(tier)) for tier in LOWER)),
+        labels={"tier": LOWER},
+    ),
+    Read("active_objects", "Objects that some client holds and has not suspended.", "gauge", _sum(_active)),
+    Read("room_waiting", "Requests that wait for room on a device.", "gauge", _sum(lambda core: len(core.room))),
+    Read("pool_bytes", "Memory of the pools for short results.", "gauge", _sum(lambda core: core.transfers.info()["nbytes"])),
+    Read(
+        "pool_chunks",
+        "Results in these pools that clients have not released.",
+        "gauge",
+        _sum(lambda core: core.transfers.info()["chunks"]),
+    ),
+    Read("leases", "Leases of clients and of unfetched results.", "gauge", _sum(lambda core: len(core.leases))),
+    Read("sessions", "Client processes.", "gauge", _sum(lambda core: len(core.sessions))),
+    Read("connections", "Connections of clients.", "gauge", _sum(lambda core: core.sessions.connections)),
+    Read(
+        "tasks",
+        "Remembered tasks, by status.",
+        "gauge",
+        _sums(lambda core: core.tasks.table.counts().items()),
+        labels={"status": [*TaskStatus]},
+    ),
+    Read("sources", "Attached sources of records.", "gauge", _sum(_has_source)),
+    Read("joiner_starts", "Started processes that join a cluster.", "counter", _sum(_joiner_starts)),
+    Read("cluster_nodes", "Nodes of the cluster, as the source reports them.", "gauge", _largest(_status("nodes"))),
+    Read("cluster_objects", "Objects of the cluster, as the source reports them.", "gauge", _largest(_status("objects"))),
+    Read(
+        "cluster_received_bytes",
+        "Bytes received from other nodes, as the source reports them.",
+        "counter",
+        _sum(_status("bytes_received")),
+    ),
+    Read(
+        "cluster_sent_bytes",
+        "Bytes sent to other nodes, as the source reports them.",
+        "counter",
+        _sum(_status("bytes_sent")),
+    ),
+    Read(
+        "cluster_moved_bytes",
+        "Bytes received from other nodes, by what has carried them.",
+        "counter",
+        _sums(_moved_bytes),
+        labels={"mover": ("objects",)},
+    ),
+)

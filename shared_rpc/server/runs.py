@@ -19,6 +19,7 @@ from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
+from shared_rpc.observability.statistics import Statistics
 from shared_rpc.protocol.infos import ProgressInfo, RunInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
@@ -28,7 +29,6 @@ from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.runs import RunTable
 from shared_rpc.server.state.tasks import TASK_SESSION, Task
-from shared_rpc.server.statistics import Statistics
 
 __all__ = ["CallArguments", "Delivery", "Restorer", "Runs", "Waiter", "close_arguments", "tell"]
 

@@ -24,7 +24,7 @@ from shared_rpc.protocol.infos import MechanismInfo, ServerInfo
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
-from shared_rpc.server.measures import measures
+from shared_rpc.server.measures import SERVERS, measures
 from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
 from shared_rpc.settings import ClientCode, resolve_base_path, socket_path
 
@@ -251,7 +251,7 @@ class Server:
             return None
         from shared_rpc.observability.exporter import Exporter
 
-        return Exporter(self._metrics_port, self._metrics_host)
+        return Exporter(SERVERS, self._metrics_port, self._metrics_host)
 
     def info(self) -> ServerInfo:
         """Return the same as ``get_server_info``."""

@@ -446,7 +446,7 @@ def test_a_bare_worker_copies(bare: Copier, filled: Callable[..., Segment], spil
     assert bare.workers == serving
     [service] = bare.broker._services.values()
     assert [worker["pid"] for worker in service.executor.info()["workers"]] == serving
-    assert sum(bare.broker._measures()["workers"].values()) == len(serving)
+    assert sum(bare.broker._measures().numbers["workers"].values()) == len(serving)
 
 
 def test_a_bare_worker_allocates(bare: Copier, driver: str, filled: Callable[..., Segment]) -> None:

@@ -391,7 +391,7 @@ def test_a_server_that_cannot_listen_gives_the_port_back(provider: Provider, ser
 def test_without_the_package_the_error_names_the_extra(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.delitem(sys.modules, "shared_rpc.observability.metrics", raising=False)
+    monkeypatch.delitem(sys.modules, "shared_rpc.observability.collector", raising=False)
     with pytest.raises(errors.ConfigurationError, match=r"pip install 'shared-rpc\[metrics\]'"):
         Server(provider, metrics_port=0).start()
 
