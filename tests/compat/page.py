@@ -35,7 +35,7 @@ def write() -> Path:
 def made(page: str) -> str:
     """Return the text of the page with its tables made anew."""
     found = {device: load(device) for device in DEVICES}
-    parts = {"libraries": _overview(found), "objects": _sections(found), "own": _own()}
+    parts = {"libraries": _overview(found), "own": _own(), "objects": _sections(found), "releases": _releases(found)}
     for name, lines in parts.items():
         begin, end = f"<!-- made of tests/compat: {name} -->", f"<!-- end of {name} -->"
         before, rest = page.split(begin)
@@ -44,10 +44,12 @@ def made(page: str) -> str:
 
 
 def _overview(found: dict[str, Findings]) -> Iterator[str]:
-    yield from _head("library", "objects", *(f"on the {name}" for name in _CALLED.values()))
+    yield from _head("library", "objects", *_CALLED.values(), "private to each process")
     for library in _alphabetically():
         counts = [_count(library, device, found[device]) for device in DEVICES]
-        yield _row(f"[{title(library)}](#{_anchor(title(library))})", f"{len(cases_of(library))}", *counts)
+        yield _row(
+            f"[{title(library)}](#{_anchor(title(library))})", f"{len(cases_of(library))}", *counts, _sizes(library, found)
+        )
 
 
 def _alphabetically() -> list[str]:
@@ -64,10 +66,23 @@ def _count(library: str, device: str, findings: Findings) -> str:
         for name, case in cases_of(library).items()
         if device in case.devices
     )
-    words = {"works": "work", "refused": "refused", "not run": "not run"}
-    if len(outcomes) == 1:
-        return "all work" if "works" in outcomes else f"all {next(iter(outcomes))}" if "refused" in outcomes else "not run"
-    return ", ".join(f"{outcomes[name]} {said}" for name, said in words.items() if outcomes[name]) or "CPU only"
+    if set(outcomes) == {"works"}:
+        return "✓"
+    if set(outcomes) == {"not run"}:
+        return "not run"
+    said = {"works": "✓", "refused": "refused", "not run": "not run"}
+    return ", ".join(f"{outcomes[name]} {text}" for name, text in said.items() if outcomes[name]) or "CPU only"
+
+
+def _sizes(library: str, found: dict[str, Findings]) -> str:
+    """Return the range of what a process has of its own of an object, in KiB."""
+    sizes = [
+        max(1, round(finding["private_nbytes"] / 1024))
+        for device in DEVICES
+        for finding in found[device].get(library, {}).values()
+        if "private_nbytes" in finding
+    ]
+    return " to ".join(dict.fromkeys((f"{min(sizes)}", f"{max(sizes)}"))) + " KiB" if sizes else ""
 
 
 def _sections(found: dict[str, Findings]) -> Iterator[str]:
@@ -76,42 +91,60 @@ def _sections(found: dict[str, Findings]) -> Iterator[str]:
 
 
 def _section(library: str, found: dict[str, Findings]) -> Iterator[str]:
-    yield f"### {title(library)}"
-    yield ""
-    for device in DEVICES:
-        yield f"{'On the CPU' if device == 'cpu' else 'On a GPU'}: {_releases(found[device].get(library, {}))}"
-    besides = dict.fromkeys(name for case in cases_of(library).values() for name in case.besides)
-    if besides:
-        yield f"Done besides: {', '.join(besides)}."
-    yield ""
-    yield from _head("object", *_CALLED.values(), "each process's own, or why not")
+    """Yield the objects that work, in a list, and a table of the refused ones with their errors."""
+    lists: dict[str, list[str]] = {}
+    errors: dict[tuple[str, str], list[str]] = {}
     for name, case in cases_of(library).items():
-        yield _row(*_cells(name, case, {device: found[device].get(library, {}).get(name) for device in DEVICES}))
+        findings = {device: found[device].get(library, {}).get(name) for device in case.devices}
+        outcomes = {_CALLED[device]: finding["outcome"] if finding else "not run" for device, finding in findings.items()}
+        if label := _label(outcomes):
+            lists.setdefault(label, []).append(_item(name, case, [finding for finding in findings.values() if finding]))
+        for finding in findings.values():
+            if finding and finding["outcome"] == "refused":
+                where = ", ".join(place for place, outcome in outcomes.items() if outcome == "refused")
+                names = errors.setdefault((finding["words"], where), [])
+                names.extend([name] * (name not in names))
+    yield from (f"### {title(library)}", "")
+    besides = dict.fromkeys(name for case in cases_of(library).values() for name in case.besides)
+    yield from (f"- **{label}**: {'; '.join(items)}" for label, items in lists.items())
+    if besides:
+        yield f"- **also tested**: {', '.join(besides)}"
     yield ""
+    if errors:
+        yield from _head("refused object", "on", "error")
+        for (words, where), names in errors.items():
+            yield _row("; ".join(names), where, _escaped(words))
+        yield ""
 
 
-def _releases(findings: dict[str, dict[str, Any]]) -> str:
-    runs = dict.fromkeys((finding["of"], finding["date"]) for finding in findings.values())
-    return "; ".join(f"{of} ({date})" for of, date in runs) + "." if runs else "not run yet."
+def _label(outcomes: dict[str, str]) -> str:
+    """Return in words on which devices an object works or was not run; an empty text where it is refused only."""
+    told = {name: outcome for name, outcome in outcomes.items() if outcome != "refused"}
+    if len(set(outcomes.values())) == 1 and told:
+        return next(iter(told.values())) + ("" if len(told) == len(DEVICES) else f" ({next(iter(told))} only)")
+    return ", ".join(f"{outcome} on the {name}" for name, outcome in told.items())
 
 
-def _cells(name: str, case: Case, findings: dict[str, dict[str, Any] | None]) -> Iterator[str]:
-    known = [finding for finding in findings.values() if finding]
-    module, _, kind = known[0].get("class", "").rpartition(".") if known else ("", "", "")
-    foreign = module.partition(".")[0] not in ("", "builtins", "collections", "tests", "torch")
-    yield f"{name}: `{kind}`" if foreign and kind != name else name
-    for device, finding in findings.items():
-        elsewhere = f"{_CALLED[case.devices[0]]} only" if device not in case.devices else ""
-        yield elsewhere or (finding["outcome"] if finding else "not run")
-    said = {device: _says(finding) for device, finding in findings.items() if finding}
-    texts = [text if number == 0 else f"on a GPU: {text}" for number, text in enumerate(dict.fromkeys(said.values()))]
-    yield "; ".join([*texts, case.note] if case.note else texts)
+def _item(name: str, case: Case, findings: list[dict[str, Any]]) -> str:
+    """Return an object's name, with what each process has of its own."""
+    own = dict.fromkeys(part for finding in findings for part in finding.get("own", ()))
+    notes = ", ".join([*own, *([case.note] if case.note else [])])
+    return f"{name} *({notes})*" if notes else name
 
 
-def _says(finding: dict[str, Any]) -> str:
-    if finding["outcome"] == "refused":
-        return _escaped(finding["words"])
-    return ", ".join([f"{max(1, round(finding['private_nbytes'] / 1024))} KiB", *finding["own"]])
+def _releases(found: dict[str, Findings]) -> Iterator[str]:
+    """Yield a table of the releases of all packages, with the GPU and the dates."""
+    rows: dict[str, dict[str, set[str]]] = {}
+    for device in DEVICES:
+        for finding in (finding for findings in found[device].values() for finding in findings.values()):
+            for part in finding["of"].split(", "):
+                package, _, version = part.rpartition(" ")
+                name, text = (package, version) if re.match(r"\d+\.", version) else ("GPU", part)
+                rows.setdefault(name, {}).setdefault(device, set()).add(text)
+            rows.setdefault("date", {}).setdefault(device, set()).add(finding["date"])
+    yield from _head("package", *_CALLED.values())
+    for name in sorted(rows, key=lambda name: (name in ("GPU", "date"), name.lower())):
+        yield _row(name, *(", ".join(sorted(rows[name].get(device, ()))) or "none" for device in DEVICES))
 
 
 def _escaped(words: str) -> str:
@@ -124,10 +157,7 @@ def _escaped(words: str) -> str:
 
 
 def _own() -> Iterator[str]:
-    yield from _head("it says", "each process has")
-    yield _row(
-        "a size alone", "the Python objects around the tensors: modules, names, configuration; so many bytes as a pickle"
-    )
+    yield from _head("note", "private to each process")
     yield from (_row(name, why) for name, why in OWN.items() if name != "tensors")
 
 

@@ -14,12 +14,12 @@ __all__ = ["OWN", "beside_parameters", "in_memfd", "outside", "own_parts"]
 
 #: What a process may have of its own of an attached object, beside its Python objects, and why.
 OWN = {
-    "packed weights": "weights in the layout of the processor's library, which makes it in each process anew",
-    "arrays": "numpy arrays of 16 KiB or more, copy-on-write: a page is a process's own once it has written there",
-    "small arrays": "smaller numpy arrays, which are copied, as a page is the least that can be mapped",
-    "tokenizer": "a tokenizer, whose vocabulary is no tensor",
-    "random state": "a `torch.Generator`, which each process draws from by itself",
-    "private tensors": "tensors that no parameter uses, where the endpoint shares parameters alone",
+    "packed weights": "weights in the layout of the processor's library, which packs them again in each process",
+    "arrays": "pages of numpy arrays (16 KiB or more) that the process has written to (copy-on-write)",
+    "small arrays": "numpy arrays below 16 KiB, which are copied",
+    "tokenizer": "a tokenizer with its vocabulary",
+    "random state": "the state of a `torch.Generator`",
+    "private tensors": "tensors that share no memory with a parameter, where the endpoint shares parameters only",
     "tensors": "tensors in memory that is not shared",
 }
 
