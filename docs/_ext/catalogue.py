@@ -1,4 +1,4 @@
-"""Tables that are made of the code: the messages of the protocol, its limits, the codes of errors. So they cannot drift."""
+"""Tables generated from the code: the messages of the protocol, its limits, the codes of errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from shared_rpc.protocol.messages import Message
 
 
 class _Made(SphinxDirective):
-    """A directive that makes cells of reStructuredText, as docstrings are."""
+    """A directive for tables whose cells are reStructuredText, as docstrings are."""
 
     def _table(self, widths: Sequence[int], head: Sequence[str], rows: Iterator[Sequence[str]]) -> nodes.table:
         group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in widths), cols=len(widths))
-        if any(head):
-            group += nodes.thead("", self._row(head))
+        group += nodes.thead("", self._row(head))
         group += nodes.tbody("", *(self._row(row) for row in rows))
         return nodes.table("", group, classes=["made", "colwidths-given"])
 
@@ -36,7 +35,7 @@ class _Made(SphinxDirective):
 
 
 def restructured(directive: SphinxDirective, text: str) -> list[nodes.Node]:
-    """Nodes of a text in reStructuredText, in a page of whichever kind."""
+    """Return the nodes of a text in reStructuredText, in a page of any format."""
     from docutils.frontend import get_default_settings
     from docutils.parsers.rst import Parser
     from docutils.utils import new_document
@@ -66,7 +65,7 @@ class WireMessages(_Made):
             if (kind.__module__ == worker_messages.__name__) == of_workers
         ]
         rows = ((f"{number}", f"``{kind.__name__}``", _fields(kind), _doc(kind)) for number, kind in kinds)
-        return [self._table([1, 3, 7, 8], ["kind", "message", "body", ""], rows)]
+        return [self._table([1, 3, 7, 8], ["kind", "message", "body", "purpose"], rows)]
 
 
 def _fields(kind: type[Message]) -> str:
@@ -86,7 +85,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def shown(annotation: Any) -> str:
-    """A type as one writes it, without the modules it comes from."""
+    """Return a type as source code without module names."""
     if get_args(annotation):
         return re.sub(r"\b[a-z_]+(?:\.[a-z_]+)*\.(?=[A-Z])", "", str(annotation)).replace("typing.", "")
     return "None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
@@ -120,7 +119,7 @@ class ErrorCodes(_Made):
 
 
 class WireLimits(_Made):
-    """The numbers that both sides hold each other to."""
+    """The limits that both sides enforce."""
 
     def run(self) -> list[nodes.Node]:
         """See :class:`docutils.parsers.rst.Directive`."""
@@ -135,7 +134,7 @@ class WireLimits(_Made):
                 ("descriptors of one ``sendmsg(2)``", f"at most {frames.FDS_PER_MESSAGE}"),
             ]
         )
-        return [self._table([5, 4], ["", ""], rows)]
+        return [self._table([5, 4], ["limit", "value"], rows)]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
