@@ -1,4 +1,4 @@
-"""What a metric is, and the metrics that are counted from events. A metric is declared once: here, or by the part that has it.
+"""Declarations of metrics, and those of metrics counted from events. Each is declared once: here, or by the part that has it.
 
 The declarations need no prometheus-client; :mod:`shared_rpc.observability.collector` exports them. The names are those of
 ``docs/reference/metrics.md``. A label has bounded values: the name of a registered endpoint, a device, a state, a code of an
