@@ -18,7 +18,7 @@ import anyio
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.idle_exit import wait_until_idle
-from shared_rpc.broker.memory import MemoryRequests, RelayedMemory
+from shared_rpc.broker.memory import RelayedMemory, WorkersMemory
 from shared_rpc.broker.restoration import Restoration, Service
 from shared_rpc.broker.service_manager import ServiceManager
 from shared_rpc.broker.spawning import Spawner
@@ -93,7 +93,7 @@ class Broker:
         self._supervisor: Supervisor
         self._zygote: WorkerZygote
         self._dispatcher: Dispatcher
-        self._memory: MemoryRequests
+        self._memory: WorkersMemory
 
     def start(self, wait: Callable[[Future[None]], object] | None = None) -> None:
         """Start the workers, and listen. Returns when the app has been imported, or at once where an earlier broker's
@@ -162,13 +162,8 @@ class Broker:
         self._loop = asyncio.get_running_loop()
         self._zygote = WorkerZygote(self._command)
         self._dispatcher = Dispatcher(self._current, self._refusal, self._options.build_timeout)
-        self._memory = MemoryRequests(self._current, self._bare)
-        handlers: dict[type[Message], Handler] = {
-            **self._dispatcher.handlers,
-            w.ChunksReturned: self._returned,
-            w.Allocated: self._memory.answered,
-            **self._memory.copies.handlers,
-        }
+        self._memory = WorkersMemory(self._current, self._bare)
+        handlers: dict[type[Message], Handler] = {w.ChunksReturned: self._returned}
         self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote, handlers)
         with anyio.CancelScope() as self._scope:
             if self._asked_to_stop:
@@ -309,7 +304,7 @@ class Broker:
 
     def on_lost(self, worker: Worker, crash: WorkerCrashed) -> None:
         """End or move the runs of a worker, and drop objects whose memory has ended with it."""
-        self._dispatcher.lost(worker, crash)
+        worker.requests.fail(crash)
         self._memory.lost(worker)
         for service in self._services.values():
             service.executor.lost(worker)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared_rpc.broker.transfer import ForwardedTransfer
-from shared_rpc.broker.worker import Handler, Worker
+from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.execution.executor import Owner
-from shared_rpc.execution.freeing import lacks_room
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.execution.session_transfer import Transfers
-from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
@@ -40,17 +38,15 @@ class _Place:
     ``session`` is whose memory it has: a task's arguments are those of the session that submitted it.
     """
 
-    number: int
     executor: WorkerExecutor
     owner: Owner
     arguments: Arguments
     session: str
+    #: The worker that has the run, and the number of the request there.
     worker: Worker | None = None
+    number: int = 0
     #: Whether the run is in the backlog.
     waits: bool = False
-    #: Whether it waits for memory of dropped objects to be freed, and whether it has done so.
-    awaits_room: bool = False
-    has_room: bool = False
     awaiting: bool = False
     #: Whether a worker ended before the run had begun there.
     again: bool = False
@@ -128,7 +124,6 @@ class Dispatcher:
         self._workers = workers
         self._refusal = refusal
         self._build_timeout = build_timeout
-        self._numbers = itertools.cycle(range(1, 1 << 32))
         self._waiting = Backlog()
         #: Runs that workers have, without the withdrawn and abandoned ones.
         self._sent: set[Run[Any]] = set()
@@ -137,12 +132,11 @@ class Dispatcher:
         """Have a worker do a run, as soon as there is one."""
         arguments = run.arguments
         assert isinstance(arguments, Arguments), "calls of a broker come from sessions"
-        run.place = _Place(next(self._numbers), executor, owner, arguments, arguments.session or run.session)
+        run.place = _Place(executor, owner, arguments, arguments.session or run.session)
         if self._send_or_end(run):
             return
         try:
-            freed = "memory of dropped objects is being freed: call again"
-            self._waiting.check(run, freed if run.place.awaits_room else _awaited(self._able(run)))
+            self._waiting.check(run, _awaited(self._able(run)))
         except ServerBusy as error:
             self._end(run, Failure.of(error))
         else:
@@ -170,8 +164,6 @@ class Dispatcher:
         A worker that does not read gets nothing more: a waiting run can be withdrawn, or sent to another one.
         """
         worker, able = None, self._able(run)
-        if able and not run.pooled and self._lacks_room(run):
-            return False
         for one in able:
             if not one.congested and (worker is None or len(one.runs) < len(worker.runs)):
                 worker = one
@@ -188,25 +180,6 @@ class Dispatcher:
         self._waiting.remove(run)
         self._end(run, Failure.of(refusal))
         return True
-
-    def _lacks_room(self, run: Run[Any]) -> bool:
-        """Return whether a run waits for memory of dropped objects: it does so once, if its result may not fit otherwise."""
-        place: _Place = run.place
-        if not (place.has_room or place.awaits_room) and lacks_room():
-            place.awaits_room = True
-            loop = asyncio.get_running_loop()
-
-            def freed() -> None:
-                with suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self._has_room, run)
-
-            CLOSER.notify(freed)
-        return place.awaits_room
-
-    def _has_room(self, run: Run[Any]) -> None:
-        run.place.awaits_room, run.place.has_room = False, True
-        if run in self._waiting:
-            self._send_or_end(run)
 
     def _send(self, run: Run[Any], worker: Worker) -> None:
         place: _Place = run.place
@@ -232,8 +205,9 @@ class Dispatcher:
         if place.waits:
             self._waiting.remove(run)
             place.waits = False
+        take, lost = functools.partial(self._take, run), functools.partial(self._lost, run)
         try:
-            worker.send(message, place.number, b"".join(arguments.skeletons), owners=owners)
+            place.number = worker.requests.begin(message, take, lost, b"".join(arguments.skeletons), owners=owners)
         except (ProtocolError, OSError) as error:
             refusal = CapabilityError(f"cannot send the call of {run.spec.name!r} to worker {worker.pid}: {error}")
             self._end(run, Failure.of(refusal))
@@ -242,7 +216,7 @@ class Dispatcher:
             known = worker.arenas.setdefault(place.session, set())
             known.update([arguments.segments[number].info.id for number in arenas])
         place.worker = worker
-        worker.runs[place.number] = run
+        worker.runs.add(run)
         self._sent.add(run)
         if transfer is not None:
             transfer.sent(worker, arguments.chunks)
@@ -286,22 +260,27 @@ class Dispatcher:
 
     # Messages of workers.
 
-    @property
-    def handlers(self) -> Mapping[type[Message], Handler]:
-        """The handlers of messages about runs."""
-        return {
-            w.RunStarted: self._began,
-            w.RunProgress: self._progressed,
-            w.AwaitingMemory: self._out_of_memory,
-            w.RunFinished: self.ended,
-            w.RunFailed: self.ended,
-            w.RunWithdrawn: self._withdrawn,
-        }
+    def _take(self, run: Run[Any], message: Message, frame: Frame) -> bool:
+        """Handle a message about a run; return whether it was the last one."""
+        place: _Place = run.place
+        if isinstance(message, (w.RunFinished, w.RunFailed, w.RunWithdrawn)):
+            assert place.worker is not None, "it has sent the message"
+            place.worker.runs.discard(run)
+            if isinstance(message, w.RunWithdrawn):
+                self._came_back(run, message.returned)
+            else:
+                self._ended(run, message, frame)
+            return True
+        if not place.forgotten:
+            if isinstance(message, w.RunStarted):
+                self._began(run)
+            elif isinstance(message, w.RunProgress):
+                place.owner.progressed(run, message.progress)
+            elif isinstance(message, w.AwaitingMemory):
+                self._out_of_memory(run, message.why)
+        return False
 
-    def _began(self, worker: Worker, message: w.RunStarted, frame: Frame) -> None:
-        run = worker.runs.get(frame.request_id)
-        if run is None or run.place.forgotten:
-            return
+    def _began(self, run: Run[Any]) -> None:
         place: _Place = run.place
         # Kept until now: the run could still have moved to another worker.
         place.arguments.pooled = {}
@@ -311,43 +290,30 @@ class Dispatcher:
         run.running = True
         place.owner.began(run)
 
-    def _progressed(self, worker: Worker, message: w.RunProgress, frame: Frame) -> None:
-        run = worker.runs.get(frame.request_id)
-        if run is not None and not run.place.forgotten:
-            run.place.owner.progressed(run, message.progress)
-
-    def _out_of_memory(self, worker: Worker, message: w.AwaitingMemory, frame: Frame) -> None:
-        run = worker.runs.get(frame.request_id)
-        if run is None or run.place.forgotten:
-            return
+    def _out_of_memory(self, run: Run[Any], why: str) -> None:
         run.place.awaiting = True
         if run.place.timer is not None:
             run.place.timer.cancel()
-        run.place.owner.out_of_memory(run, message.why)
+        run.place.owner.out_of_memory(run, why)
 
-    def _withdrawn(self, worker: Worker, message: w.RunWithdrawn, frame: Frame) -> None:
-        run = worker.runs.pop(frame.request_id, None)
-        transfer = run.place.executor.transfers.find(run.place.session) if run is not None else None
-        if transfer is not None:
-            transfer.came_back(worker, message.returned)
+    def _came_back(self, run: Run[Any], chunks: list[int]) -> None:
+        """Note that a worker has done with chunks of the client's."""
+        transfer = run.place.executor.transfers.find(run.place.session)
+        if transfer is not None and chunks:
+            transfer.came_back(run.place.worker, chunks)
 
     def _overdue(self, run: Run[Any]) -> None:
         run.place.worker.kill(f"{run.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")
 
-    def ended(self, worker: Worker, message: w.RunFinished | w.RunFailed, frame: Frame) -> None:
-        """Take the outcome of a run."""
-        run = worker.runs.pop(frame.request_id, None)
-        if run is None:
-            return
+    def _ended(self, run: Run[Any], message: w.RunFinished | w.RunFailed, frame: Frame) -> None:
         place: _Place = run.place
         transfer = place.executor.transfers.find(place.session)
         outcome = _outcome(message, frame, transfer)
         record = outcome.record if isinstance(outcome, Completed) else None
-        if transfer is not None:
-            if record is not None:
-                transfer.made(worker, record)
-            if message.freed:
-                transfer.came_back(worker, message.freed)
+        if transfer is not None and record is not None:
+            assert place.worker is not None, "it has sent the message"
+            transfer.made(place.worker, record)
+        self._came_back(run, message.freed)
         if not place.forgotten:
             self._release(run)
             place.owner.ended(run, outcome)
@@ -359,25 +325,23 @@ class Dispatcher:
         run.place.arguments.close()
         run.place.owner.ended(run, failure)
 
-    def lost(self, worker: Worker, crash: SharedRPCError) -> None:
-        """Send the runs of an ended worker to another one, once; end those that had begun."""
-        for run in tuple(worker.runs.values()):
-            place: _Place = run.place
-            self._sent.discard(run)
-            del worker.runs[place.number]
-            if place.timer is not None:
-                place.timer.cancel()
-            if place.forgotten:
-                continue
-            if run.running or place.again:
-                place.arguments.pooled = {}
-                self._end(run, Failure.of(crash))
-            else:
-                place.worker, place.again = None, True
-                self._add(run)
-                transfer = place.executor.transfers.find(place.session)
-                if transfer is not None:
-                    transfer.not_begun(place.arguments.chunks)
+    def _lost(self, run: Run[Any], crash: SharedRPCError) -> None:
+        """Send the run of an ended worker to another one, once; end one that had begun."""
+        place: _Place = run.place
+        self._sent.discard(run)
+        if place.timer is not None:
+            place.timer.cancel()
+        if place.forgotten:
+            return
+        if run.running or place.again:
+            place.arguments.pooled = {}
+            self._end(run, Failure.of(crash))
+        else:
+            place.worker, place.again = None, True
+            self._add(run)
+            transfer = place.executor.transfers.find(place.session)
+            if transfer is not None:
+                transfer.not_begun(place.arguments.chunks)
 
     def stop(self) -> None:
         """End all runs, because the broker ends."""

@@ -1,140 +1,287 @@
-"""Memory for buffers and restored objects: the host's is the broker's own, a GPU's is asked of a worker."""
+"""Memory of a broker's devices: the host's is made and copied in this process, a GPU's by workers, which have its driver."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import functools
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
 
-from shared_rpc.broker.copying import CopyRequests
+import msgspec
+
 from shared_rpc.broker.worker import Worker
-from shared_rpc.errors import CapabilityError, WorkerCrashed
+from shared_rpc.errors import CapabilityError, ProtocolError, SharedRPCError, WorkerCrashed, from_wire
 from shared_rpc.execution.device_memory import DeviceMemory
-from shared_rpc.execution.freeing import wait_for_room
-from shared_rpc.memory.copies import CopyOrder, Steps, Written
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.copies import CopyOrder, Steps, Written, closing_all, on_host
+from shared_rpc.memory.digests import DIGEST, PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.frames import close_all
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import EXPORTER_OWNED
+from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo
 from shared_rpc.protocol.specs import DeviceSpec
-
-__all__ = ["MemoryRequests", "RelayedMemory"]
 
 #: Seconds for a worker's answer to a request for memory.
 _PATIENCE = 30.0
+#: Seconds in which a worker must make a step of a copy. The steps of a slow disk are the longest.
+_STEP_PATIENCE = 60.0
+#: Segments of one request: their descriptors, and those of as many targets, fit one frame.
+_SEGMENTS = 256
 
 
-class MemoryRequests:
-    """Requests for memory to workers. On the loop, but for :meth:`ask`.
+class WorkersMemory:
+    """The GPU memory that a broker's workers allocate and copy. On the broker's loop, apart from :meth:`forget`.
+
+    A worker that ends before it answers leaves nothing behind, so another one is asked, once.
 
     :param workers: returns the workers that may be asked.
-    :param bare: returns a worker without the app, for where none of them can.
+    :param bare: returns a worker without the app, for when none of them can.
     """
 
     def __init__(self, workers: Callable[[], list[Worker]], bare: Callable[[], Awaitable[Worker]]) -> None:
         self._workers = workers
         self._bare = bare
         self._loop = asyncio.get_running_loop()
-        self._numbers = itertools.cycle(range(1, 1 << 32))
-        self.copies = CopyRequests(workers, bare)
-        self._asked: dict[int, tuple[Worker, asyncio.Future[tuple[w.Allocated, list[int]]]]] = {}
+        #: The workers that have a copy's host memory mapped, by the copy's id.
+        self._mapped: dict[str, set[Worker]] = {}
 
-    def ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
-        """Return a worker's answer, and the descriptors that came with it; from another thread.
-
-        One that ends before it answers leaves nothing behind, so another one is asked, once.
+    async def ask(self, message: w.Allocate | w.FreeBytes) -> tuple[w.Allocated, list[int]]:
+        """Return a worker's answer, and the descriptors that came with it.
 
         :raises CapabilityError: if the worker refuses.
         :raises WorkerCrashed: if none can start, or the second one ends too, or none answers in time; or if none runs that
             could be asked for a mere fact.
         """
-        asked = asyncio.run_coroutine_threadsafe(asyncio.wait_for(self._ask(message), _PATIENCE), self._loop)
         try:
-            answer, fds = asked.result()
+            async with asyncio.timeout(_PATIENCE):
+                try:
+                    answer, fds = await self._ask_one(message)
+                except WorkerCrashed:
+                    answer, fds = await self._ask_one(message)
         except TimeoutError:
             raise WorkerCrashed(f"no worker answered a request for memory within {_PATIENCE:g} s") from None
         if answer.error:
             raise CapabilityError(answer.error)
         return answer, fds
 
-    async def _ask(self, message: Message) -> tuple[w.Allocated, list[int]]:
-        try:
-            return await self._ask_one(message)
-        except WorkerCrashed:
-            return await self._ask_one(message)
-
     async def _ask_one(self, message: Message) -> tuple[w.Allocated, list[int]]:
-        able = [worker for worker in self._workers() if worker.served]
-        worker = min(able, key=lambda worker: worker.congested, default=None)
+        worker = min(self._serving(), key=lambda worker: worker.congested, default=None)
         if worker is None:
             if isinstance(message, w.FreeBytes):
                 raise WorkerCrashed("no worker runs that could be asked for free memory")
             worker = await self._bare()
-        number = next(self._numbers)
-        future: asyncio.Future[tuple[w.Allocated, list[int]]] = self._loop.create_future()
-        self._asked[number] = worker, future
-        worker.begin_order()
-        try:
-            worker.send(message, number)
-            return await future
-        finally:
-            worker.end_order()
-            del self._asked[number]
+        answer, fds = await worker.requests.request(message)
+        worker.keeps_memory |= answer.segment is not None and answer.segment.mechanism in EXPORTER_OWNED
+        return answer, fds
 
-    def answered(self, worker: Worker, message: w.Allocated, frame: Frame) -> None:
-        """Take in an answer; its descriptors stay the frame's if nothing waits for it any more."""
-        worker.keeps_memory |= message.segment is not None and message.segment.mechanism in EXPORTER_OWNED
-        _, future = self._asked.get(frame.request_id, (None, None))
-        if future is not None and not future.done():
-            future.set_result((message, frame.detach_fds()))
+    async def copy(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
+        """Have workers make the ordered segments. If this is cancelled, the worker stops, and what it made is closed.
+
+        :raises SharedRPCError: as the worker does.
+        :raises WorkerCrashed: if the second worker ends too, or makes no step for long, or answers nonsense; or none can start.
+        """
+        made: list[Written] = []
+        with closing_all(made):
+            for start in range(0, len(orders), _SEGMENTS):
+                some, attempts = orders[start : start + _SEGMENTS], _Attempts(steps)
+                try:
+                    made += await self._copied(some, attempts)
+                except WorkerCrashed:
+                    made += await self._copied([_anew(order) for order in some], attempts)
+        return made
+
+    async def _copied(self, orders: Sequence[CopyOrder], attempts: _Attempts) -> list[Written]:
+        sources = [order.source for order in orders]
+        targets = {number: order.target for number, order in enumerate(orders) if order.target is not None}
+        message = w.CopySegments(
+            [source.info for source in sources],
+            [order.digest for order in orders],
+            [order.wanted for order in orders],
+            list(targets),
+        )
+        worker = attempts.worker = self._choose(message, attempts.worker) or await self._bare()
+        fds = tuple([segment.fileno() for segment in (*sources, *targets.values())])
+        try:
+            async with asyncio.timeout(_STEP_PATIENCE) as patience:
+
+                def report(news: w.CopyProgress) -> None:
+                    if not patience.expired():
+                        patience.reschedule(self._loop.time() + _STEP_PATIENCE)
+                    attempts.progressed(news.done)
+
+                answer, received = await worker.requests.request(
+                    message, fds, progressed=report, stop=w.StopCopy(), unused=functools.partial(self._discard, worker)
+                )
+        except TimeoutError:
+            raise WorkerCrashed(f"{_named(worker)} has copied nothing for {_STEP_PATIENCE:g} s") from None
+        except (ProtocolError, OSError) as error:
+            raise CapabilityError(f"cannot send {len(fds)} descriptors to {_named(worker)}: {error}") from error
+        return self._written(orders, answer, received, worker)
+
+    def _serving(self) -> list[Worker]:
+        return [worker for worker in self._workers() if worker.served]
+
+    def _choose(self, message: w.CopySegments, failed: Worker | None) -> Worker | None:
+        """Return the worker to ask: one that sees the GPUs; rather one that reads, and has the host memory mapped.
+
+        :param failed: the one that was asked before, and is not asked again.
+        """
+        devices = {info.device for info in (*message.sources, *message.wanted)} - {"cpu"}
+        mapping = {worker for info in message.sources for worker in self._mapped.get(info.id, ())}
+        serving = [worker for worker in self._serving() if worker is not failed]
+        able = [worker for worker in serving if devices <= _devices_of(worker)]
+        return min(able or serving, key=lambda worker: (worker.congested, worker not in mapping), default=None)
+
+    def _written(
+        self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], worker: Worker
+    ) -> list[Written]:
+        """Return what a worker has made.
+
+        :raises WorkerCrashed: if that is not what was ordered.
+        """
+        problem = _problem(orders, answer, received)
+        if problem:
+            close_all(received)
+            raise WorkerCrashed(f"{_named(worker)} did not make the copies that were ordered: {problem}")
+        if answer.error:
+            _raise(answer)
+        left = iter(received)
+        made = [
+            Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)
+            for order, info, digest in zip(orders, answer.segments, answer.digests, strict=True)
+        ]
+        for order, one in zip(orders, made, strict=True):
+            if "file" not in (order.source.info.mechanism, one.segment.info.mechanism):
+                for info in (order.source.info, one.segment.info):
+                    if info.mechanism in ("host_vmm", "memfd"):
+                        self._mapped.setdefault(info.id, set()).add(worker)
+        return made
+
+    def _discard(self, worker: Worker, answer: w.SegmentsCopied) -> None:
+        """Have a worker unmap copies that it made for a request that was cancelled."""
+        copies = [info.id for info in answer.segments]
+        if copies:
+            worker.send(w.ForgetCopies(copies))
+
+    def forget(self, copy_id: str) -> None:
+        """Have the workers unmap host memory whose copy was closed; from any thread, without waiting."""
+        with suppress(RuntimeError):  # the loop is closed: the workers end too
+            self._loop.call_soon_threadsafe(self._forget, copy_id)
+
+    def _forget(self, copy_id: str) -> None:
+        for worker in self._mapped.pop(copy_id, ()):
+            worker.send(w.ForgetCopies([copy_id]))
 
     def lost(self, worker: Worker) -> None:
-        """Fail the requests to a worker that has ended."""
-        self.copies.lost(worker)
-        for asked, future in tuple(self._asked.values()):
-            if asked is worker and not future.done():
-                future.set_exception(WorkerCrashed(f"the worker (pid {worker.pid}) ended during a request for memory"))
+        """Note that a worker has ended: it has nothing mapped any more."""
+        for workers in tuple(self._mapped.values()):
+            workers.discard(worker)
 
 
 class RelayedMemory(DeviceMemory):
-    """The memory of one provider's devices: the host's is made here, a GPU's by a worker."""
+    """The memory of one provider's devices: the host's is made here, a GPU's by a worker.
 
-    def __init__(self, requests: MemoryRequests, devices: Sequence[DeviceSpec]) -> None:
+    :param devices: as the workers report them.
+    """
+
+    def __init__(self, workers: WorkersMemory, devices: Sequence[DeviceSpec]) -> None:
         super().__init__("cpu")
-        self._requests = requests
+        self._workers = workers
         self._facts = {device.id: device for device in devices}
 
-    def devices(self) -> tuple[str, ...]:
-        """Return the ids of the devices that the workers have reported."""
-        return tuple(self._facts)
+    async def _devices(self) -> list[DeviceSpec]:
+        return list(self._facts.values())
 
-    def facts(self, device: str) -> DeviceSpec:
-        """Return the workers' report of a device."""
-        return self._facts[device]
-
-    def free(self, device: str) -> int | None:
+    async def free(self, device: str) -> int | None:
         """Return the free bytes of a device, None while no worker can be asked."""
         if device == "cpu":
-            return super().free(device)
+            return await super().free(device)
         try:
-            return self._requests.ask(w.FreeBytes(device))[0].free
+            return (await self._workers.ask(w.FreeBytes(device)))[0].free
         except WorkerCrashed:
             return None
 
-    def allocate(self, device: str, nbytes: int) -> Segment:
+    async def _created(self, device: str, nbytes: int) -> Segment:
         """Make zeroed memory, here or in a worker."""
         if device == "cpu":
-            return super().allocate(device, nbytes)
-        wait_for_room()
-        answer, fds = self._requests.ask(w.Allocate(device, nbytes))
+            return await super()._created(device, nbytes)
+        answer, fds = await self._workers.ask(w.Allocate(device, nbytes))
         assert answer.segment is not None, "an answer without an error has a segment"
         return Segment.owning(answer.segment, fds[0])
 
-    def _copy_of_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Have a worker make the segments that a GPU's driver has to do with."""
-        return self._requests.copies.copy(orders, steps)
+    async def _copied_on_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
+        """Have a worker make the segments that need a GPU's driver."""
+        return await self._workers.copy(orders, steps)
 
     def _forget(self, copy_id: str) -> None:
         """Have the worker that made a copy unmap it."""
-        self._requests.copies.forget(copy_id)
+        self._workers.forget(copy_id)
+
+
+class _Attempts:
+    """The attempts to make some segments: the worker that was asked last, and progress, which is reported once."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._done = 0
+        self.worker: Worker | None = None
+
+    def progressed(self, done: int) -> None:
+        """Count the bytes that are copied for the first time."""
+        if done > self._done:
+            more, self._done = done - self._done, done
+            self._steps.count(more)
+
+
+def _anew(order: CopyOrder) -> CopyOrder:
+    """Return an order that was given before. Host memory of then may be written to still: it is left alone."""
+    if order.target is None or order.target.info.mechanism == "file":
+        return order
+    return CopyOrder(order.source, on_host(order.source.info))
+
+
+def _devices_of(worker: Worker) -> set[str]:
+    return {device.id for serve in worker.served.values() for device in serve.devices}
+
+
+def _raise(answer: w.SegmentsCopied) -> NoReturn:
+    error = from_wire(answer.error, answer.text, answer.detail)
+    raise error if isinstance(error, SharedRPCError) else CapabilityError(answer.text)
+
+
+def _named(worker: Worker) -> str:
+    return f"the worker (pid {worker.pid})"
+
+
+def _problem(orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: Sequence[int]) -> str:
+    """Return what an answer has that was not ordered, ``""`` for nothing. The bytes are the worker's word."""
+    if answer.error or answer.stopped:
+        return f"{len(received)} descriptors came with a refusal" if received else ""
+    if not len(orders) == len(answer.segments) == len(answer.digests):
+        return f"{len(answer.segments)} segments and {len(answer.digests)} digests in place of {len(orders)}"
+    if len(received) != sum(order.target is None for order in orders):
+        return f"{len(received)} descriptors for {len(answer.segments)} segments"
+    left = iter(received)
+    for order, info, digest in zip(orders, answer.segments, answer.digests, strict=True):
+        parts = -(-info.nbytes // PART) if info.mechanism == "file" else 0
+        fits = _fits(order.wanted, info) if order.target is None else info == order.wanted
+        if not fits or len(digest) != parts * DIGEST:
+            return f"{info!r}"[:200] + f" with {len(digest)} bytes of digests in place of {order.wanted!r}"
+        if order.target is None:
+            fd = next(left)
+            if info.mechanism == "memfd":
+                try:
+                    HOST.check(fd, info.nbytes)
+                except CapabilityError as error:
+                    return f"segment {info.id}: {error}"
+    return ""
+
+
+def _fits(wanted: SegmentInfo, info: SegmentInfo) -> bool:
+    """Return whether a segment is the one that is wanted; where a driver makes no host memory, the kernel does."""
+    if wanted.mechanism != "host_vmm" or info.mechanism != "memfd":
+        return info == wanted
+    nbytes = -(-wanted.nbytes // HOST.granularity) * HOST.granularity
+    return info == msgspec.structs.replace(wanted, device="cpu", mechanism="memfd", nbytes=nbytes)

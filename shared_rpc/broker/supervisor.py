@@ -191,8 +191,8 @@ class Supervisor:
     async def _end_unused(self, worker: Worker) -> None:
         """End the bare worker, when it has had no order for a while. One that keeps memory of its own process stays."""
         while worker is self._bare:
-            left = worker.used + _UNUSED - time.monotonic()
-            if worker.orders or worker.keeps_memory or left > 0:
+            left = worker.requests.answered_at + _UNUSED - time.monotonic()
+            if len(worker.requests) or worker.keeps_memory or left > 0:
                 await anyio.sleep(max(left, _UNUSED / 10))
             else:
                 self._bare, self._bare_crashes = None, 0
@@ -251,8 +251,8 @@ class Supervisor:
                 future.set_exception(crash)
 
     def _end_if_idle(self, worker: Worker) -> None:
-        """End a worker that is draining and has no run left."""
-        if worker.state == "draining" and not worker.runs:
+        """End a worker that is draining and has no request left."""
+        if worker.state == "draining" and not len(worker.requests):
             worker.hang_up()
 
     def _ended(self, worker: Worker) -> None:

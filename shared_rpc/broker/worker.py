@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.oom import oom_kills
+from shared_rpc.broker.requests import Requests
 from shared_rpc.broker.zygote import ForkedWorker
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.execution.stream import FramedStream
@@ -47,7 +48,7 @@ class Worker:
     :param number: which of the broker's workers it is, from 0.
     :param begun: its process, where that is a fork; else a new one is started.
     :param restarts: how many of that number were started again before it, after crashes.
-    :param handlers: handlers of its messages.
+    :param handlers: handlers of its messages that answer no request.
     :param rest: called after each message of a draining worker.
     :param ended: called once, when the process has ended and all its messages are processed.
     :param caught_up: called when a congested worker reads again.
@@ -73,15 +74,12 @@ class Worker:
         #: The worker's first message about each provider, by the provider's key.
         self.served: dict[str, w.Serve] = {}
         self.endpoints: dict[str, dict[str, EndpointSpec]] = {}
-        #: Runs sent to the worker, by their numbers.
-        self.runs: dict[int, Any] = {}
+        #: Runs sent to the worker.
+        self.runs: set[Any] = set()
         #: Arenas of clients that the worker has mapped, by session.
         self.arenas: dict[str, set[str]] = {}
         #: Whether it has made memory that ends with it.
         self.keeps_memory = False
-        #: Copies and allocations under way, and the monotonic time at which the last one ended.
-        self.orders = 0
-        self.used = self.started
         #: Why the broker ended the worker.
         self.condemned = ""
         #: Why the worker cannot serve the app, as the worker reports it.
@@ -121,6 +119,7 @@ class Worker:
             self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
             #: Sends nothing to a worker that has ended.
             self.send = self._link.send
+            self.requests = Requests(self.send)
             self._link.start()
             undo.pop_all()
 
@@ -172,15 +171,6 @@ class Worker:
         """
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
 
-    def begin_order(self) -> None:
-        """Count a copy or an allocation that was ordered."""
-        self.orders += 1
-
-    def end_order(self) -> None:
-        """Count it as ended."""
-        self.orders -= 1
-        self.used = time.monotonic()
-
     def kill(self, why: str) -> None:
         """End it now; callers of its runs get ``why``."""
         if self.state != "ended":
@@ -211,11 +201,13 @@ class Worker:
 
     def _hear(self, frame: Frame) -> None:
         message = decode_message(frame)
-        handler = self._handlers.get(type(message))
-        if handler is None:
+        if frame.request_id:
+            self.requests.take(message, frame)
+        elif (handler := self._handlers.get(type(message))) is not None:
+            handler(self, message, frame)
+        else:
             _log.error("worker %d sent an unexpected %s", self.pid, type(message).__name__)
             return
-        handler(self, message, frame)
         if self.state == "draining":
             self._rest(self)
 

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.execution.freeing import wait_for_room
+from shared_rpc.execution.freeing import frees_are_pending, until_freed
+from shared_rpc.execution.threads import WorkerThreads
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.copies import (
     ON_HOST,
-    Cancelled,
     CopyOrder,
     LowerCopy,
     Progress,
     Steps,
     Written,
+    close_written,
     closing_all,
     copy_on_host,
-    never,
     nobody,
     on_host,
 )
@@ -38,59 +39,84 @@ from shared_rpc.protocol.specs import DeviceSpec
 if TYPE_CHECKING:
     from shared_rpc.memory.gpu_copies import GpuCopies
 
-__all__ = ["DeviceMemory"]
-
+#: Threads that call drivers, each for one request: restoring an object does not wait until another one is evicted.
+_THREADS = 4
 _UNMAPPING = "shared-rpc-unmapping"
 #: One part in so many of the host's memory is left to others by what only saves time.
 _SPARE = 4
 
 
 class DeviceMemory:
-    """The devices of a server, whose memory this process makes; on a GPU that needs no CUDA context.
+    """The devices of a server, whose memory this process makes and copies; on a GPU that needs no CUDA context.
 
-    Everything here may wait for a driver and is called in a thread, except the host's free memory, which the loop asks for.
+    On the server's loop. Drivers are called in threads, which may have to wait for them.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
+        self._threads = WorkerThreads(_THREADS)
         #: Copies that are unmapped where they were mapped when they end, by their ids.
         self._watched: set[str] = set()
 
-    def devices(self) -> tuple[str, ...]:
-        """Return the ids of the devices."""
-        return devices_of(self._device)
+    def close(self) -> None:
+        """End the threads: the loop has ended."""
+        self._threads.close()
 
-    def facts(self, device: str) -> DeviceSpec:
-        """Return the constant facts of a device."""
-        return facts_of(device)
+    async def device(self, name: str) -> DeviceSpec:
+        """Describe a device of the server.
 
-    def free(self, device: str) -> int | None:
+        :raises CapabilityError: if it is none.
+        """
+        devices = {device.id: device for device in await self._devices()}
+        if name not in devices:
+            raise CapabilityError(f"this server allocates no memory on {name[:100]}: use one of {', '.join(devices)}")
+        return devices[name]
+
+    async def devices(self) -> list[tuple[DeviceSpec, int | None]]:
+        """Return all devices, each with its free bytes, which are None if they are not known."""
+        return [(device, await self.free(device.id)) for device in await self._devices()]
+
+    async def _devices(self) -> list[DeviceSpec]:
+        return await self._threads.run(lambda: [facts_of(device) for device in devices_of(self._device)])
+
+    async def free(self, device: str) -> int | None:
         """Return the free bytes of a device, None if they are not known."""
-        return free_bytes(device)
+        return await self._threads.run(lambda: free_bytes(device))
+
+    @property
+    def host_free(self) -> int | None:
+        """The free bytes of the host, None if they are not known."""
+        return free_bytes("cpu")
 
     @property
     def host_is_short(self) -> bool:
         """Whether less than a quarter of the host's memory is available."""
-        free = self.free("cpu")
+        free = self.host_free
         return free is not None and free < facts_of("cpu").total // _SPARE
 
-    def allocate(self, device: str, nbytes: int) -> Segment:
+    async def allocate(self, device: str, nbytes: int) -> Segment:
         """Make zeroed memory.
 
         :raises CapabilityError: if the device has not enough.
         """
-        # A safe point: memory dropped to make room is returned to the device before more is allocated.
-        MAPPINGS.drain()
-        wait_for_room()
-        return backend_for(device).create(nbytes)
+        if frees_are_pending():
+            await until_freed()
+        return await self._created(device, nbytes)
 
-    def lower(
+    async def _created(self, device: str, nbytes: int) -> Segment:
+        def create() -> Segment:
+            # A safe point: memory dropped to make room is returned to the device before more is allocated.
+            MAPPINGS.drain()
+            return backend_for(device).create(nbytes)
+
+        return await self._threads.run(create, Segment.close)
+
+    async def lower(
         self,
         segments: Sequence[Segment],
         to: Tier,
         spill: SpillDirectory | None = None,
         progress: Progress = nobody,
-        cancelled: Cancelled = never,
         into: Mapping[str, Segment] = MappingProxyType({}),
     ) -> list[LowerCopy]:
         """Copy the bytes of an object to a lower tier; its segments are borrowed, and may be copies in host memory themselves.
@@ -99,13 +125,11 @@ class DeviceMemory:
 
         :param to: ``"host"`` or ``"file"``.
         :param spill: where files are made.
-        :param progress: called in this thread with how many bytes of how many are copied.
-        :param cancelled: asked in this thread whether the copies are not wanted any more.
+        :param progress: called with how many bytes of how many are copied, in any thread.
         :param into: host memory that is written to in place of new one, by the id of the segment that it had the bytes of. It
-            is borrowed, and after an error somebody may write to it still.
+            is borrowed, and after an error or if this is cancelled it may be written to still.
         :raises CapabilityError: if there is no room, or no spill directory.
         :raises WorkerCrashed: if the worker that copied has ended; nothing is left of its copies.
-        :raises CopyCancelled: if they are not wanted any more; nothing is left.
         """
         orders: list[CopyOrder] = []
         try:
@@ -122,56 +146,83 @@ class DeviceMemory:
                     orders.append(CopyOrder(segment, host.info, target=host.duplicate()))
                 else:
                     orders.append(CopyOrder(segment, on_host(segment.info)))
-            made = self._copied(orders, progress, cancelled)
+            made = await self.copy(orders, progress)
             return [LowerCopy(segment, to, digest) for segment, digest in made]
         finally:
             for order in orders:
                 if order.target is not None:
                     order.target.close()
 
-    def raise_(
-        self,
-        copies: Sequence[LowerCopy],
-        infos: Sequence[SegmentInfo],
-        progress: Progress = nobody,
-        cancelled: Cancelled = never,
+    async def raise_(
+        self, copies: Sequence[LowerCopy], infos: Sequence[SegmentInfo], progress: Progress = nobody
     ) -> list[Segment]:
         """Make segments of copies, which stay as they are: on their devices, or in host memory of files.
 
         :param infos: what the segments are to be, in the order of the copies.
         :param progress: as in :meth:`lower`.
-        :param cancelled: as in :meth:`lower`.
         :raises CapabilityError: if the device has not enough memory.
         :raises RecordError: with reason ``"damaged"`` if a file has not the bytes that were written, or ``"unreadable"``.
         :raises WorkerCrashed: as :meth:`lower`.
-        :raises CopyCancelled: as :meth:`lower`.
         """
-        # A safe point: memory dropped to make room is returned to the device before more is allocated.
-        MAPPINGS.drain()
-        wait_for_room()
+        if frees_are_pending():
+            await until_freed()
         orders = [CopyOrder(copy.segment, info, copy.digest) for copy, info in zip(copies, infos, strict=True)]
-        return [segment for segment, _ in self._copied(orders, progress, cancelled)]
+        return [segment for segment, _ in await self.copy(orders, progress)]
 
-    def _copied(self, orders: Sequence[CopyOrder], progress: Progress, cancelled: Cancelled) -> list[Written]:
-        """Return the segments that were ordered, in their order; the caller owns them."""
+    async def copy(self, orders: Sequence[CopyOrder], progress: Progress = nobody) -> list[Written]:
+        """Return the segments that are ordered, in their order; the caller owns them.
+
+        If this is cancelled, the copying stops at its next step, and what was made is closed.
+        """
         there = [order for order in orders if _is_there(order)]
         here = [order for order in orders if order not in there and _is_of_host(order)]
         away = [order for order in orders if order not in there and order not in here]
-        steps = Steps(sum(order.wanted.nbytes for order in (*here, *away)), progress, cancelled)
+        stop = threading.Event()
+        steps = Steps(sum(order.wanted.nbytes for order in (*here, *away)), progress, stop.is_set)
         made: dict[int, Written] = {}
-        with closing_all(made.values()):
-            for order in there:
-                made[id(order)] = Written(_as(order.source.duplicate(), order.wanted), b"")
-            for some, copy in ((here, copy_on_host), (away, self._copy_of_gpus)):
-                if some:
-                    made.update(zip(map(id, some), copy(some, steps), strict=True))
-            for order in away:
-                self._watch(order, made[id(order)].segment)
+        try:
+            with closing_all(made.values()):
+                for order in there:
+                    made[id(order)] = Written(_as(order.source.duplicate(), order.wanted), b"")
+                if here:
+                    copies = await self._in_thread(copy_on_host, here, steps)
+                    made.update(zip(map(id, here), copies, strict=True))
+                if away:
+                    made.update(zip(map(id, away), await self._copied_on_gpus(away, steps), strict=True))
+                    for order in away:
+                        self._watch(order, made[id(order)].segment)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
         return [made[id(order)] for order in orders]
 
-    def _copy_of_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Make the segments that a GPU's driver has to do with."""
-        return self.gpu_copies.copy(orders, steps)
+    async def _copied_on_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
+        """Make the segments that need a GPU's driver."""
+
+        def copy(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
+            # A safe point, see allocate().
+            MAPPINGS.drain()
+            return self.gpu_copies.copy(orders, steps)
+
+        return await self._in_thread(copy, orders, steps)
+
+    async def _in_thread(
+        self, copy: Callable[[Sequence[CopyOrder], Steps], list[Written]], orders: Sequence[CopyOrder], steps: Steps
+    ) -> list[Written]:
+        """Copy in a thread. It has descriptors of its own: where this is cancelled, it goes on until its next step."""
+        own = [order.duplicate() for order in orders]
+
+        def close() -> None:
+            for order in own:
+                order.close()
+
+        def work() -> list[Written]:
+            try:
+                return copy(own, steps)
+            finally:
+                close()
+
+        return await self._threads.run(work, close_written, skipped=close)
 
     @functools.cached_property
     def gpu_copies(self) -> GpuCopies:

@@ -8,12 +8,10 @@ from contextlib import suppress
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.inventory import free_bytes
 
-__all__ = ["lacks_room", "until_freed", "wait_for_room"]
 
-
-def lacks_room() -> bool:
-    """Return whether memory is being freed without which new memory may be refused: any of a GPU's, which is allocated as a
-    whole, or more of the host's than is free.
+def frees_are_pending() -> bool:
+    """Return True if an allocation may fail because frees are pending: any of a GPU's memory, which is allocated as a whole, or
+    more of the host's than is free.
     """
     if not CLOSER:
         return False
@@ -22,14 +20,8 @@ def lacks_room() -> bool:
     return bool(left) or on_host > (free_bytes("cpu") or 0)
 
 
-def wait_for_room() -> None:
-    """Wait until the memory of objects dropped so far is free, where :func:`lacks_room`. Not for a loop."""
-    if lacks_room():
-        CLOSER.wait()
-
-
 async def until_freed() -> None:
-    """Wait, on a loop, until all that was dropped so far is free: whoever asked for that may allocate now."""
+    """Wait until all memory that was dropped so far is free. It is the one place where a request waits for that."""
     if not CLOSER:
         return
     loop, freed = asyncio.get_running_loop(), asyncio.Event()

@@ -15,7 +15,6 @@ from shared_rpc.execution.coroutines import Coroutines
 from shared_rpc.execution.endpoints import Endpoint
 from shared_rpc.execution.executor import Owner
 from shared_rpc.execution.forks import end_if_forked
-from shared_rpc.execution.freeing import lacks_room, wait_for_room
 from shared_rpc.execution.outcomes import AwaitingRoom, Completed, Failure
 from shared_rpc.execution.publishing import Publisher, guarded, let_go, load, loads_soon
 from shared_rpc.execution.reporter import Reporter
@@ -107,7 +106,7 @@ class InProcessExecutor:
         threads = self._background if run.background else self._threads
         if not endpoint.spec.is_async:
             job = self._job(run, functools.partial(self._call, endpoint, run, context), ended, begun)
-        elif not run.background and loads_soon(run) and (run.pooled or not lacks_room()):
+        elif not run.background and loads_soon(run):
             begun()
             loaded = guarded(lambda: Completed(None, load(run)))
             if isinstance(loaded, Failure):
@@ -118,7 +117,7 @@ class InProcessExecutor:
         else:
             # Mapping large arguments and publishing the result take time, and are done in threads all the same.
             job = Job(
-                lambda: guarded(lambda: Completed(None, _load(run))),
+                lambda: guarded(lambda: Completed(None, load(run))),
                 lambda loaded: self._await(endpoint, run, context, loaded, ended),
                 begun,
             )
@@ -268,7 +267,7 @@ class InProcessExecutor:
             transfer.poll()
 
     def _call(self, endpoint: Endpoint, run: Run[Any], context: RunContext) -> Completed:
-        args, kwargs = _load(run)
+        args, kwargs = load(run)
         token = CURRENT_RUN.set(context)
         pid = os.getpid()
         try:
@@ -282,13 +281,6 @@ class InProcessExecutor:
         # The result may take the place of the arguments' memory.
         del args, kwargs
         return self._publisher.publish(endpoint, run, value)
-
-
-def _load(run: Run[Any]) -> tuple[Any, Any]:
-    """Return the arguments of a run when there is room for its result: that of a session's pool is there."""
-    if not run.pooled:
-        wait_for_room()
-    return load(run)
 
 
 def _outcome(run: Run[Any], work: Callable[[], Completed]) -> Completed | Failure:

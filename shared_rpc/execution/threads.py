@@ -13,29 +13,35 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["Job", "WorkerThreads"]
-
+T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")
+
+
+def _close_record(result: object) -> None:
+    record = getattr(result, "record", None)
+    if record is not None:
+        record.close()
 
 
 class Job(msgspec.Struct, eq=False):
     """Work for a thread; nothing here may raise.
 
     ``begun`` is called on the loop when the job has a thread, and ``done`` with what ``work`` returned; ``after`` is called in
-    the thread when the loop has been notified.
+    the thread when the loop has been notified. ``unused`` takes what ``work`` returned after the loop has ended.
     """
 
     work: Callable[[], Any]
     done: Callable[[Any], None]
     begun: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
+    unused: Callable[[Any], object] = _close_record
 
 
 class WorkerThreads:
@@ -82,6 +88,53 @@ class WorkerThreads:
                 self._begin()
         except RuntimeError:
             self.withdraw(job)
+            raise
+
+    async def run(
+        self,
+        work: Callable[[], T],
+        unused: Callable[[T], object] = lambda result: None,
+        skipped: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Do some work in a thread; return its result, or raise its error. Cancelling this does not stop the thread.
+
+        :param unused: called with a result that nothing takes any more, in any thread.
+        :param skipped: called if the work does not begin.
+        :raises RuntimeError: as :meth:`start`.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def attempt() -> tuple[T, None] | tuple[None, BaseException]:
+            try:
+                return work(), None
+            except BaseException as error:
+                return None, error
+
+        def discard(outcome: tuple[Any, BaseException | None]) -> None:
+            if outcome[1] is None:
+                unused(outcome[0])
+
+        def done(outcome: tuple[Any, BaseException | None]) -> None:
+            if future.done():
+                discard(outcome)
+            elif outcome[1] is not None:
+                future.set_exception(outcome[1])
+            else:
+                future.set_result(outcome[0])
+
+        job = Job(attempt, done, unused=discard)
+        try:
+            self.start(job)
+        except RuntimeError:
+            skipped()
+            raise
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self.withdraw(job):
+                skipped()
+            elif not future.cancelled() and future.exception() is None:  # it ended in the same turn of the loop
+                unused(future.result())
             raise
 
     def withdraw(self, job: Job) -> bool:
@@ -175,10 +228,5 @@ class WorkerThreads:
     def _discard_results(self) -> None:
         with suppress(IndexError):  # another thread may have done the same
             while True:
-                _discard(self._results.popleft()[1])
-
-
-def _discard(result: object) -> None:
-    record = getattr(result, "record", None)
-    if record is not None:
-        record.close()
+                job, result = self._results.popleft()
+                job.unused(result)

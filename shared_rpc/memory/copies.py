@@ -38,11 +38,6 @@ def nobody(done: int, total: int) -> None:
     """Take the progress of a copy for which nobody waits."""
 
 
-def never() -> bool:
-    """Return False: the copy is wanted."""
-    return False
-
-
 class CopyCancelled(Exception):
     """The copy was not wanted any more; nothing is left of it."""
 
@@ -76,6 +71,17 @@ class CopyOrder(msgspec.Struct, eq=False):
     wanted: SegmentInfo
     digest: bytes = b""
     target: Segment | None = None
+
+    def duplicate(self) -> CopyOrder:
+        """Return the same order with segments of its own."""
+        target = self.target.duplicate() if self.target is not None else None
+        return CopyOrder(self.source.duplicate(), self.wanted, self.digest, target)
+
+    def close(self) -> None:
+        """Close the segments of an order that has its own."""
+        self.source.close()
+        if self.target is not None:
+            self.target.close()
 
 
 class Written(NamedTuple):
@@ -128,9 +134,14 @@ def closing_all(made: Iterable[Written]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for one in made:
-            one.segment.close()
+        close_written(made)
         raise
+
+
+def close_written(made: Iterable[Written]) -> None:
+    """Close segments that nothing takes."""
+    for one in made:
+        one.segment.close()
 
 
 def copy_on_host(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:

@@ -1,16 +1,17 @@
-"""Raw buffers of a server: asked for, made in a thread, kept as objects. Needs no torch, and on a GPU no CUDA context."""
+"""Raw buffers of a server: reserved, allocated, kept as objects. Needs no torch, and on a GPU no CUDA context."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
-from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, SharedRPCError
+from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError
 from shared_rpc.execution.device_memory import DeviceMemory
-from shared_rpc.execution.outcomes import Completed, Failure
-from shared_rpc.execution.threads import Job, WorkerThreads
+from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
@@ -19,18 +20,20 @@ from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.infos import DeviceInfo
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable, Tier, list_of_tensors
 from shared_rpc.protocol.specs import DeviceSpec
-from shared_rpc.server.device_room import Room, SetAside
+from shared_rpc.server.device_room import Room
 from shared_rpc.server.runs import Delivery, Restorer, Waiter, tell
 from shared_rpc.server.state.buffers import BufferTable
 
 __all__ = ["Buffers"]
+
+T = TypeVar("T")
 
 #: Seconds. A century: timers do not take more.
 _LONGEST = 100 * 365 * 86400.0
 
 
 class Buffers:
-    """Requests about buffers and devices. On the loop only; memory is made, and drivers are asked, in one thread.
+    """Requests about buffers and devices. On the loop only.
 
     :param device: the id of the server's device.
     :param memory: where they are made.
@@ -56,11 +59,8 @@ class Buffers:
         self._wake_within = wake_within
         self._restorer = restorer
         self._copied = copied
-        self._threads = WorkerThreads(1)
-        #: Waiters for jobs of the thread.
-        self._waiting: set[Waiter] = set()
-        #: Waiters for room.
-        self._asking: set[Waiter] = set()
+        #: The tasks of requests.
+        self._tasks: dict[Waiter, asyncio.Task[None]] = {}
         #: Buffers that are being allocated.
         self._coming = 0
         self._stopped = False
@@ -73,48 +73,22 @@ class Buffers:
         except SharedRPCError as error:
             tell(waiter, Failure.of(error))
             return
-        device = message.device or self._device
-        self._work(
-            waiter,
-            lambda: Completed(None, self._facts(device)),
-            lambda found: self._allocate(waiter, message, extent, found.live),
-        )
+        self._begin(waiter, self._create(waiter, message, extent), lambda made: tell(waiter, made))
 
-    def _allocate(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent, facts: DeviceSpec) -> None:
+    async def _create(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent) -> Delivery:
+        device = await self._memory.device(message.device or self._device)
         self.table.check_capacity(self._coming)
-        size = -(-extent.nbytes // facts.granularity) * facts.granularity
+        size = -(-extent.nbytes // device.granularity) * device.granularity
         self._coming += 1
-        self._asking.add(waiter)
-        self._room.ask(
-            waiter,
-            {facts.id: size},
-            lambda aside: self._make(waiter, message, extent, facts, aside),
-            lambda failure: self._refuse(waiter, failure),
-            descriptors=1,
-            totals={facts.id: facts.total},
-        )
-
-    def _refuse(self, waiter: Waiter, failure: Failure) -> None:
-        self._coming -= 1
-        self._asking.discard(waiter)
-        tell(waiter, failure)
-
-    def _make(self, waiter: Waiter, message: m.CreateBuffer, extent: Extent, facts: DeviceSpec, aside: SetAside) -> None:
-        """Make a buffer for which there is room."""
-        self._asking.discard(waiter)
-
-        def ended() -> None:
+        try:
+            async with self._room.reserve(waiter, {device.id: size}, descriptors=1, totals={device.id: device.total}):
+                record = await self._new_record(extent, device.id, room=message.room)
+        finally:
             self._coming -= 1
-            self._room.redeem(aside)
-
-        def keep(made: Completed) -> None:
-            assert made.record is not None, "a buffer has a record"
-            stored = self.table.add(waiter.session, made.record, message.ttl, message.max_accesses, keep=message.keep)
-            if message.ttl is not None:
-                self._wake_within(message.ttl)
-            tell(waiter, Delivery(stored.record, None, stored, True))
-
-        self._work(waiter, lambda: Completed(self._new_record(extent, facts.id, room=message.room), None), keep, ended)
+        stored = self.table.add(waiter.session, record, message.ttl, message.max_accesses, keep=message.keep)
+        if message.ttl is not None:
+            self._wake_within(message.ttl)
+        return Delivery(stored.record, None, stored, True)
 
     def keep(self, waiter: Waiter, segments: Sequence[Segment], linger: float) -> None:
         """List a buffer over memory that is there, which the waiter's session holds; the waiter is notified at once.
@@ -147,41 +121,20 @@ class Buffers:
 
     def list_devices(self, waiter: Waiter, answer: Callable[[list[DeviceInfo]], object]) -> None:
         """Call ``answer`` with the facts of each device; the waiter is notified only of a failure."""
-
-        def look() -> Completed:
-            return Completed(
-                None, [(self._memory.facts(device), self._memory.free(device)) for device in self._memory.devices()]
-            )
-
-        def show(found: Completed) -> None:
-            answer([self._shown(facts, free) for facts, free in found.live])
-
-        self._work(waiter, look, show)
+        self._begin(waiter, self._memory.devices(), lambda found: answer([self._shown(*each) for each in found]))
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that no longer waits; the buffer made for it is dropped."""
-        self._waiting.discard(waiter)
-        if waiter in self._asking:
-            self._asking.discard(waiter)
-            self._room.leave(waiter)
-            self._coming -= 1
+        task = self._tasks.pop(waiter, None)
+        if task is not None:
+            task.cancel()
 
     def stop(self) -> None:
         """Notify all waiters. Later requests are refused."""
         self._stopped = True
-        for waiter in (*self._waiting, *self._asking):
+        for waiter in tuple(self._tasks):
             self.leave(waiter)
             tell(waiter, _gone())
-
-    def close(self) -> None:
-        """End the thread: the loop has ended."""
-        self._threads.close()
-
-    def _facts(self, device: str) -> DeviceSpec:
-        known = self._memory.devices()
-        if device not in known:
-            raise CapabilityError(f"this server allocates no memory on {device[:100]}: use one of {', '.join(known)}")
-        return self._memory.facts(device)
 
     def _shown(self, facts: DeviceSpec, free: int | None) -> DeviceInfo:
         return {
@@ -195,8 +148,8 @@ class Buffers:
             "copies": self._copied(facts.id),
         }
 
-    def _new_record(self, extent: Extent, device: str, *, room: bool) -> Record:
-        segments = [self._memory.allocate(device, extent.nbytes)] if extent.nbytes else []
+    async def _new_record(self, extent: Extent, device: str, *, room: bool) -> Record:
+        segments = [await self._memory.allocate(device, extent.nbytes)] if extent.nbytes else []
         for segment in segments:
             if segment.info.mechanism == "memfd" and not room:
                 HOST.seal(segment.fileno(), "read_write")
@@ -205,47 +158,22 @@ class Buffers:
         table = TensorTable((device,), (storage,), (tensor,))
         return Record(ONE_TENSOR, msgspec.msgpack.encode(table), segments, extent.nbytes, device, private_nbytes=0)
 
-    def _work(
-        self,
-        waiter: Waiter,
-        work: Callable[[], Completed],
-        then: Callable[[Completed], None],
-        ended: Callable[[], None] | None = None,
-    ) -> None:
-        """Do ``work`` in the thread, and ``then`` on the loop; ``ended`` before that, whatever has become of it.
-
-        The waiter gets errors of both. If the waiter has left meanwhile, the work is skipped or its result dropped.
-        """
+    def _begin(self, waiter: Waiter, work: Coroutine[Any, Any, T], then: Callable[[T], object]) -> None:
+        """Do some work in a task, and ``then`` with its result. The waiter gets errors of both, unless it leaves before."""
         if self._stopped:
+            work.close()
             tell(waiter, _gone())
             return
-        self._waiting.add(waiter)
 
-        def attempt() -> Completed | Failure:
-            if waiter not in self._waiting:
-                return _gone()
+        async def attempt() -> None:
             try:
-                return work()
+                then(await work)
             except Exception as error:  # no free descriptor, or a failing driver
-                return Failure.unexpected(error, "the memory of a buffer cannot be made")
+                tell(waiter, Failure.unexpected(error, "the memory of a buffer cannot be made"))
+            finally:
+                self._tasks.pop(waiter, None)
 
-        def done(outcome: Completed | Failure) -> None:
-            if ended is not None:
-                ended()
-            if waiter not in self._waiting:
-                if isinstance(outcome, Completed) and outcome.record is not None:
-                    outcome.record.close()
-                return
-            self._waiting.discard(waiter)
-            if isinstance(outcome, Failure):
-                tell(waiter, outcome)
-                return
-            try:
-                then(outcome)
-            except Exception as error:
-                tell(waiter, Failure.unexpected(error, "a buffer cannot be kept"))
-
-        self._threads.start(Job(attempt, done))
+        self._tasks[waiter] = asyncio.get_running_loop().create_task(attempt())
 
 
 def _whole(segments: Sequence[Segment]) -> Record:

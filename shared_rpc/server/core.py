@@ -247,7 +247,6 @@ class Core:
 
     def close(self) -> None:
         """End the threads: the loop has ended."""
-        self.buffers.close()
         self.tiers.close()
         if self._joiner is not None:
             self._joiner.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -167,6 +168,33 @@ class Room:
         :param first: before all who wait, because the turn of ``owner`` had come already.
         """
         self._ask(owner, sizes, "", granted, refused, descriptors, totals or {}, first=first)
+
+    @contextlib.asynccontextmanager
+    async def reserve(
+        self, owner: Hashable, sizes: Mapping[str, int], *, descriptors: int = 0, totals: Mapping[str, int] | None = None
+    ) -> AsyncIterator[None]:
+        """Have room for memory set aside for the time of the block, which is entered when there is some; see :meth:`ask`.
+
+        :raises CapabilityError: if there can never be so much.
+        :raises ServerBusy: if there is none, and requests do not wait.
+        """
+        future: asyncio.Future[SetAside] = asyncio.get_running_loop().create_future()
+
+        def refused(failure: Failure) -> None:
+            assert failure.error is not None, "a failure of this process has its exception"
+            future.set_exception(failure.error)
+
+        self.ask(owner, sizes, future.set_result, refused, descriptors=descriptors, totals=totals)
+        try:
+            aside = await future
+        except asyncio.CancelledError:
+            if not self.leave(owner) and future.done() and not future.cancelled() and future.exception() is None:
+                self.redeem(future.result())
+            raise
+        try:
+            yield
+        finally:
+            self.redeem(aside)
 
     def ask_for(
         self,

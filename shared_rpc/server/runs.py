@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
@@ -15,6 +16,7 @@ import msgspec
 
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.execution.executor import Executor
+from shared_rpc.execution.freeing import frees_are_pending, until_freed
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.memory.records import Arguments, Record
@@ -165,6 +167,8 @@ class Runs:
         self._unasked = unasked
         self._restorer = restorer
         self._server_id = server_id
+        #: Runs that wait until memory is freed.
+        self._tasks: set[asyncio.Task[None]] = set()
         #: For each serialized endpoint, the run whose turn it is, and the runs in line after it.
         self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
 
@@ -242,6 +246,20 @@ class Runs:
         self._room.ask(run, sizes, granted, functools.partial(self._not_begun, run), first=inner)
 
     def _execute(self, run: Run[Waiter]) -> None:
+        """Have the executor do a run's work, when there is memory for a result that gets its own."""
+        if not run.pooled and frees_are_pending():
+            task = asyncio.get_running_loop().create_task(self._execute_when_freed(run))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._execute_now(run)
+
+    async def _execute_when_freed(self, run: Run[Waiter]) -> None:
+        await until_freed()
+        if not run.over:
+            self._execute_now(run)
+
+    def _execute_now(self, run: Run[Waiter]) -> None:
         """Have the executor do a run's work. Where it cannot, the run has ended: perhaps no request waits for its start."""
         try:
             self._executor.start(run, self)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgspec
+import anyio
 
 from shared_rpc.errors import (
     CapabilityError,
@@ -32,8 +32,7 @@ from shared_rpc.errors import (
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.freeing import until_freed
 from shared_rpc.execution.outcomes import Failure
-from shared_rpc.execution.threads import Job, WorkerThreads
-from shared_rpc.memory.copies import CopyCancelled, LowerCopy
+from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.revisions import settled_revision
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
@@ -52,8 +51,6 @@ __all__ = ["Tiers"]
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Threads that copy, each for one object: restoring one does not wait until another one is evicted.
-_THREADS = 4
 #: Copies of an object that are made in a row, while it is written to.
 _ATTEMPTS = 3
 
@@ -62,8 +59,8 @@ _ATTEMPTS = 3
 class _Move:
     """A move of a group of objects that goes on, or a copy of it for a later one; each object has one at a time.
 
-    ``over`` is set when it has ended. ``cancelled`` is read by the thread that copies, which notes the progress.
-    ``host_takes``: bytes reserved for host copies until they are made, apart from those that the line of requests counts.
+    ``over`` is set when it has ended. ``host_takes``: bytes reserved for host copies until they are made, apart from those that
+    the line of requests counts.
     """
 
     group: Sequence[StoredObject]
@@ -73,31 +70,18 @@ class _Move:
     done: int = 0
     total: int = 0
     host_takes: int = 0
+    #: What is copied now.
+    copying: anyio.CancelScope | None = None
 
     def cancel(self) -> None:
-        """Have the thread that copies stop: the move will not be made."""
+        """Stop copying: the move will not be made."""
         self.cancelled = True
+        if self.copying is not None:
+            self.copying.cancel()
 
     def note(self, done: int, total: int) -> None:
-        """Note the progress, in the thread that copies."""
+        """Note the progress, from any thread."""
         self.done, self.total = done, total
-
-
-class _Made(msgspec.Struct, eq=False):
-    """The result of a thread's work: copies or segments, to be closed where nothing takes them; or an error."""
-
-    parts: Sequence[Any] = ()
-    error: BaseException | None = None
-
-    @property
-    def record(self) -> _Made:
-        """Itself: what threads close that have ended after the loop."""
-        return self
-
-    def close(self) -> None:
-        """Close the parts."""
-        for part in self.parts:
-            part.close()
 
 
 class _Wanted(NamedTuple):
@@ -146,7 +130,6 @@ class Tiers:
         self._settle = settle
         self._reclaim = reclaim
         self._moved = moved
-        self._threads = WorkerThreads(_THREADS)
         #: Held while a copy is made for later.
         self._copying_ahead = asyncio.Lock()
         self._moves: dict[str, _Move] = {}
@@ -183,8 +166,8 @@ class Tiers:
             tell(waiter, _gone())
 
     def close(self) -> None:
-        """End the threads: the loop has ended."""
-        self._threads.close()
+        """End the memory's threads: the loop has ended."""
+        self._memory.close()
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that no longer waits. The moves that it has asked for end."""
@@ -668,15 +651,19 @@ class Tiers:
             if earlier is not None:
                 earlier.revision = STALE  # it is written to from here on
                 into[segment_id] = earlier.segment.duplicate()
-        work = functools.partial(self._memory.lower, sources, move.to, self._spill, move.note, lambda: move.cancelled, into)
+        made: Sequence[LowerCopy] | None = None
         try:
-            made: Sequence[LowerCopy] = await self._in_thread(work, [*sources, *into.values()])
-        except BaseException as error:
-            for segment_id in into:  # somebody may write there still
-                self._objects.copies.discard(segment_id, "host")
-            if isinstance(error, CopyCancelled):
-                raise ServerBusy(f"{_named(group[0])} is not evicted: others have asked for it meanwhile") from None
-            raise
+            with anyio.CancelScope() as move.copying:
+                if move.cancelled:
+                    move.copying.cancel()
+                made = await self._memory.lower(sources, move.to, self._spill, move.note, into)
+        finally:
+            if made is None:
+                for segment_id in into:  # the copying may go on to its next step
+                    self._objects.copies.discard(segment_id, "host")
+            _close([*sources, *into.values()])
+        if made is None:
+            raise ServerBusy(f"{_named(group[0])} is not evicted: others have asked for it meanwhile")
         kept = all(map(self._keeps, group))
         good = cold or self._revision(group) == revision
         for info, copy in zip(infos.values(), made, strict=True):
@@ -690,7 +677,7 @@ class Tiers:
 
     async def _spare_host(self, group: Sequence[StoredObject]) -> None:
         """Give the host memory of other objects' stale copies back, where a group's copies would find too little."""
-        new, free = sum(info.nbytes for info in self._uncopied(group)), self._memory.free("cpu")
+        new, free = sum(info.nbytes for info in self._uncopied(group)), self._memory.host_free
         if free is not None and new > free and self._room.drop_stale_copies(new - free, group):
             await until_freed()
 
@@ -711,8 +698,7 @@ class Tiers:
         borrowed = [copy.segment for copy in copies]
         try:
             with self._moving(group, "device") as move, self._set_aside(aside, sizes, len(infos)):
-                work = functools.partial(self._memory.raise_, copies, list(infos.values()), move.note, lambda: move.cancelled)
-                segments: Sequence[Segment] = await self._in_thread(work, borrowed)
+                segments = await self._memory.raise_(copies, list(infos.values()), move.note)
                 left = [member for member in group if self._keeps(member)]
                 used = _infos(left)
                 for segment in segments:
@@ -791,40 +777,6 @@ class Tiers:
                 reason=reason,
             )
         return moves
-
-    async def _in_thread(self, work: Callable[[], Sequence[Any]], borrowed: Sequence[Segment]) -> Sequence[Any]:
-        """Do some work in a thread; return what it made. What it borrows is closed afterwards."""
-        future: asyncio.Future[_Made] = asyncio.get_running_loop().create_future()
-
-        def attempt() -> _Made:
-            try:
-                return _Made(work())
-            except BaseException as error:
-                return _Made(error=error)
-            finally:
-                _close(borrowed)
-
-        def done(made: _Made) -> None:
-            if future.cancelled():
-                made.close()
-            else:
-                future.set_result(made)
-
-        job = Job(attempt, done)
-        try:
-            self._threads.start(job)
-        except RuntimeError:  # there is no thread
-            _close(borrowed)
-            raise
-        try:
-            made = await future
-        except asyncio.CancelledError:
-            if self._threads.withdraw(job):
-                _close(borrowed)
-            raise
-        if made.error is not None:
-            raise made.error
-        return made.parts
 
 
 def _infos(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -11,19 +12,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
-from shared_rpc.broker import copying, supervisor
+from shared_rpc.broker import memory as broker_memory
+from shared_rpc.broker import supervisor
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import BARE, WorkerCommand
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.errors import CapabilityError, RecordError, WorkerCrashed
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.copies import CopyCancelled, LowerCopy
+from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import worker as w
@@ -31,6 +32,7 @@ from shared_rpc.protocol.frames import close_all
 from shared_rpc.protocol.records import Mechanism
 from shared_rpc.settings import ServeOptions
 from tests.kit import fake_driver
+from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.brokers import BrokerApp, is_running
 from tests.kit.gpu_memory import bytes_of, write
 from tests.kit.processes import eventually, sigstop
@@ -69,7 +71,7 @@ class Copier:
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
-        self.memory = RelayedMemory(broker._memory, ())
+        self.memory = BlockingMemory(RelayedMemory(broker._memory, ()), broker._loop)
 
     @property
     def workers(self) -> list[int]:
@@ -83,9 +85,16 @@ class Copier:
         return worker.pid if worker is not None else None
 
     @property
+    def asked(self) -> list[int]:
+        """The process ids of the workers that have not answered a request."""
+        supervisor = self.broker._supervisor
+        workers = [*supervisor.workers, *([supervisor._bare] if supervisor._bare is not None else [])]
+        return [worker.pid for worker in workers if len(worker.requests)]
+
+    @property
     def mapped(self) -> dict[str, list[int]]:
         """The workers that have host memory of copies mapped."""
-        mapped = self.broker._memory.copies._mapped
+        mapped = self.broker._memory._mapped
         return {copy: [worker.pid for worker in workers] for copy, workers in mapped.items() if workers}
 
 
@@ -207,7 +216,7 @@ def test_more_segments_than_one_request_takes(
     copier: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frame has a limited number of descriptors."""
-    monkeypatch.setattr(copying, "_SEGMENTS", 2)
+    monkeypatch.setattr(broker_memory, "_SEGMENTS", 2)
     segments = [filled() for _ in range(5)]
     copies = copier.memory.lower(segments, "host")
     again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
@@ -275,9 +284,9 @@ def test_a_worker_that_is_killed(
         held.touch()
     else:
         sigstop(worker)
-    answer = threads.submit(
-        copier.memory.lower, segments, "host", None, _ignore, _once(lambda: os.kill(worker, signal.SIGKILL))
-    )
+    answer = threads.submit(copier.memory.lower, segments, "host")
+    eventually(lambda: copier.asked == [worker], what="an order")
+    os.kill(worker, signal.SIGKILL)
     eventually(lambda: worker not in copier.workers, 60.0, "its end")
     held.unlink(missing_ok=True)
     for copy in answer.result(60):
@@ -288,20 +297,21 @@ def test_a_worker_that_is_killed(
         copy.close()
 
 
-def test_another_worker_copies_where_one_ends(serve: Callable[..., Copier], filled: Callable[..., Segment]) -> None:
+def test_another_worker_copies_where_one_ends(
+    serve: Callable[..., Copier], filled: Callable[..., Segment], threads: ThreadPoolExecutor
+) -> None:
     """As one does that a reload has replaced."""
     copier = serve(workers=2)
     segment = filled()
     for worker in copier.workers:
         sigstop(worker)
-
-    def kill() -> None:
-        [asked] = copier.broker._memory.copies._asked.values()
-        [other] = set(copier.workers) - {asked.worker.pid}
-        os.kill(asked.worker.pid, signal.SIGKILL)
-        os.kill(other, signal.SIGCONT)
-
-    [copy] = copier.memory.lower([segment], "host", None, _ignore, _once(kill))
+    answer = threads.submit(copier.memory.lower, [segment], "host")
+    eventually(lambda: len(copier.asked) == 1, what="an order")
+    [asked] = copier.asked
+    [other] = set(copier.workers) - {asked}
+    os.kill(asked, signal.SIGKILL)
+    os.kill(other, signal.SIGCONT)
+    [copy] = answer.result(60)
     [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
     with closing(again), closing(copy):
         assert bytes_of(again) == bytes_of(segment)
@@ -325,46 +335,43 @@ def test_host_memory_of_an_earlier_copy_is_written_again(copier: Copier, filled:
 
 
 def test_memory_that_one_who_was_given_up_may_write_to_is_left_alone(
-    serve: Callable[..., Copier], filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Copier],
+    filled: Callable[..., Segment],
+    monkeypatch: pytest.MonkeyPatch,
+    threads: ThreadPoolExecutor,
 ) -> None:
     """The second attempt is written to new memory."""
     copier = serve(workers=2)
     segment = filled()
     [earlier] = copier.memory.lower([segment], "host")
     write(segment, b"changed")
-    monkeypatch.setattr(copying, "_PATIENCE", 5.0)
+    monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 5.0)
     for worker in copier.workers:
         sigstop(worker)
-    stopped: list[int] = []
-
-    def go_on() -> bool:
-        if not stopped:
-            stopped.extend(each.worker.pid for each in copier.broker._memory.copies._asked.values())
-            [other] = set(copier.workers) - set(stopped)
-            os.kill(other, signal.SIGCONT)
-        return False
-
-    [copy] = copier.memory.lower([segment], "host", None, _ignore, go_on, {segment.info.id: earlier.segment})
+    answer = threads.submit(copier.memory.lower, [segment], "host", into={segment.info.id: earlier.segment})
+    eventually(lambda: len(copier.asked) == 1, what="an order")
+    [stopped] = copier.asked
+    [other] = set(copier.workers) - {stopped}
+    os.kill(other, signal.SIGCONT)
+    [copy] = answer.result(60)
     written = bytes_of(earlier.segment)
-    os.kill(stopped[0], signal.SIGCONT)
+    os.kill(stopped, signal.SIGCONT)
     [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
     with closing(again), closing(copy), closing(earlier):
         assert copy.segment.info.id != earlier.segment.info.id
         assert bytes_of(again) == bytes_of(segment) != written
 
 
-def test_a_copy_that_is_not_wanted_any_more(copier: Copier, filled: Callable[..., Segment], held: Path) -> None:
-    """The worker stops, and is as good as before."""
+def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Callable[..., Segment], held: Path) -> None:
+    """The worker closes and unmaps what it made, and copies as before."""
     segments = [filled() for _ in range(4)]
     before = descriptors()
     held.touch()
-
-    def stop() -> bool:
-        held.unlink()
-        return True
-
-    with pytest.raises(CopyCancelled):
-        copier.memory.lower(segments, "host", None, _ignore, stop)
+    answer = asyncio.run_coroutine_threadsafe(copier.memory.memory.lower(segments, "host"), copier.broker._loop)
+    eventually(lambda: copier.asked == copier.workers, what="an order")
+    answer.cancel()
+    held.unlink()
+    eventually(lambda: copier.asked == [], what="the worker's answer")
     settled(before)
     assert copier.mapped == {}
     for copy in copier.memory.lower(segments, "host"):
@@ -377,7 +384,7 @@ def test_a_worker_that_makes_no_step(
     """Whoever waits is told, and does not wait for ever."""
     if driver != "fake":
         pytest.skip("a GPU copies")
-    monkeypatch.setattr(copying, "_PATIENCE", 0.3)
+    monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 0.3)
     segment = filled()
     held.touch()
     with pytest.raises(WorkerCrashed, match=r"has copied nothing for 0\.3 s"):
@@ -427,7 +434,6 @@ def test_a_copy_that_cannot_be_mapped_is_lost(copier: Copier, filled: Callable[.
 def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
     """A broker none of whose workers can be asked."""
     monkeypatch.setattr(copier.broker._memory, "_workers", list)
-    monkeypatch.setattr(copier.broker._memory.copies, "_workers", list)
     return copier
 
 
@@ -509,7 +515,7 @@ def test_a_bare_worker_that_is_killed(
     before = descriptors()
     held.touch()
     answer = threads.submit(bare.memory.lower, [segment], "host")
-    eventually(lambda: bare.bare is not None and bool(bare.broker._memory.copies._asked), what="an order")
+    eventually(lambda: bare.bare is not None and bare.asked == [bare.bare], what="an order")
     first = bare.bare
     assert first is not None
     os.kill(first, signal.SIGKILL)
@@ -528,7 +534,7 @@ def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
     monkeypatch.setattr(supervisor, "_pause", lambda lives: pauses.append(lives) or 0.0)
     monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand("--no-such-option", command.options)))
     for _ in range(2):
-        with pytest.raises(WorkerCrashed, match="ended while it copied"):
+        with pytest.raises(WorkerCrashed, match="exited with code"):
             bare.memory.lower([filled()], "host")
     assert pauses == [1, 2, 3]
 
@@ -537,8 +543,8 @@ def test_a_bare_worker_copies_where_the_worker_makes_no_step(
     copier: Copier, bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second attempt, though the worker is still there."""
-    monkeypatch.setattr(bare.broker._memory.copies, "_workers", bare.broker._current)
-    monkeypatch.setattr(copying, "_PATIENCE", 5.0)  # a GPU's context takes as long
+    monkeypatch.setattr(bare.broker._memory, "_workers", bare.broker._current)
+    monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 5.0)  # a GPU's context takes as long
     [worker] = bare.workers
     sigstop(worker)
     [copy] = bare.memory.lower([filled()], "host")
@@ -551,23 +557,7 @@ def test_a_bare_worker_imports_no_torch(bare: Copier, monkeypatch: pytest.Monkey
     """So it begins in the time that a worker's import of the app takes, and costs as little."""
     monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand(BARE, command.options)))
     monkeypatch.setenv("PYTHONHASHSEED", "1")  # a new process: a fork of these tests' zygote has torch
-    _, fds = bare.broker._memory.ask(w.Allocate("cpu", 4096))
+    _, fds = asyncio.run_coroutine_threadsafe(bare.broker._memory.ask(w.Allocate("cpu", 4096)), bare.broker._loop).result(60)
     close_all(fds)
     with open(f"/proc/{bare.bare}/maps", encoding="utf-8") as maps:
         assert "libtorch" not in maps.read()
-
-
-def _ignore(done: int, total: int) -> None:
-    pass
-
-
-def _once(call: Callable[[], Any]) -> Callable[[], bool]:
-    """A question whether a copy is not wanted any more that does something when it is asked first, and answers No."""
-    left = [call]
-
-    def asked() -> bool:
-        if left:
-            left.pop()()
-        return False
-
-    return asked

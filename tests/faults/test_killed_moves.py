@@ -320,8 +320,8 @@ OF_BROKERS = {
     "DeviceMemory.raise_": "shared_rpc.execution.device_memory",
     "copy_on_host": "shared_rpc.memory.copies",
     "Steps.count": "shared_rpc.memory.copies",
-    "CopyRequests._begin": "shared_rpc.broker.copying",
-    "CopyRequests._written": "shared_rpc.broker.copying",
+    "Requests.begin": "shared_rpc.broker.requests",
+    "WorkersMemory._written": "shared_rpc.broker.memory",
     "Persistence.keep": "shared_rpc.broker.persistence",
     "RemoteCaller.reply": "shared_rpc.server.remote",
     **EFFECTS,
@@ -334,7 +334,7 @@ STORING = [
     "before Persistence.keep, after Notifier.remove",
     "before Persistence.keep, after Notifier.remove, after Notifier.remove",
 ]
-ORDERING = ["before CopyRequests._begin", "after CopyRequests._begin", "after CopyRequests._written"]
+ORDERING = ["before Requests.begin", "after Requests.begin", "after WorkersMemory._written"]
 EVICTING = [
     "before Tiers.move_down",
     "after DeviceMemory.lower",

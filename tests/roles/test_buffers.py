@@ -561,7 +561,7 @@ def test_a_connection_that_ends_meanwhile(client: Client, slow: list[int], go: t
     eventually(lambda: client.get_server_info()["connections"] == 1)
     go.set()
     eventually(lambda: used(client) == 0)
-    assert client.get_server_info()["buffers"] == 0 and slow == [100]
+    assert client.get_server_info()["buffers"] == 0 and len(slow) < 19
 
 
 @on_the_host

@@ -205,13 +205,33 @@ def test_a_build_waits_for_memory_without_which_it_may_not_fit(
     serve()
     client = connect()
     with late_closings() as go:
-        wait = CLOSER.wait
-        monkeypatch.setattr(CLOSER, "wait", lambda: (go.set(), wait()))
+        notify = CLOSER.notify
+        monkeypatch.setattr(CLOSER, "notify", lambda function: (go.set(), notify(function)))
         client.create_buffer(LARGE).release()
         eventually(lambda: len(CLOSER) == 1)
         monkeypatch.setattr(freeing, "free_bytes", lambda device: 0)
         client.call("weights")
     assert left == [0]
+
+
+def test_a_build_that_waits_for_pending_frees_can_be_given_up(
+    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its endpoint does not run when the memory is free."""
+    built: list[str] = []
+    provider.share("weights")(lambda: built.append("weights"))
+    provider.share("last")(lambda: built.append("last"))
+    serve()
+    client = connect()
+    with late_closings() as go:
+        client.create_buffer(LARGE).release()
+        eventually(lambda: len(CLOSER) == 1)
+        monkeypatch.setattr(freeing, "free_bytes", lambda device: 0)
+        task_id = client.submit("weights")
+        assert client.cancel_task(task_id)
+        go.set()
+        client.call("last")
+    assert built == ["last"]
 
 
 def test_a_stopped_server_has_closed_all(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:

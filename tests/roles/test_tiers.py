@@ -207,11 +207,11 @@ class Gate:
         self.begun, self.open = threading.Event(), threading.Event()
         real = getattr(DeviceMemory, name)
 
-        def copying(memory: DeviceMemory, *args: Any) -> Any:
+        async def copying(memory: DeviceMemory, *args: Any) -> Any:
             self.calls += 1
             self.begun.set()
-            assert self.open.wait(30)
-            return real(memory, *args)
+            assert await memory._threads.run(lambda: self.open.wait(30))
+            return await real(memory, *args)
 
         monkeypatch.setattr(DeviceMemory, name, copying)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,7 @@ with CLOSER.spare_this_thread(), late_closings():
         ({"cpu": 1, "GPU-1": 1}, 1 << 40, True),
     ],
 )
-def test_room(left: dict[str, int], free: int, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_frees(left: dict[str, int], free: int, lacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's memory is allocated as a whole, the host's page by page: slower than it is freed."""
 
     class Closer:
@@ -222,10 +223,10 @@ def test_room(left: dict[str, int], free: int, lacks: bool, monkeypatch: pytest.
 
     monkeypatch.setattr(freeing, "CLOSER", Closer())
     monkeypatch.setattr(freeing, "free_bytes", lambda device: free)
-    assert freeing.lacks_room() is lacks
+    assert freeing.frees_are_pending() is lacks
 
 
-def test_new_memory_waits_for_room(spared: None, closes: Closes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_memory_waits_for_pending_frees(spared: None, closes: Closes, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was dropped for it is free before it is made."""
     monkeypatch.setattr(freeing, "free_bytes", lambda device: 0)
     closed_before: list[bool] = []
@@ -238,14 +239,14 @@ def test_new_memory_waits_for_room(spared: None, closes: Closes, monkeypatch: py
     monkeypatch.setattr(device_memory, "backend_for", lambda device: Backend())
     with late_closings() as free:
         number = close(LARGE)
-        wait = CLOSER.wait
+        notify = CLOSER.notify
 
-        def waited() -> None:
+        def notified(function: Callable[[], object]) -> None:
             free.set()
-            wait()
+            notify(function)
 
-        monkeypatch.setattr(CLOSER, "wait", waited)
-        DeviceMemory("cpu").allocate("cpu", 4096).close()
+        monkeypatch.setattr(CLOSER, "notify", notified)
+        asyncio.run(DeviceMemory("cpu").allocate("cpu", 4096)).close()
     assert closed_before == [True]
 
 

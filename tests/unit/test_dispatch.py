@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable
 from typing import Any, cast
@@ -10,8 +9,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from shared_rpc.broker import dispatch
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.requests import Requests
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import ConnectionClosed, WorkerCrashed
 from shared_rpc.execution.outcomes import Completed, Failure
@@ -37,14 +36,22 @@ class Peer:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Message, int]] = []
-        self.runs: dict[int, Any] = {}
+        self.runs: set[Run[Any]] = set()
+        self.requests = Requests(self.send)
         self.arenas: dict[str, set[str]] = {}
 
     def serves(self, key: str, endpoint: str) -> bool:
         """It has everything."""
         return True
 
-    def send(self, message: Message, number: int = 0, payload: bytes = b"", *, owners: tuple[Descriptor, ...] = ()) -> None:
+    def send(
+        self,
+        message: Message,
+        number: int = 0,
+        payload: bytes = b"",
+        fds: tuple[int, ...] = (),
+        owners: tuple[Descriptor, ...] = (),
+    ) -> None:
         """See :class:`Worker`."""
         self.sent.append((message, number))
 
@@ -95,7 +102,7 @@ class Setting:
     def said(self, message: Message, number: int, fds: list[int] | None = None) -> None:
         """A worker says something about a run."""
         frame = Frame(0, number, b"", b"", fds or [])
-        self.dispatcher.handlers[type(message)](cast("Worker", self.peers[0]), message, frame)
+        self.peers[0].requests.take(message, frame)
         frame.close()
 
 
@@ -134,7 +141,7 @@ def test_a_result_that_crosses_its_withdrawal(
     give = setting.peers[0].last(w.ReleaseChunks)
     assert (give.session, give.chunks) == (SESSION, [100])
     assert setting.transfer.returned() == [7, 8]
-    assert (setting.outcomes, setting.begun, setting.peers[0].runs) == ([], 0, {})
+    assert (setting.outcomes, setting.begun, setting.peers[0].runs) == ([], 0, set())
     setting.transfer.close()
 
 
@@ -169,7 +176,7 @@ def test_a_withdrawal_in_time(setting: Setting) -> None:
     assert setting.transfer.returned() == []
     setting.said(w.RunWithdrawn([7]), number)
     assert setting.transfer.returned() == [7]
-    assert setting.peers[0].runs == {}
+    assert setting.peers[0].runs == set()
 
 
 def test_what_began_is_not_withdrawn(setting: Setting) -> None:
@@ -184,14 +191,14 @@ def test_the_same_chunks_go_to_the_next_worker(setting: Setting) -> None:
     """A run that had not begun takes them along: they are not given back in between."""
     setting.start(7)
     first = setting.peers.pop()
-    setting.dispatcher.lost(cast("Worker", first), WorkerCrashed("it was killed"))
+    first.requests.fail(WorkerCrashed("it was killed"))
     setting.executor.lost(cast("Worker", first))
     assert setting.transfer.returned() == []
     setting.peers.append(Peer())
     setting.dispatcher.send_waiting()
     assert setting.peers[0].last(w.StartRun).chunks == [7]
     second = setting.peers.pop()
-    setting.dispatcher.lost(cast("Worker", second), WorkerCrashed("it was killed"))
+    second.requests.fail(WorkerCrashed("it was killed"))
     setting.executor.lost(cast("Worker", second))
     (failure,) = setting.outcomes
     assert isinstance(failure, Failure) and failure.code == WorkerCrashed.code
@@ -229,98 +236,6 @@ def test_a_task_has_the_memory_of_its_submitter(setting: Setting) -> None:
     setting.said(w.RunFailed("error", "", {}, [7]), number)
     assert setting.transfer.returned() == [7]
     assert setting.peers[0].arenas == {}
-
-
-class Freeing:
-    """Memory that is being freed, as the dispatcher sees it."""
-
-    def __init__(self) -> None:
-        self.notified: list[Callable[[], object]] = []
-        self.notify = self.notified.append
-
-
-@pytest.fixture
-def freeing(monkeypatch: pytest.MonkeyPatch) -> Freeing:
-    """There is such memory, and new memory may not fit beside it."""
-    freeing = Freeing()
-    monkeypatch.setattr(dispatch, "CLOSER", freeing)
-    monkeypatch.setattr(dispatch, "lacks_room", lambda: True)
-    return freeing
-
-
-def on_a_loop(play: Callable[[], None]) -> None:
-    """Run a function on a loop, to the end of all that it has the loop call."""
-
-    async def run() -> None:
-        play()
-        for _ in range(3):
-            await asyncio.sleep(0)
-
-    asyncio.run(run())
-
-
-def test_a_result_with_memory_of_its_own_waits_for_room(setting: Setting, freeing: Freeing) -> None:
-    """For what was being freed when it was asked for, and for nothing that is dropped after that."""
-
-    def play() -> None:
-        setting.start_with(Arguments(), SESSION, pooled=False)
-        assert setting.peers[0].sent == []
-        setting.dispatcher.send_waiting()
-        assert setting.peers[0].sent == []
-        (freed,) = freeing.notified
-        freed()
-
-    on_a_loop(play)
-    assert [type(message) for message, _ in setting.peers[0].sent] == [w.StartRun]
-    assert len(freeing.notified) == 1
-
-
-def test_runs_that_wait_for_room_are_looked_at_once(
-    setting: Setting, freeing: Freeing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many wait, each is sent by its own notice, which walks over no other."""
-    looked: list[Run[Any]] = []
-    send_or_end = Dispatcher._send_or_end
-
-    def counted(dispatcher: Dispatcher, run: Run[Any]) -> bool:
-        looked.append(run)
-        return send_or_end(dispatcher, run)
-
-    def play() -> None:
-        for _ in range(20):
-            setting.start_with(Arguments(), SESSION, pooled=False)
-        monkeypatch.setattr(Dispatcher, "_send_or_end", counted)
-        for freed in freeing.notified:
-            freed()
-
-    on_a_loop(play)
-    assert len(looked) == len(set(looked)) == 20
-
-
-def test_a_result_in_a_pool_waits_for_no_room(setting: Setting, freeing: Freeing) -> None:
-    """Its memory is there: a short call is as short as ever."""
-    on_a_loop(lambda: setting.start() and None)
-    assert [type(message) for message, _ in setting.peers[0].sent] == [w.StartRun]
-    assert freeing.notified == []
-
-
-def test_a_run_that_waits_for_room_can_be_withdrawn(setting: Setting, freeing: Freeing) -> None:
-    """It is in the backlog like any other."""
-
-    def play() -> None:
-        run = setting.start_with(Arguments(), SESSION, pooled=False)
-        assert setting.dispatcher.withdraw(run)
-        freeing.notified[0]()
-
-    on_a_loop(play)
-    assert setting.peers[0].sent == []
-
-
-def test_memory_that_is_free_when_the_loop_has_ended(setting: Setting, freeing: Freeing) -> None:
-    """Nothing waits for it any more."""
-    on_a_loop(lambda: setting.start_with(Arguments(), SESSION, pooled=False) and None)
-    freeing.notified[0]()
-    assert setting.peers[0].sent == []
 
 
 def test_a_worker_that_gets_chunks_while_a_client_waits_for_some(setting: Setting) -> None:

@@ -14,11 +14,12 @@ import pytest
 from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.copies import CopyCancelled, LowerCopy
+from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.digests import PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from tests.kit import fake_driver
+from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.gpu_memory import bytes_of, settle, write
 from tests.kit.processes import eventually, open_fds
 
@@ -43,9 +44,9 @@ def gpus(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def memory(gpus: tuple[str, ...], spill: SpillDirectory) -> DeviceMemory:
+def memory(gpus: tuple[str, ...], spill: SpillDirectory) -> BlockingMemory:
     """The memory of a server of the first GPU."""
-    made = DeviceMemory(gpus[0])
+    made = BlockingMemory(DeviceMemory(gpus[0]))
     # What a driver opens for the first copy, and keeps, is there before a test counts.
     for gpu in gpus[:2]:
         with closing(backend_for(gpu, "vmm").create(1)) as segment:
@@ -64,7 +65,7 @@ def spill(tmp_path: Path) -> SpillDirectory:
 
 
 @pytest.fixture
-def nothing_left(memory: DeviceMemory) -> Iterator[None]:
+def nothing_left(memory: BlockingMemory) -> Iterator[None]:
     """Fails if descriptors or mappings remain. Request it before what opens them."""
 
     def known() -> dict[str, int]:
@@ -95,7 +96,7 @@ def filled(gpus: tuple[str, ...], nothing_left: None) -> Iterator[Callable[..., 
 @pytest.mark.parametrize("to", ["host", "file"])
 @pytest.mark.parametrize("nbytes", [2 * MIB, PART + 2 * MIB, 2 * PART + 4 * MIB])
 def test_bytes_come_back(
-    memory: DeviceMemory, filled: Callable[..., Segment], spill: SpillDirectory, to: str, nbytes: int
+    memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory, to: str, nbytes: int
 ) -> None:
     """From host memory and from a file, to memory of its own."""
     segment = filled(nbytes)
@@ -110,7 +111,7 @@ def test_bytes_come_back(
     copy.close()
 
 
-def test_host_memory_of_an_earlier_copy_is_written_again(memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
+def test_host_memory_of_an_earlier_copy_is_written_again(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
     """Where it is mapped: the second copy is the first one's memory, and makes none."""
     segments = [filled(2 * MIB), filled(4 * MIB)]
     copies = memory.lower(segments, "host")
@@ -129,7 +130,7 @@ def test_host_memory_of_an_earlier_copy_is_written_again(memory: DeviceMemory, f
         one.close()
 
 
-def test_host_memory_is_the_drivers(memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
+def test_host_memory_is_the_drivers(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
     """It is told from a GPU's, and known to be that GPU's."""
     segment = filled(2 * MIB)
     with closing(memory.lower([segment], "host")[0]) as copy:
@@ -137,7 +138,7 @@ def test_host_memory_is_the_drivers(memory: DeviceMemory, filled: Callable[..., 
         assert copy.segment.info.id != segment.info.id
 
 
-def test_down_in_two_steps(memory: DeviceMemory, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+def test_down_in_two_steps(memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
     """Host memory of a copy becomes a file, and that a segment."""
     segment = filled(PART + 2 * MIB)
     [host] = memory.lower([segment], "host")
@@ -148,7 +149,7 @@ def test_down_in_two_steps(memory: DeviceMemory, filled: Callable[..., Segment],
         assert bytes_of(again) == bytes_of(segment)
 
 
-def test_up_in_two_steps(memory: DeviceMemory, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+def test_up_in_two_steps(memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
     """A file becomes host memory, and that a segment."""
     segment = filled(PART + 2 * MIB)
     [host] = memory.lower([segment], "host")
@@ -161,7 +162,7 @@ def test_up_in_two_steps(memory: DeviceMemory, filled: Callable[..., Segment], s
         one.close()
 
 
-def test_many_segments(memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
+def test_many_segments(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
     """Each comes back as itself, and progress is told of all."""
     told: list[tuple[int, int]] = []
     segments = [filled(2 * MIB * count) for count in (1, 3, 2, 1, 4)]
@@ -179,7 +180,7 @@ def test_many_segments(memory: DeviceMemory, filled: Callable[..., Segment]) -> 
 
 
 def test_segments_of_two_gpus_and_of_the_host(
-    gpus: tuple[str, ...], memory: DeviceMemory, filled: Callable[..., Segment], spill: SpillDirectory
+    gpus: tuple[str, ...], memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory
 ) -> None:
     """As an object has them that is on several devices: each is copied in its own way."""
     if len(gpus) < 2:
@@ -195,13 +196,13 @@ def test_segments_of_two_gpus_and_of_the_host(
                 one.close()
 
 
-def mapped(memory: DeviceMemory, count: int) -> None:
+def mapped(memory: BlockingMemory, count: int) -> None:
     """Check how many copies are mapped, as soon as those that are closed are unmapped."""
     eventually(lambda: len(memory.gpu_copies) <= count, what=f"{count} copies mapped")
     assert len(memory.gpu_copies) == count
 
 
-def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
+def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
     """Mapping takes as long as copying. Whoever else has the copy may close it before."""
     segment = filled(2 * MIB)
     [copy] = memory.lower([segment], "host")
@@ -216,7 +217,7 @@ def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: DeviceMemory,
     mapped(memory, 0)
 
 
-def test_a_copy_that_another_process_has_made(memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
+def test_a_copy_that_another_process_has_made(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
     """As after a restart: it is mapped when it is needed, and unmapped with the copy."""
     segment = filled(2 * MIB)
     [copy] = memory.lower([segment], "host")
@@ -231,18 +232,15 @@ def test_a_copy_that_another_process_has_made(memory: DeviceMemory, filled: Call
 
 @pytest.mark.parametrize("to", ["host", "file"])
 def test_a_copy_that_is_not_wanted_any_more(
-    memory: DeviceMemory, filled: Callable[..., Segment], spill: SpillDirectory, to: str
+    memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory, to: str
 ) -> None:
     """It ends between two steps, and nothing is left or mapped."""
-    done: list[int] = []
     segments = [filled(2 * MIB) for _ in range(4)]
-    with pytest.raises(CopyCancelled):
-        memory.lower(segments, to, spill, lambda count, of: done.append(count), lambda: bool(done))
-    assert done == [2 * MIB]
+    assert memory.cancelled(segments, to, spill) == [2 * MIB]
     assert len(memory.gpu_copies) == 0
 
 
-def test_damage_is_noticed(memory: DeviceMemory, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+def test_damage_is_noticed(memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
     """Before a GPU's segment is made of it."""
     segment = filled(PART + 2 * MIB)
     [copy] = memory.lower([segment], "file", spill)
@@ -252,7 +250,7 @@ def test_damage_is_noticed(memory: DeviceMemory, filled: Callable[..., Segment],
         memory.raise_([copy], [segment.info.incarnation(1)])
 
 
-def test_a_full_gpu(memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
+def test_a_full_gpu(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
     """The copy is as it was, and the next attempt can succeed."""
     import msgspec
 
@@ -268,7 +266,7 @@ def test_a_full_gpu(memory: DeviceMemory, filled: Callable[..., Segment]) -> Non
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_where_the_driver_makes_no_host_memory(
-    memory: DeviceMemory, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch, pinned: bool
+    memory: BlockingMemory, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch, pinned: bool
 ) -> None:
     """The kernel's is a copy like any other, also where the driver does not pin it."""
     from cuda.bindings import driver
@@ -300,7 +298,9 @@ def test_where_the_driver_makes_no_host_memory(
     copy.close()
 
 
-def test_a_host_without_memory_is_told(fake: fake_driver.Driver, memory: DeviceMemory, filled: Callable[..., Segment]) -> None:
+def test_a_host_without_memory_is_told(
+    fake: fake_driver.Driver, memory: BlockingMemory, filled: Callable[..., Segment]
+) -> None:
     """The kernel is not asked then: it would have to end a process for memory that is written later."""
     segment = filled(2 * MIB)
     fake.refuses["cuMemCreate"] = fake_driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
@@ -310,7 +310,9 @@ def test_a_host_without_memory_is_told(fake: fake_driver.Driver, memory: DeviceM
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamSynchronize", "cuMemMap"])
-def test_a_driver_that_fails(fake: fake_driver.Driver, memory: DeviceMemory, filled: Callable[..., Segment], call: str) -> None:
+def test_a_driver_that_fails(
+    fake: fake_driver.Driver, memory: BlockingMemory, filled: Callable[..., Segment], call: str
+) -> None:
     """The error names it and the GPU; nothing is left."""
     segment = filled(2 * MIB)
     fake.refuses[call] = fake_driver.CUresult.CUDA_ERROR_INVALID_VALUE

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from shared_rpc.broker.memory import MemoryRequests
+from shared_rpc.broker.memory import WorkersMemory
+from shared_rpc.broker.requests import Requests
 from shared_rpc.errors import CapabilityError, WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.messages import Message
 
 
 class FakeWorker:
-    """One that serves something, and keeps what it was sent."""
+    """One that serves something, and notes what it is sent."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.served, self.congested = pid, {"app": object()}, False
         self.keeps_memory = False
         self.sent: asyncio.Queue[int] = asyncio.Queue()
-
-    def begin_order(self) -> None:
-        """Ignore it: this worker does not end by itself."""
-
-    def end_order(self) -> None:
-        """Ignore it as well."""
-
-    def send(self, message: Message, number: int) -> None:
-        """The broker asks."""
-        self.sent.put_nowait(number)
+        self.requests = Requests(lambda message, number, *_: self.sent.put_nowait(number))
 
 
 async def no_bare_worker() -> Any:
@@ -39,13 +30,13 @@ async def no_bare_worker() -> Any:
 
 
 def answered(workers: list[Any], *then: Any) -> Any:
-    """What :meth:`MemoryRequests.ask` returns or raises; each of ``then`` gets the requests and the number that was sent."""
+    """What :meth:`WorkersMemory.ask` returns or raises; each of ``then`` gets a worker and the number that it was sent."""
 
     async def play() -> Any:
-        requests = MemoryRequests(lambda: workers, no_bare_worker)
-        asked = asyncio.create_task(asyncio.to_thread(requests.ask, w.FreeBytes("gpu")))
-        for number, step in enumerate(then):
-            step(requests, await asyncio.wait_for(everybody[number].sent.get(), 5))
+        memory = WorkersMemory(lambda: workers, no_bare_worker)
+        asked = asyncio.create_task(memory.ask(w.FreeBytes("gpu")))
+        for worker, step in zip(everybody, then, strict=False):
+            step(worker, await asyncio.wait_for(worker.sent.get(), 5))
         return await asyncio.wait_for(asked, 5)
 
     everybody = list(workers)
@@ -54,18 +45,16 @@ def answered(workers: list[Any], *then: Any) -> Any:
 
 def says(free: int | None = None, error: str = "") -> Any:
     """A worker answers."""
-    return lambda requests, number: requests.answered(
-        cast(Any, FakeWorker(0)), w.Allocated(free=free, error=error), Frame(0, number, b"")
-    )
+    return lambda worker, number: worker.requests.take(w.Allocated(free=free, error=error), Frame(0, number, b""))
 
 
 def test_another_worker_is_asked_where_one_ends() -> None:
     """As one does that a reload has replaced."""
     old, new = workers = [FakeWorker(1), FakeWorker(2)]
 
-    def ends(requests: MemoryRequests, number: int) -> None:
-        workers.remove(old)
-        requests.lost(old)
+    def ends(worker: FakeWorker, number: int) -> None:
+        workers.remove(worker)
+        worker.requests.fail(WorkerCrashed("it ended"))
 
     answer, _ = answered(workers, ends, says(free=7))
     assert answer.free == 7
@@ -76,8 +65,9 @@ def test_nobody_is_asked_for_ever() -> None:
     """Where the second one ends too, its end is told."""
     workers = [FakeWorker(1), FakeWorker(2), FakeWorker(3)]
 
-    def ends(requests: MemoryRequests, number: int) -> None:
-        requests.lost(workers.pop(0))
+    def ends(worker: FakeWorker, number: int) -> None:
+        workers.remove(worker)
+        worker.requests.fail(WorkerCrashed(f"the worker (pid {worker.pid}) ended"))
 
     with pytest.raises(WorkerCrashed, match="pid 2"):
         answered(workers, ends, ends)

@@ -1,0 +1,121 @@
+"""Requests to one worker, and their answers: runs, allocations and copies alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from shared_rpc.errors import WorkerCrashed
+from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.frames import Frame, close_all
+from shared_rpc.protocol.messages import Message
+
+#: Numbers of requests are from 1 to this one: 0 is the number of messages that belong to none.
+_LAST = (1 << 32) - 1
+
+
+class _Pending(NamedTuple):
+    """A request that is not answered yet."""
+
+    take: Callable[[Any, Frame], bool]
+    lost: Callable[[WorkerCrashed], object]
+
+
+class Requests:
+    """The unanswered requests to one worker. On the broker's loop only.
+
+    :param send: the :meth:`FramedStream.send` of the worker's link.
+    """
+
+    def __init__(self, send: Callable[..., None]) -> None:
+        self._send = send
+        self._number = 0
+        self._pending: dict[int, _Pending] = {}
+        #: The monotonic time at which the last request was answered, or at first that of the worker's start.
+        self.answered_at = time.monotonic()
+
+    def __len__(self) -> int:
+        """Count the requests without an answer."""
+        return len(self._pending)
+
+    def begin(
+        self,
+        message: Message,
+        take: Callable[[Any, Frame], bool],
+        lost: Callable[[WorkerCrashed], object],
+        payload: bytes = b"",
+        fds: tuple[int, ...] = (),
+        owners: tuple[Any, ...] = (),
+    ) -> int:
+        """Send a request, and return its number.
+
+        :param take: called with each message about it and the message's frame; returns whether that was the last one.
+        :param lost: called with the reason if the worker ends before.
+        :raises ProtocolError, OSError: as :meth:`FramedStream.send`.
+        """
+        number = self._number = self._number % _LAST + 1
+        self._send(message, number, payload, fds, owners)
+        self._pending[number] = _Pending(take, lost)
+        return number
+
+    def take(self, message: Message, frame: Frame) -> None:
+        """Pass a message on to what waits for it. The descriptors of a message for which nothing waits stay the frame's."""
+        number = frame.request_id
+        pending = self._pending.get(number)
+        if pending is not None and pending.take(message, frame):
+            self.answered_at = time.monotonic()
+            self._pending.pop(number, None)
+
+    def fail(self, crash: WorkerCrashed) -> None:
+        """End all requests: the worker has ended."""
+        while self._pending:
+            self._pending.pop(next(iter(self._pending))).lost(crash)
+
+    async def request(
+        self,
+        message: Message,
+        fds: tuple[int, ...] = (),
+        *,
+        progressed: Callable[[w.CopyProgress], object] = lambda news: None,
+        stop: Message | None = None,
+        unused: Callable[[Any], object] = lambda answer: None,
+    ) -> tuple[Any, list[int]]:
+        """Send a request; return its answer, and the descriptors that came with it, which the caller owns.
+
+        :param progressed: called with each report of progress before the answer.
+        :param stop: sent to the worker if this is cancelled.
+        :param unused: called with the answer if this is cancelled; its descriptors are closed.
+        :raises ProtocolError, OSError: as :meth:`FramedStream.send`.
+        :raises WorkerCrashed: if the worker ends before it answers.
+        """
+        answered: asyncio.Future[tuple[Any, list[int]]] = asyncio.get_running_loop().create_future()
+
+        def take(message: Message, frame: Frame) -> bool:
+            if isinstance(message, w.CopyProgress):
+                if not answered.done():
+                    progressed(message)
+                return False
+            if answered.done():
+                unused(message)
+            else:
+                answered.set_result((message, frame.detach_fds()))
+            return True
+
+        def lost(crash: WorkerCrashed) -> None:
+            if not answered.done():
+                answered.set_exception(crash)
+
+        number = self.begin(message, take, lost, b"", fds)
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            if answered.cancelled():
+                if stop is not None:
+                    self._send(stop, number)
+            elif answered.exception() is None:  # the answer came in the same turn of the loop
+                answer, received = answered.result()
+                close_all(received)
+                unused(answer)
+            raise
