@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shared_rpc.context import cancelled, progress, raise_if_cancelled
     from shared_rpc.extras.materialize import materialize
     from shared_rpc.memory.pool import PoolOptions
-    from shared_rpc.memory.remap_hooks import MappedRange, RemapHook, on_remap
     from shared_rpc.operations.async_client import AsyncClient
     from shared_rpc.operations.client import Client
     from shared_rpc.operations.sources import AsyncSource, Source
@@ -60,7 +59,6 @@ __all__ = [
     "Handle",
     "HolderInfo",
     "ListedObjectInfo",
-    "MappedRange",
     "Miss",
     "MoveInfo",
     "ObjectInfo",
@@ -70,7 +68,6 @@ __all__ = [
     "RecordBytes",
     "RecordHeader",
     "ReloadInfo",
-    "RemapHook",
     "RunInfo",
     "RuntimeInfo",
     "Server",
@@ -88,7 +85,6 @@ __all__ = [
     "cancelled",
     "errors",
     "materialize",
-    "on_remap",
     "progress",
     "raise_if_cancelled",
 ]
@@ -103,7 +99,6 @@ _NAMES = {
     "client.exported": "AsyncExportedRecord ExportedRecord RecordBytes",
     "client.handle": "AsyncHandle Handle",
     "memory.pool": "PoolOptions",
-    "memory.remap_hooks": "MappedRange RemapHook on_remap",
     "operations.async_client": "AsyncClient",
     "operations.client": "Client",
     "operations.sources": "AsyncSource Source",

@@ -29,7 +29,6 @@ from shared_rpc.errors import CapabilityError, ConnectError, ConnectionClosed, P
 from shared_rpc.errors.interrupts import is_interrupt, is_of_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.remap_hooks import REMAP_HOOKS, MappedRange
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
@@ -276,7 +275,6 @@ def _brought_back(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
 def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
     book, object_id = ctx._suspensions, handle.object_id
     passage = book.begin_resuming(object_id)
-    ranges: list[MappedRange] = []
     try:
         until = time.monotonic() + PROMPT
         while book.is_suspending(object_id) and time.monotonic() < until:
@@ -286,7 +284,7 @@ def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
             if reply.live:
                 handle._take(reply.value)
             message, segments = _segments_of(reply)
-            ranges = yield Work(functools.partial(_mapped, book, object_id, segments, message.owner, activate))
+            yield Work(functools.partial(_mapped, book, object_id, segments, message.owner, activate))
         finally:
             reply.frame.close()
     except GeneratorExit:
@@ -301,8 +299,6 @@ def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
         raise
     finally:
         passage.end()
-    if ranges:
-        yield Work(functools.partial(REMAP_HOOKS.after, ranges))
 
 
 def _segments_of(reply: Reply) -> tuple[t.Resumed, list[Segment]]:
@@ -315,23 +311,16 @@ def _segments_of(reply: Reply) -> tuple[t.Resumed, list[Segment]]:
     return message, segments
 
 
-def _mapped(
-    book: Suspensions, object_id: str, segments: Sequence[Segment], owner: str, activate: Callable[[], None]
-) -> list[MappedRange]:
+def _mapped(book: Suspensions, object_id: str, segments: Sequence[Segment], owner: str, activate: Callable[[], None]) -> None:
     def activated() -> None:
         activate()
         book.told.discard(object_id)
 
     try:
-        return MAPPINGS.resume(object_id, segments, owner, activated)
+        MAPPINGS.resume(object_id, segments, owner, activated)
     finally:
         for segment in segments:
             segment.close()
-
-
-def remapped(object_id: str, segments: Sequence[Segment], owner: str) -> None:
-    """Map the memory of a suspended object for a value that has no lease. The segments are borrowed."""
-    REMAP_HOOKS.after(MAPPINGS.resume(object_id, segments, owner))
 
 
 def lease_ended(ctx: Suspending, object_ids: Iterable[str]) -> Operation[None]:

@@ -33,7 +33,6 @@ from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.faults import WatchedRange, unwatch, watch
-from shared_rpc.memory.remap_hooks import REMAP_HOOKS, MappedRange
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import Access, SegmentInfo
 
@@ -101,11 +100,6 @@ class Mapping:
     def users(self) -> int:
         """Blocks that use the mapping now, and uses of it that have not ended."""
         return self.pins + len(self.uses)
-
-    @property
-    def range(self) -> MappedRange:
-        """The addresses."""
-        return MappedRange(self.address, self.info.nbytes, self.info.device)
 
     def users_of(self, object_id: str) -> bool:
         """Return whether something of an object lives over it."""
@@ -268,7 +262,6 @@ class MappingTable:
         they are mapped for.
         """
         mappings: list[Mapping] = []
-        filled: list[MappedRange] = []
         try:
             with self._lock:
                 for number, segment in enumerate(segments):
@@ -276,7 +269,7 @@ class MappingTable:
                     apart = number in hidden or info.access == "copy"
                     known = self._mappings.get((info.id, info.access, 0))
                     if self._vacated and (known is None or known.vacated):
-                        known = self._filled(segment, filled)
+                        known = self._filled(segment)
                     if known is None:
                         backend = backend_for(info.device, info.mechanism)
                         self._add(mappings, info, backend, segment, keep=False, hidden=apart)
@@ -289,7 +282,6 @@ class MappingTable:
                     mapping.label(label)
                     if not (mapping.pooled or mapping.hidden):
                         self._keep(mapping, segment, publishes=keep or self.keeps)
-            REMAP_HOOKS.after(filled)
             yield [*mappings]
         finally:
             self._unpin(mappings)
@@ -479,7 +471,7 @@ class MappingTable:
         segments: Sequence[Segment],
         owner: str = "",
         activate: Callable[[], object] = lambda: None,
-    ) -> list[MappedRange]:
+    ) -> None:
         """Map the memory of an object again, at its addresses, and let no other thread suspend it until ``activate()`` returns.
 
         Where an earlier incarnation of a segment is still mapped, because something else lies in it too, the new one takes its
@@ -487,7 +479,6 @@ class MappingTable:
 
         :param segments: those of the object, as they are now.
         :param owner: see :meth:`attach`.
-        :returns: what was mapped, for :meth:`RemapHooks.after`.
         :raises CapabilityError: if this process cannot map the memory, or cannot wait for the device; all is as before then.
         :raises ProtocolError: if there is no segment for some of its memory.
         """
@@ -505,9 +496,7 @@ class MappingTable:
                     raise ProtocolError(f"the server did not send the memory of object {object_id} for {mapping}")
                 if mapping.vacated or mapping.info.id != segment.info.id:
                     new.append((mapping, segment))
-            replaced = [mapping for mapping, _ in new if not mapping.vacated]
-            _synchronize(replaced, "resume")
-            REMAP_HOOKS.before([mapping.range for mapping in replaced])
+            _synchronize([mapping for mapping, _ in new if not mapping.vacated], "resume")
             filled: list[Mapping] = []
             try:
                 for mapping, segment in new:
@@ -524,7 +513,6 @@ class MappingTable:
                 raise
             activate()
             self.suspended -= {object_id}
-        return [mapping.range for mapping, _ in new]
 
     def _require_vacating(self, object_id: str) -> None:
         with self._lock:
@@ -542,15 +530,10 @@ class MappingTable:
 
     def _vacate(self, due: Sequence[Mapping]) -> None:
         _synchronize(due, "suspend")
-        REMAP_HOOKS.before([mapping.range for mapping in due])
-        kept: list[Mapping] = []
         for mapping in due:
             with self._lock:
                 if self._is_due(mapping):  # a block of another thread may have attached it meanwhile
                     self._vacate_one(mapping)
-                else:
-                    kept.append(mapping)
-        REMAP_HOOKS.after([mapping.range for mapping in kept if not mapping.vacated])
 
     def _vacate_one(self, mapping: Mapping) -> None:
         """Unmap under the table's lock, so that no thread attaches to what is just going."""
@@ -567,12 +550,11 @@ class MappingTable:
         self._close(mapping)
         mapping.descriptor = None
 
-    def _filled(self, segment: Segment, filled: list[MappedRange]) -> Mapping | None:
-        """Map a segment where an incarnation of it was vacated, if one was, and note the range."""
+    def _filled(self, segment: Segment) -> Mapping | None:
+        """Map a segment where an incarnation of it was vacated, if one was."""
         for mapping in self._mappings.values():
             if mapping.vacated and (mapping.info.name, mapping.info.access) == (segment.info.name, segment.info.access):
                 self._fill(mapping, segment)
-                filled.append(mapping.range)
                 return mapping
         return None
 

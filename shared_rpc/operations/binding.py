@@ -27,7 +27,7 @@ from shared_rpc.client.steps import (
     ask,
 )
 from shared_rpc.client.subscriptions import Subscriptions
-from shared_rpc.client.suspension import Suspensions, awakened, outdated, remapped
+from shared_rpc.client.suspension import Suspensions, awakened, outdated
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors.interrupts import is_interrupt
 from shared_rpc.memory.mapping import MAPPINGS
@@ -207,7 +207,7 @@ def taken(
         result.close()
     else:
         try:
-            yield Work(functools.partial(remapped, message.object_id, result.segments, message.owner))
+            yield Work(functools.partial(MAPPINGS.resume, message.object_id, result.segments, message.owner))
         finally:
             result.close()
     return (yield from lent(ctx, message, value)) if message.managed else value

@@ -30,7 +30,6 @@ from shared_rpc.client.suspension import awakened
 from shared_rpc.errors import ConnectionClosed, HandleSuspended, ServerBusy
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.remap_hooks import MappedRange, on_remap
 from shared_rpc.operations import binding
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
@@ -176,11 +175,9 @@ def test_memory_for_reading_is_replaced_without_a_warning(
 def test_memory_that_is_the_same_stays(client: Client, other: Client) -> None:
     """Nothing was evicted, so nothing is mapped again, and what was written meanwhile is there."""
     handle = client.call("load")
-    hook = on_remap(before=pytest.fail, after=pytest.fail)
     lose(other, handle.object_id, client)
     handle.value.add_(1)
     client.ping()
-    hook.close()
     assert torch.equal(handle.value, torch.arange(SIZE) + 1)
     assert state(other, handle.object_id) == ("device", 1, 1)
 
@@ -202,23 +199,6 @@ def test_memory_of_an_earlier_restore_is_known(client: Client, other: Client) ->
     with other.call("load") as theirs:
         theirs.value.add_(1)
         assert torch.equal(handle.value, torch.arange(SIZE) + 2)
-
-
-def test_libraries_that_register_memory_are_told(client: Client, other: Client) -> None:
-    """Before the earlier memory goes, and when the present one is there."""
-    handle = client.call("load")
-    seen: list[tuple[str, MappedRange]] = []
-    hook = on_remap(
-        before=lambda ranges: seen.extend(("before", each) for each in ranges),
-        after=lambda ranges: seen.extend(("after", each) for each in ranges),
-    )
-    lose(other, handle.object_id, client)
-    evict(other, handle.object_id)
-    client.ping()
-    hook.close()
-    assert [(name, memory.address) for name, memory in seen] == [
-        (name, handle.value.data_ptr()) for name in ("before", "after")
-    ]
 
 
 def test_many_handles_and_clients_of_a_process(broker: BrokerApp, client: Client, other: Client) -> None:

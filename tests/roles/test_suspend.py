@@ -12,7 +12,7 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Server, on_remap
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Server
 from shared_rpc.errors import ConnectError, HandleSuspended, SharedRPCError, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Connect
@@ -347,46 +347,6 @@ def test_a_resumption_that_is_interrupted_beside_an_active_handle(
         assert watcher.get_object_info(active.object_id)["active"] >= 1
         other.resume()
         assert has_numbers(active.value) and has_numbers(other.value)
-
-
-def test_hooks_are_called_around_it(client: Client) -> None:
-    """With the ranges that go and come back."""
-    handle = client.call("load")
-    seen: list[tuple[str, bool]] = []
-    value = handle.value
-    address = value.untyped_storage().data_ptr()
-
-    def note(name: str) -> Callable[[Any], None]:
-        def called(ranges: Any) -> None:
-            inside = any(each.address <= address < each.address + each.nbytes for each in ranges)
-            seen.append((name, inside and is_mapped(value)))
-
-        return called
-
-    hook = on_remap(before=note("before"), after=note("after"))
-    try:
-        handle.suspend()
-        handle.resume()
-    finally:
-        hook.close()
-    assert seen == [("before", True), ("after", True)]
-
-
-def test_a_hook_that_fails_leaves_a_resumed_handle_active(client: Client) -> None:
-    """The memory is there: its error is raised, and the handle can be used."""
-    handle = client.call("load")
-    handle.suspend()
-
-    def fail(_: object) -> None:
-        raise ZeroDivisionError
-
-    hook = on_remap(after=fail)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            handle.resume()
-    finally:
-        hook.close()
-    assert (has_numbers(handle.value), active(handle)) == (True, 1)
 
 
 def test_suspended_memory_goes_with_its_last_tensor(client: Client) -> None:
