@@ -80,7 +80,7 @@ def skip(app: Sphinx, what: str, name: str, item: object, skipped: bool, options
 #: Classes that a user is given and does not make.
 GIVEN = {
     "AsyncHandle", "Generation", "Handle", "Progress", "Report", "SharedFunction", "Subscription",
-    "TaskInfo", "TaskStatus", "Ticket", "TicketTensor",
+    "TaskInfo", "TaskStatus", "Ticket",
 }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class BaseClient(Driver):
 
         :param ticket: a ticket, or the path of its file.
         :param options: those of the client, but for where the server is.
-        :raises TicketError, StaleHandleError: if the ticket cannot be used here.
+        :raises TicketError: if the ticket cannot be read.
         """
         return cls(socket_path=read_ticket(ticket).socket_path, **options)
 

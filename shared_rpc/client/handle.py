@@ -354,8 +354,9 @@ class Handle(Lease[T]):
         :raises CapabilityError: in the local role, where no other process can have the object.
         :raises ConfigurationError: if the file cannot be written.
         """
-        value, socket_path = self.value, self._issuer.socket_path
-        return _issued(Ticket.of(value, self.get_object_info(), socket_path), path)
+        self._check_held()
+        socket_path = self._issuer.socket_path
+        return _issued(Ticket.of(self.get_object_info(), socket_path), path)
 
     def suspend(self) -> None:
         """Give the object's memory up for a while: it is unmapped in this process, and the handle keeps its lease.
@@ -503,9 +504,10 @@ class AsyncHandle(Lease[T]):
         """Behave as :meth:`Handle.ticket`."""
         from anyio import to_thread
 
-        value, socket_path = self.value, self._issuer.socket_path
+        self._check_held()
+        socket_path = self._issuer.socket_path
         facts = await self.get_object_info()
-        return await to_thread.run_sync(lambda: _issued(Ticket.of(value, facts, socket_path), path))
+        return await to_thread.run_sync(lambda: _issued(Ticket.of(facts, socket_path), path))
 
     async def suspend(self) -> None:
         """Behave as :meth:`Handle.suspend`."""

@@ -255,7 +255,7 @@ class TicketError(SharedRPCError):
     """A ticket that cannot be used here; the message names the file and the remedy.
 
     ``reason`` is ``"unreadable"`` (no such file, or none that may be read), ``"untrusted"`` (others may have written it),
-    ``"malformed"``, ``"other_host"``, or ``"other_server"``: the client is connected to another one than the ticket's.
+    ``"malformed"``, or ``"other_server"``: the client is connected to another one than the ticket's.
     """
 
     code = "ticket"

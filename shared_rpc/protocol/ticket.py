@@ -10,10 +10,8 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
-from types import FunctionType, MethodType, ModuleType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,36 +19,23 @@ import msgspec
 from shared_rpc.errors import ConfigurationError, StaleHandleError, TicketError
 from shared_rpc.protocol.peers import is_own_or_root, named
 
-__all__ = ["Ticket", "TicketTensor", "read_ticket"]
+__all__ = ["Ticket", "read_ticket"]
 
 _FORMAT = 1
-#: Bytes. The tensors of a module with 10,000 of them take about one megabyte.
-_LIMIT = 16 << 20
-
-#: Characters of a name, and its parts: deeper tensors of an object are not listed.
-_NAME, _DEPTH = 4096, 40
+#: Bytes. Only a cache key can be long: a template may put a whole argument into it.
+_LIMIT = 1 << 20
 
 _Id = Annotated[str, msgspec.Meta(max_length=100)]
-_Text = Annotated[str, msgspec.Meta(max_length=_NAME)]
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Path = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class TicketTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of an object: its name there (``""`` if the object is a tensor). Shapes count elements."""
-
-    name: _Text
-    dtype: _Id
-    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
-    nbytes: _Count
 
 
 class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Address of an object; see :meth:`Handle.ticket` and :meth:`Client.open_ticket`.
 
     ``kind`` is ``"result"`` or ``"buffer"``, ``device`` is ``"cpu"`` or a GPU's UUID, ``nbytes`` are bytes, ``created_at`` is
-    in Unix seconds. ``boot_id`` and ``machine_id`` identify the host, ``uid`` and ``pid`` the writer.
-    ``tensors`` describes the object before an attach.
+    in Unix seconds. ``uid`` and ``pid`` identify the writer.
     """
 
     version: Literal[1] = 1
@@ -63,18 +48,14 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     cache_key: str | None
     device: _Id
     nbytes: _Count
-    tensors: tuple[TicketTensor, ...]
-    boot_id: _Id
-    machine_id: _Id
     uid: _Count
     pid: _Count
     created_at: float
 
     @classmethod
-    def of(cls, value: Any, facts: Mapping[str, Any], socket_path: str) -> Ticket:
+    def of(cls, facts: Mapping[str, Any], socket_path: str) -> Ticket:
         """Make a ticket for an object, now, by this process.
 
-        :param value: the object, for its tensors.
         :param facts: the server's description of it, see :meth:`Handle.get_object_info`.
         """
         return cls(
@@ -87,9 +68,6 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             cache_key=facts["cache_key"],
             device=facts["device"],
             nbytes=facts["nbytes"],
-            tensors=tuple(_tensors(value, "", {})),
-            boot_id=_boot_id(),
-            machine_id=_machine_id(),
             uid=os.geteuid(),
             pid=os.getpid(),
             created_at=time.time(),
@@ -161,27 +139,6 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise TicketError(f"cannot read the ticket {name}: {error.strerror}", reason="unreadable") from error
         return cls.from_json(text, name)
 
-    def check_here(self) -> None:
-        """Return if its server may be on this host.
-
-        :raises TicketError: if it is for another one.
-        :raises StaleHandleError: if this one was started again since.
-        """
-        boot = _boot_id()
-        if self.boot_id == boot:
-            return
-        if self.machine_id and self.machine_id == _machine_id():
-            raise StaleHandleError(
-                f"the ticket of object {self.object_id} was written before the last boot of this host, which ended the object "
-                f"and its server: write another ticket",
-                reason="server_changed",
-            )
-        raise TicketError(
-            f"the ticket of object {self.object_id} is for host {self.machine_id or '?'} (boot {self.boot_id}), but this is "
-            f"{_machine_id() or '?'} (boot {boot}): memory is shared within one host only",
-            reason="other_host",
-        )
-
     def check_server(self, server_id: str, socket_path: str) -> None:
         """Return if a server, which listens at ``socket_path``, is the ticket's.
 
@@ -192,8 +149,8 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             return
         if os.path.realpath(self.socket_path) == os.path.realpath(socket_path):
             raise StaleHandleError(
-                f"the ticket of object {self.object_id} is of server {self.server_id}, but {server_id} now runs at "
-                f"{socket_path}: write another ticket",
+                f"the ticket of object {self.object_id} is for server {self.server_id}, which has ended or is on another host: "
+                f"{server_id} now runs at {socket_path}; write another ticket",
                 reason="server_changed",
             )
         raise TicketError(
@@ -208,10 +165,8 @@ class _Version(msgspec.Struct):
 
 
 def read_ticket(ticket: Ticket | str | os.PathLike[str]) -> Ticket:
-    """Return a ticket, or that of a path, once it is found to be for this host."""
-    found = ticket if isinstance(ticket, Ticket) else Ticket.read(ticket)
-    found.check_here()
-    return found
+    """Return a ticket, or that of a path."""
+    return ticket if isinstance(ticket, Ticket) else Ticket.read(ticket)
 
 
 def _check_file(name: str, status: os.stat_result) -> None:
@@ -232,59 +187,3 @@ def _check_file(name: str, status: os.stat_result) -> None:
         )
     if status.st_size > _LIMIT:
         raise TicketError(f"{name} has {status.st_size} bytes, but a ticket has at most {_LIMIT}", reason="malformed")
-
-
-def _tensors(value: Any, name: str, seen: dict[int, Any]) -> Iterator[TicketTensor]:
-    """Yield the tensors of a module, by their names in it, of containers and objects, by their paths, or the value itself.
-
-    :param seen: containers and objects on the way, which are looked at once.
-    """
-    if hasattr(value, "untyped_storage"):
-        yield TicketTensor(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes)
-    elif hasattr(value, "named_parameters"):
-        begin = f"{name}." if name else ""
-        for own, tensor in (*value.named_parameters(remove_duplicate=False), *value.named_buffers(remove_duplicate=False)):
-            yield from _tensors(tensor, begin + own, seen)
-    elif id(value) not in seen and name.count(".") < _DEPTH:
-        seen[id(value)] = value
-        begin = f"{name}." if name else ""
-        for key, part in _parts(value):
-            yield from _tensors(part, f"{begin}{key}"[:_NAME], seen)
-
-
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a value, by name. Functions and classes are not looked into."""
-    if isinstance(value, Mapping):
-        return value.items()
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return enumerate(value)
-    if isinstance(value, MethodType):
-        return (("__self__", value.__self__),)
-    if isinstance(value, partial):
-        return (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    if isinstance(value, (type, ModuleType, FunctionType)):
-        return ()
-    slots = [name for kind in type(value).__mro__ for name in _names(kind.__dict__.get("__slots__", ()))]
-    return [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name)) for name in slots if hasattr(value, name))]
-
-
-def _names(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
-def _boot_id() -> str:
-    """Return the kernel's own name for the time since it was started; containers of one host have one."""
-    return _line("/proc/sys/kernel/random/boot_id")
-
-
-def _machine_id() -> str:
-    """Return the installation's name, see machine-id(5); ``""`` where it has none. Containers have their own."""
-    return _line("/etc/machine-id")
-
-
-def _line(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(100).decode(errors="replace").strip()
-    except OSError:
-        return ""

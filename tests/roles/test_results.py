@@ -117,21 +117,12 @@ def test_generations_of_any_object(app: App, make: Callable[[], Any]) -> None:
 
 
 def test_a_ticket_of_an_object(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """It names the tensors by the way to them, and opens to the same memory."""
+    """It opens to the same memory."""
     value = State(1, {"m": torch.ones(3)})
-    value.extra = [Slotted(torch.zeros(2, dtype=torch.int8)), torch.nn.Linear(2, 1), value]
     provider.share("held", managed=True)(lambda: value)
     serve()
     with connect().call("held") as handle:
-        ticket = handle.ticket()
-        listed = [(tensor.name, tensor.dtype, tensor.nbytes) for tensor in ticket.tensors]
-        assert listed == [
-            ("moments.m", "float32", 12),
-            ("extra.0.tensor", "int8", 2),
-            ("extra.1.weight", "float32", 8),
-            ("extra.1.bias", "float32", 4),
-        ]
-        with connect().open_ticket(ticket) as other:
+        with connect().open_ticket(handle.ticket()) as other:
             other.value.moments["m"].fill_(5)
         assert value.moments["m"].tolist() == [5, 5, 5]
 

@@ -99,7 +99,6 @@ def test_what_a_suspended_handle_still_does(app: App, load: Callable[[], Handle[
     assert handle.get_object_info()["leases"] == 1
     for needs in (
         lambda: handle.value,
-        handle.ticket,
         lambda: handle.read_consistent(torch.clone),
         lambda: app.provider.update(handle).__enter__(),
     ):
@@ -109,6 +108,14 @@ def test_what_a_suspended_handle_still_does(app: App, load: Callable[[], Handle[
     assert (has_numbers(latest.value), handle.suspended, latest.suspended) == (True, True, False)
     handle.release()
     assert (handle.suspended, handle.released, has_numbers(latest.value)) == (False, True, True)
+
+
+def test_a_suspended_handle_makes_a_ticket(client: Client) -> None:
+    """A ticket names the object and needs none of its memory."""
+    handle = client.call("load")
+    handle.suspend()
+    with client.open_ticket(handle.ticket()) as opened:
+        assert has_numbers(opened.value)
 
 
 def test_a_released_handle_is_neither_suspended_nor_resumed(load: Callable[[], Handle[torch.Tensor]]) -> None:

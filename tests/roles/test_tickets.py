@@ -74,21 +74,16 @@ def test_a_ticket_leads_to_the_object(client: Client, server: Server, path: Path
 
 
 def test_what_a_ticket_tells(client: Client, server: Server, path: Path) -> None:
-    """Enough to decide before attaching: what, where, whose, and every tensor."""
+    """What, where and whose it is."""
     handle = client.call("made", value=2.0)
     ticket = handle.ticket(path)
     assert Ticket.read(path) == ticket
     assert Ticket.from_json(ticket.to_json()) == ticket
     told = fields(path)
     assert told["socket_path"] == server.socket_path
-    assert told["tensors"] == [{"name": "layers.0", "dtype": "float32", "shape": [2, 3], "nbytes": 24}]
     assert (told["version"], told["kind"], told["endpoint"], told["device"]) == (1, "result", "made", "cpu")
-    assert (told["uid"], told["pid"]) == (os.geteuid(), os.getpid())
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    assert told["boot_id"] == (boot.read_text().strip() if boot.exists() else "")
+    assert (told["nbytes"], told["uid"], told["pid"]) == (24, os.geteuid(), os.getpid())
     assert abs(told["created_at"] - path.stat().st_mtime) < 10
-    tied = {tensor.name: tensor for tensor in client.call("tied").ticket().tensors}
-    assert tied["head.weight"].shape == tied["embed.weight"].shape == (7, 4)
 
 
 def test_the_file_is_private_and_whole(client: Client, path: Path) -> None:
@@ -232,7 +227,7 @@ def test_buffers_have_tickets(client: Client, connect: Connect, path: Path) -> N
     """Both sides write to one memory; the buffer's own terms count."""
     buffer = client.create_buffer((2, 4), "float32", zero=True, max_accesses=1)
     ticket = buffer.ticket(path)
-    assert (ticket.kind, ticket.tensors[0].shape, ticket.nbytes) == ("buffer", (2, 4), 32)
+    assert (ticket.kind, ticket.nbytes) == ("buffer", 32)
     opened = connect().open_ticket(path)
     opened.value[1, 3] = 5.0
     assert buffer.value[1, 3] == 5
@@ -284,8 +279,7 @@ def test_what_is_no_ticket(path: Path, content: bytes, told: str) -> None:
         {"generation": -1},
         {"generation": "1"},
         {"kind": "model"},
-        {"tensors": [{"name": "a", "dtype": "float32", "shape": [-1], "nbytes": 4}]},
-        {"tensors": [{"name": "a"}]},
+        {"nbytes": -1},
         {"socket_path": None},
         {"socket_path": "/" * 5000},
         {"socket_path": ""},
@@ -383,26 +377,7 @@ def test_another_user_cannot_open_it(client: Client, path: Path) -> None:
     child.close()
 
 
-# Another host, another server.
-
-
-def test_a_ticket_of_another_host(client: Client, path: Path) -> None:
-    """Memory does not cross hosts: both are named."""
-    client.call("tied").ticket(path)
-    rewritten(path, boot_id="a-boot", machine_id="a-machine")
-    with pytest.raises(TicketError, match=r"for host a-machine \(boot a-boot\), but this is .*one host only") as caught:
-        client.open_ticket(path)
-    assert caught.value.reason == "other_host"
-
-
-@pytest.mark.skipif(not Path("/etc/machine-id").exists(), reason="this system has no name of its own")
-def test_a_ticket_from_before_a_reboot(client: Client, path: Path) -> None:
-    """The host is the right one, and the object is gone with everything."""
-    client.call("tied").ticket(path)
-    rewritten(path, boot_id="an-earlier-boot")
-    with pytest.raises(StaleHandleError, match="before the last boot of this host") as caught:
-        client.open_ticket(path)
-    assert caught.value.reason == "server_changed"
+# Another server.
 
 
 def test_a_ticket_of_another_server(client: Client, base_path: str, path: Path) -> None:
@@ -435,7 +410,7 @@ def test_a_server_that_was_restarted(provider: Provider, base_path: str, path: P
         with pytest.raises((ConnectError, SharedRPCError)):
             Client(base_path, device="cpu", connect_timeout=0).open_ticket(path)
         with Server(provider):
-            with pytest.raises(StaleHandleError, match=r"now runs at .*: write another ticket") as caught:
+            with pytest.raises(StaleHandleError, match=r"ended or is on another host: .* now runs at .*; write") as caught:
                 client.open_ticket(path)
             assert caught.value.reason == "server_changed"
             client.call("tied").ticket(path)
