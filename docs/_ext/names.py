@@ -102,8 +102,8 @@ def docstring(app: Sphinx, what: str, name: str, item: object, options: Any, lin
             lines += [f":ivar {field.name}:", f":vartype {field.name}: {shown(hints[field.name])}"]
     elif is_typeddict(item):
         for key, kind in get_type_hints(item).items():
-            told = "" if key in item.__required_keys__ else " optional"
-            lines += [f":ivar {key}:{told}", f":vartype {key}: {shown(kind)}"]
+            note = "" if key in item.__required_keys__ else " optional"
+            lines += [f":ivar {key}:{note}", f":vartype {key}: {shown(kind)}"]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -214,7 +214,7 @@ def objects(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
 
 
 def devices(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
-    """List the devices that a server has memory on, and how much of them it uses."""
+    """List the devices of a server, and how much of their memory it uses."""
     with the_server(socket, base_path) as client:
         items = client.list_devices()
     if json:

@@ -12,13 +12,13 @@ from shared_rpc.errors import ConfigurationError
 
 BasePath = Annotated[
     str | None,
-    typer.Option("--base-path", help="Only servers of this base path; by default all beside SHARED_TENSOR_BASE_PATH."),
+    typer.Option("--base-path", help="Only servers of this base path; by default all in its directory."),
 ]
-Socket = Annotated[str | None, typer.Option("--socket", help="The server's socket, where several are alive.")]
+Socket = Annotated[str | None, typer.Option("--socket", help="The server's socket, if several are alive.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Timeout = Annotated[
     float | None,
-    typer.Option("--timeout", metavar="SECONDS", min=0, help="How long to wait at most; 0 does not wait, no limit by default."),
+    typer.Option("--timeout", metavar="SECONDS", min=0, help="Maximum time to wait; 0 does not wait, no limit by default."),
 ]
 Arguments = list[str] | None
 

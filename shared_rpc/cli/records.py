@@ -18,13 +18,13 @@ File = Annotated[str, typer.Argument(metavar="FILE", help="The file of the recor
 
 
 def export_object(
-    object_id: Annotated[str, typer.Argument(metavar="OBJECT", help="The object's id, or the cache key of a cached one.")],
+    object_id: Annotated[str, typer.Argument(metavar="OBJECT", help="The object's id or cache key.")],
     file: File,
     socket: Socket = None,
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
-    """Write an object to a file, from which 'shared-rpc import' has it again without building it."""
+    """Write an object to a file; 'shared-rpc import' restores it without building it."""
     from shared_rpc.extras import record_file
 
     begin = time.perf_counter()
@@ -44,7 +44,7 @@ def import_file(
     arguments: Annotated[Arguments, typer.Argument(help="key=value for the call, with --endpoint")] = None,
     endpoint: Annotated[
         str | None,
-        typer.Option("--endpoint", help="The endpoint of whose call it is the result; by default what was exported."),
+        typer.Option("--endpoint", help="The endpoint of the call; by default that of the exported object."),
     ] = None,
     socket: Socket = None,
     base_path: BasePath = None,

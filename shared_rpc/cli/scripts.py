@@ -17,7 +17,7 @@ def run(
     module: Annotated[bool, typer.Option(MODULE, help="Run a module, as 'python -m' does.")] = False,
     preload: Annotated[
         list[str] | None,
-        typer.Option(PRELOAD, metavar="NAME", help="Import this installed package beforehand too; may be repeated."),
+        typer.Option(PRELOAD, metavar="NAME", help="Import this installed package in the zygote; may be repeated."),
     ] = None,
     idle_exit: Annotated[
         float | None,
@@ -25,18 +25,17 @@ def run(
             IDLE_EXIT,
             metavar="SECONDS",
             min=0,
-            help="Lifetime of that process without another script; 1800 by default.",
+            help="Lifetime of the zygote without another script; 1800 by default.",
         ),
     ] = None,
 ) -> None:
-    """Run a script as python does, without the time that importing torch takes.
+    """Run a script as python does, without the time to import torch.
 
-    Options stand before the script; the words after its name are its arguments. The exit code is the script's, and so is the
-    signal that ended it.
+    Options precede the script; what follows it are its arguments. The exit code, or the signal that ended it, is the script's.
 
-    The script is a fork of a process that has imported torch, numpy and this library already. The first script starts it,
-    'shared-rpc ls' lists it, and 'shared-rpc stop --all' ends it. Where a fork could not be what 'python script.py' is, python
-    itself is started, and a line on standard error says why.
+    The script is a fork of a process, the zygote, that has imported torch, numpy and this library. The first script starts the
+    zygote, 'shared-rpc ls' lists it, and 'shared-rpc stop --all' ends it. If a fork would not behave like 'python script.py',
+    python itself runs the script, and a line on standard error gives the reason.
     """
     from shared_rpc.scripts.command import launch
 

@@ -41,7 +41,7 @@ def serve(
         ),
     ] = None,
     base_path: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Listen at a path that begins so; SHARED_TENSOR_BASE_PATH by default.")
+        str | None, typer.Option(metavar="PATH", help="Prefix of the socket's path; SHARED_TENSOR_BASE_PATH by default.")
     ] = None,
     socket: Annotated[str | None, typer.Option(metavar="PATH", help="Listen at this path.")] = None,
     device: Annotated[
@@ -51,7 +51,7 @@ def serve(
     workers: Annotated[int, typer.Option(rich_help_panel=_WORKERS, min=1, help="Processes that run endpoints.")] = 1,
     worker_device: Annotated[
         list[str] | None,
-        typer.Option(rich_help_panel=_WORKERS, help="The device of each worker in turn; give it once for every GPU."),
+        typer.Option(rich_help_panel=_WORKERS, help="The device of each worker in turn; repeat it for each GPU."),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(rich_help_panel=_WORKERS, min=1, help="Threads of a worker that run endpoints.")
@@ -62,7 +62,7 @@ def serve(
             rich_help_panel=_WORKERS,
             min=0.001,
             metavar="SECONDS",
-            help="Kill the worker of a run that takes longer; no limit by default.",
+            help="Time limit of a run, after which its worker is killed; no limit by default.",
         ),
     ] = None,
     no_preload: Annotated[
@@ -70,7 +70,7 @@ def serve(
         typer.Option(
             "--no-preload",
             rich_help_panel=_WORKERS,
-            help="Start every worker as a new process, not as a fork of one that has imported the app's packages.",
+            help="Start each worker as a new process, not by forking one that has imported the app's packages.",
         ),
     ] = False,
     in_process: Annotated[
@@ -81,7 +81,7 @@ def serve(
         typer.Option(
             rich_help_panel=_MEMORY,
             metavar="SIZE",
-            help="Memory of objects without leases; beyond it the least recently used are dropped. No limit by default.",
+            help="Memory of objects without leases; the least recently used are dropped first. No limit by default.",
         ),
     ] = None,
     quota: Annotated[
@@ -96,7 +96,7 @@ def serve(
         Literal["evict", "refuse"],
         typer.Option(
             rich_help_panel=_MEMORY,
-            help="Refuse a request that a quota has no room for, or evict unused objects while the request waits.",
+            help="What to do with a request that exceeds a quota: refuse it, or evict unused objects while it waits.",
         ),
     ] = "refuse",
     host_quota: Annotated[
@@ -110,7 +110,7 @@ def serve(
         typer.Option(
             rich_help_panel=_MEMORY,
             metavar="DIRECTORY",
-            help="Where evicted objects are written to files without names; none are by default.",
+            help="Directory for unnamed files with evicted objects; none by default.",
         ),
     ] = None,
     pool_initial: Annotated[
@@ -121,7 +121,9 @@ def serve(
     ] = None,
     pool_limit: Annotated[
         str | None,
-        typer.Option(rich_help_panel=_MEMORY, metavar="SIZE", help="Maximum size of it: 256M by default; 0 for no pools."),
+        typer.Option(
+            rich_help_panel=_MEMORY, metavar="SIZE", help="Maximum size of the pool: 256M by default; 0 disables pools."
+        ),
     ] = None,
     max_tasks: Annotated[
         int, typer.Option(rich_help_panel=_CLIENTS, min=1, help="Tasks that may be pending or running.")
@@ -132,7 +134,7 @@ def serve(
             rich_help_panel=_CLIENTS,
             min=0,
             metavar="SECONDS",
-            help="How long a task that ended is remembered, and its result kept.",
+            help="How long a finished task and its result are kept.",
         ),
     ] = 3600.0,
     max_connections: Annotated[
@@ -152,7 +154,7 @@ def serve(
             rich_help_panel=_CLIENTS,
             min=0.001,
             metavar="SECONDS",
-            help="End after so long without a client, lease, task or call; never by default.",
+            help="Exit after this time without a client, lease, task or call; never by default.",
         ),
     ] = None,
     cluster: Annotated[
@@ -191,7 +193,9 @@ def serve(
     ] = None,
     metrics_host: Annotated[
         str,
-        typer.Option(rich_help_panel=_OBSERVABILITY, metavar="ADDRESS", help="Address of that port; 0.0.0.0 for other hosts."),
+        typer.Option(
+            rich_help_panel=_OBSERVABILITY, metavar="ADDRESS", help="Address of the metrics port; 0.0.0.0 for other hosts."
+        ),
     ] = "127.0.0.1",
     log_format: Annotated[
         LogFormat | None,
@@ -201,7 +205,7 @@ def serve(
         LogLevel | None,
         typer.Option(
             rich_help_panel=_OBSERVABILITY,
-            help="Least severe level of the log: info with --log-format alone, warning without both.",
+            help="Minimum level of the log: info with --log-format, else warning, by default.",
         ),
     ] = None,
     hook: Annotated[
@@ -209,7 +213,7 @@ def serve(
         typer.Option(
             rich_help_panel=_OBSERVABILITY,
             metavar="MODULE:NAME",
-            help="A function that gets every event, imported by the server. May be repeated.",
+            help="A function that the server imports and calls with every event. May be repeated.",
         ),
     ] = None,
 ) -> None:
@@ -217,8 +221,8 @@ def serve(
 
     Endpoints run in worker processes, and their results outlive the workers.
 
-    A SIZE is a number of bytes, or one with K, M, G or T, powers of 1024: 512M, 1.5GiB. An AMOUNT is a size, or a number with a
-    point, up to 1.0: a fraction of the device's memory.
+    A SIZE is a number of bytes, or a number with K, M, G or T (powers of 1024): 512M, 1.5GiB. An AMOUNT is a size, or a
+    fraction of the device's memory, written with a point, up to 1.0.
 
     Every option can stand in the table tool.shared-rpc of a pyproject.toml, or in the file of --config, by its long name: quota
     = ["cuda:0=0.8"], in-process = true. The command line takes precedence over the file.
@@ -371,13 +375,13 @@ class _InProcessHost:
 def reload(
     socket: Socket = None,
     base_path: BasePath = None,
-    keep_objects: Annotated[bool, typer.Option("--keep-objects", help="Keep what old code made in the cache.")] = False,
+    keep_objects: Annotated[bool, typer.Option("--keep-objects", help="Keep cached objects of the old code.")] = False,
     drop_objects: Annotated[bool, typer.Option("--drop-objects", help="Drop all cached objects without leases.")] = False,
     json: Json = False,
 ) -> None:
-    """Have a server's workers read the app's code anew; the old ones serve until the new ones are ready.
+    """Restart a server's workers with the app's new code; the old workers serve until the new ones are ready.
 
-    By default cached objects of changed endpoints are dropped; their holders keep them.
+    By default the cached objects of changed endpoints are dropped; clients keep those they hold.
     """
     if keep_objects and drop_objects:
         raise Misuse("--keep-objects and --drop-objects contradict each other: use one of them")

@@ -24,7 +24,7 @@ def stop(
     ] = False,
     json: Json = False,
 ) -> None:
-    """End a server, wait for its end, and print what it held. Clients keep their memory."""
+    """Stop a server, wait until it has exited, and print what it held. Clients keep their memory."""
     if every and socket is not None:
         raise Misuse("--all and --socket contradict each other: use one of them")
     ended: list[StopInfo | dict[str, Any]] = []

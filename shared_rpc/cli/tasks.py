@@ -24,7 +24,7 @@ TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id, whic
 
 def tasks(
     status: Annotated[TaskStatus | None, typer.Option(help="Only tasks of this status.")] = None,
-    socket: Annotated[str | None, typer.Option("--socket", help="One server's socket; all that are alive by default.")] = None,
+    socket: Annotated[str | None, typer.Option("--socket", help="One server's socket; all live servers by default.")] = None,
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
@@ -63,7 +63,7 @@ def tasks(
 
 
 def wait(task: TaskId, timeout: Timeout = None, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
-    """Wait for a task, and show its progress. Exit code 1 if it fails, is cancelled, or takes longer.
+    """Wait for a task, and show its progress. Exit code 1 if it fails, is cancelled, or exceeds the timeout.
 
     The result is not fetched.
     """
@@ -74,7 +74,7 @@ def wait(task: TaskId, timeout: Timeout = None, socket: Socket = None, base_path
 
 
 def cancel(task: TaskId, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
-    """Cancel a task that has not begun, or ask one that runs to stop."""
+    """Cancel a pending task, or request a running one to stop."""
     with the_owner(task, socket, base_path) as client:
         done = client.cancel_task(task)
         info = client.get_task_status(task)

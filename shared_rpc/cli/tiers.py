@@ -31,7 +31,7 @@ def evict(
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
-    """Move an object, or all of an endpoint's, from its device to a lower tier. What a process has active stays."""
+    """Move an object, or all objects of an endpoint, from their device to a lower tier. Active objects stay."""
     with the_server(socket, base_path) as client:
         chosen = _target(client, target)
         moves = _moved(client, lambda: client.evict(chosen, to))
@@ -39,7 +39,7 @@ def evict(
 
 
 def restore(target: Target, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
-    """Move an object, or all of an endpoint's, back to its device, for all processes that have it."""
+    """Move an object, or all objects of an endpoint, back to their device, for all processes."""
     with the_server(socket, base_path) as client:
         chosen = _target(client, target)
         moves = _moved(client, lambda: client.restore(chosen))

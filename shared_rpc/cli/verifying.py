@@ -31,22 +31,20 @@ def verify(
     size: Annotated[
         # Its name, because typer 0.27 would make one of the metavar.
         str | None,
-        typer.Option(
-            "--size", metavar="SIZE", help="The model's: bytes, or 64MiB; 64MiB by default, 1GiB on a GPU; 8MiB at least."
-        ),
+        typer.Option("--size", metavar="SIZE", help="Size of the model; 64MiB by default, 1GiB on a GPU; 8MiB at least."),
     ] = None,
     lifetimes: Annotated[int, typer.Option(min=1, help="Processes that come and go.")] = 100,
     cycles: Annotated[int, typer.Option(min=1, help="Attaches and releases of one process.")] = 1000,
     check: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only this check; the error for an unknown name has all names. May be repeated."),
+        typer.Option(metavar="NAME", help="Only this check; the error for an unknown name lists all names. May be repeated."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Verify sharing on this machine, with real processes, a real server, a real model, and kills.
 
-    It starts a server of its own, in a directory of its own; others are not touched. Exit code 0 if all checks passed, 1 if
-    one failed, 2 if there was nothing to check, 128 and the signal's number if it was interrupted, when nothing is left either.
+    It starts its own server in its own directory and leaves nothing behind. Exit code 0 if all checks passed, 1 if one failed,
+    2 if there was nothing to check, 128 plus the signal's number if it was interrupted.
     """
     from shared_rpc.extras import verify as verification
 

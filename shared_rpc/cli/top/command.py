@@ -36,9 +36,9 @@ def top(
 ) -> None:
     """Watch a server: its objects and their holders, calls, builds, memory, workers and clients. '?' shows the keys.
 
-    Waits for a server where none is alive, and for the next one when it goes away. With --once that is exit code 1.
+    Waits until a server is alive, and for the next one if it exits; with --once this is exit code 1.
 
-    The live view needs the extra 'top', --once does not. Exit code 0 on 'q', 128 and its number on a signal.
+    The live view needs the extra 'top', --once does not. Exit code 0 on 'q', 128 plus the number on a signal.
     """
     from rich.console import Console
 
