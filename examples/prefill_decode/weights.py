@@ -1,11 +1,11 @@
-"""The server's part: the weights of a small LLaMA, as a checkpoint of Hugging Face has them.
+"""The weights of a small LLaMA, named as in a checkpoint of Hugging Face. All commands::
 
-    shared-rpc serve examples/prefill_decode/weights.py
+    shared-rpc serve weights.py &
+    mkfifo /tmp/done
+    python prefill.py < /tmp/done | python decode.py | tee /tmp/done
 
-The two engines (engine.py) map what this builds, read-only. Replace ``make`` by ``safetensors.torch.load_file`` for real ones.
+The two engines map the weights read-only. Replace ``make`` by ``safetensors.torch.load_file`` for real ones.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -13,17 +13,20 @@ import torch
 
 from shared_rpc import Provider
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
 provider = Provider()
 
 
 @dataclass(frozen=True)
 class Config:
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    vocabulary: int
+    width: int = 512
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    hidden: int = 1536
+    vocabulary: int = 4096
     block: int = 16  # positions of a block of the KV cache
 
     @property
@@ -31,51 +34,37 @@ class Config:
         return self.width // self.heads
 
 
-SIZES = {
-    "warm-up": Config(width=64, layers=1, heads=4, kv_heads=2, hidden=64, vocabulary=128),
-    "tiny": Config(width=256, layers=8, heads=8, kv_heads=2, hidden=768, vocabulary=2048),
-    "small": Config(width=512, layers=8, heads=8, kv_heads=4, hidden=1536, vocabulary=4096),
-    "large": Config(width=4096, layers=16, heads=32, kv_heads=8, hidden=14336, vocabulary=32000),
-}
+CONFIG = Config()
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def dtype() -> torch.dtype:
-    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-
-
-def make(size: str) -> dict[str, torch.Tensor]:
-    """The same random weights for everybody who asks."""
-    config = SIZES[size]
-    generator = torch.Generator(device()).manual_seed(0)
+def make() -> dict[str, torch.Tensor]:
+    """Return random weights, which are the same in every process."""
+    config, generator = CONFIG, torch.Generator(DEVICE).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        values = torch.empty(shape, dtype=dtype(), device=device())
-        return values.normal_(std=2 * shape[-1] ** -0.5, generator=generator)
+        return torch.empty(shape, dtype=DTYPE, device=DEVICE).normal_(std=2 * shape[-1] ** -0.5, generator=generator)
+
+    def ones() -> torch.Tensor:
+        return torch.ones(config.width, dtype=DTYPE, device=DEVICE)
 
     kv_width = config.kv_heads * config.head_size
     weights = {"model.embed_tokens.weight": random(config.vocabulary, config.width)}
     for layer in range(config.layers):
         name = f"model.layers.{layer}"
         weights |= {
-            f"{name}.input_layernorm.weight": torch.ones(config.width, dtype=dtype(), device=device()),
+            f"{name}.input_layernorm.weight": ones(),
             f"{name}.self_attn.q_proj.weight": random(config.width, config.width),
             f"{name}.self_attn.k_proj.weight": random(kv_width, config.width),
             f"{name}.self_attn.v_proj.weight": random(kv_width, config.width),
             f"{name}.self_attn.o_proj.weight": random(config.width, config.width),
-            f"{name}.post_attention_layernorm.weight": torch.ones(config.width, dtype=dtype(), device=device()),
+            f"{name}.post_attention_layernorm.weight": ones(),
             f"{name}.mlp.gate_proj.weight": random(config.hidden, config.width),
             f"{name}.mlp.up_proj.weight": random(config.hidden, config.width),
             f"{name}.mlp.down_proj.weight": random(config.width, config.hidden),
         }
-    weights["model.norm.weight"] = torch.ones(config.width, dtype=dtype(), device=device())
-    weights["lm_head.weight"] = random(config.vocabulary, config.width)
-    return weights
+    return weights | {"model.norm.weight": ones(), "lm_head.weight": random(config.vocabulary, config.width)}
 
 
 @provider.share(managed=True, access="read")
-def load_weights(size: str) -> dict[str, torch.Tensor]:
-    return make(size)
+def load_weights() -> dict[str, torch.Tensor]:
+    return make()

@@ -1,18 +1,17 @@
-"""A small language model of the LLaMA kind, and the rules by which its weights are divided among ranks.
+"""A small LLaMA, whole or one rank's part of it; ``python model.py DIRECTORY`` writes random weights to DIRECTORY/model.pt.
 
-With its own part of the weights a rank computes its own heads and its own part of the MLP. Two sums over all ranks in every
-layer, one after the attention and one after the MLP, make of that what the whole model would compute.
+A rank computes its own heads and its own part of the MLP. Two sums over all ranks in every layer, after the attention and after
+the MLP, give what the whole model computes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-
-from shared_rpc.extras.sharding import Replicate, Rules, Shard
 
 
 @dataclass(frozen=True)
@@ -23,10 +22,10 @@ class Config:
     layers: int = 4
     head_width: int = 32
     heads: int = 8
-    kv_heads: int = 4  # grouped-query attention: each of them serves two heads
+    kv_heads: int = 4  # grouped-query attention: each serves two heads
 
     def of_rank(self, world: int) -> Config:
-        """The sizes of the part that one of ``world`` ranks has."""
+        """Return the sizes of the part that one of ``world`` ranks has."""
         return replace(
             self,
             vocabulary=self.vocabulary // world,
@@ -38,29 +37,9 @@ class Config:
 
 CONFIG = Config()
 
-RULES: Rules = {
-    # Column-parallel: a rank has some of the outputs. Heads are not cut, and with more ranks than there are key and value heads
-    # several ranks have the same one.
-    "*.q_proj.weight": Shard(0, blocks=CONFIG.heads),
-    "*.[kv]_proj.weight": Shard(0, blocks=CONFIG.kv_heads, repeat=True),
-    "*.gate_proj.weight": Shard(0),
-    "*.up_proj.weight": Shard(0),
-    "lm_head.weight": Shard(0),
-    # Row-parallel: a rank has the inputs that it has computed, and the outputs are to be summed.
-    "*.o_proj.weight": Shard(1, blocks=CONFIG.heads),
-    "*.down_proj.weight": Shard(1),
-    "*norm.weight": Replicate(),
-    "embed_tokens.weight": Replicate(),
-}
-
-
-def device_of(rank: int) -> str:
-    """Where a rank's part lives: a GPU of its own where there are enough, else they take turns; the host without any."""
-    return f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-
 
 def alone(part: Tensor) -> Tensor:
-    """What the collectives of one rank do."""
+    """Exchange with the other ranks, of which there are none."""
     return part
 
 
@@ -74,7 +53,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.head_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's heads, and what they add to the output."""
+        """Return what this rank's heads add to the output."""
         batch, length, _ = x.shape
         q, k, v = (
             project(x).view(batch, length, -1, self.head_width).transpose(1, 2)
@@ -88,7 +67,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary position embeddings."""
+    """Apply rotary position embeddings."""
     length, half = x.shape[2], x.shape[3] // 2
     speeds = 10_000.0 ** -(torch.arange(half, device=x.device) / half)
     angles = torch.arange(length, device=x.device)[:, None] * speeds
@@ -104,7 +83,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """SwiGLU: what this rank's part adds to the output."""
+        """Return what this rank's part of SwiGLU adds to the output."""
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -118,7 +97,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model, or one rank's part of it."""
+    """The whole model, or the part of one of ``world`` ranks."""
 
     def __init__(self, config: Config = CONFIG, world: int = 1) -> None:
         super().__init__()
@@ -131,13 +110,23 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, total: Callable[[Tensor], Tensor] = alone, joined: Callable[[Tensor], Tensor] = alone
     ) -> Tensor:
-        """The logits of every position.
+        """Return the logits of every position.
 
         :param total: sums the tensors that all ranks pass to it.
-        :param joined: puts them side by side, in the order of the ranks.
+        :param joined: concatenates them in the order of the ranks.
         """
         x = self.embed_tokens(tokens)
         for block in self.layers:
             x = x + total(block.attention(block.input_norm(x)))
             x = x + total(block.mlp(block.post_norm(x)))
         return joined(self.lm_head(self.norm(x)))
+
+
+def prompts() -> Tensor:
+    """Return two sequences of tokens."""
+    return torch.randint(CONFIG.vocabulary, (2, 48), generator=torch.Generator().manual_seed(1))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.save(Transformer().state_dict(), f"{sys.argv[1]}/model.pt")

@@ -1,28 +1,45 @@
-"""What every rank's server serves: the part of one rank, cut from a checkpoint.
+"""The app that the server of each rank runs: it serves that rank's part of a model. All commands, for two ranks::
 
-    shared-rpc serve shards.py --device cuda:0      # and cuda:1, cuda:2, …: one server for each GPU
+    mkdir -m 700 /tmp/tp && python model.py /tmp/tp                  # random weights
+    shared-rpc serve shards.py --base-path /tmp/tp/rank0 &           # with GPUs: --device cuda:0
+    shared-rpc serve shards.py --base-path /tmp/tp/rank1 &           # and --device cuda:1
+    python one_client.py /tmp/tp                                     # one process computes with all parts,
+    python rank.py /tmp/tp 1 & python rank.py /tmp/tp 0              # or one process for each rank
 
-Which rank it is the caller says, so that a server cannot have the part of another one.
+Without a GPU all runs on the host; if there are fewer GPUs than ranks, ranks share them.
 """
 
-from __future__ import annotations
-
 import torch
-from model import CONFIG, RULES, Transformer
+from model import CONFIG, Transformer
 
 from shared_rpc import Provider
-from shared_rpc.extras.sharding import shard_state_dict
+from shared_rpc.extras.sharding import Replicate, Rules, Shard, shard_state_dict
+
+RULES: Rules = {
+    # Column-parallel: a rank has some of the outputs. Heads are not cut; with more ranks than key and value heads several ranks
+    # have the same one.
+    "*.q_proj.weight": Shard(0, blocks=CONFIG.heads),
+    "*.[kv]_proj.weight": Shard(0, blocks=CONFIG.kv_heads, repeat=True),
+    "*.gate_proj.weight": Shard(0),
+    "*.up_proj.weight": Shard(0),
+    "lm_head.weight": Shard(0),
+    # Row-parallel: a rank has the inputs that it has computed, and the outputs are summed over the ranks.
+    "*.o_proj.weight": Shard(1, blocks=CONFIG.heads),
+    "*.down_proj.weight": Shard(1),
+    "*norm.weight": Replicate(),
+    "embed_tokens.weight": Replicate(),
+}
 
 provider = Provider()
 
 
+# The caller names the rank, so that a server cannot have the part of another one.
 @provider.share(managed=True)
 def load_shard(checkpoint: str, rank: int, world: int) -> Transformer:
-    """One rank's part of the model. Of the file only that part is read."""
+    """Load one rank's part of the model; only that part of the file is read."""
     state = torch.load(checkpoint, mmap=True, weights_only=True)
     device = "cpu" if provider.device_id == "cpu" else "cuda"  # the current GPU is the provider's
-    part = shard_state_dict(state, RULES, rank, world, device=device)
     with torch.device("meta"):
         model = Transformer(CONFIG, world)
-    model.load_state_dict(part, assign=True)
+    model.load_state_dict(shard_state_dict(state, RULES, rank, world, device=device), assign=True)
     return model.requires_grad_(False).eval()

@@ -1,13 +1,11 @@
 """Swap a model's version under load::
 
-    python deploy.py llama v2                  # load v2 while v1 is served, then serve v2
-    python deploy.py llama v1                  # and back, at once, while v1 is loaded
-    python deploy.py llama v2 --retire v1      # swap, and give v1's memory back
+    python deploy.py resnet18 v2                  # load v2 while v1 is served, then serve v2
+    python deploy.py resnet18 v1                  # and back, at once, while v1 is loaded
+    python deploy.py resnet18 v2 --retire v1      # swap, and release v1's memory
 
 This process loads no weights and maps none.
 """
-
-from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
@@ -19,12 +17,12 @@ from rich.progress import Progress as Bars
 from shared_rpc import Client, Generation, Progress, TaskInfo, TaskStatus
 
 
-def deploy(client: Client, name: str, version: str, tell: Callable[[Progress], object]) -> Generation:
-    """Load a version, then swap to it in one step. Where it cannot be loaded, that is raised, and nothing has changed."""
+def deploy(client: Client, name: str, version: str, report: Callable[[Progress], object]) -> Generation:
+    """Load a version, then swap to it in one step. If it cannot be loaded, raise the error; nothing has changed then."""
 
     def changed(info: TaskInfo) -> None:
         if info.progress is not None:
-            tell(info.progress)
+            report(info.progress)
 
     task_id = client.submit("load", name, version)
     if client.watch_task(task_id, callback=changed).status is not TaskStatus.COMPLETED:
@@ -33,7 +31,7 @@ def deploy(client: Client, name: str, version: str, tell: Callable[[Progress], o
 
 
 def retire(client: Client, name: str, version: str) -> list[dict[str, Any]]:
-    """Give a version's memory back: what workers have mapped goes with the last of them, and is what is returned."""
+    """Release a version; return the objects that workers still hold, whose memory is freed when the last one releases them."""
     client.invalidate_call_cache("load", name, version)
     return client.retire("load") + client.retire("serving")
 
@@ -43,13 +41,12 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("version")
     parser.add_argument("--retire", metavar="VERSION")
-    parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Client(device=options.device) as client, Bars(*columns) as bars:
+    with Client(connect_timeout=60) as client, Bars(*columns) as bars:
         bar = bars.add_task(f"{options.name} {options.version}", total=None)
         made = deploy(client, options.name, options.version, lambda p: bars.update(bar, completed=p.done, total=p.total))
-        bars.print(f"{options.name} {options.version} is served now, as generation {made.generation}")
+        bars.print(f"{options.name} {options.version} is served, as generation {made.generation}")
         if options.retire is not None:
             held = retire(client, options.name, options.retire)
             workers = sum(facts["leases"] for facts in held)

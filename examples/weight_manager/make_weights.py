@@ -1,37 +1,25 @@
-"""Write seeded weights, v1 and v2 of both models, as safetensors files::
+"""Write random weights, v1 and v2 of both models, as safetensors files: ``python make_weights.py weights [--width 128]``.
 
-    python make_weights.py weights [--scale 2]
-
-Each version is a folder, ``weights/llama/v1`` and so on, with ``config.json`` and ``model.safetensors``.
+Each version is a folder, ``weights/resnet18/v1`` and so on, with ``config.json`` and ``model.safetensors``.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
 from pathlib import Path
 
 import torch
-from models import architecture
+from model import ResNet
 from safetensors.torch import save_file
 
-MODELS = ("resnet18", "llama")
+MODELS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 VERSIONS = ("v1", "v2")
 
 
-def sizes(name: str, scale: float) -> dict[str, int]:
-    """The constructor's arguments: about 50 MiB a model at scale 1, and with the square of it."""
-    if name == "resnet18":
-        return {"width": int(64 * scale) // 8 * 8, "classes": 1000}
-    width = int(512 * scale) // 64 * 64
-    return {"vocabulary": 4096, "width": width, "layers": 3, "heads": 8, "kv_heads": 4, "hidden": 3 * width}
-
-
-def write(folder: Path, name: str, version: str, scale: float) -> Path:
-    """One version. It is written beside its place and then moved there, so that nobody ever loads half of one."""
+def write(folder: Path, name: str, version: str, width: int) -> Path:
+    """Write one version to a draft and rename it, so that no process loads half of one."""
     torch.manual_seed(sum(map(ord, name + version)))
-    config = sizes(name, scale)
-    weights = architecture(name, config).state_dict()
+    config = {"blocks": MODELS[name], "width": width}
+    weights = ResNet(**config).state_dict()
     for key, tensor in weights.items():  # as if it had been trained
         if key.endswith("running_mean"):
             tensor.normal_(0, 0.1)
@@ -49,11 +37,11 @@ def write(folder: Path, name: str, version: str, scale: float) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--scale", type=float, default=1.0, help="of all widths")
+    parser.add_argument("--width", type=int, default=64, help="of the first layers; at 64 both models have 130 MiB")
     options = parser.parse_args()
     for name in MODELS:
         for version in VERSIONS:
-            path = write(options.folder, name, version, options.scale)
+            path = write(options.folder, name, version, options.width)
             print(f"{path}: {path.stat().st_size / 2**20:.0f} MiB", flush=True)
 
 

@@ -1,34 +1,36 @@
-"""The web workers example, and its load client by itself."""
+"""The web workers example: one object for all workers, a killed worker under load, and the memory of a worker."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
+import itertools
 import os
+import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
-import torch
 
-from tests.kit.processes import PYTHONPATH, ROOT, Child, eventually
+from shared_rpc import Client
+from tests.kit.examples import Example, private_bytes
+from tests.kit.processes import eventually
 
-for package in ("fastapi", "uvicorn", "httpx"):
+for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package)
+httpx = pytest.importorskip("httpx")
 
-EXAMPLE = ROOT / "examples" / "fastapi_workers"
+pytestmark = pytest.mark.timeout(300)
 
-pytestmark = pytest.mark.timeout(420)
-
-#: A small model with the one method that the app needs, and enough weights to be seen in a process's memory.
+WORKERS, USERS = 2, 8
+TEXTS = [
+    "The waggle dance tells other bees where the flowers are.",
+    "Lightning heats the air to five times the temperature of the sun's surface.",
+    "Sourdough rises because of wild yeast and lactic acid bacteria.",
+]
+#: A stand-in for the model, since a machine with a GPU may lack the weights. It has as many bytes as are seen in its memory.
 MODEL = """
 import torch
 from shared_rpc import Provider
@@ -51,148 +53,188 @@ def load_model():
     torch.manual_seed(0)
     return Encoder().to("cpu" if provider.device_id == "cpu" else "cuda").requires_grad_(False)
 """
+#: The example's app, which also says which worker answers, and how much GPU memory its torch has allocated.
+TOLD = """
+import os, torch
+from app import app
+
+@app.middleware("http")
+async def name_worker(request, call_next):
+    response = await call_next(request)
+    response.headers["x-worker"] = str(os.getpid())
+    return response
+
+@app.get("/allocated")
+async def allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+"""
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_example(base_path: str, device: str) -> None:
-    """Everything it claims: one object for all workers, no request lost with a killed one, a successor, and less memory."""
-    scratch = Path(base_path).parent
-    copy = shutil.copytree(EXAMPLE, scratch / "example", ignore=shutil.ignore_patterns("__pycache__"))
-    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(scratch)}
-    if device == "cpu":
-        environ["CUDA_VISIBLE_DEVICES"] = ""
+class Service:
+    """uvicorn with the example's app."""
+
+    def __init__(self, example: Example, role: str) -> None:
+        # Port 0: the kernel chooses a free one. A worker has 20 s to import torch before uvicorn kills it.
+        words = ("--workers", str(WORKERS), "--port", "0", "--no-access-log", "--timeout-worker-healthcheck", "20")
+        self._uvicorn = example.start("-m", "uvicorn", "told:app", *words, SHARED_TENSOR_ROLE=role)
+
+    def wait(self) -> None:
+        """Wait until all workers serve."""
+        found = re.search(r"running on (http://\S+)", self._uvicorn.expect_error("running on"))
+        assert found is not None
+        self.url = found[1]
+        for _ in range(WORKERS):
+            self._uvicorn.expect_error("Application startup complete")
+
+    def allocated(self) -> dict[int, int]:
+        """Ask all workers, by a new connection for each request."""
+        found: dict[int, int] = {}
+
+        def ask() -> bool:
+            response = httpx.get(f"{self.url}/allocated", timeout=30)
+            found[int(response.headers["x-worker"])] = response.json()
+            return len(found) == WORKERS
+
+        eventually(ask, 120.0, "an answer of every worker")
+        return found
+
+    def vectors(self) -> list[float]:
+        """Return the embeddings of the texts, in one list."""
+        answer = httpx.post(f"{self.url}/embed", json={"texts": TEXTS}, timeout=30).raise_for_status()
+        return [number for vector in answer.json() for number in vector]
+
+
+class Site(NamedTuple):
+    """A server with the model, uvicorn with workers that attach, and uvicorn with workers that load the model themselves."""
+
+    device: str
+    client: Client
+    attached: Service
+    alone: Service
+
+    def holders(self) -> set[int]:
+        """The processes that hold the model, of which there is one."""
+        (model,) = self.client.list_objects()
+        return {holder["pid"] for holder in model["holders"]}
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """The example as it is on the host; with a stand-in for its model on a GPU."""
+    folder = tmp_path_factory.mktemp("workers")
+    with Example("fastapi_workers", folder, request.param) as example:
+        example.source = shutil.copytree(example.source, folder / "example", ignore=shutil.ignore_patterns("__pycache__"))
+        (example.source / "told.py").write_text(TOLD)
+        if request.param == "cuda":
+            (example.source / "model.py").write_text(MODEL)
+        example.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        example.serve("model.py")
+        attached = Service(example, "client")
+        attached.wait()
+        alone = Service(example, "")
+        alone.wait()
+        with example.client() as client:
+            yield Site(request.param, client, attached, alone)
+
+
+class Users:
+    """Users of a service, each with one connection. A request whose connection breaks is repeated; other errors raise."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        #: Answers, by worker.
+        self.answers: Counter[int] = Counter()
+        #: Attempts whose connection broke, by the worker that it led to; 0 where that had not answered before.
+        self.broken: Counter[int] = Counter()
+        #: The worker to which each user is connected, 0 where none has answered yet.
+        self.connected = [0] * USERS
+        #: Requests that were answered after an attempt that broke.
+        self.repeated = 0
+        self.ended = False
+
+    async def use(self, number: int) -> None:
+        """Send one request after another."""
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=1), timeout=60) as client:
+            for text in itertools.cycle(TEXTS):
+                worker = await self._ask(client, number, text)
+                self.connected[number] = worker
+                self.answers[worker] += 1
+                if self.ended:
+                    return
+
+    async def _ask(self, client: httpx.AsyncClient, number: int, text: str) -> int:
+        for attempt in range(5):
+            try:
+                response = await client.post(f"{self._service.url}/embed", json={"texts": [text]})
+            except httpx.TransportError:
+                self.broken[self.connected[number]] += 1
+                self.connected[number] = 0
+                await asyncio.sleep(0.01 * 2**attempt)
+                continue
+            self.repeated += attempt > 0
+            return int(response.raise_for_status().headers["x-worker"])
+        raise AssertionError("a request was lost")
+
+    async def answered(self, count: int) -> None:
+        """Wait for so many more answers, and until all users have one."""
+        enough = self.answers.total() + count
+        while self.answers.total() < enough or not all(self.connected):  # noqa: ASYNC110 - many things change it
+            await asyncio.sleep(0.01)
+
+
+async def load(service: Service, kill: bool = False) -> tuple[Users, int]:
+    """Let users send a hundred requests, and a hundred after the kill of a worker; return what they saw, and its pid."""
+    users, victim = Users(service), 0
+    async with asyncio.TaskGroup() as group:
+        for number in range(USERS):
+            group.create_task(users.use(number))
+        await users.answered(100)
+        if kill:
+            victim = Counter(users.connected).most_common(1)[0][0]
+            os.kill(victim, signal.SIGKILL)
+            await users.answered(100)
+        users.ended = True
+    return users, victim
+
+
+def test_all_workers_hold_one_object(site: Site) -> None:
+    """No connection breaks under load."""
+    assert site.holders() == set(site.attached.allocated())
+
+    users, _ = asyncio.run(load(site.attached))
+
+    assert not users.broken
+
+
+def test_a_killed_worker_loses_no_request(site: Site) -> None:
+    """Those that it was working on are answered by another worker, and its successor attaches to the same object."""
+    before = site.holders()
+
+    users, victim = asyncio.run(load(site.attached, kill=True))
+
+    assert victim in before
+    assert set(users.broken) == {victim}
+    assert 0 < users.broken[victim] == users.repeated <= USERS
+    eventually(lambda: victim not in site.holders() and len(site.holders()) == WORKERS, 120.0, "a new worker", every=0.05)
+    assert len(site.holders() & before) == WORKERS - 1
+    (model,) = site.client.list_objects()
+    assert model["generation"] == 1
+    assert site.holders() == set(site.attached.allocated())
+
+
+def test_a_worker_that_attaches_has_no_copy_of_the_model(site: Site) -> None:
+    """It computes the same vectors as one that has loaded the model, and has a model's memory less."""
+    (model,) = site.client.list_objects()
+    services = site.attached, site.alone
+    attached, alone = (service.vectors() for service in services)
+    assert attached == pytest.approx(alone, abs=1e-3)
+
+    for service in services:  # so that all workers have read all their weights
+        asyncio.run(load(service))
+
+    # The smallest worker of each kind: one that has answered more has more buffers of its own.
+    if site.device == "cpu":
+        own = [min(map(private_bytes, service.allocated())) for service in services]
     else:
-        (copy / "model.py").write_text(MODEL)  # a GPU machine may do without the weights
-
-    done = subprocess.run(
-        [sys.executable, str(copy / "run.py")],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-
-    assert (done.returncode, "all checks passed" in done.stdout) == (0, True), done.stdout + done.stderr
-    assert done.stdout.count("ok  ") == 8
-    assert [path.name for path in scratch.iterdir() if path.name.startswith("tmp")] == []
-
-
-def test_an_interrupted_example_leaves_nothing(base_path: str, children: list[Child]) -> None:
-    """Workers of uvicorn that are still starting do not end by themselves, and neither does uvicorn."""
-    scratch = Path(base_path).parent
-    copy = shutil.copytree(EXAMPLE, scratch / "example", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "model.py").write_text(MODEL)
-    (scratch / "t").mkdir()
-    child = Child(str(copy / "run.py"), environ={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(scratch / "t")})
-    children.append(child)
-    child.expect("one model")
-    eventually(lambda: len(family(child.pid)) >= 6)  # with the server, uvicorn and its workers
-    started = family(child.pid)
-
-    child.process.send_signal(signal.SIGINT)
-
-    code, errors = child.close()
-    assert (code, "Traceback" in errors) == (130, False)
-    assert not list((scratch / "t").iterdir())
-    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
-
-
-def family(pid: int) -> list[int]:
-    """A process, its children, and theirs."""
-    found = [pid]
-    for one in found:
-        with suppress(OSError):
-            found += map(int, Path(f"/proc/{one}/task/{one}/children").read_text(encoding="ascii").split())
-    return found
-
-
-# The load client.
-
-
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The example's ``load`` module."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    yield importlib.import_module("load")
-    del sys.modules["load"]
-
-
-def seen(client: ModuleType, answer: Callable[[int, int], bytes]) -> Any:
-    """What two users report of a service that gives ``answer(connection, request)``, and hangs up where that is empty."""
-    connections = iter(range(1 << 20))
-    serving: list[asyncio.Task[None] | None] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.append(asyncio.current_task())
-        connection = next(connections)
-        # Users hang up when they have had enough.
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            for request in range(1 << 20):
-                head = await reader.readuntil(b"\r\n\r\n")
-                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
-                writer.write(answer(connection, request))
-                if not answer(connection, request):
-                    break
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
-
-    async def measure() -> Any:
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            host, port = server.sockets[0].getsockname()
-            report = await client.load(f"http://{host}:{port}/embed", 2, 0.5)
-            await asyncio.gather(*filter(None, serving))
-            return report
-
-    return asyncio.run(measure())
-
-
-def ok(worker: int) -> bytes:
-    """An answer of a worker."""
-    return b"HTTP/1.1 200 OK\r\nx-worker: %d\r\ncontent-length: 2\r\n\r\n[]" % worker
-
-
-def test_all_is_well(client: ModuleType) -> None:
-    """Answers are counted by worker, and nothing else is."""
-    report = seen(client, lambda connection, request: ok(connection))
-
-    assert report.answers.total() == len(report.latencies) >= 2
-    assert set(report.answers) == set(report.connected.values()) == {0, 1}
-    assert (report.broken, report.retried, report.lost, report.refused) == (Counter(), 0, 0, Counter())
-    assert 0 < report.percentile(50) <= report.percentile(99)
-
-
-def test_a_connection_that_breaks(client: ModuleType) -> None:
-    """The attempt is put down to the worker that it led to, and the request is answered by another one."""
-    report = seen(client, lambda connection, request: ok(7 + connection) if connection != 0 or request < 1 else b"")
-
-    assert report.broken == {7: 1}
-    assert (report.retried, report.lost) == (1, 0)
-    assert 7 not in report.connected.values()
-
-
-def test_a_service_that_is_gone(client: ModuleType) -> None:
-    """A request that no attempt brings an answer for is lost, and told so."""
-    report = seen(client, lambda connection, request: b"")
-
-    assert report.lost > 0 and not report.latencies
-    assert report.broken == {None: client.ATTEMPTS * report.lost}
-
-
-def test_an_error_of_the_service(client: ModuleType) -> None:
-    """It is no answer, and is not asked for again."""
-    report = seen(client, lambda *_: b"HTTP/1.1 500 Oh\r\ncontent-length: 0\r\n\r\n")
-
-    assert report.refused[500] > 0
-    assert (report.retried, report.lost, len(report.latencies)) == (0, 0, 0)
-
-
-def test_the_small_model_is_like_the_real_one() -> None:
-    """The stand-in above has the weights that the memory check needs: more than processes differ by otherwise."""
-    module: dict[str, Any] = {}
-    exec(MODEL.replace("Provider()", "Provider(execution_mode='local')"), module)
-
-    with module["load_model"]() as handle:
-        assert sum(parameter.nbytes for parameter in handle.value.parameters()) > 64 << 20
-        assert torch.tensor(handle.value.encode(["a", "bb"], show_progress_bar=False).tolist()).shape == (2, 256)
+        own = [min(service.allocated().values()) for service in services]
+    assert own[0] < own[1] - model["nbytes"] / 2

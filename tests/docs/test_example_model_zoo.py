@@ -1,52 +1,87 @@
-"""The example with more models than memory: what it claims, on the host and on a GPU."""
+"""The example with more models than memory, on the host and on a GPU."""
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from tests.kit.processes import PYTHONPATH, ROOT
+from tests.kit.examples import Example
+from tests.kit.processes import eventually
 
-EXAMPLE = ROOT / "examples" / "model_zoo" / "run.py"
+pytestmark = pytest.mark.timeout(150)
 
-pytestmark = pytest.mark.timeout(300)
+#: A process with weights of its own: the digest for each pair of a model and a seed.
+ALONE = """
+import functools, json, sys, torch
+from worker import answer
+from zoo import make
 
-
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    """The example, to its end."""
-    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    words = [sys.executable, str(EXAMPLE), *options]
-    return subprocess.run(words, env=environ, capture_output=True, text=True, timeout=280, check=False)
-
-
-def test_all_models_are_served_from_the_memory_of_some() -> None:
-    """The answers are right, the quota is kept, and models were evicted and came back."""
-    done = run("--megabytes", "2", "--requests", "80")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"^  ok", done.stdout, re.MULTILINE)) == 4, done.stdout
-    (whole,) = re.findall(r"^ *all +80 .*$", done.stdout, re.MULTILINE)
-    first, hits, wakes = map(int, whole.split()[2:5])
-    assert first + hits + wakes == 80
-    assert wakes > 0
+torch.set_num_threads(1)
+build = functools.cache(make)
+for line in sys.stdin:
+    model, seed = json.loads(line)
+    print(answer(build(model), seed), flush=True)
+"""
 
 
-def test_where_there_is_room_for_all_nothing_is_brought_back() -> None:
-    """Then each request but the first ones finds its model on the device."""
-    done = run("--megabytes", "1", "--requests", "40", "--models", "3", "--workers", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (whole,) = re.findall(r"^ *all +40 .*$", done.stdout, re.MULTILINE)
-    assert whole.split()[4] == "0"
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def example(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Example]:
+    """The example with models of 2 MiB on the host, and of 64 MiB on a GPU."""
+    with Example("model_zoo", tmp_path, request.param) as example:
+        example.environ["ZOO_MEGABYTES"] = "2" if request.param == "cpu" else "64"
+        yield example
 
 
-@pytest.mark.gpu
-def test_on_a_gpu() -> None:
-    """The same, with the copies in the host's memory."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    done = run("--device", "cuda", "--megabytes", "64", "--requests", "60")
-    assert done.returncode == 0, done.stdout + done.stderr
+def serve(example: Example, room: float) -> int:
+    """Start the server with a quota of so many models; return the quota in bytes."""
+    quota = int(room * int(example.environ["ZOO_MEGABYTES"]) * 2**20)
+    budget = ("--quota", f"{example.device}={quota}", "--when-full", "evict", "--spill-dir", str(example.folder))
+    example.serve("zoo.py", *budget)
+    return quota
+
+
+def answers(example: Example, workers: int) -> tuple[list[dict[str, Any]], int]:
+    """Let workers answer 20 requests each; return the answers, and the most memory that the server was seen to use."""
+    started = [example.start("worker.py", "--requests", "20", "--seed", str(seed)) for seed in range(workers)]
+    most = 0
+    with example.client() as client:
+
+        def ended() -> bool:
+            nonlocal most
+            most = max(most, *(device["used"] for device in client.list_devices() if device["limit"] is not None))
+            return all(worker.process.poll() is not None for worker in started)
+
+        eventually(ended, 120.0, every=0.05)
+    lines = [line for worker in started for line in worker.process.stdout or ()]
+    assert [worker.close() for worker in started] == [(0, "")] * workers
+    return [json.loads(line) for line in lines], most
+
+
+def test_all_models_are_served_from_memory_for_three(example: Example) -> None:
+    """Every answer has the bits of a process with its own weights, the quota is kept, and models are evicted and restored."""
+    quota = serve(example, room=3.1)
+    alone = example.start("-c", ALONE)
+
+    found, most = answers(example, workers=4)
+
+    assert len(found) == 80
+    for answer in found:
+        alone.tell(json.dumps([answer["model"], answer["seed"]]))
+        assert alone.expect("") == answer["digest"]
+    assert 0 < most <= quota
+    assert {"host", "file"} & {answer["tier"] for answer in found}
+    with example.client() as client:
+        assert len(client.list_objects()) == len({answer["model"] for answer in found}) == 10
+
+
+def test_with_memory_for_all_models_none_is_evicted(example: Example) -> None:
+    """Each request but a worker's first one to a model finds it on the device."""
+    serve(example, room=10.5)
+
+    found, _ = answers(example, workers=2)
+
+    assert {answer["tier"] for answer in found} == {"new", "device"}

@@ -1,89 +1,99 @@
-"""The example of two engines: the whole story, as a user plays it."""
+"""The example of two engines over one copy of the weights and one cache, on the host and on a GPU."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.kit.processes import PYTHONPATH, ROOT, Child, eventually
+from tests.kit.examples import Example, private_bytes
 
-RUN = ROOT / "examples" / "prefill_decode" / "run.py"
+pytestmark = pytest.mark.timeout(150)
 
+#: One process with weights of its own: it prints the tokens of each request, and waits for the end of its standard input.
+ALONE = """
+import json, sys, torch
+from model import build, cache_shape, generate
+from prefill import prompts
+from weights import DEVICE, DTYPE, make
 
-def play(*options: str, environ: dict[str, str]) -> str:
-    """What it prints, where it succeeds."""
-    done = subprocess.run(
-        [sys.executable, str(RUN), *options],
-        env=os.environ | {"PYTHONPATH": PYTHONPATH} | environ,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-def test_two_engines_share_weights_and_cache(base_path: str) -> None:
-    """Tokens are those of one process, neither engine has the weights, and requests wait for blocks that are in use."""
-    told = play("--size", "tiny", "--requests", "4", "--new", "6", "--blocks", "6", environ={"CUDA_VISIBLE_DEVICES": ""})
-    assert "4 requests, 24 tokens" in told
-    assert len(re.findall(r"^ok   ", told, re.MULTILINE)) == 4
-    saved = re.search(r"saved .*: (\d+) MiB", told)
-    assert saved is not None
-    assert int(saved[1]) > 0
-
-
-def test_a_request_that_can_never_fit(base_path: str) -> None:
-    """It ends the program, with the option that would help: nobody waits for blocks that there are not."""
-    done = subprocess.run(
-        [sys.executable, str(RUN), "--size", "tiny", "--blocks", "1"],
-        env=os.environ | {"PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout
-    assert "blocks, and the KV cache has 1: use more --blocks" in done.stderr
-    assert "Traceback" not in done.stderr
+torch.set_num_threads(1)
+weights = make()
+print(sum(tensor.nbytes for tensor in weights.values()))
+model = build(weights)
+cache = torch.zeros(cache_shape(8), dtype=DTYPE, device=DEVICE)
+for prompt in prompts(4):
+    token = model(prompt, 0, cache, list(range(8)))
+    print(generate(model, cache, token, len(prompt), 6, list(range(8))))
+sys.stdin.read()
+"""
+#: Runs an engine, and says at its end how much GPU memory its own torch has had at most.
+MEASURED = """
+import runpy, sys, torch
+sys.argv.pop(0)
+sys.path.insert(0, ".")
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, file=sys.stderr)
+"""
 
 
-@pytest.mark.parametrize("option", ["--requests", "--new", "--blocks"])
-def test_options_that_leave_nothing_to_do(option: str) -> None:
-    """They are refused before anything is started."""
-    done = subprocess.run([sys.executable, str(RUN), option, "0"], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, "at least 1" in done.stderr) == (2, True), done.stderr
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def example(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Example]:
+    """The example, whose server runs."""
+    with Example("prefill_decode", tmp_path, request.param) as example:
+        example.serve("weights.py")
+        yield example
 
 
-def test_it_leaves_nothing_behind(base_path: str, children: list[Child], tmp_path: Path) -> None:
-    """Ctrl-C ends the server and the engines too."""
-    (tmp_path / "t").mkdir()
-    environ = {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path / "t")}
-    run = Child(str(RUN), "--size", "tiny", "--new", "1500", "--blocks", "600", environ=environ)
-    children.append(run)
-    run.expect("both engines are ready")
-    processes = started(run.pid)
-    assert len(processes) == 3
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(30) == 130
-    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
-    assert not list((tmp_path / "t").iterdir())
+def test_two_engines_share_weights_and_cache(example: Example) -> None:
+    """The tokens are those of one process with its own weights, of which the engines have no copy.
+
+    There are blocks for some of the requests only: the others wait for them.
+    """
+    prefill = example.start("-c", MEASURED, "prefill.py", "--requests", "4", "--new", "6", "--blocks", "6")
+    decode = example.start("-c", MEASURED, "decode.py")
+    assert prefill.process.stdout is not None
+
+    def hand_over(lines: Iterator[str]) -> None:
+        for line in lines:
+            decode.tell(line.strip())
+
+    with ThreadPoolExecutor(1) as threads:
+        handed_over = threads.submit(hand_over, iter(prefill.process.stdout))
+        answers = []
+        while len(answers) < 4:
+            line = decode.expect("tokens")
+            answers.append(json.loads(line))
+            if len(answers) < 4:
+                prefill.tell(line)
+        alone = example.start("-c", ALONE)
+        weights = int(alone.expect(""))
+        assert [answer["tokens"] for answer in sorted(answers, key=lambda answer: answer["request"])] == [
+            json.loads(alone.expect("[")) for _ in answers
+        ]
+        if example.device == "cpu":
+            for engine in (prefill, decode):
+                assert private_bytes(engine.pid) < private_bytes(alone.pid) - weights / 2
+        prefill.tell(line)  # its last answer, after which it ends
+        handed_over.result()
+
+    for engine in (prefill, decode):
+        code, errors = engine.close()
+        assert code == 0, errors
+        assert int(errors) < weights / 4
 
 
-def started(pid: int) -> list[int]:
-    """A process's children."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+def test_a_request_that_can_never_fit(example: Example) -> None:
+    """It ends the engine, with the option that would help: no request waits for blocks that do not exist."""
+    prefill = example.start("prefill.py", "--blocks", "1")
 
+    code, errors = prefill.close()
 
-@pytest.mark.gpu
-def test_two_engines_on_a_gpu() -> None:
-    """The same files, with weights and cache in GPU memory."""
-    told = play("--size", "small", "--requests", "6", environ={})
-    assert len(re.findall(r"^ok   ", told, re.MULTILINE)) == 4
+    assert code == 1
+    assert "blocks, and the cache has 1: use more --blocks" in errors
+    assert "Traceback" not in errors

@@ -1,120 +1,150 @@
-"""The tensor-parallel example: what it claims, for any number of ranks, on the host and on one or several GPUs."""
+"""The tensor-parallel example: for any number of ranks, on the host and on one or several GPUs."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from shared_rpc.extras.sharding import shard_state_dict
-from tests.kit.processes import PYTHONPATH, ROOT, Child, eventually
+from shared_rpc import Client, Handle
+from shared_rpc.extras.sharding import gather_state_dict, shard_state_dict
+from tests.kit.examples import Example, importing
+from tests.kit.processes import Child
 
-EXAMPLE = ROOT / "examples" / "tensor_parallel"
+pytestmark = pytest.mark.timeout(150)
 
-pytestmark = pytest.mark.timeout(420)
+#: The device of each rank, and the backend by which they talk.
+SITES = {
+    "host": (["cpu", "cpu"], "gloo"),
+    "one GPU": (["cuda:0", "cuda:0"], "gloo"),
+    "two GPUs": (["cuda:0", "cuda:1"], "nccl"),
+}
+#: Of float32 sums in another order.
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
-
-class Example(NamedTuple):
-    """The example's modules."""
-
-    model: ModuleType
-    one_client: ModuleType
+Modules = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
-    """The example's modules, by the plain names they have for each other."""
-    monkeypatch.syspath_prepend(str(EXAMPLE))
-    yield Example(*map(importlib.import_module, Example._fields))
-    for name in Example._fields:
-        del sys.modules[name]
+def modules() -> Iterator[Modules]:
+    """The example's modules, by name."""
+    with importing("tensor_parallel") as modules:
+        yield modules
 
 
-def run(base_path: str, *options: str, gpus: str) -> str:
-    """What the example prints; its end is checked."""
-    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": gpus, "TMPDIR": str(Path(base_path).parent)}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE / "run.py"), *options],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert (done.returncode, "all checks passed" in done.stdout) == (0, True), done.stdout + done.stderr
-    return done.stdout
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@torch.inference_mode()
+def test_all_parts_compute_what_the_whole_model_does(modules: Modules, world: int) -> None:
+    """For 8 ranks too, where two of them have the same key and value head."""
+    model, rules = modules("model"), modules("shards").RULES
+    torch.manual_seed(0)
+    whole = model.Transformer().eval()
+    ranks = []
+    for rank in range(world):
+        ranks.append(model.Transformer(world=world).eval())
+        ranks[rank].load_state_dict(shard_state_dict(whole.state_dict(), rules, rank, world))
+
+    torch.testing.assert_close(modules("one_client").forward(ranks, model.prompts()), whole(model.prompts()), **CLOSE)
+
+
+class Site(NamedTuple):
+    """Two servers, and this process, which has attached to both."""
+
+    example: Example
+    backend: str
+    clients: list[Client]
+    handles: list[Handle[Any]]
+    #: Of the whole model.
+    expected: torch.Tensor
+    #: Bytes of each rank's part.
+    needs: list[int]
+
+    def start(self, rank: int) -> Child:
+        """Start the process of a rank."""
+        return self.example.start("rank.py", str(self.example.folder), str(rank))
+
+    def logits(self, rank: int) -> torch.Tensor:
+        """Read what that process has computed."""
+        return torch.load(self.example.folder / f"logits{rank}.pt", weights_only=True)
+
+
+@pytest.fixture(params=["host", *(pytest.param(name, marks=pytest.mark.gpu) for name in SITES if name != "host")])
+def site(request: pytest.FixtureRequest, modules: Modules, tmp_path: Path) -> Iterator[Site]:
+    """A checkpoint and the servers of two ranks."""
+    devices, backend = SITES[request.param]
+    gpus = "" if request.param == "host" else visible(len(set(devices)))
+    with Example("tensor_parallel", tmp_path, devices[0], gpus) as example, ExitStack() as stack:
+        assert example.start("model.py", str(tmp_path)).close() == (0, "")
+        state = torch.load(tmp_path / "model.pt", weights_only=True)
+        model, rules = modules("model"), modules("shards").RULES
+        whole = model.Transformer().requires_grad_(False).eval()
+        whole.load_state_dict(state)
+        expected = whole.to(devices[0])(model.prompts().to(devices[0])).cpu()
+        clients, handles, needs = [], [], []
+        for rank, device in enumerate(devices):
+            base_path = str(tmp_path / f"rank{rank}")
+            example.serve("shards.py", "--base-path", base_path, "--device", device)
+            clients.append(stack.enter_context(Client(base_path, device=device, timeout=60)))
+            handles.append(stack.enter_context(clients[rank].call("load_shard", str(tmp_path / "model.pt"), rank, 2)))
+            needs.append(sum(tensor.nbytes for tensor in shard_state_dict(state, rules, rank, 2).values()))
+        yield Site(example, backend, clients, handles, expected, needs)
 
 
 def visible(count: int) -> str:
-    """The names of so many of this process's GPUs."""
+    """Name so many of this process's GPUs."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
     return ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[:count]) or ",".join(map(str, range(count)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-@torch.inference_mode()
-def test_all_parts_compute_what_the_whole_model_does(example: Example, world: int) -> None:
-    """For 8 ranks too, where two of them have the same key and value head."""
-    torch.manual_seed(0)
-    whole = example.model.Transformer().eval()
+def test_one_client_computes_with_the_parts_of_all_servers(site: Site, modules: Modules) -> None:
+    """It gives the logits of the whole model; so do the parts, put together."""
+    model, one_client, rules = modules("model"), modules("one_client"), modules("shards").RULES
+    parts = [handle.value for handle in site.handles]
+    home = parts[0].lm_head.weight.device
+    with torch.device("meta"):
+        gathered = model.Transformer()
+    gathered.load_state_dict(gather_state_dict([part.state_dict() for part in parts], rules, home), assign=True)
+
+    torch.testing.assert_close(one_client.forward(parts, model.prompts()).cpu(), site.expected, **CLOSE)
+    torch.testing.assert_close(gathered(model.prompts().to(home)).cpu(), site.expected, **CLOSE)
+    program = site.example.start("one_client.py", str(site.example.folder))
+    assert str(site.expected[:, -1].argmax(-1).tolist()) in program.expect("next tokens")
+
+
+def test_ranks_compute_together_with_parts_that_exist_once(site: Site) -> None:
+    """A server has one object, its rank's part, which the rank and this process hold; their logits are the whole model's."""
     ranks = []
-    for rank in range(world):
-        ranks.append(example.model.Transformer(world=world).eval())
-        ranks[rank].load_state_dict(shard_state_dict(whole.state_dict(), example.model.RULES, rank, world))
-    tokens = torch.randint(example.model.CONFIG.vocabulary, (2, 16))
+    for number, client in enumerate(site.clients):
+        ranks.append(site.start(number))
+        # The rank waits for the other one.
+        ranks[number].expect("is attached")
+        (part,) = client.list_objects()
+        assert part["nbytes"] == site.needs[number]
+        if number == 0:
+            assert {holder["pid"] for holder in part["holders"]} == {os.getpid(), ranks[0].pid}
 
-    torch.testing.assert_close(example.one_client.forward(ranks, tokens), whole(tokens), rtol=0, atol=1e-5)
-
-
-def test_the_example(base_path: str) -> None:
-    """Two servers, one client of both, and two ranks that talk through gloo, on host memory."""
-    printed = run(base_path, gpus="")
-
-    assert printed.count("ok  ") == 7
-    assert printed.count("attached to cpu") == printed.count("gloo") == 2
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_example_leaves_nothing(base_path: str, children: list[Child], number: signal.Signals) -> None:
-    """Ctrl-C, and SIGTERM, end all its processes; none of them stays, nor does a file."""
-    with TemporaryDirectory() as scratch:  # the path of a socket must be short
-        child = Child(str(EXAMPLE / "run.py"), environ={"CUDA_VISIBLE_DEVICES": "", "TMPDIR": scratch})
-        children.append(child)
-        child.expect("serving load_shard")
-        started = [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
-        assert len(started) == 2
-
-        child.process.send_signal(number)
-
-        code, errors = child.close()
-        assert (code, "Traceback" in errors) == (130, False)
-        assert os.listdir(scratch) == []
-    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
+    for number, rank in enumerate(ranks):
+        assert f"by {site.backend}" in rank.expect("next tokens")
+        assert rank.close()[0] == 0
+        torch.testing.assert_close(site.logits(number), site.expected, **CLOSE)
 
 
-@pytest.mark.gpu
-def test_ranks_that_share_a_gpu(base_path: str) -> None:
-    """One GPU, two servers on it: the ranks compute there, and talk through gloo."""
-    printed = run(base_path, gpus=visible(1))
+def test_ranks_compute_with_the_memory_that_another_client_writes(site: Site) -> None:
+    """This process doubles the last norm in place, and so the logits."""
+    for handle in site.handles:
+        handle.value.norm.weight.mul_(2)
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
 
-    assert printed.count("attached to cuda:0") == printed.count("gloo") == 2
+    ranks = [site.start(number) for number in range(2)]
 
-
-@pytest.mark.gpu
-def test_a_gpu_for_each_rank(base_path: str) -> None:
-    """Two GPUs: each rank's part lies on its own, and the ranks talk through NCCL."""
-    printed = run(base_path, gpus=visible(2))
-
-    assert "attached to cuda:0" in printed and "attached to cuda:1" in printed
-    assert printed.count("nccl") == 2
+    assert [rank.close()[0] for rank in ranks] == [0, 0]
+    for number in range(2):
+        torch.testing.assert_close(site.logits(number) / 2, site.expected, **CLOSE)

@@ -1,294 +1,259 @@
-"""The example of a weight manager: the whole story, and what its router does with workers that die, hang or never come."""
+"""The example of a weight manager: one copy for all workers, versions swapped under load, and a manager that is killed."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
-import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.kit.processes import PYTHONPATH, ROOT, eventually
+from tests.kit.brokers import is_running
+from tests.kit.examples import Example, descendants
+from tests.kit.processes import Child, eventually
 
 pytest.importorskip("safetensors")
 #: Seconds. Each starts several processes with torch, on a machine that may be busy.
 pytestmark = pytest.mark.timeout(150)
 
-EXAMPLE = ROOT / "examples" / "weight_manager"
-#: The story in small: 6 MiB of weights, workers that live for ten requests.
-SMALL = ("--device", "cpu", "--scale", "0.25", "--requests", "24", "--life", "10", "--image", "16")
-#: The same on a GPU: 1.3 GiB of weights, so that what contexts and caches take more or less does not matter.
-LARGE = ("--device", "cuda", "--scale", "4", "--requests", "60", "--life", "100", "--image", "64")
+#: Images that users ask for.
+SEEDS = range(4)
+#: One process with weights of its own, loaded as usual: the digests for the images, by model and version.
+ALONE = """
+import json, torch
+from pathlib import Path
+from make_weights import MODELS, VERSIONS
+from manager import WEIGHTS
+from model import ResNet
+from safetensors.torch import load_file
+from worker import answer
 
-
-def started(script: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A program, in a session of its own."""
-    environ = {**os.environ, "PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{EXAMPLE}"}
-    return subprocess.Popen(
-        [sys.executable, "-u", str(script), *arguments],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def of_session(pid: int) -> list[str]:
-    """The processes of a session that have not ended."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = stat.read_text().rpartition(")")
-        except OSError:
-            continue
-        state, _, _, session, *_ = rest.split()
-        if int(session) == pid and state != "Z":
-            found.append(name)
-    return found
-
-
-@pytest.mark.parametrize("options", [SMALL, pytest.param(LARGE, marks=pytest.mark.gpu)], ids=["cpu", "cuda"])
-@pytest.mark.timeout(400)
-def test_the_whole_story(options: tuple[str, ...]) -> None:
-    """A worker is killed, v2 takes v1's place under load, v3 is damaged, all die and come back; and every claim holds."""
-    program = started(EXAMPLE / "run.py", *options)
-    text, _ = program.communicate(timeout=380)
-    assert program.returncode == 0, text
-    assert "FAIL" not in text
-    for claim in (
-        r"\d+ requests, all with the bits of the single process",
-        "a worker was killed under load, and no request failed",
-        "every answer is v1's or v2's, to the last bit",
-        r"\d+ requests that were sent after the swap: all are v2's",
-        r"v1's memory was given back \d+ ms after it was retired",
-        r"the error names the file and the tensor",
-        "the manager was killed, and the workers answer on",
-        "all workers are dead, and a request is told why",
-        r"the manager is back, and so are the workers",
-    ):
-        assert re.search(rf"ok +{claim}", text), (claim, text)
-    eventually(lambda: not of_session(program.pid), 5, "nothing is left running")
-
-
-def test_ctrl_c_leaves_nothing() -> None:
-    """However many processes there are when it comes."""
-    program = started(EXAMPLE / "run.py", *SMALL)
-    assert program.stdout is not None
-    assert any("llama v1 was loaded" in line for line in program.stdout)
-    assert len(of_session(program.pid)) >= 5
-    os.killpg(program.pid, signal.SIGINT)
-    program.communicate(timeout=60)
-    assert program.returncode != 0
-    eventually(lambda: not of_session(program.pid), 5, "nothing is left running")
-
-
-def test_ctrl_c_while_weights_are_made() -> None:
-    """They are not made to the end first."""
-    program = started(EXAMPLE / "run.py", "--device", "cpu", "--scale", "2")
-
-    def making() -> bool:
-        words = [Path(f"/proc/{pid}/cmdline") for pid in children_of(program.pid)]
-        return any(b"make_weights" in line.read_bytes() for line in words)
-
-    eventually(making, 60)
-    os.killpg(program.pid, signal.SIGINT)
-    text, _ = program.communicate(timeout=60)
-    assert program.returncode == 130, text
-    assert "model.safetensors" not in text
-    eventually(lambda: not of_session(program.pid), 5, "nothing is left running")
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that it has started, in whichever of its threads."""
-    lists = Path("/proc").glob(f"{pid}/task/*/children")
-    return [int(child) for children in lists for child in children.read_text(encoding="ascii").split()]
-
-
-@pytest.mark.parametrize("option", ["--workers", "--requests", "--life", "--threads"])
-def test_options_that_leave_nothing_to_do(option: str) -> None:
-    """They are refused before anything is started: without workers requests would wait for minutes."""
-    program = started(EXAMPLE / "run.py", option, "0")
-    text, _ = program.communicate(timeout=60)
-    assert (program.returncode, "at least 1" in text) == (2, True), text
-
-
-#: Workers that compute nothing, and a router over them: each act prints one line.
-ACTS = """
-import asyncio, json, os, signal, socket, sys, time
-from messages import Answer, Request, frame
-from router import Limits, NoWorkers, Overloaded, RequestFailed, Router
-import msgspec
-
-def work(peer, folder):
-    if os.path.exists(f"{folder}/closed"):
-        peer.sendall(frame(Answer(error="there is no more work")))
-        return
-    peer.sendall(frame(Answer()))
-    stream = peer.makefile("rb")
-    while size := stream.read(4):
-        request = msgspec.msgpack.decode(stream.read(int.from_bytes(size, "big")), type=Request)
-        if request.model == "once" and not os.path.exists(f"{folder}/once"):
-            open(f"{folder}/once", "w").close()
-            os._exit(3)
-        if request.model == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if request.model == "wait":
-            while not os.path.exists(f"{folder}/go"):
-                time.sleep(0.005)
-        if request.model == "wrong":
-            peer.sendall(frame(Answer(error="no such model")))
-            continue
-        if request.model == "garbage":
-            peer.sendall(bytes([0, 0, 0, 1, 255]))
-            continue
-        peer.sendall(frame(Answer(logits=[os.getpid()])))
-
-def asked(model):
-    return Request(model, "", (), b"")
-
-async def fails(asking):
-    try:
-        return str(await asking)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-async def main(folder):
-    def router(workers=1, **limits):
-        return Router("__main__:work", (folder,), workers, Limits(**limits))
-
-    async with router(requests=4) as r:
-        pids = [(await r.ask(asked("pid"))).logits[0] for _ in range(20)]
-        print(json.dumps({"act": "life", "workers": len(set(pids)), "most": max(map(pids.count, pids)), "died": r.counts.died}))
-    async with router(seconds=0.2) as r:
-        first = (await r.ask(asked("pid"))).logits
-        while (await r.ask(asked("pid"))).logits == first:
-            await asyncio.sleep(0.01)
-        print(json.dumps({"act": "seconds", "died": r.counts.died}))
-    async with router() as r:
-        answer = await r.ask(asked("once"))
-        print(json.dumps({"act": "once", "retried": r.counts.retried, "died": r.counts.died}))
-    async with router(attempts=2) as r:
-        said = await fails(r.ask(asked("kill")))
-        after = await r.ask(asked("pid"))
-        print(json.dumps({"act": "poison", "said": said, "died": r.counts.died, "answered": r.counts.answered}))
-    async with router() as r:
-        said = await fails(r.ask(asked("wrong")))
-        print(json.dumps({"act": "wrong", "said": said, "died": r.counts.died}))
-    async with router(patience=2, attempts=1) as r:
-        said = [await fails(r.ask(asked("wait"))), await fails(r.ask(asked("garbage")))]
-        print(json.dumps({"act": "patience", "said": said, "died": r.counts.died}))
-    async with router(queue=2) as r:
-        waiting = [asyncio.create_task(r.ask(asked("wait")))]
-        while not r.workers or r._queue.qsize():
-            await asyncio.sleep(0.005)
-        waiting += [asyncio.create_task(r.ask(asked("pid"))) for _ in range(2)]
-        await asyncio.sleep(0)
-        said = await fails(r.ask(asked("pid")))
-        waiting[1].cancel()
-        open(f"{folder}/go", "w").close()
-        outcome = await asyncio.gather(*waiting, return_exceptions=True)
-        print(json.dumps({"act": "queue", "said": said, "outcome": [type(one).__name__ for one in outcome]}))
-    async with router(2, starts=3) as r:
-        await r.ask(asked("pid"))
-        while len(r.workers) < 2:
-            await asyncio.sleep(0.005)
-        open(f"{folder}/closed", "w").close()
-        idle = [worker.pid for worker in r.workers]
-        for pid in idle:
-            os.kill(pid, signal.SIGKILL)
-        said = [await fails(r.ask(asked("pid"))), await fails(r.ask(asked("pid")))]
-        died = r.counts.died
-        os.unlink(f"{folder}/closed")
-        while "NoWorkers" in (again := await fails(r.ask(asked("pid")))):
-            await asyncio.sleep(0.01)
-        print(json.dumps({"act": "luck", "said": said, "died": died, "again": again}))
-    r = router(grace=0.1)
-    async with r:
-        os.unlink(f"{folder}/go")
-        waiting = [asyncio.create_task(fails(r.ask(asked("wait")))) for _ in range(3)]
-        while not r.workers:
-            await asyncio.sleep(0.005)
-        begin = time.monotonic()
-    print(json.dumps({"act": "close", "said": await asyncio.gather(*waiting), "seconds": time.monotonic() - begin}))
-
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+torch.set_num_threads(1)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+for name in MODELS:
+    for version in VERSIONS:
+        folder = WEIGHTS / name / version
+        model = ResNet(**json.loads((folder / "config.json").read_text())).eval().to(device)
+        model.load_state_dict(load_file(folder / "model.safetensors"))
+        print(json.dumps([name, version, [answer(model, seed) for seed in range(4)]]), flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def acts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each act came to."""
-    folder = tmp_path_factory.mktemp("acts")
-    script = folder / "acts.py"
-    script.write_text(textwrap.dedent(ACTS))
-    program = started(script, str(folder))
-    text, _ = program.communicate(timeout=140)
-    assert program.returncode == 0, text
-    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return {line["act"]: line for line in lines}
+class Answer(NamedTuple):
+    """What a worker said."""
+
+    seed: int
+    digest: str
+    generation: int
+    #: When the request was sent, in terms of time.monotonic().
+    sent: float
 
 
-def test_workers_live_for_some_requests(acts: dict[str, dict[str, Any]]) -> None:
-    """About four each, a quarter more or less; none of them died."""
-    assert acts["life"]["workers"] >= 4
-    assert acts["life"]["most"] <= 5
-    assert acts["life"]["died"] == 0
+class Site:
+    """The example, with weights for two models, a manager that serves v1 of both, and workers."""
+
+    def __init__(self, example: Example) -> None:
+        self.example = example
+        self.weights = example.folder / "weights"
+        example.environ["WEIGHTS"] = str(self.weights)
+        width = "16" if example.device == "cpu" else "256"
+        assert example.start("make_weights.py", str(self.weights), "--width", width).close()[0] == 0
+        self.manager = example.serve("manager.py")
+        self.alone = example.start("-c", ALONE)
+        for name in ("resnet18", "resnet34"):
+            self.deploy(name, "v1")
+        self.digests: dict[tuple[str, str], list[str]] = {}
+        for _ in range(4):
+            name, version, digests = json.loads(self.alone.expect("["))
+            self.digests[name, version] = digests
+
+    def deploy(self, *words: str) -> None:
+        """Run ``deploy.py``."""
+        code, errors = self.example.start("deploy.py", *words).close()
+        assert code == 0, errors
+
+    def worker(self, name: str) -> Child:
+        """Start a worker, and wait until it serves."""
+        worker = self.example.start("worker.py", name)
+        worker.expect_error("serving")
+        return worker
+
+    def version(self, name: str, answer: Answer) -> str:
+        """Return the version that computed an answer, to the last bit."""
+        (version,) = (version for version in ("v1", "v2") if self.digests[name, version][answer.seed] == answer.digest)
+        return version
 
 
-def test_workers_live_for_some_time(acts: dict[str, dict[str, Any]]) -> None:
-    """And are replaced while nobody asks, too."""
-    assert acts["seconds"]["died"] == 0
+def ask(worker: Child, seed: int) -> Answer:
+    """Send a request to a worker."""
+    sent = time.monotonic()
+    worker.tell(str(seed))
+    return Answer(seed, sent=sent, **json.loads(worker.expect("{")))
 
 
-def test_a_request_whose_worker_died_is_tried_again(acts: dict[str, dict[str, Any]]) -> None:
-    """Whoever asked sees nothing of it."""
-    assert acts["once"] == {"act": "once", "retried": 1, "died": 1}
+class Load:
+    """Users, one for each worker, that send requests until the block ends."""
+
+    def __init__(self, *workers: Child) -> None:
+        self.answers: list[Answer] = []
+        self._workers = workers
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Load:
+        self._threads = ThreadPoolExecutor(len(self._workers))
+        self._users: list[Future[None]] = [self._threads.submit(self._use, worker) for worker in self._workers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._threads.shutdown()
+        for user in self._users:
+            user.result()
+
+    def _use(self, worker: Child) -> None:
+        for seed in itertools.cycle(SEEDS):
+            if self._ended.is_set():
+                return
+            self.answers.append(ask(worker, seed))
+
+    def more(self) -> None:
+        """Wait for another twenty answers."""
+        enough = len(self.answers) + 20
+        eventually(lambda: len(self.answers) >= enough or any(user.done() for user in self._users), 60.0)
 
 
-def test_a_request_that_kills_is_not_tried_for_ever(acts: dict[str, dict[str, Any]]) -> None:
-    """It fails with how the last worker ended, and the next request has a worker."""
-    assert re.fullmatch(
-        r"RequestFailed: 2 workers have died of it, at last: worker \d+ was killed by SIGKILL", acts["poison"]["said"]
-    )
-    assert (acts["poison"]["died"], acts["poison"]["answered"]) == (2, 1)
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.whole_gpu])],
+)
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+    """The example on each kind of device."""
+    with Example("weight_manager", tmp_path, request.param) as example:
+        yield Site(example)
 
 
-def test_what_a_model_raises_is_told(acts: dict[str, dict[str, Any]]) -> None:
-    """And ends no worker."""
-    assert acts["wrong"] == {"act": "wrong", "said": "RequestFailed: wrong: no such model", "died": 0}
+def test_a_version_is_swapped_under_load(site: Site) -> None:
+    """Every answer is v1's or v2's to the last bit, those asked for after the swap are v2's, and v1's memory is freed."""
+    workers = [site.worker("resnet18"), site.worker("resnet18"), site.worker("resnet34")]
+    with site.example.client() as client:
+        serving = [info for info in client.list_objects() if info["endpoint"] == "serving"]
+        assert sorted(info["leases"] for info in serving) == [1, 2]
+        before, mapped = used(client), taken(site, client)
+
+        with Load(*workers[:2]) as load:
+            load.more()
+            site.deploy("resnet18", "v2")
+            swapped = time.monotonic()
+            load.more()
+            both = used(client)
+            site.deploy("resnet18", "v2", "--retire", "v1")
+            eventually(lambda: used(client) == before, 20.0, "v1 is gone")
+            load.more()
+
+        assert {site.version("resnet18", answer) for answer in load.answers} == {"v1", "v2"}
+        assert {site.version("resnet18", answer) for answer in load.answers if answer.sent > swapped} == {"v2"}
+        assert site.version("resnet34", ask(workers[2], 0)) == "v1"
+        assert both > before
+        eventually(lambda: taken(site, client) < mapped + (both - before) / 2, 20.0, "its memory is given back")
 
 
-def test_a_worker_that_hangs_or_talks_nonsense_is_killed(acts: dict[str, dict[str, Any]]) -> None:
-    """There is no other way to end what it does."""
-    hung, garbage = acts["patience"]["said"]
-    assert re.search(r"worker \d+ was killed, because it did not answer for 2 s", hung)
-    assert re.search(r"worker \d+ was killed, because it sent what is no answer", garbage)
-    assert acts["patience"]["died"] == 2
+def used(client: Any) -> int:
+    """Return the bytes of objects on the server's device."""
+    device = client.get_server_info()["device"]
+    return next(int(facts["used"]) for facts in client.list_devices() if facts["id"] == device)
 
 
-def test_the_queue_is_bounded(acts: dict[str, dict[str, Any]]) -> None:
-    """Too many are told so at once; who stops waiting keeps nobody else from an answer."""
-    assert acts["queue"]["said"] == "Overloaded: 2 requests wait already, for 1 workers"
-    assert acts["queue"]["outcome"] == ["Answer", "CancelledError", "Answer"]
+def taken(site: Site, client: Any) -> int:
+    """Return the bytes of shared weights that any process keeps in memory; on a GPU everything in use there."""
+    if site.example.device != "cpu":
+        device = client.get_server_info()["device"]
+        return next(facts["total"] - facts["free"] for facts in client.list_devices() if facts["id"] == device)
+    sizes: dict[int, int] = {}
+    for pid in {pid for child in site.example.children for pid in descendants(child.pid)}:
+        try:
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "/memfd:shared-rpc-" in line:
+                    span, _, _, _, inode, *_ = line.split()
+                    first, last = (int(address, 16) for address in span.split("-"))
+                    sizes[int(inode)] = last - first
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                if os.readlink(descriptor).startswith("/memfd:shared-rpc-"):
+                    sizes[descriptor.stat().st_ino] = descriptor.stat().st_size
+        except OSError:
+            continue  # it has ended
+    return sum(sizes.values())
 
 
-def test_all_workers_dead(acts: dict[str, dict[str, Any]]) -> None:
-    """Those who wait, and those who ask later, are told why; and once workers can be started again they are."""
-    why = r"NoWorkers: all workers are dead, and the last \d+ did not get ready: there is no more work"
-    assert all(re.fullmatch(why, said) for said in acts["luck"]["said"])
-    assert acts["luck"]["died"] == 2
-    assert acts["luck"]["again"].startswith("Answer(")
+def test_a_killed_worker_affects_no_other(site: Site) -> None:
+    """Its lease is released, the others answer on, and a new one attaches to the same object."""
+    first, second = site.worker("resnet18"), site.worker("resnet18")
+    with site.example.client() as client, Load(second) as load:
+        load.more()
+        first.kill()
+        third = site.worker("resnet18")
+        load.more()
+
+        def holders() -> list[set[int]]:
+            return [{holder["pid"] for holder in info["holders"]} for info in client.list_objects()]
+
+        eventually(lambda: {second.pid, third.pid} in holders())
+        assert not any(first.pid in pids for pids in holders())
+    assert {site.version("resnet18", answer) for answer in (*load.answers, ask(third, 0))} == {"v1"}
 
 
-def test_a_router_that_is_closed_lets_nobody_wait(acts: dict[str, dict[str, Any]]) -> None:
-    """Nor a worker live that is in the middle of something."""
-    assert acts["close"]["said"] == ["NoWorkers: the router was closed"] * 3
-    assert acts["close"]["seconds"] < 10
+def test_a_damaged_version_is_not_served(site: Site) -> None:
+    """The error names the file and the tensor; the workers answer with the version before."""
+    worker = site.worker("resnet18")
+    source, target = (site.weights / "resnet18" / version for version in ("v2", "v3"))
+    target.mkdir()
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    whole = (source / "model.safetensors").read_bytes()
+    (target / "model.safetensors").write_bytes(whole[: len(whole) * 2 // 3])
+
+    with Load(worker) as load:
+        code, errors = site.example.start("deploy.py", "resnet18", "v3").close()
+        load.more()
+
+    assert code == 1
+    assert "CheckpointError" in errors
+    assert "v3/model.safetensors is truncated: tensor '" in errors
+    assert {site.version("resnet18", answer) for answer in load.answers} == {"v1"}
+
+
+def test_workers_answer_on_while_the_manager_is_away(site: Site) -> None:
+    """When another one is there and serves a version, they follow it by themselves."""
+    worker = site.worker("resnet18")
+    ask(worker, 0)
+
+    site.manager.kill()
+    with Load(worker) as load:
+        load.more()
+    assert {site.version("resnet18", answer) for answer in load.answers} == {"v1"}
+
+    site.example.serve("manager.py")
+    site.deploy("resnet18", "v2")
+    eventually(lambda: site.version("resnet18", ask(worker, 0)) == "v2", 20.0)
+    assert site.version("resnet18", ask(site.worker("resnet18"), 1)) == "v2"
+
+
+def test_ctrl_c_leaves_nothing(site: Site) -> None:
+    """Each process of the terminal's group ends by itself, without a traceback, and those they started; no socket is left."""
+    worker = site.worker("resnet18")
+    ask(worker, 0)
+    running = [*descendants(site.manager.pid), worker.pid]
+
+    for pid in running:
+        if os.getpgid(pid) == os.getpgid(0):
+            os.kill(pid, signal.SIGINT)
+
+    assert worker.close() == (0, "")
+    code, errors = site.manager.close()
+    assert (code, "Traceback" in errors) == (0, False), errors
+    eventually(lambda: not any(map(is_running, running)))
+    assert not list(site.example.folder.glob("*.sock"))
