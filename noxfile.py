@@ -186,7 +186,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def examples(session: nox.Session) -> None:
-    """The other programs in `examples/`, and ``shared-rpc verify``: each fails if something it claims is false."""
+    """The apps in `examples/`, tested by `tests/docs`, and ``shared-rpc verify``."""
     _test(session, *BY_FILE, "tests/docs/test_verify.py", *map(str, Path("tests/docs").glob("test_example_*.py")))
 
 

@@ -22,7 +22,7 @@ for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package)
 httpx = pytest.importorskip("httpx")
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(420)
 
 WORKERS, USERS = 2, 8
 TEXTS = [
