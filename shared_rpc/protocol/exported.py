@@ -89,17 +89,19 @@ class ExportObject(Message):
 
 
 class Exported(Message):
-    """A record: its header as payload, the descriptors of its segments with the frame. The session has a lease on it."""
+    """Exported record: the payload is its header, the descriptors of its segments are in the frame. The session has a lease
+    on it.
+    """
 
     object_id: str
     generation: int
 
 
 class CheckRecord(Message):
-    """Question whether the record whose header is the payload could be adopted; the answer is :class:`RecordFits`.
+    """Question whether a record can be adopted, with its header as payload; the answer is :class:`RecordFits` or an error.
 
-    ``called``: as the result of this call, or of the one that it was exported as where ``endpoint`` is ``""``. Without it only
-    what does not depend on a call is looked at.
+    With ``called``, it is checked as the result of this call, or with ``endpoint`` ``""`` of the call from which it was
+    exported; otherwise only what does not depend on a call.
     """
 
     called: bool = False
@@ -109,16 +111,16 @@ class CheckRecord(Message):
 
 
 class RecordFits(Message):
-    """The record can be adopted. ``devices`` are those that buffers for its segments are to be on."""
+    """Confirmation that the record can be adopted. ``devices`` are those on which to create the buffers for its segments."""
 
     devices: list[str]
 
 
 class Adopt(Message):
-    """A record that is to be an object, whose header is the payload; its segments' bytes are in ``buffers``, in order.
+    """Request to make a record an object. The payload is its header; ``buffers`` have the bytes of its segments, in order.
 
-    The session holds the buffers; their memory becomes the object's, and they cannot be got any more. ``endpoint`` and the
-    arguments are as in :class:`CheckRecord`. The answer is :class:`~shared_rpc.protocol.generations.Refreshed`, or
+    The session holds the buffers; their memory becomes the object's, and other processes can no longer get them. ``endpoint``
+    and the arguments are as in :class:`CheckRecord`. The answer is :class:`~shared_rpc.protocol.generations.Refreshed`, or
     :class:`Candidate` if the object is not to be ``current``.
     """
 
@@ -130,9 +132,9 @@ class Adopt(Message):
 
 
 class PrepareCandidate(Call):
-    """A call that builds the next generation of its object and leaves the present one current; :class:`Candidate` answers.
+    """Call that builds the next generation of its object without making it current; the answer is :class:`Candidate`.
 
-    ``sealed``: the asker passes an exception of the endpoint on, and does not load it.
+    ``sealed``: the requester forwards an exception of the endpoint without unpickling it.
     """
 
     sealed: bool = False

@@ -31,25 +31,27 @@ class Generation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Refresh(Call):
-    """A call that builds the next generation of its object, or joins the run that does. The answer is :class:`Refreshed`."""
+    """Call that builds the next generation of its object, or joins the run that does; the answer is :class:`Refreshed`."""
 
 
 class Refreshed(Message):
-    """The generation that is current now."""
+    """The current generation."""
 
     generation: Generation
 
 
 class AwaitRefreshes(Message):
-    """Request for :class:`Refreshes` since position ``after``, when there are any; with -1 for the position now, at once."""
+    """Request for the :class:`Refreshes` after position ``after``, once there are any; -1 requests the current position at
+    once.
+    """
 
     after: int = -1
 
 
 class Refreshes(Message):
-    """New generations, the latest of each key alone, in the order they became current; and the position after them.
+    """The latest new generation of each key, in the order in which they became current, and the position after them.
 
-    A position means something to the server with that id alone.
+    A position is valid for the server with this id only.
     """
 
     generations: list[Generation]
@@ -58,16 +60,16 @@ class Refreshes(Message):
 
 
 class GetLatest(Message):
-    """Request for the :class:`~shared_rpc.protocol.messages.Result` of an object's key that is current now, with a lease."""
+    """Request for the current :class:`~shared_rpc.protocol.messages.Result` of an object's key, with a lease."""
 
     object_id: str
 
 
 class GetObject(Message):
-    """Request for the :class:`~shared_rpc.protocol.messages.Result` of an object that is there, with a lease.
+    """Request for the :class:`~shared_rpc.protocol.messages.Result` of an existing object, with a lease.
 
-    ``cache_key`` is its key, ``""`` if it has none: it tells whether another generation has taken its place. Of a buffer it is
-    :class:`~shared_rpc.protocol.messages.GetBuffer`, whose terms count.
+    ``cache_key`` is the object's key, or ``""``; the server uses it to find out whether another generation has replaced the
+    object. For a buffer the request is a :class:`~shared_rpc.protocol.messages.GetBuffer`, with its limits.
     """
 
     object_id: str
@@ -75,13 +77,13 @@ class GetObject(Message):
 
 
 class Retire(Message):
-    """Free superseded objects without holders, of an endpoint or of one id; the answer is :class:`RetireReply`."""
+    """Request to free superseded objects without holders, of an endpoint or of one id; the answer is :class:`RetireReply`."""
 
     target: str
 
 
 class RetireReply(Message):
-    """The superseded objects that are left."""
+    """The remaining superseded objects."""
 
     infos: list[ObjectInfo]
 
@@ -93,9 +95,9 @@ class GetRevision(Message):
 
 
 class RevisionPage(Message):
-    """Place of an object's revision: a segment of one page, whose descriptor comes with the frame.
+    """Location of an object's revision: a one-page segment, whose descriptor is in the frame.
 
-    ``memory`` has a segment of the object's for each device and mechanism: what a writer has to wait for.
+    ``memory`` has one segment of the object for each device and mechanism that a writer has to synchronize with.
     """
 
     page: SegmentInfo

@@ -69,17 +69,18 @@ class Endpoints(Message):
 
 
 class Call(Message):
-    """Run an endpoint, or join its run, or take its cached result.
+    """Call of an endpoint: the server runs it, joins its run, or returns the cached result.
 
-    ``args`` and ``kwargs`` are a list and a dict in the terms of :mod:`shared_rpc.protocol.values`; ``table`` is a tensor table
-    over ``segments``, whose descriptors come with the frame, but for those with the numbers ``kept``: the server knows these by
-    id. The payload holds skeletons of ``skeletons`` bytes each.
+    ``args`` and ``kwargs`` are a list and a dict in the encoding of :mod:`shared_rpc.protocol.values`. ``table`` is a tensor
+    table over ``segments``. Their descriptors are in the frame, except those of the numbers ``kept``, which the server knows
+    by id. The payload has one skeleton of each size in ``skeletons``.
 
-    Segments with the numbers ``arenas`` are of the caller's pool, which the server keeps mapped for the session; the call
-    takes its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller has as results, and names here.
-    ``freed`` are chunks that it returns. ``pooled``: the result may lie in the server's pool; ``returnable``: or in ``chunks``.
+    The segments with the numbers ``arenas`` belong to the caller's pool, which the server keeps mapped for the session; the
+    call uses its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller holds as results and passes
+    here. ``freed`` are chunks that it returns. ``pooled`` allows the result in the server's pool, ``returnable`` in
+    ``chunks``.
 
-    ``chain``: of a call that an endpoint of the same server makes, see :attr:`shared_rpc.context.RunContext.chain`.
+    ``chain`` is set if an endpoint of the same server makes the call, see :attr:`shared_rpc.context.RunContext.chain`.
     """
 
     endpoint: str
@@ -99,15 +100,14 @@ class Call(Message):
 
 
 class RecordBody(Message):
-    """A record on its way to its reader, its skeleton as payload, its descriptors with the frame: from a worker to its broker,
-    and from a server to a client.
+    """Record sent from a worker to its broker, or from a server to a client. The payload is its skeleton.
 
-    Segments with the numbers ``arenas`` are of the endpoints' pool for this session; the descriptors of those that are
-    ``kept`` too came before on this connection. The result takes the pool's chunks ``chunks``; ``freed`` are chunks of the
-    client's pool that come back.
+    The segments with the numbers ``arenas`` belong to the pool of results of this session; the descriptors of those also in
+    ``kept`` were sent before on this connection, the others are in the frame. The result uses the pool's chunks ``chunks``.
+    ``freed`` are returned chunks of the client's pool.
 
-    Chunks ``own`` are of those that the call took: the result lies in them, and nothing else. The server gives them back like
-    any other, when its GPU has done with them.
+    ``own`` are chunks of the call in which the result is. The server returns them like any others, after its GPU has finished
+    with them.
     """
 
     table: msgspec.Raw
@@ -120,9 +120,9 @@ class RecordBody(Message):
 
 
 class Result(RecordBody):
-    """The result of a call. ``managed``: the session has a lease on the object.
+    """The result of a call. If ``managed``, the session has a lease on the object.
 
-    ``owner`` is the id of the server where that keeps the memory and knows it by the segments' ids, else ``""``.
+    ``owner`` is the id of the server if it keeps the memory and knows it by the segments' ids, else ``""``.
     """
 
     object_id: str = ""
@@ -132,11 +132,13 @@ class Result(RecordBody):
 
 
 class Cancel(Message):
-    """The asker of the request with this frame's id no longer waits. The request is answered all the same."""
+    """Notice that the requester no longer waits for the request with this frame's id. The server answers the request all the
+    same.
+    """
 
 
 class Release(Message):
-    """Return of one lease for each id, as often as it is named."""
+    """Release of one lease for each id; an id may occur several times."""
 
     object_ids: Ids
 
@@ -148,11 +150,11 @@ class Count(Message):
 
 
 class Hold(Message):
-    """Request for one more lease for each id, as often as it is named: those of an earlier session of the same client, whose
-    connections broke or whose server was restarted.
+    """Request for one more lease for each id, after a client's connections broke or its server was restarted; an id may
+    occur several times. The answer is :class:`Held`.
 
-    New leases on ``suspended`` objects are inactive. ``mapped`` are the ids of the segments that the client has mapped of
-    others: while the earlier session was lost, they could be evicted.
+    New leases on ``suspended`` objects are inactive. ``mapped`` has the ids of the segments that the client has mapped of
+    each other object, because objects may have been evicted in the meantime.
     """
 
     object_ids: Ids
@@ -161,9 +163,9 @@ class Hold(Message):
 
 
 class Held(Message):
-    """The ids of :class:`Hold` that the session has a lease on now; objects of the others were dropped.
+    """The ids of :class:`Hold` on which the session has a lease now; the other objects were dropped.
 
-    New leases on ``outdated`` objects are inactive: the memory that the client has mapped is not theirs any more.
+    New leases on ``outdated`` objects are inactive: the client has mapped earlier memory of them.
     """
 
     object_ids: list[str]
@@ -177,7 +179,7 @@ class GetObjectInfo(Message):
 
 
 class ObjectReply(Message):
-    """An object now."""
+    """The current state of an object."""
 
     info: ObjectInfo
 
@@ -195,16 +197,14 @@ class HoldersReply(Message):
 
 
 class ListObjects(Message):
-    """Request for :class:`ObjectsReply`: objects that came after that of number ``after``."""
+    """Request for :class:`ObjectsReply`: objects with a number above ``after``, in order of publication."""
 
     after: int = 0
     limit: int = 1000
 
 
 class ObjectsReply(Message):
-    """Objects in the order in which they came, with the sessions that hold them. ``after`` is for the next request, None at the
-    end.
-    """
+    """Objects in order of publication, with the sessions that hold them. ``after`` is for the next request, None at the end."""
 
     infos: list[ListedObjectInfo]
     after: int | None
@@ -225,7 +225,7 @@ class InvalidateEndpoint(Message):
 
 
 class Submit(Call):
-    """A call to be made a task; the answer is :class:`TaskIs`."""
+    """Call as a task; the answer is :class:`TaskIs`."""
 
 
 class GetTask(Message):
@@ -235,22 +235,22 @@ class GetTask(Message):
 
 
 class TaskIs(Message):
-    """A task now."""
+    """The current state of a task."""
 
     info: TaskInfo
 
 
 class TaskUpdate(Message):
-    """A task that is waited for has changed. As :class:`OutOfPoolMemory`, it is not the last answer to its request."""
+    """Change of a task for which a client waits. Like :class:`OutOfPoolMemory`, it precedes the answer to the request."""
 
     info: TaskInfo
 
 
 class WaitTask(Message):
-    """Request for the :class:`Result` of a task, when it has ended.
+    """Request for the :class:`Result` of a task once it has finished.
 
-    ``events``: report every change before. ``poll``: do not wait; a task that has not ended is an error. ``look``: answer with
-    :class:`TaskIs`, the last event, and leave the result; with ``claim`` the session holds it from then on, for a
+    ``events``: report every change before that. ``poll``: do not wait; an unfinished task is an error. ``look``: answer with
+    :class:`TaskIs`, the last event, and leave the result; with ``claim`` the session then holds the result for a
     :class:`FetchTask` with ``claimed``.
     """
 
@@ -262,9 +262,9 @@ class WaitTask(Message):
 
 
 class FetchTask(Message):
-    """Request for the :class:`Result` of a task that has ended; any other is an error.
+    """Request for the :class:`Result` of a finished task; an unfinished one is an error.
 
-    ``claimed``: the id of the object that the session claimed by its wait, and gives up the claim on.
+    ``claimed`` is the id of the object that the session claimed with :class:`WaitTask`; the claim ends.
     """
 
     task_id: str
@@ -272,13 +272,13 @@ class FetchTask(Message):
 
 
 class CancelTask(Message):
-    """Cancel a task, or ask it to stop; :class:`Count` is 0 if it had ended."""
+    """Request to cancel a task or to stop its run; the :class:`Count` is 0 if it had finished."""
 
     task_id: str
 
 
 class ListTasks(Message):
-    """Request for a :class:`TaskPage`: tasks of one status, or of all, that were made after that of number ``after``."""
+    """Request for a :class:`TaskPage`: tasks of one status, or of all, with a number above ``after``."""
 
     status: TaskStatus | None = None
     after: int = 0
@@ -286,34 +286,37 @@ class ListTasks(Message):
 
 
 class TaskPage(Message):
-    """Tasks in the order they were made. ``after`` is for the next request, None at the end."""
+    """Tasks in order of submission. ``after`` is for the next request, None at the end."""
 
     infos: list[TaskInfo]
     after: int | None
 
 
 class Free(Message):
-    """Return of chunks of the other side's pool. From a client with request id 0 nothing answers, else :class:`Count`."""
+    """Return of chunks of the other side's pool. The answer to a client is :class:`Count`, or none for request id 0."""
 
     chunks: Chunks
 
 
 class AwaitFree(Message):
-    """Request for :class:`Free`, when the server has chunks of the client's pool to return, or has returned some otherwise."""
+    """Request for :class:`Free` as soon as the server returns chunks of the client's pool, in this or another message."""
 
 
 class OutOfPoolMemory(Message):
-    """A call's result waits for room in the server's pool: the client may give chunks back. Its answer is still to come."""
+    """Notice that a call's result waits for memory in the server's pool, to which the client may return chunks. The answer
+    follows.
+    """
 
     text: str
 
 
 class CreateBuffer(Message):
-    """Request for the :class:`Result` of a new buffer: one tensor, in a segment of its own.
+    """Request for the :class:`Result` of a new buffer: one tensor in a segment of its own.
 
-    ``shape``: one, or a number of bytes. ``device``: its id, ``""`` for the server's own. ``zero``: the asker relies on zeros.
-    ``ttl``: seconds for which others may get it, ``max_accesses``: how often; None for no such limit. ``keep``: it is there
-    without holders too, as with a ``ttl``. ``room``: for a record, whose memory is sealed when it is adopted.
+    ``shape`` is a shape or a number of bytes. ``device`` is an id, ``""`` for the server's own device. ``zero``: the memory
+    must be zeroed. ``ttl`` is the time in seconds and ``max_accesses`` the number of times that other processes may get the
+    buffer; None for no limit. ``keep`` keeps it without holders, as a ``ttl`` does. ``room``: the buffer is for a record, and
+    is sealed when that is adopted.
     """
 
     shape: int | Annotated[list[int], msgspec.Meta(max_length=1000)]
@@ -327,10 +330,10 @@ class CreateBuffer(Message):
 
 
 class KeepSegments(Message):
-    """Request for the :class:`Result` of a new buffer over memory that the server has: a list with a flat tensor of the bytes
-    of each segment, in the order of the ids.
+    """Request for the :class:`Result` of a new buffer over the server's memory: a list of flat byte tensors, one for each
+    segment, in the order of the ids.
 
-    ``linger``: seconds for which it can be got after its last holder has ended.
+    ``linger`` is the time in seconds that it outlives its last holder.
     """
 
     segment_ids: Annotated[list[str], msgspec.Meta(max_length=10_000)]
@@ -338,13 +341,15 @@ class KeepSegments(Message):
 
 
 class GetBuffer(Message):
-    """Request for the :class:`Result` of a buffer that is there."""
+    """Request for the :class:`Result` of an existing buffer."""
 
     object_id: str
 
 
 class FreeBuffer(Message):
-    """End of a buffer for all processes; :class:`Count` is 0 if it had ended. ``release``: release a lease on it as well."""
+    """Request to free a buffer for all processes; the :class:`Count` is 0 if it was freed before. ``release`` also releases
+    a lease on it.
+    """
 
     object_id: str
     release: bool = False
@@ -355,15 +360,15 @@ class ListDevices(Message):
 
 
 class DevicesReply(Message):
-    """The devices that the server has memory on."""
+    """The devices that hold memory of the server."""
 
     infos: list[DeviceInfo]
 
 
 class Reload(Message):
-    """Request to read the app's code anew; :class:`ReloadReply` when it serves.
+    """Request to restart the workers with the app's new code; :class:`ReloadReply` follows when it is served.
 
-    ``objects``: cached objects to drop, those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``.
+    ``objects`` selects the cached objects to drop: those of ``"changed"`` endpoints, ``"all"`` or ``"none"``.
     """
 
     objects: str = "changed"
@@ -376,23 +381,23 @@ class ReloadReply(Message):
 
 
 class StopServer(Message):
-    """Request to end; :class:`StopReply` comes first. ``if_idle``: refuse where others hold something or wait for it."""
+    """Request to stop; :class:`StopReply` is sent first. ``if_idle``: refuse if other clients hold or wait for something."""
 
     if_idle: bool = False
 
 
 class StopReply(Message):
-    """Holdings of a server that ends now."""
+    """Holdings of the stopping server."""
 
     info: StopInfo
 
 
 class Goodbye(Message):
-    """The client ends its session on purpose: its remaining leases are not those of a crashed client. Nothing answers."""
+    """Regular end of a client's session: its remaining leases do not count as reclaimed. There is no answer."""
 
 
 class Error(Message):
-    """The request failed. ``endpoint_raised``: the payload is the pickled exception, for the caller alone to load."""
+    """Failure of a request. With ``endpoint_raised``, the payload is the pickled exception, which only the caller unpickles."""
 
     code: str
     text: str

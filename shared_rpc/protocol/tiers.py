@@ -11,29 +11,28 @@ from shared_rpc.protocol.records import SegmentInfo
 
 
 class Suspend(Message):
-    """The session does not touch the memory of these objects until it resumes them. It keeps its leases.
+    """Notice that the session does not access the memory of these objects until it resumes them. It keeps its leases.
 
-    The answer is :class:`~shared_rpc.protocol.messages.Count`: of those objects, how many the session had active.
+    The answer is :class:`~shared_rpc.protocol.messages.Count`: the number of these objects that the session had active.
     """
 
     object_ids: Ids
 
 
 class Resume(Message):
-    """Request for :class:`Resumed`, when the object is on its device.
+    """Request for :class:`Resumed` once the object is on its device.
 
-    A client that gives it up while it waits for room gets the error that says who has the room.
+    A client that cancels while the request waits for memory gets the error that names the holders of the memory.
     """
 
     object_id: str
 
 
 class Resumed(Message):
-    """An object that the session has active from now on.
+    """An object that is active in the session from now on.
 
-    ``segments`` are those of its record, in their order, and their descriptors come with the frame. The name of each is the
-    same as before, and the incarnation is another one if it was restored since. ``owner`` is as in
-    :class:`~shared_rpc.protocol.messages.Result`.
+    ``segments`` are those of its record, in order; their descriptors are in the frame. Their names are unchanged, their
+    incarnations are new if they were restored. ``owner`` is as in :class:`~shared_rpc.protocol.messages.Result`.
     """
 
     generation: int
@@ -42,10 +41,10 @@ class Resumed(Message):
 
 
 class Evict(Message):
-    """Move objects to a lower tier; the answer is :class:`Moved`, when that is done.
+    """Request to move objects to a lower tier; the answer is :class:`Moved`, after the move.
 
-    ``target`` is the id of an object, or the name of an endpoint for all of its objects. ``to`` is ``"host"``, ``"file"``, or
-    ``""`` for the next lower tier that the server has.
+    ``target`` is the id of an object, or an endpoint for all of its objects. ``to`` is ``"host"``, ``"file"``, or ``""`` for
+    the next lower tier of the server.
     """
 
     target: str
@@ -53,12 +52,12 @@ class Evict(Message):
 
 
 class Restore(Message):
-    """Move objects to their devices; the answer is :class:`Moved`. ``target`` is as in :class:`Evict`."""
+    """Request to move objects to their devices; the answer is :class:`Moved`. ``target`` is as in :class:`Evict`."""
 
     target: str
 
 
 class Moved(Message):
-    """The objects that changed their tier."""
+    """The moved objects."""
 
     moves: list[MoveInfo]

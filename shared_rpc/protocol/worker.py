@@ -17,9 +17,9 @@ from shared_rpc.protocol.tasks import Progress
 
 
 class Serve(Message):
-    """A provider of the app to be served. ``key`` identifies it in the app, and is the same in every worker.
+    """Provider of the app to serve. ``key`` identifies it in the app, and is the same in every worker.
 
-    ``cluster`` is the one that its server joins, ``""`` for none.
+    ``cluster`` is the cluster that its server joins, ``""`` for none.
     """
 
     key: str
@@ -33,7 +33,7 @@ class Serve(Message):
 
 
 class Shared(Message):
-    """An endpoint that was shared since."""
+    """Endpoint that was shared after :class:`Serve`."""
 
     key: str
     endpoint: EndpointSpec
@@ -62,7 +62,7 @@ class Loaded(Message):
 
 
 class Refused(Message):
-    """The app cannot be served; the worker ends."""
+    """Notice that the app cannot be served; the worker exits."""
 
     code: str
     text: str
@@ -70,7 +70,7 @@ class Refused(Message):
 
 
 class RunStarted(Message):
-    """A run has a thread."""
+    """Notice that a thread executes the run."""
 
 
 class RunProgress(Message):
@@ -80,13 +80,13 @@ class RunProgress(Message):
 
 
 class AwaitingMemory(Message):
-    """The endpoint has ended, and its result waits for room in the session's pool."""
+    """Notice that the endpoint has returned, and its result waits for memory in the session's pool."""
 
     why: str
 
 
 class RunFinished(RecordBody):
-    """A run that went well, with its record."""
+    """Successful end of a run, with its record."""
 
     nbytes: int = 0
     device: str = ""
@@ -94,7 +94,7 @@ class RunFinished(RecordBody):
 
 
 class RunFailed(Message):
-    """A run that did not. The payload is the endpoint's own exception, pickled, where it has one."""
+    """Failure of a run. The payload is the endpoint's own exception, pickled, if it raised one."""
 
     code: str
     text: str
@@ -103,13 +103,13 @@ class RunFailed(Message):
 
 
 class RunWithdrawn(Message):
-    """A run that was withdrawn, or its result dropped, is done with."""
+    """Notice that the worker is done with a withdrawn run, or with a run whose result was dropped."""
 
     returned: list[int]
 
 
 class ChunksReturned(Message):
-    """Chunks of a client's pool that the worker has done with."""
+    """Chunks of a client's pool that the worker no longer uses."""
 
     key: str
     session: str
@@ -117,7 +117,7 @@ class ChunksReturned(Message):
 
 
 class Allocated(Message):
-    """The requested memory: its descriptor comes with the frame, or ``error`` is the reason."""
+    """The requested memory, with its descriptor in the frame, or the reason in ``error``."""
 
     segment: SegmentInfo | None = None
     free: int | None = None
@@ -125,16 +125,16 @@ class Allocated(Message):
 
 
 class CopyProgress(Message):
-    """Bytes of a :class:`CopySegments` that are copied."""
+    """Bytes of a :class:`CopySegments` copied so far."""
 
     done: int
 
 
 class SegmentsCopied(Message):
-    """The segments of a :class:`CopySegments`, in their order, and the digests of the parts of those that are files.
+    """The segments of a :class:`CopySegments`, in order, and the digests of the parts of those that are files.
 
-    The descriptors of the others come with the frame. If nothing was made, ``error`` is the code of an error, with ``text`` and
-    ``detail``, or ``stopped`` is true, because that was asked for.
+    The descriptors of the others are in the frame. If nothing was copied, ``error`` is the code of an error, with ``text``
+    and ``detail``, or ``stopped`` is true after a :class:`StopCopy`.
     """
 
     segments: list[SegmentInfo]
@@ -149,8 +149,9 @@ class SegmentsCopied(Message):
 
 
 class StartRun(Call):
-    """Run an endpoint. What is of the client's or of the results' pool is told as in a call; the memory of objects comes as
-    descriptors. ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.execution.run.Run`.
+    """Run of an endpoint. Chunks of pools are given as in a call, memory of objects as descriptors.
+
+    ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.execution.run.Run`.
     """
 
     key: str = ""
@@ -161,7 +162,7 @@ class StartRun(Call):
 
 
 class Withdraw(Message):
-    """Nobody waits for a run: drop it if it has not begun."""
+    """Notice that no caller waits for a run: drop it if it has not begun."""
 
 
 class Stop(Message):
@@ -169,11 +170,11 @@ class Stop(Message):
 
 
 class Drop(Message):
-    """Drop a result that waits for memory."""
+    """Request to drop a result that waits for memory."""
 
 
 class ReleaseChunks(Message):
-    """A client has done with chunks of its pool of results."""
+    """Chunks of its pool of results that a client has released."""
 
     key: str
     session: str
@@ -181,21 +182,23 @@ class ReleaseChunks(Message):
 
 
 class AwaitChunks(Message):
-    """Request for :class:`ChunksReturned` when there are chunks of the session's to return, waiting for the GPU if need be."""
+    """Request for :class:`ChunksReturned` once chunks of the session can be returned, if necessary after the GPU has
+    finished.
+    """
 
     key: str
     session: str
 
 
 class SessionEnded(Message):
-    """A session ended: all that it had in the worker goes."""
+    """Notice that a session ended: the worker frees everything of it."""
 
     key: str
     session: str
 
 
 class Reclaim(Message):
-    """An object was dropped: a safe point to let go of its memory."""
+    """Notice that an object was dropped: this is a safe point to unmap its memory."""
 
 
 class Allocate(Message):
@@ -212,11 +215,12 @@ class FreeBytes(Message):
 
 
 class CopySegments(Message):
-    """Request for :class:`SegmentsCopied`: segments with the bytes of others; a :class:`CopyProgress` may come before.
+    """Request for :class:`SegmentsCopied`: new segments with the bytes of others. :class:`CopyProgress` may precede the
+    answer.
 
-    Descriptors come with the frame: those of ``sources``, and then of the ``wanted`` that are there already, whose numbers
-    ``targets`` has, as files and the host memory of an earlier copy are. ``digests`` are of the parts of sources that are
-    files. Host memory stays mapped until :class:`ForgetCopies`.
+    The frame has the descriptors of ``sources``, then those of the ``wanted`` segments that exist, such as files and the host
+    memory of an earlier copy; ``targets`` has their numbers. ``digests`` are of the parts of sources that are files. Host
+    memory stays mapped until :class:`ForgetCopies`.
     """
 
     sources: list[SegmentInfo]
@@ -226,10 +230,10 @@ class CopySegments(Message):
 
 
 class StopCopy(Message):
-    """A :class:`CopySegments` is not wanted any more; it is answered all the same."""
+    """Request to stop a :class:`CopySegments`, which is answered all the same."""
 
 
 class ForgetCopies(Message):
-    """Host memory with these ids is no copy any more: unmap it."""
+    """Request to unmap the host memory with these ids, which holds no copy any longer."""
 
     copies: list[str]
