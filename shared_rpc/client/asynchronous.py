@@ -75,7 +75,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         self._connecting = anyio.Lock()
 
     async def close(self) -> None:
-        """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
+        """Close the connections and release the leases. Tensors stay valid; every later operation fails."""
         self._closed = True
         self._unwatch()
         channel, session = self._channel, self._session

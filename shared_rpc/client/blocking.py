@@ -69,7 +69,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
         self._run(renewed(self, handles), patience=0, timeout=seconds)
 
     def close(self) -> None:
-        """Hang up. The leases go back; tensors stay valid. Every later operation fails."""
+        """Close the connections and release the leases. Tensors stay valid; every later operation fails."""
         self._unwatch()
         self._pool.close()
 

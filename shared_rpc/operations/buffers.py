@@ -40,19 +40,19 @@ class BufferOperations:
         """Create shared memory that belongs to no endpoint, which every process that has its id can read and write.
 
         The handle's ``value`` is a contiguous tensor over it, and :meth:`get_buffer` takes its ``object_id``, in any process,
-        for as long as a process holds the buffer: a process that is killed leaves nothing behind. ``ttl`` or ``keep=True`` are
-        for a process that passes the id on and ends. A buffer counts against the server's ``max_bytes``, and is never evicted.
-        In the local role no other process can get it.
+        as long as a process holds the buffer: a killed process leaves nothing behind. ``ttl`` or ``keep=True`` are for a
+        process that passes the id on and exits. A buffer counts against the server's ``max_bytes``, and is never evicted.
+        In the local role other processes cannot get it.
 
         :param shape_or_nbytes: a tuple is a shape; an int is always a number of bytes, whatever the dtype, and must be a whole
             number of elements: ``create_buffer(1024, "float32")`` has 256.
         :param dtype: the tensor's dtype, or its name; not a quantised one.
         :param device: ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` as this process counts, or a GPU's UUID; None for the server's
             own. A GPU's server has all GPUs that it sees, and the host's memory; see :meth:`list_devices`.
-        :param zero: whether the memory must be zeros; its content is not specified otherwise.
-        :param ttl: seconds for which it can be got, whether or not a process holds it. Processes that hold it then keep it.
-        :param max_accesses: how many times it can be got; this call does not count.
-        :param keep: whether it can be got though no process holds it, until :meth:`free_buffer` or the end of the server.
+        :param zero: whether the memory must be zeroed; otherwise its content is undefined.
+        :param ttl: seconds in which other processes can get it, even if no process holds it. After that its holders keep it.
+        :param max_accesses: how many times other processes can get it; this call does not count.
+        :param keep: whether other processes can get it even if no process holds it, until :meth:`free_buffer`.
         :raises ConfigurationError: for an impossible size, dtype, ``ttl`` or ``max_accesses``, and for both ttl and keep.
         :raises CapabilityError: if the server has no such device, or the device less memory in all.
         :raises ServerBusy: if the device, or its quota, has less memory left now.
@@ -81,7 +81,7 @@ class BufferOperations:
     def get_buffer(ctx: Context, buffer_id: str) -> Steps[Leased[torch.Tensor]]:
         """Return a handle of the buffer of that id: the same memory, without a copy.
 
-        :raises BufferNotFound: if there is no such buffer, or not any more; ``reason`` says why.
+        :raises BufferNotFound: if the buffer does not exist or is no longer available; ``reason`` says why.
         """
         what = f"get_buffer({buffer_id!r})"
         handle: Leased[torch.Tensor] = yield from taken(ctx, what, (yield Request(m.GetBuffer(buffer_id), what)))
@@ -89,15 +89,15 @@ class BufferOperations:
 
     @operation
     def free_buffer(ctx: Context, buffer: Lease[Any] | str) -> Steps[bool]:
-        """End handing out a buffer; return False if that had ended before.
+        """Stop handing out a buffer; return False if that had been done before.
 
-        Processes that hold it keep it, this one too: the memory goes with the last handle.
+        Processes that hold it, including this one, keep it: the memory is freed with the last handle.
         """
         return (yield from _freed(id_of(buffer)))
 
     @operation
     def list_devices(ctx: Context) -> Steps[list[DeviceInfo]]:
-        """Return the devices that the server has memory on."""
+        """Return the devices that hold memory of the server."""
         return (yield from ask(Request(m.ListDevices(), "list_devices", again=True), m.DevicesReply)).infos
 
 

@@ -56,7 +56,7 @@ class ObjectOperations:
     def list_objects(ctx: Context) -> Steps[list[ListedObjectInfo]]:
         """Return all objects, with the processes that hold them.
 
-        They are fetched in pages: an object that comes or goes meanwhile may be missing or there.
+        They are fetched in pages: an object that is published or freed during the call may be listed or missing.
         """
         infos: list[ListedObjectInfo] = []
         after: int | None = 0

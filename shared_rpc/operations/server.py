@@ -29,7 +29,7 @@ class ServerOperations:
 
     @operation
     def get_server_info(ctx: Context) -> Steps[ServerInfo]:
-        """Return the facts of the server itself."""
+        """Return the server's description of itself."""
         return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
 
     @operation
@@ -40,7 +40,7 @@ class ServerOperations:
 
     @operation
     def list_sessions(ctx: Context) -> Steps[list[SessionInfo]]:
-        """Return the processes that are connected, this one among them."""
+        """Return the connected processes, including this one."""
         return (yield from ask(Request(mo.ListSessions(), "list_sessions", again=True), mo.SessionsReply)).infos
 
     @operation
@@ -53,14 +53,14 @@ class ServerOperations:
 
     @operation
     def get_statistics(ctx: Context) -> Steps[dict[str, EndpointStatistics]]:
-        """Return the counts of each endpoint since the server began, by name, without those never called."""
+        """Return the counts of each called endpoint since the server started, by name."""
         return (yield from ask(Request(mo.GetStatistics(), "get_statistics", again=True), mo.StatisticsReply)).infos
 
     @operation
     def reload(
         ctx: Context, objects: Literal["changed", "all", "none"] = "changed", timeout: float | None = None
     ) -> Steps[ReloadInfo]:
-        """Replace the server's workers by new ones, which read the app's code anew. The old ones serve until then.
+        """Restart the server's workers with the app's new code. The old workers serve until the new ones are ready.
 
         :param objects: the cached objects to drop: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``. Handles
             stay valid; ``get_object_info`` has ``stale`` for objects whose endpoint has changed.
@@ -73,7 +73,7 @@ class ServerOperations:
 
     @operation
     def stop_server(ctx: Context, if_idle: bool = False, timeout: float | None = 10.0) -> Steps[StopInfo]:
-        """End the server, as SIGTERM does, and wait until its process has ended. Clients keep the memory that they have.
+        """Stop the server, as SIGTERM does, and wait until its process has exited. Clients keep their memory.
 
         :param if_idle: refuse if other processes are connected, hold a lease, or have a task or a call that has not ended.
         :param timeout: seconds to wait for its end, None for no limit.

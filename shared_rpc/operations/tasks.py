@@ -81,11 +81,11 @@ class TaskOperations:
 
     @operation
     def submit(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[str]:
-        """Run an endpoint as a task, which goes on without this client; return the task's id.
+        """Run an endpoint as a task, which continues without this client; return the task's id.
 
         The task goes through the cache and joins a run as :meth:`call` does; the task of a cached result has ended at once.
 
-        :raises ServerBusy: if the server has as many tasks as it may have.
+        :raises ServerBusy: if the server has reached ``max_tasks``.
         """
         return (yield from _submitted(ctx, endpoint, args, kwargs))
 
@@ -109,7 +109,7 @@ class TaskOperations:
 
     @operation
     def get_task_status(ctx: Context, task_id: str) -> Steps[TaskInfo]:
-        """Return a task's present state.
+        """Return the current state of a task.
 
         :raises TaskError: if it is unknown or has expired.
         """
@@ -149,7 +149,7 @@ class TaskOperations:
     def watch_task(
         ctx: Context, task_id: str, timeout: float | None = None, callback: Callback | None = None
     ) -> Steps[TaskInfo]:
-        """Wait for a task to end, and leave its result to others; return how it ended.
+        """Wait for a task to finish without fetching its result; return its final state.
 
         Nothing is mapped, and no exception of the endpoint is raised: :meth:`get_task_result` does both.
 
@@ -162,9 +162,9 @@ class TaskOperations:
 
     @operation
     def cancel_task(ctx: Context, task_id: str) -> Steps[bool]:
-        """Cancel a task that has not begun, or ask a running one to stop; return False if it had ended.
+        """Cancel a pending task, or request a running one to stop; return False if it had finished.
 
-        Its ``cancel_requested`` is the request, its ``status`` the effect. A run with other waiters goes on for them.
+        ``cancel_requested`` shows the request, ``status`` the effect. A run with other waiters continues.
 
         :raises TaskError: if it is unknown or has expired.
         """

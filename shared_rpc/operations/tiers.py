@@ -21,16 +21,16 @@ class TierOperations:
     def evict(ctx: Context, target: Lease[Any] | str, to: Literal["host", "file"] | None = None) -> Steps[list[MoveInfo]]:
         """Free the memory of an object on its device, and keep its bytes in a lower tier; return the objects that were moved.
 
-        The object stays what it is: whoever asks for it next has it restored, once for all processes. A copy is made first,
-        unless there is one with the same bytes, see ``host_copy`` of :meth:`Provider.share`. Objects that share memory go
+        The object keeps its identity: its next use restores it, once for all processes. The server makes a copy first, unless
+        one with the same bytes exists, see ``host_copy`` of :meth:`Provider.share`. Objects that share memory are moved
         together.
 
         :param target: a handle or the id of an object, or the name of an endpoint for all of its objects.
-        :param to: ``"host"``, the host's memory, for objects of a GPU; ``"file"``, a nameless file in the server's spill
-            directory; by default the next one that the server has.
-        :raises ServerBusy: if a process has an object in use, which the message names: it has to suspend or release its
-            handles; or if an object is pinned. Of an endpoint's objects, the others were moved.
-        :raises CapabilityError: if there is no lower tier for it, or no room there.
+        :param to: ``"host"``, the host's memory, for objects of a GPU; ``"file"``, an unnamed file in the server's spill
+            directory; by default the next lower tier of the server.
+        :raises ServerBusy: if a process uses an object (the message names the process, which has to suspend or release its
+            handles), or if an object is pinned. The other objects of an endpoint were moved.
+        :raises CapabilityError: if it has no lower tier, or that is full.
         """
         name = id_of(target)
         return (yield from ask(Request(t.Evict(name, to or ""), f"evict({name!r})"), t.Moved)).moves
