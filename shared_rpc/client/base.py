@@ -217,7 +217,7 @@ class BaseClient(Driver):
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, ClientTransfer | None, list[int]]]:
+    ) -> Operation[tuple[Reply, ClientTransfer | None]]:
         return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
 
     def _watch_in(self, server: ClientSession) -> Subscriptions:

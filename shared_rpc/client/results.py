@@ -11,7 +11,6 @@ from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.memory.chunk_references import ChunkReferences
-from shared_rpc.memory.pool import Chunk
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 
@@ -25,8 +24,6 @@ class ReceivedResult:
     skeleton: bytes
     segments: list[Segment]
     pooled: dict[int, ChunkReferences] = field(default_factory=dict)
-    #: A chunk of the client's own pool, in place of segments.
-    chunk: Chunk | None = None
 
     def close(self) -> None:
         """Close the descriptors, and release unused chunks of the server's pool."""
@@ -43,37 +40,24 @@ class ReceivedResult:
         self.close()
 
 
-def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None, held: list[int] | None = None) -> ReceivedResult:
+def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None) -> ReceivedResult:
     """Take the result from a reply; it owns the descriptors.
 
-    :param held: chunks of the client's pool that went with the call and were held for it: the result has that hold of the one
-        that it lies in, and the others are released.
     :raises ProtocolError: if there is none.
     :raises ConnectionClosed: if its memory went with the session, which another request has found ended.
     """
-    message, frame, held = reply.message, reply.frame, held or []
+    message, frame = reply.message, reply.frame
     kept = len(message.kept) if isinstance(message, m.Result) else 0
-    if (
-        not isinstance(message, m.Result)
-        or len(message.segments) != len(frame.fds) + kept
-        or (transfer is None and (kept or message.own))
-    ):
+    if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + kept or (transfer is None and kept):
         frame.close()
-        if transfer is not None:
-            transfer.arguments.release(held)
         raise ProtocolError(f"the server answered {what} with a {type(message).__name__} that is no valid result")
     if transfer is None:
         segments = [Segment(info) for info in message.segments]
         for segment in segments:
             segment.adopt(frame.fds)
         return ReceivedResult(what, message, frame.payload, segments)
-    if message.own:
-        frame.close()
+    if message.freed:
         transfer.arguments.release(message.freed)
-        chunk = transfer.own_chunk(message, held)
-        return ReceivedResult(what, message, frame.payload, [], {chunk.number: transfer.own}, chunk)
-    if message.freed or held:
-        transfer.arguments.release(message.freed + held)
     segments = transfer.segments(message.segments, message.kept, message.arenas, frame.fds)
     if transfer.closed and any(segment.descriptor is None for segment in segments):
         for segment in segments:
@@ -88,12 +72,9 @@ def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
     :param values: the values that live in this process, by object id.
     """
     from shared_rpc.codec.results import decode_result
-    from shared_rpc.codec.single import rebuild_argument
 
     try:
         message = result.message
-        if result.chunk is not None:
-            return rebuild_argument(result.skeleton, message.table, result.chunk, result.pooled)
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
         # In a list that is emptied: an error that the object's own code has kept refers to this frame.
         origin = message.owner, result.pooled, message.arenas, label, message.object_id

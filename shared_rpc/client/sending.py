@@ -38,9 +38,9 @@ def send(
     what: str,
     *,
     pooled: bool,
-) -> Operation[tuple[Reply, ClientTransfer | None, list[int]]]:
-    """Send a call of a kind; return the reply, the pools that it used, and the chunks of the client's own that are held for it:
-    the arguments of :func:`~shared_rpc.client.results.result_of`.
+) -> Operation[tuple[Reply, ClientTransfer | None]]:
+    """Send a call of a kind; return the reply and the pools that it used: the arguments of
+    :func:`~shared_rpc.client.results.result_of`.
 
     :param known: the current session, None where there is none.
     :param pooled: whether its arguments and result may lie in pools.
@@ -53,22 +53,15 @@ def send(
             arguments = _plain(args, kwargs)
             if arguments is None:
                 arguments = yield _encoding(args, kwargs, home.device, home.server_id, transfer, what)
-            held: list[int] = []
             freed = transfer.returned() if transfer is not None else []
             request: Request | None = None
             try:
-                if transfer is not None and arguments.chunks and transfer.arguments.taken <= transfer.may_stay:
-                    # Held during the call, and longer if its result stays in them: the server may return the chunks earlier.
-                    held = [chunk.number for chunk in transfer.arguments.retain(arguments.chunks)]
-                request = _request(kind, endpoint, arguments, what, transfer, freed, returnable=bool(held))
+                request = _request(kind, endpoint, arguments, what, transfer, freed)
                 reply: Reply = yield request
-                kept, held = held, []
-                return reply, transfer, kept
+                return reply, transfer
             finally:
                 arguments.close()
                 if transfer is not None:
-                    if held:
-                        transfer.arguments.release(held)
                     if request is None or not request.sent:
                         transfer.arguments.release(arguments.chunks)
                         transfer.references.requeue(freed)
@@ -82,8 +75,6 @@ def send(
                 raise
         except PoolFull as full:
             assert transfer is not None, "only a pool raises PoolFull"
-            if (yield Work(transfer.reclaim)):
-                continue
             yield from _await_room(transfer, what, full)
 
 
@@ -98,8 +89,6 @@ def _request(
     what: str,
     transfer: ClientTransfer | None,
     freed: list[int],
-    *,
-    returnable: bool,
 ) -> Request:
     pooled, chain = transfer is not None, sorted(CALLED_BY.get())
     if not arguments.segments and not arguments.skeletons:
@@ -112,7 +101,6 @@ def _request(
         freed=freed,
         pooled=pooled,
         chain=chain,
-        returnable=returnable,
     )
     arenas = {number: arguments.segments[number] for number in arguments.arenas}
     fds = tuple(

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
+from shared_rpc.errors import SharedRPCError
 from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.chunk_references import ChunkReferences
-from shared_rpc.memory.pool import Chunk, Pool, PoolOptions
+from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.segments import Descriptor, Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
@@ -36,11 +36,7 @@ class ClientTransfer:
 
     def __init__(self, options: PoolOptions, flush: Callable[[ClientTransfer, list[int]], object]) -> None:
         self.arguments = Pool(options, "this client's pool for arguments")
-        #: Bytes of the pool that results may keep: the rest is for arguments that wait for the server.
-        self.may_stay = options.limit - options.limit // 4
         self.references = ChunkReferences(weakly(self._chunk_dropped))
-        #: Chunks of the pool for arguments that hold results.
-        self.own = ChunkReferences(weakly(self._own_dropped))
         self._flush = flush
         #: The server's arenas. Their descriptors are sent once, perhaps in a reply that is processed after the next one.
         self._spare: dict[str, Segment] = {}
@@ -59,25 +55,16 @@ class ClientTransfer:
         self.poll(look=True)
         return self.references.pop_returned() if self.references.free else []
 
-    def poll(self, *, look: bool = False) -> bool:
+    def poll(self, *, look: bool = False) -> None:
         """Find the chunks that this process has done with: a safe point, best while there is nothing to do but to wait.
 
         :param look: see :meth:`ChunkReferences.poll`.
-        :returns: whether there is more room for arguments.
         """
-        references, own = self.references, self.own
+        references = self.references
         if references.dropped or references.fenced:
             references.poll(look=look)
             if references.fenced and not self._listening:
                 self._listen()
-        if own.dropped or own.fenced:
-            own.poll(look=look)
-        return bool(own.free) and self.arguments.release(own.pop_returned()) > 0
-
-    def reclaim(self) -> bool:
-        """Free chunks that came back as results, after waiting for the GPU; return whether there were any."""
-        self.own.drain()
-        return self.poll(look=True)
 
     @contextmanager
     def room(self, frees: int) -> Iterator[int]:
@@ -86,27 +73,10 @@ class ClientTransfer:
         wake = functools.partial(os.eventfd_write, event.number, 1)
         try:
             self.arguments.notify(wake, frees)
-            if self.own.dropped or self.own.fenced:
-                self._own_dropped()  # since the last look, when nobody waited
             yield event.number
         finally:
             self.arguments.forget(wake)
             event.close()
-
-    def own_chunk(self, message: m.Result, held: Sequence[int]) -> Chunk:
-        """Return the chunk of the pool for arguments that a result lies in.
-
-        :param held: the chunks that the call held for that. The others are freed.
-        :raises ProtocolError: if the server names another.
-        """
-        if len(message.own) != 1 or message.own[0] not in held:
-            self.arguments.release(held)
-            raise ProtocolError(f"the server answered with the chunks {message.own[:5]}, which are not the call's")
-        chunk = self.arguments.find(message.own[0])
-        self.arguments.release([number for number in held if number != message.own[0]])
-        if chunk is None:
-            raise ConnectionClosed("this client was closed before the result was mapped")
-        return chunk
 
     def out_of_memory(self, *, waits: bool = True) -> m.Free:
         """Return the message for a server that needs memory.
@@ -181,15 +151,6 @@ class ClientTransfer:
             self._flushing = True
             FINALIZER.submit(self._flush_now, after=_IDLE)
 
-    def _own_dropped(self) -> None:
-        # Runs in a finaliser. Where nobody waits, the next call that lacks room reclaims.
-        if self.arguments.awaited:
-            FINALIZER.submit(self._reclaim_awaited)
-
-    def _reclaim_awaited(self) -> None:
-        if not self.reclaim() and self.arguments.awaited and (self.own.dropped or self.own.fenced):
-            FINALIZER.submit(self._reclaim_awaited, after=_IDLE)  # a GPU that cannot be waited for now
-
     def _listen(self) -> None:
         self._listening = True
         FINALIZER.start()
@@ -236,7 +197,6 @@ class ClientTransfer:
         """End with the session. Memory goes when neither side has a tensor over it."""
         self.closed = True
         self.references.close()
-        self.own.close()
         for segment_id in tuple(self._spare):  # another thread may continue an interrupted close()
             self._close_spare(segment_id)
         self.arguments.close()

@@ -11,16 +11,14 @@ from typing import Any
 import msgspec
 import torch
 
-from shared_rpc.codec.modes import without_modes
 from shared_rpc.codec.storages import current_stream, make_storage
 from shared_rpc.codec.tensors import NAMES, make_tensor, make_trusted, names_of, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import ALIGNMENT
-from shared_rpc.memory.chunk_references import ChunkReferences, keep
+from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import id_of, torch_device
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Chunk, Pool
-from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
 
@@ -111,72 +109,6 @@ def copy_single(
     except BaseException:
         pool.release((chunk.number,))
         raise
-
-
-@without_modes
-def publish_argument(value: list[Any], references: ChunkReferences, seconds: float | None = None) -> Record | None:
-    """Take apart a tensor that fills a chunk of its reader's own and has no other user: it needs no copy.
-
-    None if this process has another tensor over the chunk, which could change the reader's value later.
-
-    :param value: the tensor, which is not there any more where this returns something, and may be another one where not.
-    :param seconds: how long to wait for the tensor's current stream, None for as long as it takes.
-    :returns: the record, whose table has the offset in the reader's arena.
-    """
-    tensor = value[0]
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return None
-    storage = tensor.untyped_storage()
-    reference = references.reference_of(storage)
-    if reference is None or not _plain(tensor):
-        return None
-    # This keeps the arena mapped whatever becomes of the session.
-    hold = references.holds.get(reference.mapping.info.id)
-    nbytes, device = tensor.nbytes, tensor.device
-    if hold is None or nbytes != storage.nbytes() or (device.type == "cuda" and _capturing()):
-        return None
-    stream, offset = current_stream(device), storage.data_ptr() - hold.mapping.address
-    if not 0 <= offset <= hold.mapping.info.nbytes - nbytes:
-        return None  # torch has moved the storage meanwhile, to shared memory of its own
-    if not reference.backend.wait(stream, seconds):
-        return None
-    entry = TensorEntry(0, str(tensor.dtype)[6:], int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
-    # The pin ends with the last user of the chunk: if it lives on, there is another user.
-    del tensor, storage
-    value.clear()
-    pin = reference()
-    if pin is None:
-        table = TensorTable((), (StorageEntry(0, offset, nbytes, 0, reference.number),), (entry,))
-        return Record(FIRST[0], _encode(table), (), nbytes, hold.mapping.info.device, own=(reference.number,))
-    storage = make_storage(hold.mapping, offset, nbytes, device)
-    keep(storage, pin)
-    value.append(make_tensor(entry, storage))
-    return None
-
-
-@without_modes
-def rebuild_argument(
-    skeleton: bytes, table: bytes | msgspec.Raw, chunk: Chunk, pooled: dict[int, ChunkReferences]
-) -> torch.Tensor:
-    """Rebuild the tensor that :func:`publish_argument` took apart on the other side. It keeps its chunk in use.
-
-    :param pooled: the chunk, and to whom it is given back; the entry is taken if there is a tensor.
-    :raises CodecError: if the table has anything else.
-    """
-    found = read_table(table)
-    fits = skeleton in FIRST and len(found.storages) == len(found.tensors) == 1
-    place = found.storages[0] if fits else None
-    end = chunk.offset + chunk.nbytes
-    if place is None or place.nbytes < 0 or not chunk.offset <= place.offset <= end - place.nbytes:
-        raise CodecError("the server answered with an argument's memory, but its table does not fit it")
-    mapping = chunk.arena.mapping
-    device = torch_device(mapping.info.device)
-    storage = make_storage(mapping, place.offset, place.nbytes, device)
-    pooled.pop(chunk.number).acquire(chunk.number, chunk.nbytes, mapping, (storage,))
-    try:
-        return make_tensor(found.tensors[0], storage)
-    except (AttributeError, TypeError, RuntimeError, IndexError) as error:
-        raise CodecError(f"the tensor table does not fit its memory: {error}") from error
 
 
 def rebuild_single(

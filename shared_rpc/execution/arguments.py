@@ -51,7 +51,6 @@ def read_arguments(
     arguments.chunks, arguments.held = message.chunks, message.held
     arguments.nbytes = len(frame.body) + len(frame.payload)
     arguments.session = session
-    arguments.returnable = message.returnable and message.pooled
     #: None for segments that are still to be found by their ids.
     segments: list[Segment | None] = [None] * len(message.segments)
     try:

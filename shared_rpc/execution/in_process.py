@@ -278,7 +278,7 @@ class InProcessExecutor:
         finally:
             CURRENT_RUN.reset(token)
         end_if_forked(pid)
-        # The result may take the place of the arguments' memory.
+        # Arguments that nothing uses any more are freed before the result is copied.
         del args, kwargs
         return self._publisher.publish(endpoint, run, value)
 

@@ -49,13 +49,8 @@ class Publisher:
         """
         from shared_rpc.codec.payload import check_result
         from shared_rpc.codec.results import publish
-        from shared_rpc.codec.single import publish_argument
 
         transfer = self._transfers.find(run.session) if run.pooled else None
-        if transfer is not None and self._shares and returnable(run):
-            record = publish_argument(only, transfer.references)
-            if record is not None:
-                return Completed(record, None)
         # The value stays in its list, which is emptied: code of the value that runs below may keep this frame.
         spec = endpoint.spec
         try:
@@ -95,13 +90,8 @@ class Publisher:
         if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec.results" not in sys.modules:
             return None
         from shared_rpc.codec.results import Soon, publish_soon
-        from shared_rpc.codec.single import publish_argument
 
         try:
-            if returnable(run):
-                record = publish_argument(value, transfer.references, _PATIENCE)
-                if record is not None:
-                    return Completed(record, None)
             soon = publish_soon(value[0], self._device, endpoint.spec.name, transfer.results, _PATIENCE)
             record = soon.poll(_PATIENCE) if isinstance(soon, Soon) else soon
             if record is None:
@@ -117,11 +107,6 @@ def let_go(run: Run[Any], outcome: Completed | Failure) -> None:
     """Let go of a failed run's arguments: a caller in another process gets a traceback as text, and its memory back at once."""
     if isinstance(outcome, Failure) and isinstance(run.arguments, Arguments):
         outcome.clear_frames()
-
-
-def returnable(run: Run[Any]) -> bool:
-    """Return whether the result may lie where the caller has put the arguments."""
-    return isinstance(run.arguments, Arguments) and run.arguments.returnable and run.spec.access == "read_write"
 
 
 def loads_soon(run: Run[Any]) -> bool:

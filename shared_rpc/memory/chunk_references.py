@@ -29,17 +29,10 @@ class _ChunkPin(msgspec.Struct, eq=False, weakref=True):
 
     hold: MappingHold
     number: int
-    #: Set when there is a reference.
-    reference: ChunkReference | None = None
 
 
 #: The attribute by which an object keeps its pin.
 _HELD = "_shared_rpc_chunk"
-
-
-def keep(user: object, pin: object) -> None:
-    """Have one more object keep a chunk, by the pin that its :class:`ChunkReference` gave."""
-    setattr(user, _HELD, pin)
 
 
 def chunk_of(user: object) -> int:
@@ -49,14 +42,13 @@ def chunk_of(user: object) -> int:
 
 
 class ChunkReference(weakref.ref[_ChunkPin]):
-    """Weak reference to a pin, with the chunk, of which ``nbytes`` are used. Called, it gives the pin, see :func:`keep`."""
+    """Weak reference to a pin, with the chunk, of which ``nbytes`` are used."""
 
-    __slots__ = ("backend", "mapping", "nbytes", "number")
+    __slots__ = ("backend", "nbytes", "number")
 
     number: int
     nbytes: int
     backend: Backend
-    mapping: Mapping
 
     # A weak reference gets its attributes after construction; see ChunkReferences.acquire().
 
@@ -110,8 +102,7 @@ class ChunkReferences:
             hold = self._hold(mapping)
         pin = _ChunkPin(hold, number)
         reference = ChunkReference(pin, self._gone)
-        reference.number, reference.nbytes, reference.backend, reference.mapping = number, nbytes, mapping.backend, mapping
-        pin.reference = reference
+        reference.number, reference.nbytes, reference.backend = number, nbytes, mapping.backend
         self._references.add(reference)
         if self._cheap:
             self._cheap = mapping.backend.unmaps_in_background
@@ -123,11 +114,6 @@ class ChunkReferences:
         if not self._closed:
             self.holds[mapping.info.id] = hold
         return hold
-
-    def reference_of(self, user: object) -> ChunkReference | None:
-        """Return the reference by which an object uses a chunk, if it does."""
-        pin = getattr(user, _HELD, None)
-        return pin.reference if isinstance(pin, _ChunkPin) and pin.reference in self._references else None
 
     def release(self, numbers: Iterable[int]) -> None:
         """Release chunks that came, and that nothing here has used."""

@@ -189,11 +189,6 @@ class Pool:
                 self._wake()
         return freed
 
-    @property
-    def awaited(self) -> bool:
-        """Whether somebody waits for a free chunk."""
-        return bool(self._waiting)
-
     def notify(self, wake: Callable[[], object], frees: int) -> None:
         """Call ``wake`` once, when the pool is closed or has freed a chunk since :attr:`frees` was ``frees``, perhaps now.
 
@@ -218,10 +213,6 @@ class Pool:
         del self._chunks[chunk.number]
         self.taken -= chunk.nbytes
         chunk.arena.extents.release(chunk.offset, chunk.nbytes)
-
-    def find(self, number: int) -> Chunk | None:
-        """Return a chunk that is in use; the reference keeps it mapped."""
-        return self._chunks.get(number)
 
     def segment(self, segment_id: str) -> Segment | None:
         """Return the segment of an arena, which stays the pool's."""

@@ -41,7 +41,6 @@ class BodyFields(TypedDict):
     kept: list[int]
     arenas: list[int]
     chunks: list[int]
-    own: list[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +54,6 @@ class Record:
     :param device: the id of the device they are on; by default that of the first segment, or the host.
     :param chunks: the numbers of the pool's chunks that it lies in; such a record is for one reader, which returns them.
     :param arenas: the numbers of the segments that belong to the pool.
-    :param own: the numbers of chunks of the reader's own pool that it lies in, see :attr:`Arguments.returnable`.
     :param private_nbytes: bytes copied by every process that rebuilds the value; by default those of the skeleton.
     """
 
@@ -66,7 +64,6 @@ class Record:
     device: str = ""
     chunks: Sequence[int] = ()
     arenas: Collection[int] = ()
-    own: Sequence[int] = ()
     private_nbytes: int = -1
 
     def __post_init__(self) -> None:
@@ -88,7 +85,6 @@ class Record:
             "kept": [number for number in self.arenas if infos[number].id in known],
             "arenas": list(self.arenas),
             "chunks": list(self.chunks),
-            "own": list(self.own),
         }
 
     def close(self) -> None:
@@ -108,8 +104,8 @@ class Arguments:
     arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
     are read, ``pooled`` has the sink to which each chunk is returned: a :class:`ChunkReferences` in the process that maps them.
 
-    ``returnable``: whether the result may lie in these chunks. ``session``: whose memory it is, which is not that of the run
-    where the call became a task. ``nbytes``: bytes of the message that they came in, without the memory.
+    ``session``: whose memory it is, which is not that of the run where the call became a task. ``nbytes``: bytes of the
+    message that they came in, without the memory.
     """
 
     args: msgspec.Raw = field(default_factory=lambda: NO_ARGS)
@@ -120,7 +116,6 @@ class Arguments:
     arenas: Collection[int] = ()
     chunks: Sequence[int] = ()
     held: Sequence[int] = ()
-    returnable: bool = False
     session: str = ""
     pooled: dict[int, ChunkSink] = field(default_factory=dict)
     nbytes: int = 0

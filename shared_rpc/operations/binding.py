@@ -79,7 +79,7 @@ class Context(ABC):
     @abstractmethod
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, ClientTransfer | None, list[int]]]:
+    ) -> Operation[tuple[Reply, ClientTransfer | None]]:
         """Send a call of a kind; return the arguments of :func:`taken`.
 
         :param pooled: whether its arguments and result may lie in pools.
@@ -176,16 +176,14 @@ def _shown(annotation: str, kind: type[Driver]) -> str:
     return re.sub(r"\bExporting\b", kind._RECORD.__name__, text)
 
 
-def taken(
-    ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None, held: list[int] | None = None
-) -> Operation[Any]:
+def taken(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None) -> Operation[Any]:
     """Take the result from a reply: a handle, where a lease came with the value; it goes back where that cannot be rebuilt.
 
-    :param transfer: see :func:`shared_rpc.client.results.result_of`, as for ``held``.
+    :param transfer: see :func:`shared_rpc.client.results.result_of`.
     """
     if reply.live:
         return (yield from _taken_live(ctx, reply))
-    result = result_of(what, reply, transfer, held)
+    result = result_of(what, reply, transfer)
     message = result.message
     value = ctx._values.get(message.object_id) if message.object_id else None
     if value is not None and outdated(message.object_id, message.segments):

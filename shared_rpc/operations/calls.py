@@ -32,8 +32,8 @@ def fetch(endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], device: st
     :param device: the id of the server's device.
     """
     what, server = f"{endpoint}()", _Server(device)
-    reply, transfer, held = yield from send(lambda: server, m.Call, endpoint, args, kwargs, what, pooled=False)
-    return result_of(what, reply, transfer, held)
+    reply, transfer = yield from send(lambda: server, m.Call, endpoint, args, kwargs, what, pooled=False)
+    return result_of(what, reply, transfer)
 
 
 class CallOperations:
@@ -54,8 +54,8 @@ class CallOperations:
         :raises ConnectionClosed: if the server goes away meanwhile.
         """
         what = f"{endpoint}()"
-        reply, transfer, held = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)
-        return (yield from taken(ctx, what, reply, transfer, held))
+        reply, transfer = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)
+        return (yield from taken(ctx, what, reply, transfer))
 
     @operation
     def invalidate_call_cache(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[int]:

@@ -45,7 +45,7 @@ class GenerationOperations:
         :raises DeadlineExceeded: after the client's timeout.
         """
         what = f"refresh({endpoint!r})"
-        reply, _, _ = yield from ctx._sent(g.Refresh, endpoint, args, kwargs, what)
+        reply, _ = yield from ctx._sent(g.Refresh, endpoint, args, kwargs, what)
         return message_of(reply, what, g.Refreshed).generation
 
     @lending

@@ -132,7 +132,7 @@ class RecordOperations:
         :raises DeadlineExceeded: after the client's timeout.
         """
         what = f"prepare({endpoint!r})"
-        reply, _, _ = yield from ctx._sent(x.PrepareCandidate, endpoint, args, kwargs, what)
+        reply, _ = yield from ctx._sent(x.PrepareCandidate, endpoint, args, kwargs, what)
         return cast(Leased[Generation], (yield from held(message_of(reply, what, x.Candidate).generation)))
 
     @operation

@@ -64,7 +64,7 @@ def _unheard(_: TaskInfo) -> None:
 
 def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
     what = f"submit({endpoint!r})"
-    reply, _, _ = yield from ctx._sent(m.Submit, endpoint, args, kwargs, what)
+    reply, _ = yield from ctx._sent(m.Submit, endpoint, args, kwargs, what)
     return message_of(reply, what, m.TaskIs).info.task_id
 
 

@@ -77,8 +77,7 @@ class Call(Message):
 
     The segments with the numbers ``arenas`` belong to the caller's pool, which the server keeps mapped for the session; the
     call uses its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller holds as results and passes
-    here. ``freed`` are chunks that it returns. ``pooled`` allows the result in the server's pool, ``returnable`` in
-    ``chunks``.
+    here. ``freed`` are chunks that it returns. ``pooled`` allows the result in the server's pool.
 
     ``chain`` is set if an endpoint of the same server makes the call, see :attr:`shared_rpc.context.RunContext.chain`.
     """
@@ -96,7 +95,6 @@ class Call(Message):
     freed: Chunks = []
     pooled: bool = False
     chain: Annotated[list[str], msgspec.Meta(max_length=1000)] = []
-    returnable: bool = False
 
 
 class RecordBody(Message):
@@ -105,9 +103,6 @@ class RecordBody(Message):
     The segments with the numbers ``arenas`` belong to the pool of results of this session; the descriptors of those also in
     ``kept`` were sent before on this connection, the others are in the frame. The result uses the pool's chunks ``chunks``.
     ``freed`` are returned chunks of the client's pool.
-
-    ``own`` are chunks of the call in which the result is. The server returns them like any others, after its GPU has finished
-    with them.
     """
 
     table: msgspec.Raw
@@ -115,7 +110,6 @@ class RecordBody(Message):
     kept: list[int] = []
     arenas: list[int] = []
     chunks: list[int] = []
-    own: list[int] = []
     freed: list[int] = []
 
 

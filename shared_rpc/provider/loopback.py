@@ -284,12 +284,12 @@ class LoopbackDriver(BlockingMethods):
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, None, list[int]]]:
+    ) -> Operation[tuple[Reply, None]]:
         run = CURRENT_RUN.get()
         message = kind(endpoint, chain=sorted(run.chain) if run is not None else [])
         live = tuple(args), kwargs
         reply: Reply = yield _LiveRequest(message, what, lowered=self._lowered(args, kwargs), arguments=live)
-        return reply, None, []
+        return reply, None
 
     def _lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         from shared_rpc.codec.arguments import lower_arguments

@@ -346,7 +346,7 @@ def test_a_call_that_waits_for_memory_of_an_interrupted_one(server: Child, base_
         pool.acquire("cpu", [1 << 20] * 4, "an interrupted call")
         waiting = threading.Thread(target=lambda: results.append(client.call("doubled", ARGUMENT)))
         waiting.start()
-        eventually(lambda: pool.awaited)
+        eventually(lambda: pool._waiting)
         client._pool.retire_session(session)
         waiting.join(20)
         assert torch.equal(results[0], ARGUMENT * 2)

@@ -271,7 +271,6 @@ def test_room_that_another_thread_makes(
     x = torch.ones(MIB // 2, device=device)
     client.ping()
     transfer, may_free = client._pool.session.transfer, threading.Event()
-    transfer.may_stay = SMALL.limit
     pool, release = transfer.arguments, transfer.arguments.release
 
     def late(numbers: list[int]) -> int:
@@ -295,41 +294,6 @@ def test_room_that_another_thread_makes(
     for call in (*calls, waiting):
         call.join(20)
     assert sums == [MIB]
-
-
-def test_room_that_dropped_results_make(client: Client, device: str) -> None:
-    """A call waits for memory in which results of earlier calls lie; it has it when another thread drops them."""
-    x = torch.ones(MIB // 2, device=device)
-    client.ping()
-    transfer = client._pool.session.transfer
-    transfer.may_stay = SMALL.limit
-    results = [client.call("echo", x) for _ in range(4)]
-    sums: list[float] = []
-    waiting = threading.Thread(target=lambda: sums.append(client.call("doubled", x).sum().item()))
-    waiting.start()
-    eventually(lambda: transfer.arguments.awaited)
-    results.clear()
-    waiting.join(20)
-    assert sums == [MIB]
-
-
-@pytest.mark.anyio
-async def test_room_that_dropped_results_make_for_a_coroutine(server: Server, device: str) -> None:
-    """It has the memory when another coroutine drops the results that lie in it."""
-    x = torch.ones(MIB // 2, device=device)
-    async with AsyncClient(socket_path=server.socket_path, timeout=20.0, pool=SMALL) as client:
-        await client.ping()
-        transfer = client._session.transfer
-        transfer.may_stay = SMALL.limit
-        results = [await client.call("echo", x) for _ in range(4)]
-
-        async def drop() -> None:
-            await anyio.to_thread.run_sync(eventually, lambda: transfer.arguments.awaited)
-            results.clear()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(drop)
-            assert (await client.call("doubled", x)).sum() == MIB
 
 
 @pytest.mark.parametrize("sent", [False, True])
