@@ -46,9 +46,10 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.tasks import TaskInfo
-from shared_rpc.server.core import Core, Lowered
+from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.handlers import answer
+from shared_rpc.server.requests import Lowered
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.state.objects import StoredObject
 
@@ -164,8 +165,6 @@ class _LocalCaller:
             return False
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            if waiter.on_leave is not None:
-                waiter.on_leave()
             self.core.leave(waiter)
         self.answered.set_exception(concurrent.futures.CancelledError())  # a waiting thread must end
         return True
@@ -187,6 +186,12 @@ class _LocalCaller:
                 self.lease.give_back()
             elif unwanted is not None:
                 _LocalCaller(self.core, Request(unwanted, "the release of an unwanted lease")).ask()
+
+    @property
+    def waiter(self) -> Waiter:
+        """The waiter of a request that waits."""
+        assert self._waiter is not None, "only a waiting request has a waiter"
+        return self._waiter
 
     @property
     def payload(self) -> bytes:

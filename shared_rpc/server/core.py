@@ -6,15 +6,17 @@ it imports no torch and looks into no skeleton.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 
-from shared_rpc.errors import ConfigurationError, ConnectionClosed, StaleHandleError
+from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry, check_chain, identity_of, key_of, takes
 from shared_rpc.execution.executor import Executor
@@ -37,8 +39,10 @@ from shared_rpc.server.device_room import Room
 from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.observing import Listeners, Observed
 from shared_rpc.server.records import Records
+from shared_rpc.server.requests import Caller, Lowered, Requests, handles
 from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
 from shared_rpc.server.sessions import Sessions
+from shared_rpc.server.shared import State
 from shared_rpc.server.sources import Sources
 from shared_rpc.server.state.buffers import BufferTable, Terms
 from shared_rpc.server.state.clock import Clock
@@ -58,9 +62,6 @@ if TYPE_CHECKING:
 __all__ = ["Core", "Lowered"]
 
 _log = logging.getLogger("shared_rpc.server")
-
-#: The arguments of a call as plain data: by position, by name.
-Lowered = tuple[Sequence[Any], dict[str, Any]]
 
 
 class Core:
@@ -140,51 +141,47 @@ class Core:
             when_full=when_full,
             host_quota=host_quota,
         )
-        self.tiers = Tiers(
+        self.state = state = State(
+            self.server_id,
+            device,
+            clock,
+            registry,
+            executor,
+            memory,
+            self.objects,
+            self.leases,
+            buffers,
+            self.sessions,
+            self.room,
+            self._sweeper.wake_within,
+        )
+        self.tiers = state.tiers = Tiers(
             self.objects,
             self.leases,
             self.room,
             memory,
             spill,
             self.sessions.pid_of,
-            self._settle,
+            state.settle,
             executor.reclaim,
             self._told.moved,
         )
-        self.buffers = Buffers(
-            device, buffers, self.room, memory, self._sweeper.wake_within, self.tiers, self.objects.copies.usage
-        )
-        self.generations = Generations(self.server_id, self.objects, self.leases, self.release, executor.reclaim, self.tiers)
-        self.sources = Sources(
-            lambda: self.runs,
-            clock,
-            device,
-            self.sessions.pid_of,
-            self._sweeper.wake_within,
-            joiner=self._joiner,
-            grace=source_grace,
-        )
-        self.runs = Runs(
+        self.release, self.stored = state.release, state.stored
+        self.buffers = Buffers(state)
+        self.generations = Generations(state, self.buffers)
+        self.records = Records(state, self.generations)
+        self.sources = Sources(state, self.records, joiner=self._joiner, grace=source_grace)
+        self.runs = state.runs = Runs(
             executor,
             self.objects,
             self.leases,
-            self._settle,
+            state.settle,
             self.room,
             self.generations.announce,
             self.sources.ask,
             self.sources.unasked,
             self.tiers,
             self.server_id,
-        )
-        self.records = Records(
-            device,
-            registry,
-            self.objects,
-            self.leases,
-            buffers,
-            self.generations,
-            self.runs.calls.number,
-            self._settle,
         )
         # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
         first = int(clock.now() * 1e6) if server_id is not None else 1
@@ -196,11 +193,12 @@ class Core:
             self.runs,
             self.objects,
             self.leases,
-            self.release,
+            state.release,
             lambda: self._sweeper.wake_within(result_ttl),
             self.tiers,
             self.waits_for,
         )
+        self.requests = Requests(self, self.buffers, self.generations, self.records, self.sources)
         self._began = clock.now()
         self.started_at = clock.unix(self._began)
         self._executor = executor
@@ -235,11 +233,8 @@ class Core:
         self.stopped = True
         self.room.stop()
         self.runs.stop()
-        self.buffers.stop()
-        gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped"))
+        self.requests.stop()
         self.tiers.stop()
-        self.generations.stop(gone)
-        self.sources.stop(gone)
         if self._joiner is not None:
             self._joiner.ask_to_stop()
         self.objects.clear()
@@ -388,16 +383,30 @@ class Core:
             tell(asker, Failure.of(error))
             raise
 
+    @handles(m.AwaitFree)
+    async def await_free(self, caller: Caller, message: m.AwaitFree) -> m.Free:
+        """Wait for chunks of the client's pool to return."""
+        transfer, loop, there = self.transfers.of(caller.session), asyncio.get_running_loop(), asyncio.Event()
+
+        def told() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(there.set)
+
+        transfer.await_chunks(told)
+        try:
+            await there.wait()
+        finally:
+            transfer.unsubscribe(told)
+        return m.Free(transfer.returned())
+
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that no longer waits; it is not notified any more."""
         if waiter.observed is not None:
             waiter.observed.left()
         self.tasks.leave(waiter)
         self.runs.leave(waiter)
-        self.buffers.leave(waiter)
         self.tiers.leave(waiter)
-        self.generations.leave(waiter)
-        self.sources.leave(waiter)
+        self.requests.leave(waiter)
 
     def waits_for(self, waiter: Waiter, users: dict[str, str] | None = None) -> str:
         """Return which room a waiter waits for and who has it, for people; ``""`` if it does not wait for room.
@@ -418,13 +427,7 @@ class Core:
         self.sources.end_session(session)
         with self._told.reclaiming("" if clean else session):
             ended = self.leases.end_session(session)
-        self._settle(*ended)
-
-    def release(self, session: str, object_ids: Iterable[str]) -> int:
-        """Give back one lease of the session for each id; how many it really held."""
-        released = [object_id for object_id in object_ids if self.leases.release(session, object_id)]
-        self._settle(*released)
-        return len(released)
+        self.state.settle(*ended)
 
     def hold(self, session: str, request: m.Hold) -> m.Held:
         """Grant the session one more lease for each id of a managed object that is there."""
@@ -512,16 +515,6 @@ class Core:
                         pass
                 self.objects.unlist(stored)
 
-    def stored(self, object_id: str) -> StoredObject:
-        """Return an object.
-
-        :raises StaleHandleError: if the server does not own it (any more).
-        """
-        stored = self.objects.get(object_id)
-        if stored is None:
-            raise StaleHandleError(f"the server {self.server_id} has no object {object_id[:100]}", reason="object_gone")
-        return stored
-
     def info_of(self, stored: StoredObject) -> ObjectInfo:
         """Describe an object."""
         holders, active = self.leases.holders(stored.object_id), self.tiers.active(stored.object_id)
@@ -598,18 +591,6 @@ class Core:
             pid = self.sessions.pid_of(waiter.session)
             waiter.observed = Observed(self.server_id, spec.name, waiter.request_id, waiter.session, pid)
         return spec, key
-
-    def _settle(self, *object_ids: str) -> None:
-        for object_id in object_ids:
-            lingers = self.buffers.table.settle(object_id)
-            if lingers is not None:
-                self._sweeper.wake_within(lingers)
-        self.objects.settle(*object_ids)
-        self.room.changed()
-        for object_id in object_ids:
-            stored = self.objects.get(object_id)
-            if stored is not None and stored.idle_ttl is not None:
-                self._sweeper.wake_within(stored.idle_ttl)
 
     def _forget_task(self, task: Task[Waiter]) -> None:
         self.tasks.forget(task)

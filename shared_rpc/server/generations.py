@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import takewhile
 
 from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
-from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.backends.choice import chosen
 from shared_rpc.memory.revisions import new_page, read_only
 from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.runs import Delivery, Restorer, Waiter, tell
-from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.buffers import Buffers
+from shared_rpc.server.requests import Caller, handles
+from shared_rpc.server.runs import Delivery, Waiter, tell
+from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.state.tasks import TASK_SESSION
@@ -24,9 +27,6 @@ __all__ = ["Generations", "page_of", "refreshable"]
 
 #: Keys whose latest generation is remembered for subscribers: a subscriber that asks too rarely misses the oldest ones.
 _REMEMBERED = 4096
-
-#: Called with the generations since a position, and the position after them.
-Answer = Callable[[list[Generation], int], object]
 
 
 def refreshable(spec: EndpointSpec, key: str | None) -> str:
@@ -49,34 +49,17 @@ class Generations:
 
     Subscribers ask again and again, from a position on. So there is nothing to buffer for one that
     is slow: it gets the latest generation of each key, when it asks.
-
-    :param release: gives leases back: session, object ids.
-    :param reclaim: gives memory back that only a value of the executor held.
-    :param restorer: restores objects that are cold.
     """
 
-    def __init__(
-        self,
-        server_id: str,
-        objects: ObjectStore,
-        leases: LeaseTable,
-        release: Callable[[str, Iterable[str]], object],
-        reclaim: Callable[[], None],
-        restorer: Restorer,
-    ) -> None:
-        self._server_id = server_id
-        self._objects = objects
-        self._leases = leases
-        self._release = release
-        self._reclaim = reclaim
-        self._restorer = restorer
+    def __init__(self, state: State, buffers: Buffers) -> None:
+        self._state = state
+        self._objects = state.objects
+        self._buffers = buffers
         #: The latest generation of each key with its position, in order of positions.
         self._latest: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
         self._position = 0
-        #: The position and the answer of each waiter.
-        self._waiting: dict[Waiter, tuple[int, Answer]] = {}
-        #: The failure for waiters once the server has stopped.
-        self._gone: Failure | None = None
+        #: Set, and replaced, with every announcement.
+        self._news = asyncio.Event()
 
     def announce(self, stored: StoredObject) -> None:
         """Announce that an object is the current one of its key. The first one is no news: no client has an earlier one."""
@@ -88,31 +71,16 @@ class Generations:
         self._latest[generation.cache_key] = self._position, generation
         if len(self._latest) > _REMEMBERED:
             self._latest.popitem(last=False)
-        waiting, self._waiting = self._waiting, {}
-        for after, answer in waiting.values():
-            answer(self._since(after), self._position)
+        self._news.set()
+        self._news = asyncio.Event()
 
-    def wait(self, waiter: Waiter, after: int, answer: Answer) -> None:
-        """Call ``answer`` once, with the generations that became current after a position; at once if ``after`` is negative."""
-        if self._gone is not None:
-            tell(waiter, self._gone)
-            return
-        news = self._since(after) if after >= 0 else []
-        if news or after < 0 or after > self._position:  # also for a position of an earlier server
-            answer(news, self._position)
-        else:
-            self._waiting[waiter] = after, answer
-
-    def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter."""
-        self._waiting.pop(waiter, None)
-
-    def stop(self, failure: Failure) -> None:
-        """Notify present and later waiters that the server has stopped."""
-        self._gone = failure
-        waiting, self._waiting = self._waiting, {}
-        for waiter in waiting:
-            tell(waiter, failure)
+    @handles(g.AwaitRefreshes)
+    async def wait(self, caller: Caller, message: g.AwaitRefreshes) -> g.Refreshes:
+        """Wait for generations that become current after a position; not for a negative one, or one of an earlier server."""
+        while message.after == self._position:
+            await self._news.wait()
+        news = self._since(message.after) if message.after >= 0 else []
+        return g.Refreshes(news, self._position, self._state.server_id)
 
     def of(self, stored: StoredObject) -> Generation:
         """Describe an object with a key."""
@@ -125,7 +93,7 @@ class Generations:
             previous_id=stored.previous_id,
             nbytes=stored.record.nbytes,
             device=stored.record.device,
-            server_id=self._server_id,
+            server_id=self._state.server_id,
             created_at=stored.created_at,
         )
 
@@ -161,52 +129,61 @@ class Generations:
             )
         return self.of(stored)
 
-    def deliver_latest(self, waiter: Waiter, object_id: str) -> None:
+    @handles(g.GetLatest)
+    def get_latest(self, caller: Caller, message: g.GetLatest) -> None:
         """Deliver the current object of an object's key with a lease, at once if it is on its device.
 
         :raises StaleHandleError: if the server does not own the object, or nothing of its key is current.
         """
-        stored = self._objects.get(object_id)
-        if stored is None:
-            raise StaleHandleError(f"the server {self._server_id} has no object {object_id[:100]}", reason="object_gone")
+        self._deliver_latest(caller.wait(), message)
+
+    def _deliver_latest(self, waiter: Waiter, message: g.GetLatest) -> None:
+        stored = self._state.stored(message.object_id)
         current = self._objects.lookup(stored.cache_key) if stored.cache_key is not None else stored
         if current is None:
             raise StaleHandleError(
                 f"{stored.cache_key} was invalidated and has no current generation: call the endpoint again",
                 reason="invalidated",
             )
-        self._deliver(waiter, current, lambda: self.deliver_latest(waiter, object_id))
+        self._deliver(waiter, current, lambda: self._deliver_latest(waiter, message))
 
-    def deliver_object(self, waiter: Waiter, object_id: str, cache_key: str) -> None:
+    @handles(g.GetObject)
+    def get_object(self, caller: Caller, message: g.GetObject) -> None:
         """Hand an object out that is there, current or not, with a lease; at once if it is on its device.
 
-        :param cache_key: its key, for the reason of an error, ``""`` if it has none.
         :raises StaleHandleError: if the server does not own the object any more.
         """
-        stored = self._objects.get(object_id)
+        self._deliver_object(caller.wait(), message)
+
+    def _deliver_object(self, waiter: Waiter, message: g.GetObject) -> None:
+        stored = self._objects.get(message.object_id)
+        if stored is not None and stored.kind == "buffer":
+            self._buffers.deliver(waiter, message.object_id)
+            return
         if stored is not None:
             if stored.listed and stored.cache_key is not None:
                 self._objects.lookup(stored.cache_key)  # this counts as an access
-            self._deliver(waiter, stored, lambda: self.deliver_object(waiter, object_id, cache_key))
+            self._deliver(waiter, stored, lambda: self._deliver_object(waiter, message))
             return
-        current = self._objects.lookup(cache_key)
+        current = self._objects.lookup(message.cache_key)
         if current is not None:
             raise StaleHandleError(
-                f"object {object_id[:100]} was dropped, and generation {current.generation} of {cache_key[:200]} is current: "
-                f"call the endpoint to get it",
+                f"object {message.object_id[:100]} was dropped, and generation {current.generation} of "
+                f"{message.cache_key[:200]} is current: call the endpoint to get it",
                 reason="superseded",
             )
         raise StaleHandleError(
-            f"the server {self._server_id} has no object {object_id[:100]} any more: it had no lease and is not cached: "
-            f"call the endpoint again",
+            f"the server {self._state.server_id} has no object {message.object_id[:100]} any more: it had no lease and is not "
+            f"cached: call the endpoint again",
             reason="object_gone",
         )
 
     def _deliver(self, waiter: Waiter, stored: StoredObject, again: Callable[[], None]) -> None:
-        if stored.cold or self._restorer.must_wait(waiter, stored):
-            self._restorer.when_warm(waiter, stored, again)
+        tiers = self._state.tiers
+        if stored.cold or tiers.must_wait(waiter, stored):
+            tiers.when_warm(waiter, stored, again)
             return
-        self._leases.grant(waiter.session, stored.object_id)
+        self._state.leases.grant(waiter.session, stored.object_id)
         tell(waiter, Delivery(stored.record, stored.live, stored, True))
 
     def retire(self, object_id: str, endpoint: str | None) -> list[StoredObject]:
@@ -221,10 +198,10 @@ class Generations:
             and (stored.endpoint == endpoint if endpoint is not None else stored.object_id == object_id)
         ]
         for stored in superseded:
-            for session in self._leases.holders(stored.object_id):
+            for session in self._state.leases.holders(stored.object_id):
                 if session.startswith(TASK_SESSION):
-                    self._release(session, [stored.object_id])
-        self._reclaim()
+                    self._state.release(session, [stored.object_id])
+        self._state.executor.reclaim()
         return [stored for stored in superseded if self._objects.get(stored.object_id) is not None]
 
     def _since(self, after: int) -> list[Generation]:

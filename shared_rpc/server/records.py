@@ -7,21 +7,22 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any
 
 from shared_rpc.errors import BufferNotFound, CapabilityError, RecordError, RefreshError
-from shared_rpc.execution.endpoints import Registry
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol import exported as x
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import FORMAT, RecordHeader
-from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import Access
 from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.generations import Generations
-from shared_rpc.server.state.buffers import BufferTable
-from shared_rpc.server.state.leases import LeaseTable
-from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.requests import Caller, Lowered, handles
+from shared_rpc.server.shared import State
+from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.records import (
     Versions,
     access_of,
@@ -36,9 +37,6 @@ from shared_rpc.server.state.records import (
 )
 
 __all__ = ["Records", "installed_versions"]
-
-#: The arguments of a call as plain data: by position, by name.
-_Lowered = tuple[Sequence[Any], dict[str, Any]]
 
 
 @functools.cache
@@ -57,46 +55,42 @@ def installed_versions() -> Versions:
 
 
 class Records:
-    """Requests about records. On the server's loop only.
+    """Requests about records. On the server's loop only."""
 
-    :param device: the id of the server's device.
-    :param number: returns the next number in the order of runs.
-    :param settle: called with the ids of objects that were added.
-    """
-
-    def __init__(
-        self,
-        device: str,
-        registry: Registry,
-        objects: ObjectStore,
-        leases: LeaseTable,
-        buffers: BufferTable,
-        generations: Generations,
-        number: Callable[[], int],
-        settle: Callable[[str], None],
-    ) -> None:
-        self._device = device
-        self._registry = registry
-        self._objects = objects
-        self._leases = leases
-        self._buffers = buffers
+    def __init__(self, state: State, generations: Generations) -> None:
+        self._state = state
         self._generations = generations
-        self._number = number
-        self._settle = settle
 
-    def export(self, session: str, stored: StoredObject) -> RecordHeader:
-        """Describe an object's record, and grant the session a lease on it.
+    @handles(x.ExportObject)
+    def export(self, caller: Caller, message: x.ExportObject) -> None:
+        """Describe an object's record, and grant the session a lease on it; at once if the object is on its device.
 
         :raises BufferNotFound: if it is a buffer that cannot be got any more.
         :raises CapabilityError: if its value lies in no shared memory.
         """
+        state = self._state
+
+        def exported() -> None:
+            stored = state.stored(message.object_id)
+            header = self._header(caller.session, stored)
+            owners = tuple(segment.owner for segment in stored.record.segments)
+            if not caller.reply(x.Exported(stored.object_id, stored.generation), header.to_bytes(), owners):
+                state.release(caller.session, [stored.object_id])
+
+        stored = state.stored(message.object_id)
+        if stored.cold:
+            state.tiers.when_warm(caller.wait(), stored, exported)
+        else:
+            exported()
+
+    def _header(self, session: str, stored: StoredObject) -> RecordHeader:
         record = stored.record
         if not record.skeleton:
             raise CapabilityError(
                 f"object {stored.object_id} of {stored.endpoint}() cannot be exported: in the local role (pid {os.getpid()}) "
                 f"results lie in no shared memory. Serve the endpoints: SHARED_TENSOR_ROLE=server, or shared-rpc serve"
             )
-        spec = self._registry.find(stored.endpoint)
+        spec = self._state.registry.find(stored.endpoint)
         infos = tuple(segment.info for segment in record.segments)
         here = installed_versions()
         header = RecordHeader(
@@ -118,11 +112,11 @@ class Records:
             segments=infos,
         )
         if stored.kind == "buffer":
-            self._buffers.get(session, stored.object_id)  # on its terms, with a lease
+            self._state.buffers.get(session, stored.object_id)  # on its terms, with a lease
         else:
             if stored.listed and stored.cache_key is not None:
-                self._objects.lookup(stored.cache_key)  # this counts as an access
-            self._leases.grant(session, stored.object_id)
+                self._state.objects.lookup(stored.cache_key)  # this counts as an access
+            self._state.leases.grant(session, stored.object_id)
         return header
 
     def check(self, header: RecordHeader) -> list[str]:
@@ -132,40 +126,53 @@ class Records:
         """
         check_versions(header, installed_versions())
         check_table(header)
-        places = homes(header, self._device)
+        places = homes(header, self._state.device)
         return [places[info.device] for info in header.segments]
 
-    def check_call(self, header: RecordHeader, endpoint: str, call: _Lowered) -> tuple[EndpointSpec, str]:
+    def _check_call(self, header: RecordHeader, endpoint: str, call: Lowered) -> tuple[EndpointSpec, str]:
         """Return the endpoint that a record is to be a result of, and the key.
 
         :param endpoint: its name, or ``""`` for the endpoint and the key that were exported.
         :raises EndpointNotFound: if the server has none of that name.
         :raises RecordError, ConfigurationError: if the record cannot be its result.
         """
-        spec = self._registry.get(endpoint or header.endpoint)
+        spec = self._state.registry.get(endpoint or header.endpoint)
         return spec, called(header, spec, call if endpoint else None)
 
-    def adopt(
-        self, session: str, header: RecordHeader, buffers: Sequence[str], endpoint: str, call: _Lowered, *, current: bool
-    ) -> Generation:
+    @handles(x.CheckRecord)
+    def check_record(self, caller: Caller, message: x.CheckRecord) -> x.RecordFits:
+        """Answer whether a record could be adopted."""
+        header = RecordHeader.from_bytes(caller.payload)
+        devices = self.check(header)
+        if message.called:
+            self._state.sessions.check_code(caller.session, "a record")
+            self._check_call(header, message.endpoint, decode_call(message.args, message.kwargs))
+        return x.RecordFits(devices)
+
+    @handles(x.Adopt)
+    def adopt(self, caller: Caller, message: x.Adopt) -> m.Message:
         """Make an object of a record, whose bytes are in buffers of the session; these can be got no more.
 
-        It is newer than every run that has begun, and older than those that will.
+        It is newer than every run that has begun, and older than those that will. If the cache does not list it, it is a
+        candidate, on which the session has a lease.
 
-        :param current: whether the cache lists it; otherwise it is a candidate, on which the session has a lease.
         :raises RecordError, ConfigurationError: if it cannot be adopted; then the buffers are as they were.
         :raises BufferNotFound: if a buffer is not the session's.
         """
+        state, session, current = self._state, caller.session, message.current
+        state.sessions.check_code(session, "a record")
+        header = RecordHeader.from_bytes(caller.payload)
+        call = decode_call(message.args, message.kwargs)
         devices = self.check(header)
-        spec, key = self.check_call(header, endpoint, call)
-        room = self._room(session, header, buffers, devices)
+        spec, key = self._check_call(header, message.endpoint, call)
+        room = self._room(session, header, message.buffers, devices)
         record = self._record(header, room, spec)
-        stored = self._objects.add(
+        stored = state.objects.add(
             spec.name,
             key,
             record,
             spec.idle_ttl,
-            run=self._number(),
+            run=state.runs.calls.number(),
             listed=current,
             managed=spec.managed,
             adopted=True,
@@ -174,13 +181,14 @@ class Records:
             pinned=spec.pinned,
         )
         if not current:
-            self._leases.grant(session, stored.object_id)
+            state.leases.grant(session, stored.object_id)
         for one in room:
-            self._buffers.free(one.object_id)
+            state.buffers.free(one.object_id)
         if stored.listed:
             self._generations.announce(stored)
-        self._settle(stored.object_id)
-        return self._generations.of(stored)
+        state.settle(stored.object_id)
+        generation = self._generations.of(stored)
+        return g.Refreshed(generation) if current else x.Candidate(generation)
 
     def answer(
         self, session: str, header: RecordHeader, buffers: Sequence[str], spec: EndpointSpec, take: Callable[[Record], None]
@@ -195,12 +203,12 @@ class Records:
         room = self._room(session, header, buffers, devices)
         take(self._record(header, room, spec))
         for one in room:
-            self._buffers.free(one.object_id)
+            self._state.buffers.free(one.object_id)
 
     def _record(self, header: RecordHeader, room: Sequence[StoredObject], spec: EndpointSpec) -> Record:
         """Return the record that lies in a room's buffers, by descriptors of its own."""
         chosen = accesses(header, spec.access)
-        places = homes(header, self._device)
+        places = homes(header, self._state.device)
         skeleton, table = moved(header, places)
         segments = [one.record.segments[0] for one in room]
         for one, segment, access in zip(room, segments, chosen, strict=True):
@@ -225,8 +233,8 @@ class Records:
             )
         room: list[StoredObject] = []
         for number, (object_id, info, device) in enumerate(zip(buffers, header.segments, devices, strict=True)):
-            stored = self._objects.get(object_id)
-            if stored is None or stored.kind != "buffer" or session not in self._leases.holders(object_id):
+            stored = self._state.objects.get(object_id)
+            if stored is None or stored.kind != "buffer" or session not in self._state.leases.holders(object_id):
                 raise BufferNotFound(
                     f"buffer {object_id[:100]} for segment {number} of the record is none that this session holds",
                     reason="unknown",
@@ -242,17 +250,19 @@ class Records:
             room.append(stored)
         return room
 
-    def promote(self, object_id: str) -> Generation:
+    @handles(x.PromoteCandidate)
+    def promote(self, caller: Caller, message: x.PromoteCandidate) -> g.Refreshed:
         """Make a candidate the current generation of its key.
 
         :raises StaleHandleError: if there is no such object.
         :raises RefreshError: if it is no candidate, its key was invalidated since, or a later one is current.
         """
-        stored = self._objects.get(object_id)
+        object_id, objects = message.object_id, self._state.objects
+        stored = objects.get(object_id)
         if stored is None or not stored.candidate:
             what = f"generation {stored.generation} of {stored.cache_key}" if stored is not None else "nothing that is there"
             raise RefreshError(f"object {object_id[:100]} is no candidate: it is {what}")
-        current = self._objects.current(stored.cache_key)
+        current = objects.current(stored.cache_key)
         if stored.invalidated:
             raise RefreshError(
                 f"{stored.cache_key} was invalidated after its generation {stored.generation} was prepared: prepare another one"
@@ -262,10 +272,10 @@ class Records:
                 f"generation {current.generation} of {stored.cache_key} (object {current.object_id}) is later than candidate "
                 f"{stored.generation}, and current"
             )
-        self._objects.promote(stored)
+        objects.promote(stored)
         self._generations.announce(stored)
-        self._settle(stored.object_id)
-        return self._generations.of(stored)
+        self._state.settle(stored.object_id)
+        return g.Refreshed(self._generations.of(stored))
 
 
 def _seal(buffer: StoredObject, segment: Segment, access: Access) -> None:

@@ -237,6 +237,12 @@ class RemoteCaller(msgspec.Struct, eq=False):
         return f"{self._client.name}-{self._number}"
 
     @property
+    def waiter(self) -> Waiter:
+        """The waiter of a request that waits."""
+        assert self._waiter is not None, "only a waiting request has a waiter"
+        return self._waiter
+
+    @property
     def payload(self) -> bytes:
         """The payload of the request's frame."""
         assert self._frame is not None, "a waiting request has no frame any more"
@@ -272,8 +278,6 @@ class RemoteCaller(msgspec.Struct, eq=False):
     def leave(self) -> None:
         """Stop waiting; the asker knows."""
         assert self._waiter is not None, "only a waiting request is discarded"
-        if self._waiter.on_leave is not None:
-            self._waiter.on_leave()
         self.core.leave(self._waiter)
 
     def cancel(self) -> None:

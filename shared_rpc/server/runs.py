@@ -67,7 +67,6 @@ class Waiter:
     :param on_begin: called when the work starts.
     :param on_progress: called with the endpoint's progress.
     :param on_out_of_memory: called with why, if the result has to wait for memory.
-    :param on_leave: called when it no longer waits, if the core does not know it.
     :param inner: whether it is the call of an endpoint that runs: where others wait for room, it goes before them, because what
         they wait for may be what that endpoint uses.
     :param pooled: whether it takes a result that lies in its session's pool.
@@ -88,7 +87,6 @@ class Waiter:
     on_begin: Callable[[], None] | None = None
     on_progress: Callable[[Progress], None] | None = None
     on_out_of_memory: Callable[[str], None] | None = None
-    on_leave: Callable[[], None] | None = None
     inner: bool = False
     pooled: bool = False
     on_event: Callable[[TaskInfo], None] | None = None

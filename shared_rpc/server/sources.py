@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import os
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from shared_rpc.errors import CapabilityError, ClusterError
+import msgspec
+
+from shared_rpc.errors import CapabilityError, ProtocolError, from_wire
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Record
-from shared_rpc.protocol.infos import ClusterStatus, SourceInfo
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import sources as s
+from shared_rpc.protocol.exported import RecordHeader
+from shared_rpc.protocol.infos import SourceInfo
+from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.sources import Miss
-from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.server.runs import Waiter, tell
-from shared_rpc.server.state.clock import Clock
-from shared_rpc.server.state.sources import Attachment, OpenMiss, SourceTable
+from shared_rpc.server.records import Records
+from shared_rpc.server.requests import Caller, handles
+from shared_rpc.server.runs import Delivery, Waiter
+from shared_rpc.server.shared import State
+from shared_rpc.server.state.sources import OpenMiss, SourceTable
 
 if TYPE_CHECKING:
     from shared_rpc.server.joiner import Joiner
@@ -27,8 +34,10 @@ __all__ = ["Sources"]
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Called with misses for the source; with none once it was closed.
-Answer = Callable[[list[Miss]], object]
+#: The table of a result without a value.
+_NO_TABLE = msgspec.Raw(EMPTY_TABLE)
+#: Bytes of a source's status, which all who ask for the server's info get.
+_STATUS = 64 << 10
 
 
 def make_token() -> str:
@@ -36,56 +45,31 @@ def make_token() -> str:
     return secrets.token_hex(32)
 
 
-class Runner(Protocol):
-    """The runs of the server, as far as a source's answers go to them."""
-
-    def begin(self, run: Run[Waiter]) -> None:
-        """Have a run built here."""
-
-    def adopt(self, run: Run[Waiter], record: Record) -> None:
-        """End a run with a record, which belongs to the runs now."""
-
-    def fail(self, run: Run[Waiter], failure: Failure) -> None:
-        """End a run with an error."""
-
-    def drop(self, run: Run[Waiter]) -> None:
-        """Drop a run that nobody waits for."""
-
-
 class Sources:
     """The source of records of a server, one at a time. On its loop only.
 
-    :param runs: returns the server's runs.
+    :param records: checks and takes the records of answers.
     :param joiner: starts sources, so that one is expected from the server's start on.
-    :param pid_of: returns the process of a session.
-    :param wake_within: has :meth:`expire` called after so many seconds at the latest.
     """
 
     def __init__(
         self,
-        runs: Callable[[], Runner],
-        clock: Clock,
-        device: str,
-        pid_of: Callable[[str], int],
-        wake_within: Callable[[float], None],
+        state: State,
+        records: Records,
         *,
         joiner: Joiner | None,
         grace: float,
     ) -> None:
-        #: Known to processes that this server starts, see :meth:`check_token`.
+        #: Known to processes that this server starts, see :meth:`attach`.
         self.token = make_token()
-        self._runs = runs
-        self._device = device
+        self._state = state
+        self._records = records
         self._joiner = joiner
-        self._pid_of = pid_of
-        self._wake_within = wake_within
-        self._table: SourceTable[Waiter] = SourceTable(clock, grace, expected=joiner is not None)
+        self._table: SourceTable[Waiter] = SourceTable(state.clock, grace, expected=joiner is not None)
         #: Whether a source was attached, or is expected: otherwise there is nothing to tell.
         self._known = joiner is not None
-        #: Requests for misses that wait: the last miss that each waiter has, and where the answer goes.
-        self._waiting: dict[Waiter, tuple[int, Answer]] = {}
-        #: The failure for the source once the server has stopped.
-        self._gone: Failure | None = None
+        #: Set, and replaced, when there are new misses, or another source or none.
+        self._changed = asyncio.Event()
 
     # For runs.
 
@@ -95,9 +79,8 @@ class Sources:
         if miss is None:
             return False
         if self._table.source is None:
-            self._wake_within(self._table.grace)
-        waiting, self._waiting = self._waiting, {}
-        self._offer(waiting)
+            self._state.wake_within(self._table.grace)
+        self._wake()
         return True
 
     def unasked(self, run: Run[Waiter]) -> None:
@@ -106,80 +89,117 @@ class Sources:
 
     # For the source.
 
-    def check_token(self, token: str) -> None:
-        """Check that a process which wants to be the source was started by this server.
+    @handles(s.AttachSource)
+    def attach(self, caller: Caller, message: s.AttachSource) -> s.SourceAttached:
+        """Make a session the source of records; an earlier one gets an error.
 
-        :raises CapabilityError: if it was not: its answers are unpickled by the callers.
+        :raises CapabilityError: if its process was not started by this server: its answers are unpickled by the callers.
         """
-        if not hmac.compare_digest(token.encode(), self.token.encode()):
+        # The server's own process needs no proof.
+        remote = self._state.sessions.peer_of(caller.session) is not None
+        if remote and not hmac.compare_digest(message.token.encode(), self.token.encode()):
             raise CapabilityError(
                 f"the server (pid {os.getpid()}) takes records from the process alone that it started and gave its token "
                 f"(SHARED_TENSOR_SOURCE_TOKEN): have it start your program, by --cluster-program or Provider(cluster=…)"
             )
-
-    def attach(self, session: str) -> Attachment:
-        """Make a session the source of records; an earlier one gets an error."""
         earlier = self._table.source
-        source = self._table.attach(session)
+        source = self._table.attach(caller.session)
         self._known = True
         if earlier is not None:
+            pid_of = self._state.sessions.pid_of
             _log.warning(
-                "pid %d is the source of records now, in place of pid %d", self._pid_of(session), self._pid_of(earlier.session)
+                "pid %d is the source of records now, in place of pid %d", pid_of(caller.session), pid_of(earlier.session)
             )
-            self._end_waits(self._error_of(earlier))
-        return source
+        self._wake()
+        return s.SourceAttached(source.number, self._state.server_id)
 
-    def wait(self, waiter: Waiter, source: int, after: int, answer: Answer) -> None:
-        """Call ``answer`` once with the misses above ``after`` that have no answer, when there are any.
+    @handles(s.AwaitMisses)
+    async def wait(self, caller: Caller, message: s.AwaitMisses) -> s.Misses:
+        """Wait for misses without an answer above a number; there are none once the source was detached.
 
         :raises ClusterError: if the session is not that source.
         """
-        if self._gone is not None:
-            tell(waiter, self._gone)
-            return
-        self._table.find(waiter.session, source)
-        self._offer({waiter: (after, answer)})
+        source = self._table.find(caller.session, message.source)
+        while not source.detached:
+            self._table.find(caller.session, message.source)
+            if found := self._table.offer(message.after):
+                return s.Misses([self._shown(miss) for miss in found])
+            await self._changed.wait()
+        return s.Misses([])
 
-    def build(self, waiter: Waiter, source: int, miss: int) -> None:
-        """Have the object of a miss built here; the waiter gets it too."""
-        run = self._table.answer(waiter.session, source, miss).run
+    @handles(s.BuildMiss)
+    def build(self, caller: Caller, message: s.BuildMiss) -> None:
+        """Have the object of a miss built here; the caller gets it too."""
+        waiter = self._leased(caller)
+        run = self._table.answer(caller.session, message.source, message.miss).run
         self._join(waiter, run)
-        self._runs().begin(run)
+        self._state.runs.begin(run)
 
-    def spec_of(self, session: str, source: int, miss: int) -> EndpointSpec:
-        """Return the endpoint of a miss.
+    @handles(s.AdoptMiss)
+    def adopt(self, caller: Caller, message: s.AdoptMiss) -> None:
+        """Answer an open miss with a record; the caller gets the object too."""
+        header, session = RecordHeader.from_bytes(caller.payload), caller.session
+        spec = self._table.open(session, message.source, message.miss).run.spec
+        waiter = self._leased(caller)
 
-        :raises ClusterError: if the session is not that source, or the miss has an answer.
-        """
-        return self._table.open(session, source, miss).run.spec
+        def take(record: Record) -> None:
+            run = self._table.answer(session, message.source, message.miss).run
+            self._join(waiter, run)
+            self._state.runs.adopt(run, record)
 
-    def adopt(self, waiter: Waiter, source: int, miss: int, record: Record) -> None:
-        """Answer an open miss with a record, which belongs to this object now; the waiter gets the object too."""
-        run = self._table.answer(waiter.session, source, miss).run
-        self._join(waiter, run)
-        self._runs().adopt(run, record)
+        self._records.answer(session, header, message.buffers, spec, take)
 
-    def fail(self, session: str, source: int, miss: int, failure: Failure) -> None:
+    @handles(s.FailMiss)
+    def fail(self, caller: Caller, message: s.FailMiss) -> m.Count:
         """Answer a miss with an error."""
-        self._runs().fail(self._table.answer(session, source, miss).run, failure)
+        error = from_wire(message.code, message.text, message.detail)
+        failure = Failure(message.code, message.text, message.detail, message.pickled, error)
+        self._state.runs.fail(self._table.answer(caller.session, message.source, message.miss).run, failure)
+        return m.Count(1)
 
-    def report(self, session: str, source: int, status: ClusterStatus) -> None:
+    @handles(s.ReportStatus)
+    def report(self, caller: Caller, message: s.ReportStatus) -> m.Count:
         """Keep what the source reports of itself."""
-        self._table.find(session, source).status = status
+        nbytes = len(msgspec.msgpack.encode(message.status))
+        if nbytes > _STATUS:
+            raise ProtocolError(f"the status of a source of records has {nbytes} bytes: report at most {_STATUS}")
+        self._table.find(caller.session, message.source).status = message.status
+        return m.Count(1)
 
-    def detach(self, session: str, source: int) -> bool:
-        """Take a source back; False if it was none any more."""
+    @handles(s.DetachSource)
+    def detach(self, caller: Caller, message: s.DetachSource) -> m.Count:
+        """Take a source back; the count is 0 if it was none any more."""
         found = self._table.source
-        if found is None or (found.number, found.session) != (source, session):
-            return False
+        if found is None or (found.number, found.session) != (message.source, caller.session):
+            return m.Count(0)
         self._lose("was closed")
-        return True
+        return m.Count(1)
+
+    def _leased(self, caller: Caller) -> Waiter:
+        """Register a request whose answer is a lease on the object alone: its asker does not use the value."""
+        waiter = caller.wait()
+
+        def deliver(outcome: Delivery | Failure) -> None:
+            if isinstance(outcome, Failure):
+                caller.fail(outcome.seal())
+                return
+            stored = outcome.stored
+            assert stored is not None and outcome.managed, "the object of a miss is managed"
+            answer = m.Result(
+                _NO_TABLE,
+                [],
+                object_id=stored.object_id,
+                generation=stored.generation,
+                managed=True,
+                owner=self._state.server_id,
+            )
+            if not caller.reply(answer):
+                self._state.release(caller.session, [stored.object_id])
+
+        waiter.deliver = deliver
+        return waiter
 
     # For the server.
-
-    def leave(self, waiter: Waiter) -> None:
-        """Forget a request of the source."""
-        self._waiting.pop(waiter, None)
 
     def end_session(self, session: str) -> None:
         """Note that a session has ended, which may be the source's."""
@@ -192,19 +212,15 @@ class Sources:
         if late:
             _log.warning("no source of records for %g s: %s are built here", self._table.grace, ", ".join(_names(late)))
         for miss in late:
-            self._runs().begin(miss.run)
+            self._state.runs.begin(miss.run)
         return left
-
-    def stop(self, failure: Failure) -> None:
-        """Notify the source that the server has stopped."""
-        self._gone = failure
-        self._end_waits(failure)
 
     @property
     def pids(self) -> list[int]:
         """The processes that belong to the source: they are no users of the server."""
         source, joiner = self._table.source, self._joiner.info()["pid"] if self._joiner is not None else None
-        return [*([self._pid_of(source.session)] if source is not None else []), *([joiner] if joiner is not None else [])]
+        own = [self._state.sessions.pid_of(source.session)] if source is not None else []
+        return own if joiner is None else [*own, joiner]
 
     def info(self) -> SourceInfo | None:
         """Describe the source; None in a server that has nothing to do with any."""
@@ -215,7 +231,7 @@ class Sources:
             "cluster": joiner.cluster if joiner is not None else "",
             "joiner": joiner.info() if joiner is not None else None,
             "session": source.session if source is not None else None,
-            "pid": self._pid_of(source.session) if source is not None else None,
+            "pid": self._state.sessions.pid_of(source.session) if source is not None else None,
             "since": source.since if source is not None else None,
             "misses": len(self._table),
             "status": source.status if source is not None else {},
@@ -225,47 +241,24 @@ class Sources:
         waiter.run = run
         run.waiters[waiter] = None
 
-    def _offer(self, waiting: dict[Waiter, tuple[int, Answer]]) -> None:
-        """Answer the source's requests that there are misses for; the others wait."""
-        for waiter, (after, answer) in waiting.items():
-            found = self._table.offer(after)
-            if found:
-                answer([self._shown(miss) for miss in found])
-            else:
-                self._waiting[waiter] = after, answer
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _shown(self, miss: OpenMiss[Waiter]) -> Miss:
         run = miss.run
         key = run.key or run.former_key
         assert key is not None, "a run without a key is no miss"
-        return Miss(miss.number, run.spec.name, key, run.spec.fingerprint, self._device)
+        return Miss(miss.number, run.spec.name, key, run.spec.fingerprint, self._state.device)
 
     def _lose(self, why: str) -> None:
-        source = self._table.source
-        assert source is not None, "there is a source to lose"
-        self._end_waits(None)
         for miss in self._table.lose():
-            self._runs().drop(miss.run)
+            self._state.runs.drop(miss.run)
+        self._wake()
         waiting = len(self._table)
         if waiting:
             _log.warning("the source of records %s: %d misses wait %g s for another one", why, waiting, self._table.grace)
-            self._wake_within(self._table.grace)
-
-    def _end_waits(self, failure: Failure | None) -> None:
-        """End the source's requests: with an error, or with no misses."""
-        waiting, self._waiting = self._waiting, {}
-        for waiter, (_, answer) in waiting.items():
-            if failure is not None:
-                tell(waiter, failure)
-            else:
-                answer([])
-
-    def _error_of(self, earlier: Attachment) -> Failure:
-        try:
-            self._table.find(earlier.session, earlier.number)
-        except ClusterError as error:
-            return Failure.of(error)
-        raise AssertionError("an earlier source is none any more")
+            self._state.wake_within(self._table.grace)
 
 
 def _names(misses: list[OpenMiss[Waiter]]) -> list[str]:

@@ -1,119 +1,149 @@
-"""Requests to a worker: answers find what waits for them, whatever crosses on the way."""
+"""Requests whose handlers wait: their answers, their errors, and what ends them before."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 
-from shared_rpc.broker.requests import Requests
-from shared_rpc.errors import WorkerCrashed
-from shared_rpc.protocol import worker as w
-from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.messages import Message
+from shared_rpc.errors import ConnectionClosed, ServerBusy
+from shared_rpc.execution.outcomes import Failure
+from shared_rpc.protocol import messages as m
+from shared_rpc.server.requests import Caller, Requests, handles
+from shared_rpc.server.runs import Waiter
 
 
-class Link:
-    """A link to a worker that answers when a test says so."""
+class Asker:
+    """A caller that keeps its answers."""
+
+    session = name = "asker"
 
     def __init__(self) -> None:
-        self.sent: list[tuple[Message, int]] = []
-        self.requests = Requests(self.send)
+        self.answers: list[Any] = []
+        self.waiter = Waiter("asker", self.answers.append)
 
-    def send(self, message: Message, number: int, *_: object) -> None:
-        """Note a message."""
-        self.sent.append((message, number))
+    def wait(self) -> Waiter:
+        """The request waits."""
+        return self.waiter
 
-    def says(self, message: Message, number: int, *fds: int) -> None:
-        """The worker answers; the frame closes what nothing takes."""
-        frame = Frame(0, number, b"", b"", list(fds))
-        self.requests.take(message, frame)
-        frame.close()
+    def reply(self, message: m.Message) -> bool:
+        """Keep the answer."""
+        self.answers.append(message)
+        return True
 
-
-def play(scene: Callable[[Link], Coroutine[Any, Any, None]]) -> None:
-    """Run a scene on a loop."""
-
-    async def run() -> None:
-        await scene(Link())
-
-    asyncio.run(run())
+    def fail(self, failure: Failure) -> None:
+        """Keep the error."""
+        self.answers.append(failure)
 
 
-def is_open(fd: int) -> bool:
-    """Whether a descriptor is open."""
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+class Part:
+    """A part whose handler waits for a test."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.error: Exception | None = None
+        self.ended = False
+
+    @handles(m.Ping)
+    async def ping(self, caller: Caller, message: m.Ping) -> m.Pong:
+        """Answer when told to."""
+        try:
+            await self.go.wait()
+            if self.error is not None:
+                raise self.error
+            return m.Pong()
+        finally:
+            self.ended = True
 
 
-def test_each_answer_goes_to_its_request() -> None:
-    """Whatever the order in which the worker answers."""
+class Stage:
+    """A part, its requests, and one asker whose request waits."""
 
-    async def scene(link: Link) -> None:
-        asked = [asyncio.create_task(link.requests.request(w.FreeBytes(device))) for device in "ab"]
-        await asyncio.sleep(0)
-        for (_, number), free in zip(reversed(link.sent), (2, 1), strict=True):
-            link.says(w.Allocated(free=free), number)
-        assert [(await each)[0].free for each in asked] == [1, 2]
-        assert len(link.requests) == 0
+    def __init__(self) -> None:
+        self.part, self.asker = Part(), Asker()
+        self.requests = Requests(self.part)
 
-    play(scene)
+    def ask(self) -> None:
+        """Begin the request."""
+        self.requests.handlers[m.Ping](cast(Caller, self.asker), m.Ping())
 
-
-def test_a_workers_end_fails_its_requests() -> None:
-    """With how it ended."""
-
-    async def scene(link: Link) -> None:
-        asked = asyncio.create_task(link.requests.request(w.FreeBytes("a")))
-        await asyncio.sleep(0)
-        link.requests.fail(WorkerCrashed("the worker (pid 1) was killed"))
-        with pytest.raises(WorkerCrashed, match="pid 1"):
-            await asked
-        assert len(link.requests) == 0
-
-    play(scene)
+    async def turns(self) -> None:
+        """Let the loop go on."""
+        for _ in range(5):
+            await asyncio.sleep(0)
 
 
-def test_progress_comes_before_the_answer() -> None:
-    """And does not end the request."""
+def on_a_stage(work: Callable[[Stage], Awaitable[None]]) -> None:
+    """Do some work in a loop, with a request that waits."""
 
-    async def scene(link: Link) -> None:
-        done: list[int] = []
-        copying = link.requests.request(w.CopySegments([], [], [], []), progressed=lambda news: done.append(news.done))
-        asked = asyncio.create_task(copying)
-        await asyncio.sleep(0)
-        link.says(w.CopyProgress(5), 1)
-        link.says(w.SegmentsCopied([], []), 1)
-        await asked
-        assert done == [5]
+    async def main() -> None:
+        stage = Stage()
+        stage.ask()
+        await stage.turns()
+        assert stage.asker.answers == [] and len(stage.requests) == 1
+        await work(stage)
 
-    play(scene)
+    asyncio.run(main())
 
 
-@pytest.mark.parametrize("crosses", [False, True], ids=["before the answer", "after it"])
-def test_a_cancelled_request_closes_what_was_made(crosses: bool) -> None:
-    """The worker is asked to stop, unless its answer has come; the request counts until it is answered."""
+def test_the_return_value_is_the_answer() -> None:
+    """When the handler has it; then nothing is left of the request."""
 
-    async def scene(link: Link) -> None:
-        unused: list[Message] = []
-        asked = asyncio.create_task(link.requests.request(w.FreeBytes("a"), stop=w.StopCopy(), unused=unused.append))
-        await asyncio.sleep(0)
-        fd = os.open(os.devnull, os.O_RDONLY)
-        if crosses:
-            link.says(w.Allocated(), 1, fd)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        if not crosses:
-            assert link.sent[-1] == (w.StopCopy(), 1) and len(link.requests) == 1
-            link.says(w.CopyProgress(5), 1)
-            link.says(w.Allocated(), 1, fd)
-        assert unused == [w.Allocated()] and len(link.requests) == 0 and not is_open(fd)
+    async def work(stage: Stage) -> None:
+        stage.part.go.set()
+        await stage.turns()
+        assert [type(answer) for answer in stage.asker.answers] == [m.Pong] and len(stage.requests) == 0
 
-    play(scene)
+    on_a_stage(work)
+
+
+def test_an_error_is_the_answer() -> None:
+    """As of a handler that does not wait."""
+
+    async def work(stage: Stage) -> None:
+        stage.part.error = ServerBusy("full")
+        stage.part.go.set()
+        await stage.turns()
+        assert [answer.text for answer in stage.asker.answers] == ["full"] and len(stage.requests) == 0
+
+    on_a_stage(work)
+
+
+def test_leaving_cancels_the_handler() -> None:
+    """The asker gets no answer: it knows."""
+
+    async def work(stage: Stage) -> None:
+        stage.requests.leave(stage.asker.waiter)
+        await stage.turns()
+        assert stage.part.ended and stage.asker.answers == [] and len(stage.requests) == 0
+
+    on_a_stage(work)
+
+
+def test_a_stop_fails_requests_that_wait_and_later_ones() -> None:
+    """Their handlers are cancelled, or do not begin."""
+
+    async def work(stage: Stage) -> None:
+        stage.requests.stop()
+        assert [answer.code for answer in stage.asker.answers] == [ConnectionClosed.code]
+        await stage.turns()
+        assert stage.part.ended and len(stage.asker.answers) == 1
+        with pytest.raises(ConnectionClosed, match="was stopped"):
+            stage.ask()
+
+    on_a_stage(work)
+
+
+def test_a_request_that_leaves_before_its_handler_begins() -> None:
+    """Nothing of the handler is left behind, not even a coroutine that nothing awaits."""
+
+    async def main() -> None:
+        stage = Stage()
+        stage.ask()
+        stage.requests.leave(stage.asker.waiter)
+        await stage.turns()
+        assert not stage.part.ended and stage.asker.answers == [] and len(stage.requests) == 0
+
+    asyncio.run(main())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
-
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.handlers.table import Caller, entered, handles
@@ -30,29 +27,6 @@ def cancel(caller: Caller, message: m.Cancel) -> None:
 def free(caller: Caller, message: m.Free) -> m.Count:
     caller.core.transfers.of(caller.session).release_results(message.chunks)
     return m.Count(len(message.chunks))
-
-
-@handles(m.AwaitFree)
-def await_free(caller: Caller, message: m.AwaitFree) -> None:
-    transfer, loop = caller.core.transfers.of(caller.session), asyncio.get_running_loop()
-    waiting = True
-
-    def answer() -> None:
-        if waiting:
-            left()
-            caller.reply(m.Free(transfer.returned()))
-
-    def told() -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(answer)
-
-    def left() -> None:
-        nonlocal waiting
-        waiting = False
-        transfer.unsubscribe(told)
-
-    caller.wait().on_leave = left
-    transfer.await_chunks(told)
 
 
 @handles(m.InvalidateCall)

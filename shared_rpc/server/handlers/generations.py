@@ -17,30 +17,6 @@ def refresh(caller: Caller, message: g.Refresh) -> None:
     caller.core.refresh(waiter, made, message.endpoint, lowered, arguments, frozenset(message.chain))
 
 
-@handles(g.AwaitRefreshes)
-def await_refreshes(caller: Caller, message: g.AwaitRefreshes) -> None:
-    core = caller.core
-    core.generations.wait(
-        caller.wait(),
-        message.after,
-        lambda generations, after: caller.reply(g.Refreshes(generations, after, core.server_id)),
-    )
-
-
-@handles(g.GetLatest)
-def get_latest(caller: Caller, message: g.GetLatest) -> None:
-    caller.core.generations.deliver_latest(caller.wait(), message.object_id)
-
-
-@handles(g.GetObject)
-def get_object(caller: Caller, message: g.GetObject) -> None:
-    core, stored = caller.core, caller.core.objects.get(message.object_id)
-    if stored is not None and stored.kind == "buffer":
-        core.buffers.get(caller.wait(), message.object_id)
-    else:
-        core.generations.deliver_object(caller.wait(), message.object_id, message.cache_key)
-
-
 @handles(g.Retire)
 def retire(caller: Caller, message: g.Retire) -> g.RetireReply:
     return g.RetireReply(caller.core.retire(message.target))

@@ -27,12 +27,15 @@ W = TypeVar("W")
 
 @dataclass(eq=False, slots=True)
 class Attachment:
-    """One attachment of a session as the source of records; ``since`` is in Unix seconds."""
+    """One attachment of a session as the source of records; ``since`` is in Unix seconds, and ``detached`` whether it was
+    closed, or its session has ended.
+    """
 
     number: int
     session: str
     since: float
     status: ClusterStatus = field(default_factory=ClusterStatus)
+    detached: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +72,8 @@ class SourceTable(Generic[W]):
 
     def lose(self) -> list[OpenMiss[W]]:
         """Note that the source has gone; return the misses that nobody waits for, which are none any more."""
-        self.source = None
+        assert self.source is not None, "there is a source to lose"
+        self.source.detached, self.source = True, None
         self._until = self._clock.now() + self.grace
         self._take_back()
         unwanted = [miss for miss in self._misses.values() if not miss.run.waiters]

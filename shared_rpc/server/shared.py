@@ -1,0 +1,72 @@
+"""What the parts of a server share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shared_rpc.errors import StaleHandleError
+from shared_rpc.execution.device_memory import DeviceMemory
+from shared_rpc.execution.endpoints import Registry
+from shared_rpc.execution.executor import Executor
+from shared_rpc.server.device_room import Room
+from shared_rpc.server.runs import Restorer, Runs
+from shared_rpc.server.sessions import Sessions
+from shared_rpc.server.state.buffers import BufferTable
+from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
+
+
+@dataclass(eq=False, slots=True)
+class State:
+    """The tables of one server, and what its parts ask of each other. On the server's loop only.
+
+    :param device: the id of the device that results live on.
+    :param wake_within: has expired entries dropped in so many seconds at the latest.
+    """
+
+    server_id: str
+    device: str
+    clock: Clock
+    registry: Registry
+    executor: Executor
+    memory: DeviceMemory
+    objects: ObjectStore
+    leases: LeaseTable
+    buffers: BufferTable
+    sessions: Sessions
+    room: Room
+    wake_within: Callable[[float], None]
+    #: Restores objects that are cold.
+    tiers: Restorer = field(init=False)
+    runs: Runs = field(init=False)
+
+    def stored(self, object_id: str) -> StoredObject:
+        """Return an object.
+
+        :raises StaleHandleError: if the server does not own it (any more).
+        """
+        stored = self.objects.get(object_id)
+        if stored is None:
+            raise StaleHandleError(f"the server {self.server_id} has no object {object_id[:100]}", reason="object_gone")
+        return stored
+
+    def release(self, session: str, object_ids: Iterable[str]) -> int:
+        """Give back one lease of the session for each id; how many it really held."""
+        released = [object_id for object_id in object_ids if self.leases.release(session, object_id)]
+        self.settle(*released)
+        return len(released)
+
+    def settle(self, *object_ids: str) -> None:
+        """Drop objects that nothing keeps, after leases on these changed or they were added."""
+        for object_id in object_ids:
+            lingers = self.buffers.settle(object_id)
+            if lingers is not None:
+                self.wake_within(lingers)
+        self.objects.settle(*object_ids)
+        self.room.changed()
+        for object_id in object_ids:
+            stored = self.objects.get(object_id)
+            if stored is not None and stored.idle_ttl is not None:
+                self.wake_within(stored.idle_ttl)
