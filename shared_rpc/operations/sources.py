@@ -39,8 +39,11 @@ class _SourceSteps:
         """The id of the server, ``""`` before the source was attached."""
         return self._server_id
 
-    def _attach(self) -> Operation[None]:
+    def _enter(self) -> Operation[None]:
         self._closed = False
+        yield from self._attach()
+
+    def _attach(self) -> Operation[None]:
         attached = yield from ask(Request(s.AttachSource(source_token()), "the attachment of a source"), s.SourceAttached)
         self._number, self._server_id, self._after = attached.source, attached.server_id, 0
         self._misses.clear()
@@ -58,6 +61,9 @@ class _SourceSteps:
         yield Within(None)
         if not self._number:
             yield from self._attach()
+            if self._closed:  # meanwhile, by a thread that did not know the number
+                yield from self._detach()
+                return None
         while not self._misses:
             number = self._number
             request = Request(s.AwaitMisses(number, self._after), "the wait for misses", again=True)
@@ -178,7 +184,7 @@ class Source(_SourceSteps):
         self._run(self._detach())
 
     def __enter__(self) -> Source:
-        self._run(self._attach())
+        self._run(self._enter())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -227,7 +233,7 @@ class AsyncSource(_SourceSteps):
         await self._run(self._detach())
 
     async def __aenter__(self) -> AsyncSource:
-        await self._run(self._attach())
+        await self._run(self._enter())
         return self
 
     async def __aexit__(

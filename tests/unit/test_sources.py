@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from shared_rpc.client.steps import Reply, Tell, Within
 from shared_rpc.errors import ClusterError
 from shared_rpc.execution.run import Run
+from shared_rpc.operations.sources import Source
+from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.sources import AttachSource, DetachSource, SourceAttached
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.runs import RunTable
 from shared_rpc.server.state.sources import SourceTable
@@ -156,3 +162,15 @@ def test_a_miss_goes_on_without_waiters_once_it_was_given(table: SourceTable[str
     if offered:
         table.offer(0)
     assert runs.leave(run, "waiter") is not offered
+
+
+def test_a_source_that_is_closed_while_its_first_step_attaches_it_is_detached() -> None:
+    """The closing thread does not know the number yet, so the step detaches the source and ends the iteration."""
+    source = Source(pytest.fail, pytest.fail)
+    step: Any = source._next()
+    assert [type(next(step)), type(step.send(None).message)] == [Within, AttachSource]
+    assert list(source._detach()) == []
+    assert step.send(Reply(SourceAttached(7, "server"), Frame(0, 1, b""))) == Tell(DetachSource(7))
+    with pytest.raises(StopIteration) as ended:
+        step.send(None)
+    assert ended.value.value is None
