@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["lint", "types", "demo", "tests", "examples", "package", "cluster", "docs", "bench", "vllm"]
+nox.options.sessions = ["lint", "types", "demo", "tests", "examples", "package", "ray", "docs", "bench", "vllm"]
 nox.options.reuse_existing_virtualenvs = True
 # pip sees where a CPU build of torch may lie; other installers may not look there.
 nox.options.default_venv_backend = "virtualenv"
@@ -136,13 +136,11 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session
-def cluster(session: nox.Session) -> None:
-    """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``nox -s cluster -- -k swap`` for some."""
+def ray(session: nox.Session) -> None:
+    """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``nox -s ray -- -k swap`` for some."""
     # Tests of a file share a Ray cluster, and wait more than they compute.
-    session.install("torch", "-e", ".[test,ray]", "ray[serve]", *CONSTRAINTS)
-    # By itself, `nixl` asks for the builds for two versions of CUDA. One of them is enough, and needs no CUDA for host memory.
-    session.install("--no-deps", "nixl==1.5.1", "nixl-cu13==1.5.1")
-    arguments = ("tests/cluster", "-m", "not gpu", "-n", "2", "--dist", "loadfile")
+    session.install("torch", "-e", ".[test]", "-e", "integrations/ray", "ray[serve]", *CONSTRAINTS)
+    arguments = ("integrations/ray/tests", "-m", "not gpu", "-n", "2", "--dist", "loadfile")
     if session.posargs:
         session.run("pytest", *arguments, *session.posargs)
     else:
@@ -159,9 +157,10 @@ def package(session: nox.Session) -> None:
         session.run("python", "-m", "build", "--outdir", str(first))
         session.run("python", "-m", "build", "--outdir", str(second), "--sdist", "--wheel")
         session.run("python", "tests/package/contents.py", str(first), str(second))
-        plugin = Path(place, "plugin")
-        session.run("python", "-m", "build", "--outdir", str(plugin), "integrations/vllm")
-        built = [*first.iterdir(), *plugin.iterdir()]
+        others = Path(place, "others")
+        for folder in ("integrations/ray", "integrations/vllm"):
+            session.run("python", "-m", "build", "--outdir", str(others), folder)
+        built = [*first.iterdir(), *others.iterdir()]
         session.run("twine", "check", "--strict", *map(str, built))
         session.run("check-wheel-contents", *(str(path) for path in built if path.suffix == ".whl"))
         # The wheel with the oldest dependencies that it allows, the sdist with the newest.
@@ -171,8 +170,8 @@ def package(session: nox.Session) -> None:
             install = (str(environment / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", *CONSTRAINTS)
             session.run(*install, str(artefact), *oldest, external=True)
             session.run("python", "tests/package/first_contact.py", str(environment / "bin"), "README.md")
-        # What the extras ask for exists, and goes together.
-        session.run(*install, "--dry-run", f"{artefact}[{','.join(EXTRAS)}]", external=True)
+        # What the extras ask for exists, and goes together; the distributions of this repository may not be published yet.
+        session.run(*install, "--dry-run", "--find-links", str(others), f"{artefact}[{','.join(EXTRAS)}]", external=True)
         Path("dist").mkdir(exist_ok=True)
         for path in built:
             shutil.copy(path, "dist")

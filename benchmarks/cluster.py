@@ -13,7 +13,7 @@ from benchmarks.options import Json, numbers
 from benchmarks.report import Report, Row
 from benchmarks.stats import Sample, timed
 from benchmarks.targets import GOALS
-from shared_rpc.cluster import Cluster
+from shared_rpc_ray import Cluster
 
 __all__ = ["run"]
 

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmarks.processes import Process, environ
 from shared_rpc import Client
-from shared_rpc.cluster.membership import connect
+from shared_rpc_ray.membership import connect
 
 __all__ = ["COUNT", "Nodes"]
 
@@ -133,9 +133,8 @@ class Nodes:
         environment = {
             **environ(),
             "SHARED_TENSOR_BASE_PATH": str(self.folder / str(number)),
-            "SHARED_TENSOR_CLUSTER": "ray",
+            "SHARED_TENSOR_CLUSTER": "bench",
             "SHARED_TENSOR_CLUSTER_NODE": ray_node,
-            "SHARED_TENSOR_CLUSTER_NAME": "bench",
             "RAY_ADDRESS": address,
         }
         broker = subprocess.Popen(

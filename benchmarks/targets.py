@@ -59,7 +59,6 @@ GOALS = {
     "steps_call": Goal("≤ 300", 300),
     "steps_managed": Goal("≤ 110", 110),
     "steps_ping": Goal("≤ 60", 60),
-    "directory_messages": Goal("≤ 20 a node", 20),
     "cluster_move": Goal("≤ 2 x Ray's", 2.0),
     "sleep": Goal("≤ 20 ms (16 GB, GPU)", 20e-3),
     "wake": Goal("≤ 1.15 x a plain copy (GPU)", 1.15),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS / "_ext")]
+sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "integrations" / "ray"), str(DOCS / "_ext")]
 
 import shared_rpc  # noqa: E402
 

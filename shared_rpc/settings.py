@@ -29,16 +29,14 @@ from typing import Any, Literal, NamedTuple, get_args
 from shared_rpc.errors import ConfigurationError
 
 __all__ = [
+    "CLUSTER_NAME",
     "ClientCode",
-    "ClusterSettings",
     "Role",
     "ScriptSettings",
     "ServeOptions",
-    "act_for_joiner",
     "change_environment",
     "checked_path",
     "client_environment",
-    "cluster_settings",
     "environment",
     "is_socket_of",
     "program",
@@ -66,15 +64,13 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 _CLUSTER = "SHARED_TENSOR_CLUSTER"
 _RUN_PRELOAD = "SHARED_TENSOR_RUN_PRELOAD"
 _RUN_IDLE_EXIT = "SHARED_TENSOR_RUN_IDLE_EXIT"
-_CLUSTER_NAME = "SHARED_TENSOR_CLUSTER_NAME"
-_CLUSTER_NODE = "SHARED_TENSOR_CLUSTER_NODE"
-_CLUSTER_MOVER = "SHARED_TENSOR_CLUSTER_MOVER"
 _SOURCE_TOKEN = "SHARED_TENSOR_SOURCE_TOKEN"
-_BEST = "auto"
 _SWITCH = {"": None, "1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 #: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
 SOCKET_PATH_LIMIT = 107
+#: The form of a cluster's name, which no command line of a program has.
+CLUSTER_NAME = re.compile(r"[\w.-]+")
 _SOCKET_END = re.compile(r"-(cpu|[0-9a-f]{8})\.sock")
 
 
@@ -191,7 +187,7 @@ def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: 
 def resolve_cluster(cluster: str | None = None, environ: Mapping[str, str] | None = None) -> str:
     """Return the cluster that servers join: the argument, else ``SHARED_TENSOR_CLUSTER``, else ``""`` for none.
 
-    It is ``"ray"``, or the command line of a program.
+    It is a cluster's name, or the command line of a program.
     """
     environ = os.environ if environ is None else environ
     return (environ.get(_CLUSTER, "") if cluster is None else cluster).strip()
@@ -377,40 +373,3 @@ class ServeOptions(NamedTuple):
             return msgspec.convert(tuple(cls(**msgspec.json.decode(text, type=dict[str, Any]))), cls)
         except (msgspec.DecodeError, TypeError) as error:
             raise ConfigurationError(f"--options {text}: {error}") from error
-
-
-class ClusterSettings(NamedTuple):
-    """Settings of a server that is part of a cluster.
-
-    :param name: of the cluster: several share one Ray cluster without knowing of each other.
-    :param address: of Ray, as Ray itself reads it.
-    :param node: the beginning of the id of this server's Ray node, where the machine has several.
-    :param mover: what carries the bytes from node to node: ``auto``, ``objects``, ``nixl``, or ``module:class``.
-    :param gpus: ``CUDA_VISIBLE_DEVICES`` of the server, None where it is not set.
-    :param token: see :func:`source_token`.
-    """
-
-    name: str = "default"
-    address: str = ""
-    node: str = ""
-    mover: str = _BEST
-    gpus: str | None = None
-    token: str = ""
-
-
-def cluster_settings(environ: Mapping[str, str] | None = None) -> ClusterSettings:
-    """Read ``SHARED_TENSOR_CLUSTER_NAME``, ``RAY_ADDRESS``, ``SHARED_TENSOR_CLUSTER_NODE`` and ``SHARED_TENSOR_CLUSTER_MOVER``.
-
-    :raises ConfigurationError: for a name with a slash.
-    """
-    environ = os.environ if environ is None else environ
-    names = (_CLUSTER_NAME, "RAY_ADDRESS", _CLUSTER_NODE, _CLUSTER_MOVER)
-    name, address, node, mover = (environ.get(name, "").strip() for name in names)
-    if "/" in name:
-        raise ConfigurationError(f"{_CLUSTER_NAME}={name!r}: a name has no slash")
-    return ClusterSettings(name or "default", address, node, mover or _BEST, environ.get(_GPUS), environ.get(_SOURCE_TOKEN, ""))
-
-
-def act_for_joiner(gpus: str | None, token: str) -> None:
-    """Give this process, which has not used CUDA yet, the GPUs and the token of a joiner's :class:`ClusterSettings`."""
-    change_environment({_GPUS: gpus, _SOURCE_TOKEN: token})

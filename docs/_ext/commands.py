@@ -14,6 +14,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from shared_rpc.cli.app import app as program
+from shared_rpc_ray.cli import app as clusters
 
 
 class Commands(SphinxDirective):
@@ -22,7 +23,8 @@ class Commands(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """See :class:`docutils.parsers.rst.Directive`."""
         group: Any = typer.main.get_command(program)
-        return [_section(name, command) for name, command in sorted(_commands(group))]
+        found = [*_commands(group), *_commands(typer.main.get_command(clusters), "cluster ")]
+        return [_section(name, command) for name, command in sorted(found)]
 
 
 def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

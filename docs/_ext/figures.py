@@ -113,7 +113,7 @@ def cluster() -> Drawing:
     d = Drawing(
         "cluster", 760, 372, "The directory sends orders to agents; the bytes go from node to node, and attaches are local."
     )
-    d.box(280, 10, 200, 62, "directory", "who has, builds, receives", "a state machine", kind="process")
+    d.box(280, 10, 200, 62, "directory", "who has, builds, receives", "an actor of Ray", kind="process")
     for number, (name, task) in enumerate((("node 0", "builds"), ("node 1", "receives, sends on"), ("node 2", "receives"))):
         x = 14 + number * 252
         d.box(x, 130, 228, 232, name, kind="area")
@@ -125,7 +125,7 @@ def cluster() -> Drawing:
     d.arrow((300, 72), (128, 160), kind="dashed", both=True)
     d.arrow((380, 72), (380, 160), kind="dashed", both=True)
     d.arrow((460, 72), (632, 160), kind="dashed", both=True)
-    d.words(132, 100, "events, orders", kind="note")
+    d.words(132, 100, "requests, orders", kind="note")
     d.arrow((228, 192), (280, 192), label="parts", at=(254, 186))
     d.arrow((480, 192), (532, 192), label="parts", at=(506, 186))
     return d

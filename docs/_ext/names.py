@@ -57,7 +57,7 @@ def _pointing_to(node: pending_xref, name: str) -> pending_xref:
 
 def _exists(name: str) -> bool:
     parts = name.split(".")
-    if parts[0] != "shared_rpc":
+    if parts[0] not in ("shared_rpc", "shared_rpc_ray"):
         return False
     for count in range(len(parts), 0, -1):
         try:

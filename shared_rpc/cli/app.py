@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from shared_rpc import __version__
-from shared_rpc.cli.cluster import app as cluster_app
 from shared_rpc.cli.discovery import live_servers, the_server
+from shared_rpc.cli.extensions import Commands
 from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
 from shared_rpc.cli.processes import command_of
 from shared_rpc.cli.records import export_object, import_file
@@ -30,6 +30,7 @@ from shared_rpc.scripts.listing import live_zygotes
 
 app = typer.Typer(
     name="shared-rpc",
+    cls=Commands,
     help="Share GPU models between the processes of this host.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -158,7 +159,6 @@ def _source(facts: SourceInfo) -> str:
     told += [
         f"{size(status[name])} {name.removeprefix('bytes_')}" for name in ("bytes_received", "bytes_sent") if name in status
     ]
-    told += [f"{size(nbytes)} of it by {mover}" for mover, nbytes in sorted(status.get("bytes_by_mover", {}).items())]
     if told:
         pieces.append(", ".join(told))
     pieces += status.get("activity", [])
@@ -321,4 +321,3 @@ for _panel, _commands in _PANELS.items():
     for _name, _command in _commands.items():
         # The words after a script's name are the script's arguments.
         app.command(_name, rich_help_panel=_panel, context_settings={"allow_interspersed_args": _name != "run"})(_command)
-app.add_typer(cluster_app, name="cluster", rich_help_panel="Servers")

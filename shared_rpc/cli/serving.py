@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +19,7 @@ from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
 from shared_rpc.provider.amounts import amount_of, check_quotas, in_bytes, quotas_of
 from shared_rpc.server.joiner import check_cluster
-from shared_rpc.settings import ClientCode, ServeOptions, checked_path, program
+from shared_rpc.settings import CLUSTER_NAME, ClientCode, ServeOptions, checked_path, program
 
 if TYPE_CHECKING:
     from shared_rpc.provider.provider import Provider
@@ -158,13 +159,13 @@ def serve(
         ),
     ] = None,
     cluster: Annotated[
-        bool,
+        str | None,
         typer.Option(
-            "--cluster",
             rich_help_panel=_CLUSTER,
-            help="Join the Ray cluster that this host belongs to; needs the extra 'ray'.",
+            metavar="NAME",
+            help="Share objects with the servers of this name on the hosts of a cluster; needs the extra 'ray'.",
         ),
-    ] = False,
+    ] = None,
     cluster_program: Annotated[
         str | None,
         typer.Option(
@@ -257,7 +258,10 @@ def serve(
         raise Misuse("--device and --worker-device both name devices: use one of them")
     if cluster and cluster_program is not None:
         raise Misuse("--cluster and --cluster-program contradict each other: use one of them")
-    joined = "ray" if cluster else cluster_program
+    if cluster and not CLUSTER_NAME.fullmatch(cluster):
+        raise Misuse(f"--cluster {cluster}: a cluster's name has letters, digits, '.', '_' and '-' only")
+    # A path: a bare word would be the name of a cluster.
+    joined = cluster or (shutil.which(cluster_program) or cluster_program if cluster_program is not None else None)
     if joined:
         check_cluster(joined)
     devices = tuple(worker_device or ([device] if device is not None else []))

@@ -115,8 +115,8 @@ class ClusterStatus(TypedDict, total=False):
     """Status that a source of records publishes, for people and for metrics; no key is required.
 
     ``cluster`` and ``node`` are names, ``state`` is a word such as ``"joined"``, and ``nodes`` the number of nodes. ``objects``
-    counts those that the cluster has. ``bytes_received`` and ``bytes_sent`` only ever grow; ``bytes_by_mover`` has the received
-    ones by what has carried them. ``activity`` has a line for each thing that the source is doing.
+    counts those that the cluster has. ``bytes_received`` and ``bytes_sent`` only ever grow.
+    ``activity`` has a line for each thing that the source is doing.
     """
 
     cluster: str
@@ -126,7 +126,6 @@ class ClusterStatus(TypedDict, total=False):
     objects: int
     bytes_received: int
     bytes_sent: int
-    bytes_by_mover: dict[str, int]
     activity: list[str]
 
 

@@ -4,7 +4,7 @@ server.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import logging
 import os
 import shlex
@@ -19,7 +19,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.forks import after_fork
 from shared_rpc.observability.stderr import Tail
 from shared_rpc.protocol.infos import JoinerInfo
-from shared_rpc.settings import program, source_environment
+from shared_rpc.settings import CLUSTER_NAME, program, source_environment
 
 __all__ = ["Joiner", "check_cluster"]
 
@@ -36,20 +36,29 @@ _GRACE = 0.3
 def check_cluster(cluster: str) -> list[str]:
     """Return the command line of the joiner for the option ``cluster``, apart from ``--socket PATH``.
 
-    :param cluster: ``"ray"``, or the command line of a program.
-    :raises ConfigurationError: if Ray is not installed, or there is no such program.
+    The joiner of a named cluster is the program that an installed distribution declares as the entry point ``join`` of the
+    group ``shared_rpc.cluster``.
+
+    :param cluster: a cluster's name, or the command line of a program, which has a slash or a space.
+    :raises ConfigurationError: if no installed distribution joins clusters, or there is no such program.
     """
-    if cluster == "ray":
-        # Found, not imported: that takes a second.
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigurationError("cluster='ray' needs Ray, which is not installed: pip install 'shared-rpc[ray]'")
-        return program("shared_rpc.cluster.join")
+    if CLUSTER_NAME.fullmatch(cluster):
+        # The module is not imported here: that takes a second.
+        found = importlib.metadata.entry_points(group="shared_rpc.cluster", name="join")
+        if not found:
+            raise ConfigurationError(
+                f"cluster={cluster!r} needs a distribution that joins clusters: pip install 'shared-rpc[ray]'. For a "
+                f"program of your own use its command line (--cluster-program)"
+            )
+        return program(next(iter(found)).module, "--name", cluster)
     try:
         words = shlex.split(cluster)
     except ValueError as error:
         raise ConfigurationError(f"cluster={cluster!r} is no command line: {error}") from error
     if not words or shutil.which(words[0]) is None:
-        raise ConfigurationError(f"cluster={cluster!r}: use 'ray', or the command line of a program that can be started")
+        raise ConfigurationError(
+            f"cluster={cluster!r}: use a cluster's name, or the command line of a program that can be started"
+        )
     return words
 
 

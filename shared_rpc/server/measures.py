@@ -92,13 +92,6 @@ def _joiner_starts(core: Core) -> int:
     return source["joiner"]["starts"] if source is not None and source["joiner"] is not None else 0
 
 
-def _moved_bytes(core: Core) -> Iterable[tuple[str, float]]:
-    source = core.sources.info()
-    for mover, nbytes in source["status"].get("bytes_by_mover", {}).items() if source is not None else ():
-        # The names are the source's: others would make unbounded labels.
-        yield mover if mover in ("objects", "nixl") else "other", nbytes
-
-
 _ENDPOINT: Mapping[str, Sequence[str]] = {"endpoint": ()}
 
 #: Those of :func:`measures`.
@@ -168,12 +161,5 @@ SERVERS: Sequence[Read[Sequence[Core]]] = (
         "Bytes sent to other nodes, as the source reports them.",
         "counter",
         _sum(_status("bytes_sent")),
-    ),
-    Read(
-        "cluster_moved_bytes",
-        "Bytes received from other nodes, by what has carried them.",
-        "counter",
-        _sums(_moved_bytes),
-        labels={"mover": ("objects",)},
     ),
 )

@@ -84,7 +84,7 @@ class Server:
         host memory are evicted there alone.
     :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
-    :param cluster: the cluster that the server joins: ``"ray"``, or the command line of a program that answers its misses, see
+    :param cluster: the name of the cluster that the server joins, or the command line of a program that answers its misses, see
         :meth:`Client.source`; ``""`` for none. By default as the provider says.
     :param source_grace: seconds that calls wait for the next source of records when the last one has gone without an answer to
         them, before they are built here; see :meth:`Client.source`.

@@ -109,7 +109,7 @@ def test_a_cluster_of_the_environment(app: BrokerApp, program: str, monkeypatch:
     attached(app.connect())
     broker.process.send_signal(signal.SIGTERM)
     broker.close()
-    monkeypatch.setenv("SHARED_TENSOR_CLUSTER", "rya")
+    monkeypatch.setenv("SHARED_TENSOR_CLUSTER", "./rya")
     child = Child("-m", "shared_rpc.cli", "serve", str(app.file), cwd=app.file.parent)
     code, said = child.close()
-    assert code == 1 and "cluster='rya': use 'ray', or the command line of a program" in said
+    assert code == 1 and "cluster='./rya': use a cluster's name, or the command line of a program" in said

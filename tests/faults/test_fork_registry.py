@@ -135,7 +135,6 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
     ("module", "use"),
     [
         ("memory.backends.choice", "module.backend_for('cpu')"),
-        ("cluster.tensors", "module.client_of('cpu', '/nothing.sock')"),
         ("execution.reporter", "module.Reporter(None, None, _scheduled=True).put(None)"),
     ],
 )

@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.server.joiner import check_cluster
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import is_running
 from tests.kit.joiners import FAITHLESS, PROGRAM, command_of
@@ -49,10 +51,10 @@ def test_a_server_has_a_joiner(provider: Provider, serve: Serve, connect: Connec
     assert not is_running(pid)
 
 
-def test_without_ray_a_server_of_its_cluster_does_not_start(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_distribution_that_joins_a_server_does_not_start(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the extra; nothing listens."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    server = Server(provider, cluster="ray")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    server = Server(provider, cluster="prod")
     with pytest.raises(ConfigurationError, match=r"pip install 'shared-rpc\[ray\]'"):
         server.start()
     assert not server.running and not Path(server.socket_path).exists()
@@ -136,9 +138,16 @@ def test_a_joiner_that_cannot_begin_is_told_of(
     assert "the next one is started in 0.5 s" in caplog.text
 
 
+def test_the_joiner_of_a_named_cluster_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the name; nothing of the distribution is imported."""
+    found = EntryPoint("join", "some_distribution.join:main", "shared_rpc.cluster")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **asked: [found] if asked["name"] == "join" else [])
+    assert check_cluster("prod")[-4:] == ["-m", "some_distribution.join", "--name", "prod"]
+
+
 @pytest.mark.parametrize(
     ("cluster", "message"),
-    [("no-such-program --x", "use 'ray', or the command line"), ("'", "is no command line")],
+    [("no-such-program --x", "use a cluster's name, or the command line"), ("'", "is no command line")],
 )
 def test_a_cluster_that_is_none_is_refused(provider: Provider, cluster: str, message: str) -> None:
     """When the server is started."""

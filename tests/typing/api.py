@@ -43,7 +43,6 @@ from shared_rpc import (
     Subscription,
     TaskInfo,
     Ticket,
-    cluster,
     materialize,
 )
 from shared_rpc.extras import safetensors
@@ -417,14 +416,6 @@ def build(handle: Handle[Net], later: AsyncHandle[Net], weights: dict[str, torch
     with materialize(later, rename=lambda name: name.removeprefix("model.")), materialize(weights), materialize(Net()):
         pass
     materialize(3)  # type: ignore[arg-type]
-
-
-def across_hosts(nodes: cluster.Cluster) -> None:
-    """Changes that reach every node."""
-    assert_type(cluster.refresh("load_model", "llama", version=2), cluster.Change)
-    assert_type(cluster.invalidate("load_model"), list[cluster.Change])
-    assert_type(nodes.status(), dict[str, Any])
-    assert_type(nodes.refresh_all("load_model")[0].left_out, dict[str, str])
 
 
 assert_type(safetensors.load(Path("net.safetensors"), "cpu", wanted=lambda name: name == "w"), dict[str, torch.Tensor])

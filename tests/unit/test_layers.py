@@ -24,13 +24,10 @@ LAYERS = [
     ["client", "execution"],
     ["server"],
     ["broker", "extras", "operations", "scripts"],
-    ["cluster", "provider"],
+    ["provider"],
     ["cli", "integrations", "worker"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-
-#: The modules of a cluster that are made of tensors.
-TRANSPORT = {"cluster.tensors", "cluster.transport"}
 
 #: What pure layers are free of: waiting, talking, and torch.
 IMPURE = {"anyio", "asyncio", "concurrent", "select", "selectors", "signal", "socket", "threading", "time", "torch", "trio"}
@@ -149,9 +146,9 @@ def test_the_package_itself_imports_nothing_at_once() -> None:
 
 
 def test_protocol_and_state_are_pure() -> None:
-    """They neither wait nor talk, not even in a function, and neither does what they are made of; nor does the directory."""
+    """They neither wait nor talk, not even in a function, and neither does what they are made of."""
     server = ("server.state", "execution.endpoints", "execution.run")
-    pure = ("errors", "protocol", *server, "client.exchange", "cluster.directory", "cluster.orders")
+    pure = ("errors", "protocol", *server, "client.exchange")
     impure = [
         f"{found.module}, line {found.line}: imports {found.target}"
         for found in all_imports()
@@ -170,9 +167,7 @@ def test_torch_is_imported_by_the_codec_extras_and_integrations_alone() -> None:
         for found in all_imports()
         if found.target.partition(".")[0] == "torch" and not found.late and not found.typing
     }
-    # Ray's transport is imported by those alone who pass tensors on; agents of a cluster need no torch.
-    assert {name for name in modules if name.startswith("cluster.")} <= TRANSPORT
-    assert {name.partition(".")[0] for name in modules - TRANSPORT} == {"codec", "extras", "integrations"}
+    assert {name.partition(".")[0] for name in modules} == {"codec", "extras", "integrations"}
 
 
 def test_executor_and_client_load_the_codec_late() -> None:
@@ -181,7 +176,6 @@ def test_executor_and_client_load_the_codec_late() -> None:
         (found.module.partition(".")[0], found.late)
         for found in all_imports()
         if own(found.target) == "codec" and found.module.partition(".")[0] != "codec" and not found.typing
-        if found.module not in TRANSPORT
     }
     assert {layer for layer, late in users if not late} == set()
     assert {layer for layer, _ in users} == {"client", "execution", "provider", "extras", "integrations"}

@@ -18,7 +18,11 @@ from tests.kit.processes import ROOT
 PACKAGE = ROOT / "shared_rpc"
 
 #: What is written by the same rules, beside the package.
-OTHER_ROOMS = {"benchmarks": "benchmarks/*.py", "vllm": "integrations/vllm/shared_rpc_vllm/*.py"}
+OTHER_ROOMS = {
+    "benchmarks": "benchmarks/*.py",
+    "ray": "integrations/ray/shared_rpc_ray/*.py",
+    "vllm": "integrations/vllm/shared_rpc_vllm/*.py",
+}
 
 #: Rooms whose docstrings are to be written anew; ``root`` has the modules that are in no room.
 UNFINISHED: set[str] = set()

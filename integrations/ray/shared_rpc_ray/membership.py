@@ -1,0 +1,154 @@
+"""Membership of a Ray cluster: how a process reaches Ray, and the actors of this library there."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import (
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RaySystemError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from shared_rpc.errors import ClusterError
+
+__all__ = [
+    "LOST",
+    "NAMESPACE",
+    "RayNode",
+    "actor_name",
+    "alive_nodes",
+    "connect",
+    "find",
+    "find_or_create",
+    "first_line",
+    "named",
+    "node_of",
+]
+
+#: Of all actors of this library.
+NAMESPACE = "shared_rpc"
+
+#: What a call of an actor ends with that is gone, or for a while. An unschedulable actor's error is no RayActorError.
+LOST = (
+    RayActorError,
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RaySystemError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class RayNode(NamedTuple):
+    """A node of the Ray cluster that is alive."""
+
+    id: str
+    address: str
+    store_nbytes: int
+
+
+def connect(address: str) -> None:
+    """Connect this process to a running Ray cluster; none is started.
+
+    :param address: as of ``ray.init``; ``""`` for the cluster of this machine.
+    :raises ClusterError: if there is none, or it cannot be joined.
+    """
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
+    try:
+        ray.init(address=address or "auto", logging_level=logging.ERROR, **options)
+    except ConnectionError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address or 'this machine'}: start one with 'ray start', or set RAY_ADDRESS ({error})"
+        ) from error
+    except Exception as error:  # RuntimeError where Python or Ray have other versions, and whatever Ray's authentication raises
+        raise ClusterError(f"cannot join the Ray cluster at {address or 'this machine'}: {error}") from error
+
+
+def alive_nodes() -> dict[str, RayNode]:
+    """Return the nodes of the cluster that are alive, by id."""
+    return {
+        node["NodeID"]: RayNode(
+            node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("object_store_memory", 0))
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def node_of(wanted: str) -> RayNode:
+    """Return the node of this machine.
+
+    :param wanted: the beginning of its id; ``""`` where the machine has one node only.
+    :raises ClusterError: if there is no such node, or several.
+    """
+    nodes = alive_nodes()
+    if wanted:
+        found = [node for node in nodes.values() if node.id.startswith(wanted)]
+        if len(found) != 1:
+            raise ClusterError(
+                f"SHARED_TENSOR_CLUSTER_NODE={wanted!r} is the beginning of {len(found)} ids of nodes that are alive: use one "
+                f"of {', '.join(sorted(nodes))}"
+            )
+        return found[0]
+    own = nodes.get(ray.get_runtime_context().get_node_id())
+    if own is None:
+        raise ClusterError("the Ray node of this machine is not alive: start one with 'ray start'")
+    neighbours = [node.id for node in nodes.values() if node.address == own.address]
+    if len(neighbours) > 1:
+        raise ClusterError(
+            f"this machine has {len(neighbours)} Ray nodes, {', '.join(sorted(neighbours))}: set SHARED_TENSOR_CLUSTER_NODE to "
+            f"the one that this server belongs to"
+        )
+    return own
+
+
+def actor_name(cluster: str, role: str, node: str = "") -> str:
+    """Return the name of an actor: ``role`` is ``"directory"`` or ``"agent"``."""
+    return f"{cluster}/{role}/{node}" if node else f"{cluster}/{role}"
+
+
+def named(cluster: str, role: str) -> list[str]:
+    """Return the nodes of all actors of a role that have names."""
+    begin = actor_name(cluster, role) + "/"
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+    return sorted(name.removeprefix(begin) for name in names if name.startswith(begin))
+
+
+def find(name: str) -> Any:
+    """Return an actor by its name.
+
+    :raises ClusterError: if there is none.
+    """
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError as error:
+        raise ClusterError(f"the Ray cluster has no actor {name!r}, or not any more") from error
+
+
+def find_or_create(kind: type, name: str, node: str, *arguments: Any, soft: bool = False, **options: Any) -> Any:
+    """Return the actor of a name. Where there is none, it is created on a node, and outlives its creator.
+
+    Ray restarts it when its process ends. If the node is lost, the actor is gone, or with ``soft`` moves to another node.
+    """
+    remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=10_000, **options)(kind)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=soft)
+    return remote.options(
+        name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, scheduling_strategy=strategy
+    ).remote(*arguments)

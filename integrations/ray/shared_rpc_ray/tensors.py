@@ -1,0 +1,313 @@
+"""Tensors of one process, kept by its host's server, for other processes of the host: by reference where they lie there.
+
+A :class:`TensorClient` keeps a list of tensors: what lies in memory of the server is named, and the rest is copied once, into
+one buffer. The result is a *held list*: one object of the server, which outlives its maker by :data:`LINGER`, and the layouts,
+plain data by which any process rebuilds the tensors over the same memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from shared_rpc.client.handle import Handle
+from shared_rpc.client.steps import Operation, Request
+from shared_rpc.codec.modes import without_modes
+from shared_rpc.errors import CapabilityError, SegmentNotFound, SharedRPCError
+from shared_rpc.forks import fork_safe_lock
+from shared_rpc.lifecycle.finalizer import FINALIZER
+from shared_rpc.memory.arena import aligned
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.operations.binding import Leased, Steps, bound, lending, taken
+from shared_rpc.operations.client import Client
+from shared_rpc.protocol import messages as m
+from shared_rpc.server.starting import ServerStarter
+from shared_rpc.settings import ServeOptions
+
+__all__ = ["LINGER", "HeldTensors", "TensorClient", "TensorLayout", "client_of", "let_go", "rebuilt"]
+
+_log = logging.getLogger("shared_rpc_ray")
+
+#: Seconds for which a held list can be got after its last holder has ended: a maker that is killed leaves it for so long.
+LINGER = 300.0
+#: Seconds without use after which a server that was started here ends.
+_IDLE_EXIT = 3600.0
+#: Bytes. A multiple of all element sizes.
+_GRAIN = 16
+#: A tensor whose elements are spread over more than so many times their bytes is copied into one piece.
+_SPARSE = 2
+
+
+class TensorLayout(NamedTuple):
+    """The place of one tensor: ``offset`` bytes into part number ``part``; strides count elements. -1: it has no bytes."""
+
+    part: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+    parameter: bool
+
+
+@dataclass
+class HeldTensors:
+    """A held list: the handle of its object, None where no tensor has bytes, and the layouts of its tensors."""
+
+    client: TensorClient
+    handle: Handle[Any] | None
+    layouts: list[TensorLayout]
+
+
+@bound
+class TensorClient(Client):
+    """A client that keeps tensors of its process in the server, and starts a server where none listens.
+
+    :param device: that of the tensors; the server of the base path for it is used, as by every client.
+    """
+
+    def __init__(self, device: str, *, socket_path: str | None = None, connect_timeout: float = 30.0) -> None:
+        super().__init__(device=device, socket_path=socket_path, connect_timeout=connect_timeout)
+        if socket_path is None:
+            # By a name and not by this class: the server's workers import it.
+            options = ServeOptions(devices=(device,), idle_exit=_IDLE_EXIT)
+            self._pool.summon = ServerStarter(lambda: "shared_rpc.provider.empty:provider", options)
+
+    @lending
+    def keep_segments(ctx: Any, segment_ids: Sequence[str], linger: float) -> Steps[Leased[list[torch.Tensor]]]:
+        """Keep segments that the server has as an object of their own; the handle's value is a flat tensor of each.
+
+        :param segment_ids: of memory that this process has from the server.
+        :param linger: seconds for which :meth:`get_buffer` finds the object after its last holder has ended.
+        :raises SegmentNotFound: if the server has one of them no more.
+        """
+        handle: Leased[list[torch.Tensor]] = yield from _kept(ctx, segment_ids, linger)
+        return handle
+
+    @without_modes
+    def hold(self, tensors: Sequence[torch.Tensor]) -> HeldTensors:
+        """Keep a list of tensors in the server. What lies in its memory is referred to, the rest is copied once.
+
+        Copied tensors keep their strides, and those of one storage share memory again, unless their elements are spread over
+        much more memory than they have. All work of this process on the device is complete when this returns.
+
+        :raises CapabilityError: for a tensor that is not strided, carries an autograd graph, or is on another device.
+        """
+        _check(tensors)
+        if tensors and tensors[0].is_cuda:
+            torch.cuda.synchronize(tensors[0].device)
+        try:
+            return self._hold(tensors, named=True)
+        except SegmentNotFound:
+            # The server has restarted, or has dropped what is still mapped here.
+            return self._hold(tensors, named=False)
+
+    def _hold(self, tensors: Sequence[torch.Tensor], *, named: bool) -> HeldTensors:
+        server_id = self.ping_server() if named else ""
+        spans = _Spans()
+        places = [_place(tensor, spans, server_id) for tensor in tensors]
+        numbers: dict[str, int] = {}
+        copied: Handle[torch.Tensor] | None = None
+        nbytes = spans.packed()
+        if nbytes:
+            copied = self.create_buffer(nbytes, device=str(tensors[0].device))
+            target = copied.value
+            with torch.no_grad():
+                for span in spans.all():
+                    target[span.offset : span.offset + span.nbytes].copy_(span.bytes())
+            if target.is_cuda:
+                torch.cuda.synchronize(target.device)
+            found = MAPPINGS.find(target.data_ptr())
+            assert found is not None, "a buffer is mapped"
+            numbers[found[0].info.id] = 0
+        try:
+            layouts = [_layout(tensor, place, numbers) for tensor, place in zip(tensors, places, strict=True)]
+            handle = self.keep_segments(list(numbers), LINGER) if numbers else None
+            return HeldTensors(self, handle, layouts)
+        finally:
+            if copied is not None:
+                copied.release()
+
+    def ping_server(self) -> str:
+        """Return the server's id, once it is reached."""
+        self.ping()
+        known = self._known()
+        assert known is not None, "a server that has answered is known"
+        return known.server_id
+
+
+def _kept(ctx: Any, segment_ids: Sequence[str], linger: float) -> Operation[Any]:
+    what = f"keep_segments({', '.join(segment_ids)[:200]})"
+    return (yield from taken(ctx, what, (yield Request(m.KeepSegments(list(segment_ids), linger), what))))
+
+
+def rebuilt(handle: Handle[Any] | None, layouts: Iterable[TensorLayout], device: torch.device) -> list[torch.Tensor]:
+    """Return the tensors of a held list over its memory.
+
+    :param handle: of the list's object; it is taken over, and its lease ends with the last of the tensors.
+    :param device: where tensors without bytes are.
+    """
+    parts = []
+    if handle is not None:
+        # Storages' own attributes: the lease is to last as long as a tensor, view or autograd graph over the memory.
+        parts = [part.untyped_storage() for part in handle.value]
+        # Not the handle's any more: what the storages keep must not keep them.
+        handle._value = None
+        for storage in parts:
+            storage.__dict__["_shared_rpc_lease"] = handle
+    tensors = []
+    with torch.inference_mode(False), torch.no_grad():
+        for layout in layouts:
+            dtype = getattr(torch, layout.dtype)
+            if layout.part < 0:
+                tensor = torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device=device)
+            else:
+                storage = parts[layout.part]
+                tensor = torch.empty(0, dtype=dtype, device=storage.device)
+                tensor.set_(storage, layout.offset // dtype.itemsize, layout.shape, layout.strides)
+            if layout.parameter:
+                tensor = torch.nn.Parameter(tensor, layout.requires_grad)
+            elif layout.requires_grad:
+                tensor.requires_grad_()
+            tensors.append(tensor)
+    return tensors
+
+
+_clients: dict[tuple[str, str], TensorClient] = {}
+_lock = fork_safe_lock()
+
+
+def client_of(device: str, socket_path: str | None = None) -> TensorClient:
+    """Return this process's client of a device's server; by its socket, if that is given, which is not started then."""
+    with _lock:
+        key = (device, socket_path or "")
+        if key not in _clients:
+            _clients[key] = TensorClient(device, socket_path=socket_path, connect_timeout=2.0 if socket_path else 30.0)
+        return _clients[key]
+
+
+def let_go(held: HeldTensors) -> None:
+    """Unlist a held list and end this process's lease, in the background: its holders keep it. Safe in any thread."""
+    handle, held.handle = held.handle, None
+    if handle is not None:
+        FINALIZER.submit(functools.partial(_freed, handle, held.client))
+
+
+def _freed(handle: Handle[Any], client: TensorClient) -> None:
+    try:
+        client.free_buffer(handle)
+    except SharedRPCError as error:  # without its server there is nothing left to free
+        _log.info("could not free object %s at %s: %s", handle.object_id, client.socket_path, error)
+    finally:
+        handle.release()
+
+
+def _check(tensors: Sequence[torch.Tensor]) -> None:
+    for number, tensor in enumerate(tensors):
+        what = f"tensor {number} of {len(tensors)} ({tensor.dtype}, shape {tuple(tensor.shape)}, on {tensor.device})"
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise CapabilityError(f"{what} is on no device whose memory is shared: use tensors on the host or on an NVIDIA GPU")
+        if tensor.device != tensors[0].device:
+            raise CapabilityError(
+                f"{what} is on another device than the first, which is on {tensors[0].device}: pass on those of one device "
+                f"at a time"
+            )
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            raise CapabilityError(f"{what} is not a plain strided tensor: pass on its parts, or a dense tensor")
+        if tensor.grad_fn is not None:
+            raise CapabilityError(
+                f"{what} carries an autograd graph ({tensor.grad_fn.name()}), which cannot leave the process: pass on "
+                f"tensor.detach(), or compute under torch.no_grad()"
+            )
+
+
+class _Span:
+    """Bytes of one storage that are to be copied, and their place in the copy."""
+
+    def __init__(self, storage: torch.UntypedStorage, start: int, end: int) -> None:
+        self.storage, self.start, self.end, self.offset = storage, start, end, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.end - self.start
+
+    def bytes(self) -> torch.Tensor:
+        flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return flat.set_(self.storage, self.start, (self.nbytes,), (1,))
+
+
+class _Spans:
+    """The bytes of each storage that are to be copied: from the first to the last one that a tensor uses."""
+
+    def __init__(self) -> None:
+        self._by_storage: dict[int, _Span] = {}
+
+    def add(self, storage: torch.UntypedStorage, start: int, end: int) -> _Span:
+        start -= start % _GRAIN
+        span = self._by_storage.setdefault(storage._cdata, _Span(storage, start, end))
+        span.start, span.end = min(span.start, start), max(span.end, end)
+        return span
+
+    def packed(self) -> int:
+        """Give every span its offset, once all are known; return the bytes of the whole."""
+        end = 0
+        for span in self._by_storage.values():
+            span.offset = end
+            end += aligned(span.nbytes)
+        return end
+
+    def all(self) -> Iterable[_Span]:
+        return self._by_storage.values()
+
+
+class _Place(NamedTuple):
+    """The place of a tensor's first element: in a segment of the server at an offset, or in a span of what is copied."""
+
+    tensor: torch.Tensor
+    segment_id: str
+    offset: int
+    span: _Span | None
+
+
+def _place(tensor: torch.Tensor, spans: _Spans, server_id: str) -> _Place:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() == 0:
+        return _Place(tensor, "", 0, None)
+    storage, item = tensor.untyped_storage(), tensor.dtype.itemsize
+    start = int(tensor.storage_offset()) * item
+    found = MAPPINGS.find(storage.data_ptr())
+    if server_id and found is not None:
+        mapping, offset = found
+        shared = mapping.owner == server_id and not mapping.pooled and offset + storage.nbytes() <= mapping.info.nbytes
+        # A storage may begin anywhere, and a tensor's place is counted in elements.
+        if shared and (offset + start) % item == 0:
+            return _Place(tensor, mapping.info.id, offset + start, None)
+    used = (sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * item
+    if used > _SPARSE * max(tensor.nbytes, _GRAIN):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        storage, start, used = tensor.untyped_storage(), 0, tensor.nbytes
+    return _Place(tensor, "", start, spans.add(storage, start, start + used))
+
+
+def _layout(tensor: torch.Tensor, place: _Place, numbers: dict[str, int]) -> TensorLayout:
+    if place.span is not None:
+        part, offset = 0, place.span.offset + place.offset - place.span.start
+    elif place.segment_id:
+        part, offset = numbers.setdefault(place.segment_id, len(numbers)), place.offset
+    else:
+        part, offset = -1, 0
+    return TensorLayout(
+        part,
+        offset,
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(place.tensor.shape),
+        tuple(place.tensor.stride()),
+        tensor.requires_grad,
+        isinstance(tensor, torch.nn.Parameter),
+    )

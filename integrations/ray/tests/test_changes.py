@@ -1,0 +1,132 @@
+"""Refreshes and invalidations that reach every node; nodes that cannot take part are left out, named, and mended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shared_rpc.errors import ClusterError, ConfigurationError, EndpointNotFound
+from shared_rpc_ray import Cluster
+from sites import Site, Sites, loading, until
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture
+def users(cluster: Sites) -> Cluster:
+    """The cluster as a user's process sees it."""
+    return Cluster(timeout=100.0)
+
+
+def test_a_refresh_is_built_once_and_reaches_every_node(cluster: Sites, name: str, users: Cluster) -> None:
+    """A process that holds the version before keeps it."""
+    before = loading(cluster.sites, name)
+    holder = cluster.sites[0].got(cluster.sites[0].start(name))
+    change = users.refresh("load_model", name)
+    assert (change.version, len(change.nodes), change.left_out) == (2, 3, {})
+    after = loading(cluster.sites, name)
+    assert len(cluster.builds(name)) == 2
+    assert {got.digest for got in after}.isdisjoint({before[0].digest}) and len({got.digest for got in after}) == 1
+    assert {got.generation for got in after} == {2}
+    holder.close()
+
+
+def test_a_refresh_of_what_nobody_has_builds_it(cluster: Sites, name: str, users: Cluster) -> None:
+    """Once; the other nodes get it when they ask for it."""
+    change = users.refresh("load_model", name)
+    assert (len(change.nodes), change.left_out) == (1, {})
+    assert len({got.digest for got in loading(cluster.sites, name)}) == 1
+    assert len(cluster.builds(name)) == 1
+
+
+def test_two_refreshes_at_once_come_one_after_the_other(
+    cluster: Sites, name: str, users: Cluster, threads: ThreadPoolExecutor
+) -> None:
+    """All nodes end with the later one."""
+    loading(cluster.sites, name)
+    gate = cluster.gate(name)
+    first = threads.submit(users.refresh, "load_model", name)
+    until(lambda: len(cluster.builds(name)) == 2, "the first one builds")
+    second = threads.submit(users.refresh, "load_model", name)
+    gate.unlink()
+    assert {first.result(60).version, second.result(60).version} == {2, 3}
+    assert cluster.key(name)["version"] == 3
+    assert len({got.digest for got in loading(cluster.sites, name)}) == 1
+
+
+def test_an_exception_of_the_endpoint_is_raised_and_changes_nothing(cluster: Sites, name: str, users: Cluster) -> None:
+    """It has its own type."""
+    [before, *_] = loading(cluster.sites, name)
+    cluster.break_(name)
+    with pytest.raises(ValueError, match=f"no weights of {name}"):
+        users.refresh("load_model", name)
+    assert {got.digest for got in loading(cluster.sites, name)} == {before.digest}
+
+
+def test_what_is_invalidated_is_built_again_by_whoever_calls_next(cluster: Sites, name: str, users: Cluster) -> None:
+    """Once, for all."""
+    [before, *_] = loading(cluster.sites, name)
+    [change] = users.invalidate("load_model", name)
+    assert (change.version, len(change.nodes), change.left_out) == (None, 3, {})
+    after = loading(cluster.sites, name)
+    assert {got.digest for got in after}.isdisjoint({before.digest}) and len({got.digest for got in after}) == 1
+    assert len(cluster.builds(name)) == 2
+
+
+def test_damaged_parts_come_from_another_node(cluster: Sites, name: str) -> None:
+    """The digest of a part does not fit: nobody gets a damaged object, and whoever has sent it is asked no more."""
+    first, second, third = cluster.sites
+    digest = first.load(name).digest
+    before = len(second.log)
+    damage = cluster.hold("damage", first, parts=1)
+    try:
+        assert second.load(name).digest == digest
+    finally:
+        damage.unlink()
+    until(lambda: any("do not fit" in line for line in second.log[before:]), "the damage was seen")
+    assert third.load(name).digest == digest
+    assert len(cluster.builds(name)) == 1
+
+
+def test_a_node_that_gets_nothing_whole_is_left_out_and_mended(cluster: Sites, name: str, users: Cluster) -> None:
+    """A refresh does not wait for it, and names it; once it can, it has the version that the others have."""
+    first, second, third = cluster.sites
+    loading(cluster.sites, name)
+    refused = cluster.hold("refuse", third)
+    try:
+        change = users.refresh("load_model", name)
+        assert set(change.left_out) == {third.node} and set(change.nodes) == {first.node, second.node}
+        assert "not today" in change.left_out[third.node]
+        assert first.load(name).digest == second.load(name).digest != third.load(name).digest
+    finally:
+        refused.unlink()
+    until(lambda: cluster.key(name)["nodes"].get(third.node) == change.version, "it has the new version")
+    assert third.load(name).digest == first.load(name).digest
+
+
+def test_a_quota_of_one_node_fails_its_callers_alone(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
+    """They get an error that names the quota; the others have the object."""
+    kind = cluster.sites[2].device.partition(":")[0]
+    small = victim("--quota", f"{kind}=8MiB", beside=cluster.sites[2])
+    first = cluster.sites[0].load(name, 16)
+    code, errors = small.start(name, 16).close()
+    assert code == 1
+    assert "ClusterError" in errors and "quota" in errors
+    assert cluster.sites[1].load(name, 16).digest == first.digest
+    assert len(cluster.builds(name)) == 1
+
+
+def test_an_endpoint_that_no_node_has_is_named(cluster: Sites, users: Cluster) -> None:
+    """So is a call that is not cached."""
+    with pytest.raises(EndpointNotFound, match="no_such"):
+        users.refresh("no_such")
+    with pytest.raises(ClusterError, match="has no nodes"):
+        Cluster("another").refresh("load_model")
+
+
+def test_a_call_with_memory_among_its_arguments_is_refused(users: Cluster) -> None:
+    """Arguments go to the node that builds, by a message."""
+    with pytest.raises((ConfigurationError, Exception), match="pass None, bool, int"):
+        users.refresh("load_model", object())

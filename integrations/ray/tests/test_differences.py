@@ -1,0 +1,103 @@
+"""Nodes that differ, and what cannot be: other versions and devices, no Ray, a socket that two nodes would share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sites import APP, Site, Sites, until
+from tests.kit.processes import PYTHONPATH
+
+pytestmark = pytest.mark.timeout(150)
+
+JOIN = f"{sys.executable} -m shared_rpc_ray.join"
+
+
+@pytest.mark.parametrize("fact", ["python=3.99", "torch=1.0", "device=NVIDIA A100"])
+def test_nodes_that_differ_build_each_for_themselves(cluster: Sites, name: str, victim: Callable[..., Site], fact: str) -> None:
+    """The log says why, and the status, and a refresh reaches both kinds."""
+    other = victim(cluster=f"{JOIN} --fact '{fact}'", beside=cluster.sites[0])
+    first = cluster.sites[0].load(name)
+    assert other.load(name).digest != first.digest
+    assert cluster.builds(name) == [cluster.sites[0].name, other.name]
+    what, value = fact.split("=")
+    until(lambda: other.says(f"{what} ") and other.says(f"and {value} here"), "the log says why")
+    assert all(what in key["differs"] for key in cluster.status()["keys"] if f"'{name}'" in key["cache_key"])
+
+
+def test_a_node_whose_app_cannot_be_imported_keeps_nobody(cluster: Sites, name: str) -> None:
+    """Its server says why, and ends; the others share as ever."""
+    site = cluster.add(serve=False, beside=cluster.sites[0])
+    with pytest.raises(AssertionError, match="was not printed"):
+        site.serve(app="import no_such_module\n" + APP)
+    until(lambda: site.says("no_such_module"), "the error is printed")
+    assert len({found.load(name).digest for found in cluster.sites if found is not site}) == 1
+    site.lose()
+
+
+def test_a_second_server_at_the_same_base_path_is_refused(cluster: Sites) -> None:
+    """It names the first one; that goes on."""
+    site = cluster.sites[0]
+    assert site.broker is not None
+    refused = run_app(cluster, site, "-m", "shared_rpc.cli", "serve", str(cluster.root / f"app-{site.name}" / "app.py"))
+    assert refused.returncode == 1
+    assert f"pid {site.broker.pid}" in refused.stderr
+    assert site.joined()
+
+
+def test_two_nodes_cannot_have_one_server(cluster: Sites) -> None:
+    """The second joiner is refused; the error names both nodes, and the remedy."""
+    first, second, *_ = cluster.sites
+    words = (*JOIN.split()[1:], "--socket", first.socket, "--node", second.node_id)
+    refused = run_app(cluster, first, *words)
+    assert refused.returncode == 1
+    assert first.node_id in refused.stdout and second.node_id in refused.stdout
+    assert "SHARED_TENSOR_BASE_PATH" in refused.stdout
+
+
+def test_a_machine_with_several_nodes_wants_one_named(cluster: Sites) -> None:
+    """The error has them all."""
+    site = cluster.sites[0]
+    words = (*JOIN.split()[1:], "--socket", site.socket, "--node", "")
+    refused = run_app(cluster, site, *words, SHARED_TENSOR_CLUSTER_NODE="")
+    assert refused.returncode == 1
+    assert "set SHARED_TENSOR_CLUSTER_NODE" in refused.stdout
+    assert all(other.node_id in refused.stdout for other in cluster.sites)
+
+
+@pytest.mark.parametrize("words", ["--fact colour=red", "--mover nothing"])
+def test_an_unknown_word_is_an_error(cluster: Sites, words: str) -> None:
+    """It names what there is."""
+    site = cluster.sites[0]
+    refused = run_app(cluster, site, *JOIN.split()[1:], "--socket", f"{site.base_path}-x-cpu.sock", *words.split())
+    assert refused.returncode in (1, 2)
+    assert words.split()[1] in refused.stdout + refused.stderr
+
+
+def test_without_ray_the_error_names_the_extra(cluster: Sites) -> None:
+    """In Python, and from the joiner."""
+    hide = "import sys; sys.modules['ray'] = None; "
+    for code in (
+        "import shared_rpc_ray; shared_rpc_ray.status()",
+        "from shared_rpc_ray.join import main; sys.exit(main(['--socket', '/x']))",
+    ):
+        refused = run_app(cluster, cluster.sites[0], "-c", hide + code)
+        assert refused.returncode == 1
+        assert "pip install 'shared-rpc[ray]'" in refused.stdout + refused.stderr
+
+
+def test_importing_the_package_loads_no_ray() -> None:
+    """Nor does the part of it that is for clusters."""
+    code = "import sys, shared_rpc_ray, shared_rpc_ray.cli, shared_rpc.cli.app; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
+
+
+def run_app(cluster: Sites, site: Site, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command in the environment of a site, which ends by itself."""
+    variables = {"PYTHONPATH": PYTHONPATH, "PATH": str(Path(sys.executable).parent), **site.environ, **environ}
+    return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, timeout=60, env=variables)

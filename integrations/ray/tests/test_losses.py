@@ -1,0 +1,258 @@
+"""Nodes, agents, brokers and the directory are lost during a build, a move and a swap: the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import ray
+
+from shared_rpc import Client
+from shared_rpc.errors import ClusterError
+from shared_rpc_ray import Change, Cluster
+from shared_rpc_ray.membership import actor_name, find
+from sites import Site, Sites, loading, until
+
+pytestmark = pytest.mark.timeout(200)
+
+#: MiB of an object that is moved: several parts.
+SIZE = 48
+#: What is lost of a node.
+LOSSES: dict[str, Callable[[Site], None]] = {
+    "node": Site.lose,
+    "agent": Site.kill_agent,
+    "broker": Site.kill_broker,
+}
+
+
+@pytest.fixture(scope="module")
+def spare(cluster: Sites) -> Iterator[list[Site]]:
+    """The site of which something is lost, from one test to the next one."""
+    sites: list[Site] = []
+    yield sites
+    for site in sites:
+        if site in cluster.sites:
+            site.lose()
+
+
+@pytest.fixture
+def lost(cluster: Sites, spare: list[Site]) -> Site:
+    """One more site, of which something is going to be lost."""
+    if not spare or spare[-1] not in cluster.sites:
+        spare.append(cluster.add())
+    site = spare[-1]
+    if not site.serves:
+        site.serve()
+    until(site.joined, "it has joined")
+    return site
+
+
+@pytest.mark.parametrize("loss", ["node", "broker"])
+def test_another_node_builds_when_the_builder_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
+    """Those that waited for it get what the other one builds."""
+    gate = cluster.gate(name, lost)
+    lost.start(name)
+    until(lambda: cluster.builds(name) == [lost.name], "it builds")
+    children = [(site, site.start(name)) for site in cluster.sites[:3]]
+    until(lambda: len(cluster.key(name)["waiting"]) == 4, "the others wait")
+    LOSSES[loss](lost)
+    digests = set()
+    for site, child in children:
+        got = site.got(child)
+        digests.add(got.digest)
+        got.close()
+    gate.unlink()
+    assert len(digests) == 1
+    assert len(cluster.builds(name)) == 2
+
+
+def test_a_build_goes_on_without_its_agent(cluster: Sites, name: str, lost: Site) -> None:
+    """The next agent finds it in the broker: nobody else builds, and all get it."""
+    gate = cluster.gate(name)
+    child = lost.start(name)
+    until(lambda: cluster.builds(name) == [lost.name], "it builds")
+    other = cluster.sites[0].start(name)
+    until(lambda: len(cluster.key(name)["waiting"]) == 2, "another node waits")
+    before = lost.agent_pid()
+    lost.kill_agent()
+    until(lambda: lost.joined() and lost.agent_pid() != before, "there is another agent")
+    gate.unlink()
+    mine, theirs = lost.got(child), cluster.sites[0].got(other)
+    assert mine.digest == theirs.digest
+    assert cluster.builds(name) == [lost.name]
+    mine.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_source_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
+    """The bytes come from another node that has them, as far as they have not come yet."""
+    first, second, *_ = cluster.sites
+    lost.load(name, SIZE)
+    first.load(name, SIZE)
+    held = cluster.hold("give", lost)
+    keeps = cluster.hold("give", first)
+    child = second.start(name, SIZE)
+    until(lambda: cluster.held("give", lost) or cluster.held("give", first), "it is being sent")
+    LOSSES[loss](lost)
+    held.unlink()
+    keeps.unlink()
+    got = second.got(child)
+    got.close()
+    assert got.digest == first.load(name, SIZE).digest
+    assert cluster.builds(name) == [lost.name]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
+    """The others go on, the source keeps nothing for it, and where only the agent was lost, the next one receives it."""
+    first, second, *_ = cluster.sites
+    digest = first.load(name, SIZE).digest
+    source = first.client()
+    before = leases_of(source, name)
+    held = cluster.hold("take", lost)
+    child = lost.start(name, SIZE)
+    until(lambda: cluster.held("take", lost), "it is being received")
+    assert leases_of(source, name) > before
+    LOSSES[loss](lost)
+    if loss != "agent":  # the next one would receive it
+        until(lambda: leases_of(source, name) == before, "the source has ended the transfer")
+    held.unlink()
+    assert second.load(name, SIZE).digest == digest
+    if loss == "agent":
+        got = lost.got(child)
+        got.close()
+        assert got.digest == digest
+    assert cluster.builds(name) == [first.name]
+
+
+def leases_of(client: Client, name: str) -> int:
+    """How often the object of a name is in use."""
+    [found] = [found for found in client.list_objects() if f"'{name}'" in str(found["cache_key"])]
+    return int(found["leases"])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, loss: str, threads: ThreadPoolExecutor) -> None:
+    """It has got the new version, another node has not, and nobody has changed over yet: the others do when all are ready."""
+    first, second, third = cluster.sites[:3]
+    [before, *_] = loading([first, second, third, lost], name)
+    node = lost.node
+    before_bytes = received_by(cluster, node)
+    held = cluster.hold("take", third)
+    change: Future[Change] = threads.submit(Cluster(timeout=150.0).refresh, "load_model", name)
+    until(lambda: cluster.held("take", third), "one node is not ready")
+    until(lambda: received_by(cluster, node) > before_bytes, "the other one is")
+    assert first.load(name).digest == before.digest
+    LOSSES[loss](lost)
+    if loss != "agent":  # that comes back
+        until(lambda: node not in cluster.status()["nodes"], "the loss is noticed")
+    held.unlink()
+    done = change.result(120)
+    assert {first.node, second.node} <= set(done.nodes)
+    # Where the loss was noticed late, the directory has not waited for the one that was held up.
+    until(lambda: cluster.key(name)["nodes"].get(third.node) == done.version, "all have changed over")
+    after = loading([first, second, third], name)
+    assert len({got.digest for got in after}) == 1 and after[0].digest != before.digest
+    if loss == "agent":
+        until(lambda: cluster.key(name)["nodes"].get(node) == done.version, "it has changed over too")
+        assert lost.load(name).digest == after[0].digest
+
+
+def received_by(cluster: Sites, node: str) -> int:
+    """The bytes of all that a node has received whole."""
+    return int(cluster.status()["nodes"][node]["received"])
+
+
+def test_a_broker_that_starts_again_gets_its_objects_from_the_others(cluster: Sites, name: str, lost: Site) -> None:
+    """It has another joiner and another agent."""
+    digest = cluster.sites[0].load(name).digest
+    assert lost.load(name).digest == digest
+    lost.kill_broker()
+    lost.serve()
+    assert lost.load(name).digest == digest
+    assert cluster.builds(name) == [cluster.sites[0].name]
+
+
+def test_the_directorys_node_is_lost(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
+    """Another node has it then; it is in a cluster of its own here, which those of the other tests know nothing of."""
+    first, second = (victim(SHARED_TENSOR_CLUSTER="other") for _ in range(2))
+    digest = first.load(name).digest
+    assert second.load(name).digest == digest
+    first.lose()
+    until(lambda: second.status().get("state") == "joined" and directory_of("other") is not None, "it has joined another one")
+    assert second.load(name).digest == digest
+    third = victim(SHARED_TENSOR_CLUSTER="other", beside=cluster.sites[0])
+    assert third.load(name).digest == digest
+    assert cluster.builds(name) == [first.name]
+
+
+def directory_of(cluster: str) -> dict[str, object] | None:
+    """What a directory knows, None while there is none."""
+    try:
+        return Cluster(cluster).status()
+    except ClusterError:
+        return None
+
+
+def test_the_directory_is_lost_during_a_build(cluster: Sites, name: str) -> None:
+    """The next one is told by the agents what is there and what goes on: nobody builds a second time."""
+    gate = cluster.gate(name)
+    children = [(site, site.start(name)) for site in cluster.sites[:3]]
+    until(lambda: len(cluster.key(name)["waiting"]) == 3, "all wait")
+    ray.kill(find(actor_name("default", "directory")), no_restart=False)
+    until(lambda: len(cluster.key(name)["waiting"]) >= 2 and cluster.key(name)["building"], "it knows who builds")
+    gate.unlink()
+    digests = set()
+    for site, child in children:
+        got = site.got(child)
+        digests.add(got.digest)
+        got.close()
+    assert len(digests) == len(cluster.builds(name)) == 1
+
+
+def test_the_directory_is_lost_during_a_move(cluster: Sites, name: str) -> None:
+    """The next one has the move go on."""
+    first, second, *_ = cluster.sites
+    digest = first.load(name, SIZE).digest
+    held = cluster.hold("take", second)
+    child = second.start(name, SIZE)
+    until(lambda: cluster.held("take", second), "it is being received")
+    ray.kill(find(actor_name("default", "directory")), no_restart=False)
+    until(lambda: name in str(cluster.key(name).get("cache_key")), "there is another directory")
+    held.unlink()
+    got = second.got(child)
+    got.close()
+    assert got.digest == digest
+    assert cluster.builds(name) == [first.name]
+
+
+def test_the_directory_is_lost_during_a_swap(cluster: Sites, name: str, threads: ThreadPoolExecutor) -> None:
+    """The refresh fails, and nothing has changed; the next one reaches all nodes."""
+    *_, third = cluster.sites[:3]
+    [before, *_] = loading(cluster.sites[:3], name)
+    held = cluster.hold("take", third)
+    change = threads.submit(Cluster(timeout=100.0).refresh, "load_model", name)
+    until(lambda: cluster.held("take", third), "one node is not ready")
+    ray.kill(find(actor_name("default", "directory")), no_restart=False)
+    with pytest.raises(ClusterError, match="the directory was lost"):
+        change.result(60)
+    held.unlink()
+    assert third.load(name).digest == before.digest
+    assert len(Cluster(timeout=100.0).refresh("load_model", name).nodes) >= 3
+    [after, *others] = loading(cluster.sites[:3], name)
+    assert {got.digest for got in others} == {after.digest} != {before.digest}
+
+
+def test_a_joiner_that_is_killed_is_started_again(cluster: Sites, name: str, lost: Site) -> None:
+    """The agent does not notice."""
+    before = lost.agent_pid()
+    info = lost.client().get_server_info()["source"]
+    assert info is not None
+    os.kill(info["joiner"]["pid"], signal.SIGKILL)
+    until(lambda: lost.client().get_server_info()["source"]["joiner"]["starts"] == 2, "there is another one")
+    assert lost.agent_pid() == before
+    assert lost.load(name).digest == cluster.sites[0].load(name).digest

@@ -1,0 +1,45 @@
+"""Ray ends and is started again, or not, while brokers and their clients live on."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from sites import Sites, until
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture
+def own(ray_of_its_own: None) -> Iterator[Sites]:
+    """A cluster that may be restarted, at a port that stays."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sites = Sites(port=port)
+    yield sites
+    sites.close()
+
+
+def test_brokers_live_on_and_join_again_when_ray_is_restarted(own: Sites) -> None:
+    """What they have is what the cluster has then; meanwhile they build by themselves; nothing is built twice."""
+    # Both on one node: the node of a machine that has one need not be named, and has another id after a restart.
+    first = own.add("--source-grace", "1", SHARED_TENSOR_CLUSTER_NODE="")
+    second = own.add("--source-grace", "1", SHARED_TENSOR_CLUSTER_NODE="", beside=first)
+    until(lambda: first.joined() and second.joined())
+    digest = first.load("kept").digest
+    assert second.load("kept").digest == digest
+    holder = first.got(first.start("kept"))
+    own.stop_ray()
+    until(lambda: not first.status() and not second.status(), "the agents are gone")
+    assert first.load("kept").digest == second.load("kept").digest == digest
+    alone = first.load("alone").digest
+    own.restart_ray()
+    until(lambda: first.joined() and second.joined(), "they have joined again")
+    assert second.load("alone").digest == alone
+    assert own.key("kept")["version"] == 1 and len(own.key("kept")["nodes"]) == 2
+    assert (own.builds("kept"), own.builds("alone")) == ([first.name], [first.name])
+    assert first.load("kept").digest == second.load("kept").digest == digest
+    holder.close()
