@@ -1,4 +1,4 @@
-"""What the parts of a server share."""
+"""State that the parts of a server share."""
 
 from __future__ import annotations
 
