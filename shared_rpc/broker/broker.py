@@ -19,7 +19,7 @@ from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.idle_exit import wait_until_idle
 from shared_rpc.broker.memory import RelayedMemory, WorkersMemory
-from shared_rpc.broker.restoration import Restoration, Service
+from shared_rpc.broker.recovery import Recovery, Service
 from shared_rpc.broker.service_manager import ServiceManager
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import WORKERS, Supervisor
@@ -80,7 +80,7 @@ class Broker:
         self._on_end = on_end
         self._services: dict[str, Service] = {}
         self._manager = ServiceManager(inherited or Inherited())
-        self._restoration = Restoration(self._services, self._manager, self._add_service)
+        self._recovery = Recovery(self._services, self._manager, self._add_service)
         self._exporter = exporter
         #: Whether the broker's loop ended without a request.
         self.failed = False
@@ -174,10 +174,10 @@ class Broker:
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
                     self._spawn(self._zygote.run)
-                    self._restoration.restore()
+                    self._recovery.recover()
                     await self._supervisor.start(self._spawn, wait=not self._services)
-                    self._manager.check(self.served(), loaded=not self._restoration.pending)
-                    self._manager.notifier.ready(self._restoration.status())
+                    self._manager.check(self.served(), loaded=not self._recovery.pending)
+                    self._manager.notifier.ready(self._recovery.status())
                     if not self._ready.done():
                         self._ready.set_result(None)
                     if self._options.idle_exit is None:
@@ -259,8 +259,8 @@ class Broker:
     def on_endpoints(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         """Serve a provider that is new, or one more endpoint."""
         service = self._services.get(message.key)
-        if service is not None and service.restored:
-            return  # the restored endpoints stay until the worker has loaded the app
+        if service is not None and service.recovered:
+            return  # the earlier endpoints stay until the worker has loaded the app
         if isinstance(message, w.Shared):
             if service is not None:  # otherwise listening failed, and that is logged
                 service.core.registry.add(message.endpoint)
@@ -268,7 +268,7 @@ class Broker:
             self._serve_anew(message)
 
     def _serve_anew(self, message: w.Serve) -> None:
-        self._restoration.make_way(message)
+        self._recovery.make_way(message)
         try:
             self._add_service(message)
         except SharedRPCError as error:
@@ -292,8 +292,8 @@ class Broker:
         """Meet the first worker that is ready, and send waiting runs."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
-            if self._restoration.pending:
-                self._restoration.reconcile(ready)
+            if self._recovery.pending:
+                self._recovery.reconcile(ready)
             for service in self._services.values():
                 self._manager.keep_service(service.facts, service.core)
         self._dispatcher.send_waiting()
@@ -360,13 +360,13 @@ class Broker:
     async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
-        with self._manager.reloading(self._restoration.status):
+        with self._manager.reloading(self._recovery.status):
             return await self._load_anew(objects)
 
     async def _load_anew(self, objects: str) -> ReloadInfo:
         workers = await self._supervisor.reload()
-        if self._restoration.pending:
-            self._restoration.reconcile(workers[0])
+        if self._recovery.pending:
+            self._recovery.reconcile(workers[0])
         try:
             services = self._replace_endpoints(workers[0], objects)
         finally:

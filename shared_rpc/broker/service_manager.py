@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from shared_rpc.broker.persistence import Persistence, RestoredService, code_of
+from shared_rpc.broker.persistence import Persistence, RecoveredService, code_of
 from shared_rpc.broker.systemd import Inherited
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol import worker as w
@@ -27,14 +28,14 @@ class ServiceManager:
     def __init__(self, inherited: Inherited) -> None:
         self._inherited = inherited
         self.notifier = inherited.notifier
-        self._persistence = Persistence(inherited.notifier, inherited.capacity)
+        self._persistence = Persistence(inherited.notifier, _soon, inherited.capacity)
         #: Sockets that listen already, and that no provider serves yet.
         self._listeners = dict(inherited.listeners)
 
-    def restore(self) -> list[RestoredService]:
+    def recover(self) -> list[RecoveredService]:
         """Return an earlier broker's services and objects; their descriptors are the caller's from here on."""
         stored, self._inherited.stored = self._inherited.stored, []
-        return self._persistence.restore(stored)
+        return self._persistence.recover(stored)
 
     def listener(self, path: str) -> socket.socket | None:
         """Return the socket that listens at a path already, once."""
@@ -69,11 +70,8 @@ class ServiceManager:
             core.objects.watcher = _Storing(self._persistence, serve.key, core)
 
     def keep_service(self, serve: w.Serve, core: Core) -> None:
-        """Store the changes of a provider. If that fails, it is logged, and tried again with the next change."""
-        try:
-            self._persistence.keep_service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
-        except OSError as error:
-            _log.error("cannot store the provider at %s with the service manager: %s", serve.socket_path, error)
+        """Store the changes of a provider."""
+        self._persistence.keep_service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
 
     def discard(self, key: str, core: Core) -> None:
         """Remove a provider that is served no more, and the rest of its objects."""
@@ -92,9 +90,13 @@ class ServiceManager:
             self.notifier.ready(status())
 
     def stopping(self) -> None:
-        """Announce the broker's end. Stored entries stay."""
+        """Announce the broker's end. What is stored stays."""
         self._persistence.close()
         self.notifier.stopping()
+
+
+def _soon(write: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_soon(write)
 
 
 class _Storing:
@@ -107,11 +109,10 @@ class _Storing:
 
     def listed(self, stored: StoredObject) -> None:
         """Store an object."""
-        specs = {spec.name: spec for spec in self._core.registry.all()}
         terms = self._core.buffers.table.terms(stored.object_id) if stored.kind == "buffer" else None
         copies = self._core.objects.copies
         of_segments = {segment.info.id: copies.of(segment.info.id) for segment in stored.record.segments if stored.cold}
-        self._persistence.keep(self._key, stored, code_of(specs.get(stored.endpoint)), terms, of_segments)
+        self._persistence.keep(self._key, stored, code_of(self._core.registry.find(stored.endpoint)), terms, of_segments)
 
     def unlisted(self, stored: StoredObject) -> None:
         """Remove an object."""

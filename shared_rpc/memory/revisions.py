@@ -74,7 +74,7 @@ def new_page(access: Access = "read_write") -> Segment:
     return page
 
 
-def restored_page(fd: int) -> Segment:
+def recovered_page(fd: int) -> Segment:
     """Return a page that :func:`new_page` made in another process. It owns the descriptor."""
     return Segment.owning(SegmentInfo(new_segment_id(), HOST.granularity, "cpu"), fd)
 

@@ -79,7 +79,7 @@ class Core:
     :param memory: where buffers are made, and objects are restored; by default in this process.
     :param spill: where objects are evicted to files, None if they are not.
     :param socket_path: where other processes connect, if they can.
-    :param server_id: that of an earlier server, whose objects this one is about to restore.
+    :param server_id: that of an earlier server, whose objects this one is about to recover.
     :param descriptors: those of the process; by default no other server of it has objects.
     :param cluster: the one that the server joins, by a process of its own, see :mod:`shared_rpc.server.joiner`; ``""`` for
         none. With one, misses wait for a source of records from the start on.
@@ -489,7 +489,7 @@ class Core:
         self.registry.replace(specs)
         return {"endpoints": list(new), "changed": sorted(changed), "dropped": dropped}
 
-    def restore(self, stored: StoredObject, terms: Terms | None, copies: Iterable[tuple[SegmentInfo, LowerCopy]] = ()) -> None:
+    def recover(self, stored: StoredObject, terms: Terms | None, copies: Iterable[tuple[SegmentInfo, LowerCopy]] = ()) -> None:
         """Keep an object that an earlier server of this id kept; its leases ended with that one's sessions.
 
         :param terms: a buffer's.
@@ -501,9 +501,9 @@ class Core:
             else:  # another object's, in the same segment
                 copy.close()
         if terms is None:
-            self.objects.restore(stored)
+            self.objects.recover(stored)
         else:
-            self.buffers.table.restore(stored, terms)
+            self.buffers.table.recover(stored, terms)
 
     def drop_bound(self, pid: int) -> None:
         """Drop the objects whose memory belonged to a process that has ended: it cannot be mapped any more."""

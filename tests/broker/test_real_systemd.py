@@ -172,9 +172,9 @@ def test_what_is_dropped_leaves_the_store(system: System, connect: Callable[[], 
 
     client = connect()
     client.ping()
-    eventually(lambda: stored() == 1, what="the provider's")
+    eventually(lambda: stored() == 1, what="the state")
     with client.call("held") as handle:
         assert handle.revision == 0
-        eventually(lambda: stored() == 4, what="a record, its segment and its page")
+        eventually(lambda: stored() == 4, what="an object, its segment and its page")
     client.invalidate_endpoint_cache("held")
     eventually(lambda: stored() == 1)

@@ -260,7 +260,7 @@ def test_an_adopted_object_outlives_its_broker(places: list[Place], broker_app: 
         client.adopt(record)
         made = client.adopt(record)
         with client.adopt_candidate(record) as candidate:
-            manager.expect(lambda: len(manager.names("object-")) == 1)
+            manager.expect(lambda: len(manager.objects()) == 1)
             broker.kill()
             manager.start()
             other = broker_app.connect()
@@ -281,12 +281,12 @@ def test_a_promoted_candidate_is_stored(places: list[Place], broker_app: BrokerA
     broker = manager.start()
     client: Any = broker_app.connect()
     client.call("held").release()
-    manager.expect(lambda: len(manager.names("object-")) == 1)
-    (first,) = manager.names("object-")
+    manager.expect(lambda: len(manager.objects()) == 1)
+    (first,) = manager.objects()
     with client.prepare("held") as candidate:
         made = client.promote(candidate)
-    manager.expect(lambda: [name for name in manager.names("object-") if made.object_id in name] != [])
-    manager.expect(lambda: first not in manager.names("object-"))
+    manager.expect(lambda: [name for name in manager.objects() if made.object_id in name] != [])
+    manager.expect(lambda: first not in manager.objects())
     broker.kill()
     manager.start()
     assert [info["object_id"] for info in broker_app.connect().list_objects()] == [made.object_id]

@@ -323,16 +323,17 @@ OF_BROKERS = {
     "Requests.begin": "shared_rpc.broker.requests",
     "WorkersMemory._written": "shared_rpc.broker.memory",
     "Persistence.keep": "shared_rpc.broker.persistence",
+    "StateFile.write": "shared_rpc.broker.persistence",
     "RemoteCaller.reply": "shared_rpc.server.remote",
     **EFFECTS,
 }
-#: What a service manager is told: of the bytes, then of the object that they are, and then what there was before.
+#: What a service manager gets: first the bytes, then the state that names them; then it lets go of what that names no more.
 STORING = [
     "before Persistence.keep",
     "before Persistence.keep, after Notifier.store",
-    "before Persistence.keep, after Notifier.store, after Notifier.store",
+    "before Persistence.keep, before StateFile.write",
+    "before Persistence.keep, after StateFile.write",
     "before Persistence.keep, after Notifier.remove",
-    "before Persistence.keep, after Notifier.remove, after Notifier.remove",
 ]
 ORDERING = ["before Requests.begin", "after Requests.begin", "after WorkersMemory._written"]
 EVICTING = [
@@ -374,8 +375,8 @@ def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Ite
 
 
 def kinds(manager: ServiceManager) -> list[str]:
-    """What kinds of entries a manager has, but for those of providers."""
-    return sorted(name.partition("-")[0] for name in manager.names() if not name.startswith("service-"))
+    """What kinds of entries a manager has, but for the state."""
+    return sorted(name.partition("-")[0] for name in manager.names() if name != "state")
 
 
 def end_broker(

@@ -167,12 +167,12 @@ def is_running(pid: int) -> bool:
 
 
 def memory_of(pid: int) -> int:
-    """How many descriptors of memory and of spilled files a process has."""
+    """How many descriptors of memory and of spilled files a process has, without a broker's state."""
     links = []
     for number in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/{pid}/fd/{number}"))
-    return sum(link.startswith("/memfd:") or "/spill/" in link for link in links)
+    return sum((link.startswith("/memfd:") and "state" not in link) or "/spill/" in link for link in links)
 
 
 def fds_of(pid: int) -> int:

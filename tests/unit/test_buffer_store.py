@@ -249,7 +249,7 @@ def test_leases_are_taken_again_after_a_restart(buffers: Buffers) -> None:
     stored = [buffers.make("a", name) for name in ("claimed", "forgotten")]
     later = Buffers()
     for one in stored:
-        later.table.restore(one, buffers.table.terms(one.object_id))
+        later.table.recover(one, buffers.table.terms(one.object_id))
         later.table.get("z", one.object_id)
         later.leases.release("z", one.object_id)
         later.table.settle(one.object_id)

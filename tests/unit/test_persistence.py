@@ -6,19 +6,15 @@ import array
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from shared_rpc.broker.persistence import Persistence
-from shared_rpc.broker.service_manager import ServiceManager
-from shared_rpc.broker.systemd import Inherited, Notifier, Passed
-from shared_rpc.execution.endpoints import Registry
+from shared_rpc.broker.persistence import _HALVES, _HEAD, Persistence, StateFile
+from shared_rpc.broker.systemd import Notifier, Passed
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.records import Record
@@ -49,14 +45,22 @@ class Moving:
         self._socket.setblocking(False)
         notifier = Notifier(address)
         stack.callback(notifier._socket.close)
-        self._persistence = Persistence(notifier)
-        self._persistence.keep_service("server", w.Serve("key", "socket", GPU, [], {"name": "vmm", "reason": ""}, [], {}))
+        #: Writes of the state that are due at the end of the turn.
+        self._due: list[Callable[[], None]] = []
+        self.entries: list[tuple[str, int]] = []
+        #: The names that were stored.
+        self.stored: list[str] = []
+        #: Called when the service manager has been told something.
+        self.check: Callable[[], None] = lambda: None
+        self._notify = notifier.notify
+        notifier.notify = self._tell  # type: ignore[method-assign]
+        self.persistence = Persistence(notifier, self._due.append)
+        self.persistence.keep_service("server", w.Serve("key", "socket", GPU, [], {"name": "vmm", "reason": ""}, [], {}))
         #: The memory as it is on its devices, and on the host.
         self._segments = {
             "gpu": self._made(SegmentInfo("gpu", 4096, GPU, mechanism="vmm")),
             "host": self._made(SegmentInfo("host", 4096, "cpu")),
         }
-        self.entries: list[tuple[str, int]] = []
 
     def _made(self, info: SegmentInfo) -> Segment:
         segment = HOST.create(4096) if info.mechanism != "file" else self._spill.create(4096)
@@ -71,8 +75,13 @@ class Moving:
         mechanism: Mechanism = "file" if tier == "file" else "host_vmm"
         return LowerCopy(self._made(SegmentInfo(name, 4096, "cpu", mechanism=mechanism)), tier, str(number).encode())
 
-    def put(self, tier: Tier, number: int) -> list[tuple[dict[str, str], list[int]]]:
-        """Keep them in a tier, with the incarnations of that number: the messages."""
+    def put(self, tier: Tier, number: int) -> None:
+        """Keep them in a tier, with the incarnations of that number, and let the turn end."""
+        self.keep(tier, number)
+        self.end_turn()
+
+    def keep(self, tier: Tier, number: int) -> None:
+        """Keep them in a tier, with the incarnations of that number."""
         infos = {name: segment.info.incarnation(number) for name, segment in self._segments.items()}
         made = {"gpu": self._made(infos["gpu"]), "host": self._segments["host"]}
         copies = {info.id: [self._copy(name, tier, number)] for name, info in infos.items()} if tier != "device" else {}
@@ -83,13 +92,20 @@ class Moving:
                 self._stack.callback(segment.close)
             record = Record(b"skeleton", b"table", segments, 8192)
             stored = StoredObject(object_id, "get", f"get({object_id})", record, 1, None, 1.0, 1.0, tier=tier)
-            self._persistence.keep("key", stored, "", None, copies)
-        return list(self._heard())
+            self.persistence.keep("key", stored, "", None, copies)
 
-    def tell(self, tier: Tier, number: int) -> None:
-        """Keep them in a tier, and let the service manager have all that it is told."""
-        for fields, fds in self.put(tier, number):
+    def end_turn(self) -> None:
+        """Write what has changed."""
+        due, self._due[:] = list(self._due), []
+        for write in due:
+            write()
+
+    def _tell(self, *lines: str, fd: int | None = None) -> None:
+        self._notify(*lines, fd=fd)
+        for fields, fds in self._heard():
+            self.stored += [fields["FDNAME"]] if fds else []
             store(self.entries, 100, fields, fds)
+        self.check()
 
     def _heard(self) -> Iterator[tuple[dict[str, str], list[int]]]:
         while True:
@@ -102,17 +118,20 @@ class Moving:
                 fds.frombytes(content)
             yield dict(line.split("=", 1) for line in data.decode().split("\n")), list(fds)
 
-    def restored(self) -> list[dict[str, bytes]]:
+    def recovered(self) -> list[dict[str, bytes]]:
         """What a broker has that begins now: the bytes of the objects, by their segments' names."""
-        [service] = Persistence(Notifier()).restore([Passed(name, os.dup(fd)) for name, fd in self.entries])
-        restored = []
-        for found in service.objects:
+        persistence = Persistence(Notifier(), self._due.append)
+        services = persistence.recover([Passed(name, os.dup(fd)) for name, fd in self.entries])
+        if persistence._file is not None:
+            os.close(persistence._file.fd)
+        recovered = []
+        for found in [found for service in services for found in service.objects]:
             parts = [(info.name, copy.segment) for info, copy in found.copies]
             parts = parts or [(segment.info.name, segment) for segment in found.stored.record.segments]
-            restored.append({name: os.pread(segment.fileno(), 4096, 0).rstrip(b"\0") for name, segment in parts})
+            recovered.append({name: os.pread(segment.fileno(), 4096, 0).rstrip(b"\0") for name, segment in parts})
             for _, segment in parts:
                 segment.close()
-        return restored
+        return recovered
 
 
 @pytest.fixture
@@ -129,55 +148,106 @@ def test_a_broker_that_is_killed_between_two_messages_of_a_move(moving: Moving) 
     """The next one has the objects, with all their bytes; in the end, there is an entry for each part and for each object."""
     tiers: list[Tier] = ["device", "host", "device", "host", "file", "device", "file", "device"]
     there = 0
+
+    def check() -> None:
+        nonlocal there
+        recovered = moving.recovered()
+        assert recovered == [CONTENTS] * len(recovered) and len(recovered) >= there, (number, tier, moving.stored)
+        there = len(recovered)
+
+    moving.check = check
     for number, tier in enumerate(tiers):
-        for fields, fds in moving.put(tier, number):
-            store(moving.entries, 100, fields, fds)
-            restored = moving.restored()
-            assert restored == [CONTENTS] * len(restored) and len(restored) >= there, (number, tier, fields)
-            there = len(restored)
+        moving.put(tier, number)
+        check()
         assert there == 2 + (number > 1)
         assert len(moving.entries) == 3 + there, [name for name, _ in moving.entries]
 
 
-def test_a_provider_that_could_not_be_stored(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stored with the next change, when there are descriptors again."""
-    persistence = moving._persistence
-    serve = w.Serve("another", "socket", GPU, [], {"name": "vmm", "reason": ""}, [], {})
+@pytest.mark.parametrize("part", [0.0, 0.5])
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_broker_that_is_killed_while_it_writes_the_state(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch, whole: int, part: float
+) -> None:
+    """Before or in the middle of the data or of the head: the next one has the objects as they were before."""
+    moving.put("device", 0)
+    moving.put("device", 1)  # both halves are in use
+    writes: list[int] = []
+    pwrite = os.pwrite
 
-    def refuse(name: str, flags: int = 0) -> int:
-        raise OSError(errno.EMFILE, "too many open files")
+    def cut(fd: int, data: bytes, offset: int) -> int:
+        writes.append(fd)
+        if len(writes) <= whole:
+            return pwrite(fd, data, offset)
+        pwrite(fd, data[: int(len(data) * part)], offset)
+        raise OSError(errno.EINTR, "killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "memfd_create", refuse)
-        with pytest.raises(OSError, match="too many open files"):
-            persistence.keep_service("server", serve)
-    before = len(persistence)
-    persistence.keep_service("server", serve)
-    assert len(persistence) == before + 1
+        patch.setattr(os, "pwrite", cut)
+        moving.persistence.remove(OBJECTS[0])
+    assert len(writes) == whole + 1
+    assert moving.recovered() == [CONTENTS] * 2
+    moving.put("device", 3)
+    assert moving.recovered() == [CONTENTS] * 3
 
 
-def test_a_provider_that_cannot_be_stored_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_move_writes_no_value(moving: Moving) -> None:
+    """Skeletons may be large, and do not change: only the memory is stored again."""
+    moving.put("device", 0)
+    moving.stored.clear()
+    moving.put("file", 1)
+    assert moving.stored and all(name.startswith("segment-") for name in moving.stored)
+
+
+def test_the_changes_of_a_turn_are_two_writes(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is written at once, and the others, however many, at the end of the turn."""
+    moving.put("device", 0)
+    write = Mock()
+    monkeypatch.setattr(StateFile, "write", write)
+    moving.keep("device", 3)
+    moving.persistence.remove(OBJECTS[0])
+    assert write.call_count == 1
+    moving.end_turn()
+    assert write.call_count == 2
+    moving.end_turn()
+    assert write.call_count == 2
+
+
+def test_a_state_that_cannot_be_written_ends_nothing(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The broker serves it all the same, and the log says what is missing."""
-    manager = ServiceManager(Inherited())
-
-    def refuse(server_id: str, serve: w.Serve) -> None:
-        raise OSError(errno.EMFILE, "too many open files")
-
-    monkeypatch.setattr(manager._persistence, "keep_service", refuse)
-    core: Any = SimpleNamespace(server_id="server", registry=Registry())
-    manager.keep_service(w.Serve("key", "/socket", "cpu", [], {"name": "memfd", "reason": ""}, [], {}), core)
-    assert "cannot store the provider at /socket with the service manager: [Errno 24]" in caplog.text
+    """The log says so, what the earlier state names stays in the store, and the next change writes all."""
+    moving.put("device", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(StateFile, "write", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+        moving.put("host", 1)
+    assert "cannot store the broker's state with the service manager: [Errno 28]" in caplog.text
+    assert moving.recovered() == [CONTENTS] * 2
+    moving.put("device", 2)
+    assert moving.recovered() == [CONTENTS] * 3
+    assert len(moving.entries) == 6
 
 
 def test_an_object_that_cannot_be_stored(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it is left in the store, because an earlier entry is out of date; its next change is stored."""
-    moving.tell("device", 0)
+    """Nothing of it is left in the store, because an earlier description is out of date; its next change is stored."""
+    moving.put("device", 0)
     with monkeypatch.context() as patch:
-        patch.setattr("shared_rpc.broker.persistence._sealed", Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
-        moving.tell("host", 1)
-    assert [name for name, _ in moving.entries if not name.startswith("service")] == []
-    moving.tell("device", 2)
-    assert moving.restored() == [CONTENTS] * 3
+        patch.setattr("shared_rpc.broker.persistence._name_of", Mock(side_effect=OSError(errno.EBADF, "bad descriptor")))
+        moving.put("host", 1)
+    assert [name for name, _ in moving.entries] == ["state"]
+    moving.put("device", 2)
+    assert moving.recovered() == [CONTENTS] * 3
     assert len(moving.entries) == 6
+
+
+def test_the_data_of_a_file_is_that_of_its_last_whole_write() -> None:
+    """A half with a wrong digest is none, whichever of the two it is; a file without any has no data."""
+    file = StateFile()
+    for number in range(1, 4):
+        file.write(b"state %d" % number)
+        assert StateFile(file.fd).data == b"state %d" % number
+    latest, earlier = sorted(_HALVES, key=lambda offset: os.pread(file.fd, 1, offset), reverse=True)
+    os.pwrite(file.fd, b"S", latest + _HEAD.size)
+    assert StateFile(file.fd).data == b"state 2"
+    os.pwrite(file.fd, b"S", earlier + _HEAD.size)
+    assert StateFile(file.fd).data == b""
+    os.close(file.fd)

@@ -100,12 +100,12 @@ class BufferTable:
         self._tell(stored)
         return stored
 
-    def restore(self, stored: StoredObject, terms: Terms) -> None:
+    def recover(self, stored: StoredObject, terms: Terms) -> None:
         """List a buffer that an earlier server listed, on the rest of its terms.
 
         Its earlier holders have not taken their leases again yet; they have a while for it.
         """
-        self._objects.restore(stored)
+        self._objects.recover(stored)
         if not terms.kept:
             terms = replace(terms, claimed_until=self._clock.now() + _CLAIMED_WITHIN)
         self._terms[stored.object_id] = terms

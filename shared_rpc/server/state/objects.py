@@ -269,7 +269,7 @@ class ObjectStore:
             self.watcher.listed(stored)
         return stored
 
-    def restore(self, stored: StoredObject) -> None:
+    def recover(self, stored: StoredObject) -> None:
         """Take an object in that an earlier server listed, as it was; the time in between was no idle time."""
         stored.last_accessed_at = self._clock.now()
         for segment in stored.record.segments:

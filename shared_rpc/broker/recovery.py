@@ -18,7 +18,7 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.acceptor import Acceptor
 from shared_rpc.server.core import Core
 
-__all__ = ["Restoration", "Service"]
+__all__ = ["Recovery", "Service"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -34,11 +34,11 @@ class Service:
     #: Ends this service alone, once the service has begun.
     scope: anyio.CancelScope | None = None
     #: Whether an earlier broker stored this service, and no worker has loaded the app yet.
-    restored: bool = False
+    recovered: bool = False
 
 
-class Restoration:
-    """The restoration of an earlier broker's services and objects, until the app is loaded. On the broker's loop only.
+class Recovery:
+    """The recovery of an earlier broker's services and objects, until the app is loaded. On the broker's loop only.
 
     :param services: those of the broker, by the providers' keys.
     :param add: makes a service from a worker's message, with the id of an earlier server or None.
@@ -54,25 +54,25 @@ class Restoration:
     @property
     def pending(self) -> list[str]:
         """The keys of providers that are served as they were."""
-        return [key for key, service in self._services.items() if service.restored]
+        return [key for key, service in self._services.items() if service.recovered]
 
-    def restore(self) -> None:
+    def recover(self) -> None:
         """Serve the earlier broker's providers and objects.
 
         :raises ConfigurationError: if a socket cannot be had.
         """
-        for restored in self._manager.restore():
-            service = self._add(restored.serve, restored.server_id)
-            service.restored = True
-            for each in restored.objects:
-                service.core.restore(each.stored, each.terms, each.copies)
+        for found in self._manager.recover():
+            service = self._add(found.serve, found.server_id)
+            service.recovered = True
+            for each in found.objects:
+                service.core.recover(each.stored, each.terms, each.copies)
             service.core.objects.settle()  # the budget may have changed
 
     def reconcile(self, worker: Worker) -> None:
         """Go on as after a reload: the first worker has loaded the app as it is now."""
         for key in self.pending:
             service = self._services[key]
-            service.restored = False
+            service.recovered = False
             specs = list(worker.endpoints.get(key, {}).values())
             self._reconcile(key, service, worker.served.get(key), specs)
         self._manager.check({service.acceptor.path: [] for service in self._services.values()}, loaded=True, raises=False)
@@ -94,10 +94,10 @@ class Restoration:
             service.facts, service.core.mechanism = message, message.mechanism
             service.core.room.set_limits(message.quotas)
             facts = service.core.replace_endpoints(specs, "changed")
-            _log.info("restored %s: %d objects kept, %d dropped", key, len(service.core.objects), facts["dropped"])
+            _log.info("recovered %s: %d objects kept, %d dropped", key, len(service.core.objects), facts["dropped"])
 
     def make_way(self, message: w.Serve) -> None:
-        """Discard what was restored under another key at the socket where the app serves a provider now."""
+        """Discard what was recovered under another key at the socket where the app serves a provider now."""
         for key in self.pending:
             if key != message.key and self._services[key].acceptor.path == message.socket_path:
                 self._replace(key, message)
