@@ -8,14 +8,15 @@ import logging
 import os
 import select
 import sys
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 
 from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.daemon import daemonize
 from shared_rpc.broker.supervisor import WORKERS
 from shared_rpc.broker.systemd import inherit
+from shared_rpc.client.starting import LISTENING
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.lifecycle.signals import End, wait_for_signal
 from shared_rpc.memory.spill import SpillDirectory
@@ -31,8 +32,7 @@ def main() -> int:
     """Serve an app until SIGINT or SIGTERM; SIGHUP reads its code anew."""
     logging.lastResort = LogHandler(logging.WARNING)
     words = _parser().parse_args()
-    if words.detach is not None:
-        daemonize(words.detach)
+    report = daemonize(words.detach, words.report) if words.detach is not None else None
     asked = End()
 
     def end(why: str) -> None:
@@ -61,6 +61,8 @@ def main() -> int:
         broker.start(asked.wait)
         for path, names in broker.served().items():
             print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
+        if report is not None:
+            report()
         if exporter is not None:
             print(f"metrics at {exporter.url}", flush=True)
         return broker
@@ -79,6 +81,31 @@ def main() -> int:
     return int(broker.failed)
 
 
+def daemonize(lock: int, pipe: int) -> Callable[[], None]:
+    """Continue as a daemon process, before there are threads; return what reports that it listens.
+
+    The process that was started ends: otherwise the broker would be a zombie one day, and belong to a process tree that some
+    tools end as a whole.
+
+    :param lock: a descriptor that is kept open until the end.
+    :param pipe: for the report; it ends with the process, and is like the lock not passed on to workers.
+    """
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    for fd in (lock, pipe):
+        os.set_inheritable(fd, False)
+
+    def listening() -> None:
+        with suppress(OSError):  # the process that started the daemon has ended
+            os.write(pipe, LISTENING.encode())
+        os.close(pipe)
+
+    with suppress(OSError):
+        os.write(pipe, f"{os.getpid()}\n".encode())
+    return listening
+
+
 def _say(text: str) -> None:
     """Write a line to standard output if there is room: the process that started the broker may have ended or not read."""
     with suppress(OSError):
@@ -91,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("target")
     parser.add_argument("--options", default="{}", help="ServeOptions as JSON.")
     parser.add_argument("--detach", type=int, help="Descriptor of a lock to keep.")
+    parser.add_argument("--report", type=int, help="With --detach: a pipe, see shared_rpc.client.starting.")
     return parser
 
 

@@ -20,10 +20,10 @@ import msgspec
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
-from shared_rpc.settings import program
+from shared_rpc.settings import environment, program
+from shared_rpc.zygote.framing import ROOM
 from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Request, Step, Unfit, answers, packed
 from shared_rpc.zygote.process import ForkedProcess, adopting, pss_of
-from shared_rpc.zygote.title import ROOM
 
 __all__ = ["ForkedWorker", "WorkerZygote"]
 
@@ -246,6 +246,7 @@ class WorkerZygote:
                 self._failures = 0
                 # A fork cannot tell when its zygote's modules would have been imported; it adds what is new.
                 known = {step for step in before.steps if isinstance(step, str)}
+                known |= self._running.modules if self._running is not None else set()
                 new = [step for step in imports.steps if isinstance(step, str) and step not in known]
                 imports = msgspec.structs.replace(imports, steps=[*before.steps, *new])
             else:
@@ -357,8 +358,8 @@ class WorkerZygote:
 
     async def _fork(self, running: _Running, number: int) -> ForkedWorker | None:
         supposed = msgspec.json.encode(_variables(running.imports)).decode()
-        words = [*self._command.words(number, _LINK), "--forked", supposed]
-        request = Fork("shared_rpc.worker", words, [0, 1, 2, _LINK], running.imports.first)
+        words = ["-m", "shared_rpc.worker", *self._command.words(number, _LINK), "--forked", supposed]
+        request = Fork(words, environment(), [0, 1, 2, _LINK], folders=running.imports.first)
         with ExitStack() as ours:
             with ExitStack() as theirs:
                 link, other = socket.socketpair()
@@ -369,8 +370,10 @@ class WorkerZygote:
                 errors = ours.enter_context(os.fdopen(reading, "rb", 0))
                 nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                 theirs.callback(os.close, nothing)
+                folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                theirs.callback(os.close, folder)
                 with adopting():
-                    answer = await running.ask(request, _PATIENCE, [nothing, 1, writing, other.fileno()])
+                    answer = await running.ask(request, _PATIENCE, [nothing, 1, writing, other.fileno(), folder])
             if isinstance(answer, Forked):
                 _check_child(answer.pid)
                 ours.pop_all()

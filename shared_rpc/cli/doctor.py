@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.memory.backends.choice import PREFERENCE, chosen, survey
+from shared_rpc.protocol.own_files import why_not_there
 from shared_rpc.protocol.peers import is_own
-from shared_rpc.server.listener import why_not_there
 from shared_rpc.settings import resolve_base_path, resolve_role
 
 _MARKS = {"good": "ok", "limited": "!", "broken": "x"}

@@ -1,4 +1,4 @@
-"""Files beside a socket. In a sticky directory everybody may make them, so one is used only if this user made it."""
+"""A socket's directory, and files next to the socket: in a sticky directory one is used only if this user made it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import stat
 from contextlib import suppress
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.protocol.peers import is_own, named
+from shared_rpc.protocol.peers import is_own, is_own_or_root, named
 
-__all__ = ["open_own"]
+__all__ = ["check_directory", "open_own", "why_not_there"]
 
 
 def open_own(path: str, flags: int, create: bool = True) -> int:
@@ -49,3 +49,47 @@ def _check_owner(path: str, status: os.stat_result) -> None:
             f"{path} belongs to {named(status.st_uid)}, not {os.geteuid()}: have that user remove it, or choose another "
             f"base_path (SHARED_TENSOR_BASE_PATH)"
         )
+
+
+def check_directory(directory: str) -> None:
+    """Make it, private, where it is not there.
+
+    :raises ConfigurationError: if it belongs to another user, or others can write to it, and it is not sticky.
+    """
+    try:
+        _make_private(directory)
+        status = os.lstat(directory)
+    except OSError as error:
+        raise ConfigurationError(f"cannot use the socket directory {directory}: {error}") from error
+    reason = why_not_there(status)
+    if reason:
+        open_to_others = stat.S_ISDIR(status.st_mode) and is_own(status.st_uid)
+        raise ConfigurationError(
+            f"the socket directory {directory} {reason}: {'chmod 700, or ' if open_to_others else ''}"
+            f"set SHARED_TENSOR_BASE_PATH, or base_path, to a path in a directory of your own"
+        )
+
+
+def why_not_there(status: os.stat_result) -> str:
+    """Return why no socket may lie in a directory of that lstat(2), as the rest of a sentence; empty if it may.
+
+    It may if the directory is this user's, and no other user can write to it; and where it is sticky, and this user's or
+    root's, so that only these two can remove another user's files.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
+        return "is no directory"
+    if mode & stat.S_ISVTX and is_own_or_root(status.st_uid):
+        return ""
+    if not is_own(status.st_uid):
+        return f"belongs to {named(status.st_uid)}, not {os.geteuid()}"
+    return f"has mode {mode:04o}, so other users can write to it" if mode & 0o022 else ""
+
+
+def _make_private(directory: str) -> None:
+    """Make a directory and those above it, all with mode 0700: a user who can write to one can replace its files."""
+    if os.path.isdir(directory):
+        return
+    _make_private(os.path.dirname(directory))
+    with suppress(FileExistsError):
+        os.mkdir(directory, 0o700)

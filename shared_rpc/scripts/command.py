@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import select
+import signal
 import socket
 import sys
 import time
@@ -13,20 +14,17 @@ from typing import Any, NoReturn
 
 from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.protocol.peers import foreign_owner, is_own, named, peer_of
-from shared_rpc.scripts.front import GO, Signals, is_in_background, stand_for
+from shared_rpc.scripts.front import ignored_signals, is_in_background, stand_for
 from shared_rpc.scripts.key import interpreter_options, key_of, limits
 from shared_rpc.scripts.options import Script, parse
-from shared_rpc.scripts.wire import packed, parts, unpacked
 from shared_rpc.settings import ScriptSettings, environment, resolve_base_path, script_settings
-from shared_rpc.zygote.framing import Incoming, Lost
+from shared_rpc.zygote.framing import Incoming, Lost, framed, parts, unpacked
 
 __all__ = ["launch", "run_directly", "zygote_path"]
 
 #: Seconds for a listening zygote's answer. It forks one script after another, in some ten milliseconds each.
 _PATIENCE = 20.0
-#: Seconds for a zygote to import torch and the other modules that it was given.
-_START = 120.0
-#: Seconds between two checks of conditions that send no signal.
+#: Seconds between two checks whether a zygote that has not answered is stopped.
 _LOOK = 0.02
 
 
@@ -52,21 +50,20 @@ def zygote_path(base_path: str, key: str) -> str:
 
 def launch(script: Script) -> NoReturn:
     """Run a script, and end as it does."""
-    signals = Signals()
-    environ = environment()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _check(script)
-        run = _Run(script, signals, environ)
-        connection = run.begin()
+        run = _Run(script, environment())
+        connection, pid = run.begin()
     except Exception as why:  # any failure: the script must not suffer from it
         if not isinstance(why, _Unavailable):
             why = _Unavailable(f"{type(why).__name__}: {why}")
         if str(why) and sys.stderr is not None:
             with suppress(OSError):
                 print(f"shared-rpc: runs without a zygote: {one_line(str(why))}", file=sys.stderr, flush=True)
-        signals.restore()
         _become(script)
-    stand_for(connection, signals, run.fds)
+    stand_for(connection, pid, run.fds)
 
 
 def _check(script: Script) -> None:
@@ -99,11 +96,10 @@ def _become(script: Script) -> NoReturn:
 class _Run:
     """One script on its way to its beginning."""
 
-    def __init__(self, script: Script, signals: Signals, environ: dict[str, str]) -> None:
+    def __init__(self, script: Script, environ: dict[str, str]) -> None:
         self.fds = _inheritable()
         _fill_gaps()
         self._script = script
-        self._signals = signals
         self._environ = environ
         try:
             settings = script_settings(environ)
@@ -114,83 +110,67 @@ class _Run:
         )
         self._path = zygote_path(resolve_base_path(None, environ), key_of(environ, self._settings.preload))
 
-    def begin(self) -> socket.socket:
-        """Have the script begin: the connection to its watcher."""
+    def begin(self) -> tuple[socket.socket, int]:
+        """Have the script made, ready to begin: the connection to its watcher, and its process id."""
         # A zygote that ends just now is replaced; if zygotes end repeatedly, the script runs without one.
         for _ in range(3):
+            connection = self._connect()
             try:
-                return self._ask(self._connect())
+                return connection, self._ask(connection)
             except _Gone as error:
+                connection.close()
                 reason = error
+            except BaseException:
+                connection.close()
+                raise
         raise _Unavailable(f"the zygotes at {self._path} end: {reason}")
 
     def _connect(self) -> socket.socket:
         connection = _connected(self._path)
         if connection is None:
-            from shared_rpc.scripts.starting import NoZygote, Starting
+            from shared_rpc.scripts.starting import NoZygote, log_path, start_zygote
 
             try:
-                connection = Starting(
-                    self._path,
-                    self._settings,
-                    self._environ,
-                    self.fds,
-                    lambda: _connected(self._path),
-                    lambda: self._signals.attend(_LOOK),
-                    time.monotonic() + _START,
-                ).connection()
+                start_zygote(self._path, self._settings, self._environ)
             except NoZygote as error:
                 raise _Unavailable(str(error)) from None
-        try:
-            self._check_peer(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _check_peer(self, connection: socket.socket) -> None:
+            connection = _connected(self._path)
+            if connection is None:
+                raise _Unavailable(f"the zygote ended at once: see {log_path(self._path)}")
         peer = peer_of(connection)
         if not is_own(peer.uid):
+            connection.close()
             raise _Unavailable(f"pid {peer.pid} of another user ({named(peer.uid)}) listens at {self._path}")
+        return connection
 
-    def _ask(self, connection: socket.socket) -> socket.socket:
+    def _ask(self, connection: socket.socket) -> int:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            message = packed(
-                {
-                    "do": "run",
-                    "name": self._script.name,
-                    "arguments": self._script.arguments,
-                    "module": self._script.module,
-                    "options": interpreter_options(),
-                    "variables": self._environ,
-                    "fds": self.fds,
-                    "umask": _umask(),
-                    "limits": {limit: resource.getrlimit(limit) for limit in limits()},
-                    "ignored": self._signals.ignored,
-                    "blocked": self._signals.blocked,
-                    "idle_exit": self._settings.idle_exit,
-                }
-            )
+            message = {
+                "type": "Fork",
+                "words": self._script.words,
+                "options": interpreter_options(),
+                "variables": self._environ,
+                "fds": self.fds,
+                "umask": _umask(),
+                "limits": {limit: resource.getrlimit(limit) for limit in limits()},
+                "ignored": ignored_signals(),
+                "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+                "watched": True,
+                "idle_exit": self._settings.idle_exit,
+            }
             self._exchange(connection, [])  # the greeting
-            answer = self._exchange(connection, parts(message, [*self.fds, folder]))
+            answer = self._exchange(connection, parts(framed(message), [*self.fds, folder]))
         except (Lost, ConnectionError) as error:
-            connection.close()
             raise _Gone(str(error)) from None
-        except BaseException:
-            connection.close()
-            raise
         finally:
             os.close(folder)
-        if "refused" in answer:
-            connection.close()
-            raise (_Gone if answer.get("stale") else _Unavailable)(answer["refused"])
-        connection.setblocking(True)
-        try:
-            connection.sendall(GO)
-        except ConnectionError as error:
-            raise _Gone(str(error)) from None
-        return connection
+        match answer["type"]:
+            case "Forked":
+                return int(answer["pid"])
+            case "ForkRefused":
+                raise (_Gone if answer["stale"] else _Unavailable)(answer["why"])
+        raise _Unavailable(f"the fork ended before the script began: {answer}")
 
     def _exchange(self, connection: socket.socket, pieces: list[tuple[bytes, list[int]]]) -> dict[str, Any]:
         """Send a message, and wait for the answer; a zygote that is stopped has none."""
@@ -203,7 +183,6 @@ class _Run:
             while True:
                 poll.register(connection, select.POLLIN | (select.POLLOUT if pieces else 0))
                 if not poll.poll(_LOOK * 1000):
-                    self._signals.attend()
                     if _is_stopped(pid):
                         raise _Unavailable(
                             f"the zygote (pid {pid}) is stopped: resume it with 'kill -CONT {pid}', or end it with -KILL"

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shared_rpc.protocol.peers import foreign_owner, is_own, peer_of
-from shared_rpc.scripts.wire import packed, unpacked
 from shared_rpc.settings import resolve_base_path
-from shared_rpc.zygote.framing import Incoming, Lost
+from shared_rpc.zygote.framing import Incoming, Lost, framed, unpacked
 from shared_rpc.zygote.process import has_ended
 
 __all__ = ["live_zygotes", "stop_zygotes"]
@@ -30,7 +29,7 @@ def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
     found = []
     for path, sock in _connections(base_path):
         try:
-            found.append(_asked(sock, "tell"))
+            found.append(_asked(sock, "TellState"))
         except (OSError, Lost, ValueError) as error:
             passed_over(f"the zygote at {path} (pid {peer_of(sock).pid}) did not answer: {error}")
     return found
@@ -49,7 +48,7 @@ def stop_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
         except OSError:  # the process has just ended
             continue
         try:
-            facts = _asked(sock, "stop")
+            facts = _asked(sock, "StopListening")
             if not has_ended(pidfd, _PATIENCE):
                 # A zygote has no state to lose.
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -78,7 +77,7 @@ def _connections(base_path: str | None) -> Iterator[tuple[str, socket.socket]]:
 
 
 def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
-    """Return the answer to one word.
+    """Return the answer to a request without content.
 
     :raises OSError: if there is none in time.
     """
@@ -94,8 +93,8 @@ def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
             if asked:
                 if received[0].get("kind") != "zygote":
                     raise Lost("the answer is not a zygote's")
-                return received[0]
-            sock.sendall(packed({"do": what}))  # after the greeting
+                return {name: value for name, value in received[0].items() if name != "type"}
+            sock.sendall(framed({"type": what}))  # after the greeting
             asked = True
     finally:
         incoming.close()

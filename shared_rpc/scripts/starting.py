@@ -1,42 +1,47 @@
-"""The start of a zygote, once for all that want it."""
+"""The start of a zygote for scripts."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
 
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.client.starting import LISTENING, log_path, start_detached, start_once
+from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.own_files import open_own
 from shared_rpc.scripts.key import interpreter_options, is_relative
-from shared_rpc.server.listener import check_directory
 from shared_rpc.settings import ScriptSettings
-from shared_rpc.zygote.title import ROOM
+from shared_rpc.zygote.framing import ROOM
 
-__all__ = ["NoZygote", "Starting", "log_path", "unfit_path"]
+__all__ = ["NoZygote", "start_zygote", "unfit_path"]
 
+#: Seconds for a zygote to import torch and the other modules that it was given.
+_START = 120.0
 #: Seconds for which a zygote is not started again after its imports made it unfit for forks.
 _BELIEVED = 600.0
 #: Bytes of the reason.
 _REASON = 4096
 
-#: The working directory, first on Python's path by default, must not provide modules to a zygote. Only this code is on the
-#: stack below a script in a fork.
+#: The imports of every zygote: torch, numpy, and the modules of a client. Users name further modules: a script's imports differ
+#: from script to script, and some libraries start threads, or CUDA, when imported.
+_MODULES = (
+    *("numpy", "torch"),
+    *("shared_rpc.provider.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client"),
+    *("shared_rpc.codec.arguments", "shared_rpc.codec.results", "shared_rpc.lifecycle.main_end"),
+    *("shared_rpc.provider.loopback", "shared_rpc.provider.spawn"),
+    *("shared_rpc.extras.materialize", "shared_rpc.extras.safetensors"),
+    *("shared_rpc.protocol.ticket", "shared_rpc.memory.backends.host", "shared_rpc.server.server"),
+)
+#: The working directory, first on Python's path by default, must not provide modules to a zygote.
 _CODE = """\
 import sys
 if not sys.flags.safe_path:
     del sys.path[0]
-from shared_rpc.scripts.zygote import main
-script = main()
-if script is not None:
-    script.run()
+from shared_rpc.zygote.__main__ import run
+run()
 """
 
 
@@ -44,126 +49,63 @@ class NoZygote(Exception):
     """Lack of a zygote, with the reason."""
 
 
-def log_path(path: str) -> str:
-    """Return the path of the log of the zygote that listens at ``path``."""
-    return f"{path}.log"
-
-
 def unfit_path(path: str) -> str:
     """Return the path of the file that says why a zygote at ``path`` must not be forked."""
     return f"{path}.unfit"
 
 
-class Starting(NamedTuple):
-    """A wish for a zygote that listens at ``path``.
+def start_zygote(path: str, settings: ScriptSettings, variables: Mapping[str, str]) -> None:
+    """Return when a zygote listens at ``path``, which this process has started or another one.
 
     :param variables: the environment of a zygote that is started.
-    :param fds: descriptors of this process that a new one would inherit, and the zygote must not.
-    :param connect: returns a connection to the zygote, or None.
-    :param pause: waits for a moment.
+    :raises NoZygote: if none listens, with the reason.
     """
-
-    path: str
-    settings: ScriptSettings
-    variables: Mapping[str, str]
-    fds: list[int]
-    connect: Callable[[], socket.socket | None]
-    pause: Callable[[], None]
-    deadline: float
-
-    def connection(self) -> socket.socket:
-        """Return a connection to a zygote, which this process has started or another one.
-
-        :raises NoZygote: if there is none.
-        """
-        try:
-            check_directory(os.path.dirname(self.path))
-            election = Election(self.path)
-        except (ConfigurationError, OSError) as error:
-            raise NoZygote(str(error)) from None
-        try:
-            while time.monotonic() < self.deadline:
-                won = election.acquire()
-                if not won:
-                    self.pause()
-                connection = self.connect()
-                if connection is None and won:
-                    self._start(election)
-                    connection = self.connect()
-                if connection is not None:
-                    return connection
-                if won:
-                    raise NoZygote(f"the zygote ended at once: see {log_path(self.path)}")
+    until = time.monotonic() + _START
+    try:
+        if not start_once(path, lambda election: _start(path, settings, variables, election, until), until):
             raise NoZygote(
-                f"another process began to start a zygote at {self.path}, which does not listen in time: see "
-                f"{log_path(self.path)}"
+                f"another process began to start a zygote at {path}, which does not listen in time: see {log_path(path)}"
             )
-        finally:
-            election.close()
+    except ConnectError as error:
+        raise NoZygote(str(error)) from None
+    except (ConfigurationError, OSError) as error:
+        raise NoZygote(f"cannot start a zygote: {error}") from None
 
-    def _start(self, election: Election) -> None:
-        if reason := election.failure() or _believed(self.path):
-            raise NoZygote(reason)
-        reading, writing = os.pipe()
-        try:
-            options = {"path": self.path, "lock": election.fd, "told": writing, **self.settings._asdict()}
-            options["stay"] = is_relative(self.variables.get("PYTHONPATH", ""))
-            self._spawn([*interpreter_options(), "-c", _CODE, json.dumps(options), ROOM], election.fd, writing)
-        except (ConfigurationError, OSError) as error:
-            os.close(reading)
-            raise NoZygote(f"cannot start a zygote: {error}") from None
-        finally:
-            os.close(writing)
-        try:
-            told = self._told(reading)
-        finally:
-            os.close(reading)
-        if told != "listens":
-            reason = told or f"the zygote ended before it listened: see {log_path(self.path)}"
-            election.record_failure(reason)
-            raise NoZygote(reason)
 
-    def _spawn(self, words: list[str], lock: int, told: int) -> None:
-        """Start a process that has of this one's descriptors two, and its signals as by default."""
-        log = open_own(log_path(self.path), os.O_WRONLY)
-        null = -1
-        try:
-            os.ftruncate(log, 0)
-            null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-            os.set_inheritable(lock, True)
-            os.set_inheritable(told, True)
-            actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in self.fds if fd > 2]
-            actions += [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in ((0, null), (1, log), (2, log))]
-            pid = os.posix_spawn(
-                sys.executable,
-                [sys.executable, *words],
-                dict(self.variables),
-                file_actions=actions,
-                # A process group of its own: signals of the terminal are not for the zygote, from its first moment on.
-                setpgroup=0,
-                setsigmask=(),
-                setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
-            )
-        finally:
-            os.set_inheritable(lock, False)
-            for fd in (null, log):
-                if fd >= 0:
-                    os.close(fd)
-        os.waitpid(pid, 0)  # the zygote continues in a child
+def _start(path: str, settings: ScriptSettings, variables: Mapping[str, str], election: Election, until: float) -> None:
+    if reason := _believed(path):
+        raise ConnectError(reason)
+    needed = ["torch", *settings.preload]
+    preload = {"type": "Preload", "steps": [*_MODULES, *settings.preload], "needed": needed}
+    options = ["--listen", path, "--preload", json.dumps(preload), "--idle-exit", str(settings.idle_exit)]
+    if is_relative(variables.get("PYTHONPATH", "")):
+        options.append("--stay")
 
-    def _told(self, reading: int) -> str:
-        """Return the zygote's message; empty if it ends without one."""
-        os.set_blocking(reading, False)
-        text = b""
-        while time.monotonic() < self.deadline:
-            with suppress(BlockingIOError):
-                data = os.read(reading, 4096)
-                if not data:
-                    return text.decode(errors="replace")
-                text += data
-                continue
-            self.pause()
-        return "the zygote did not listen in time"
+    def words(lock: int, pipe: int) -> list[str]:
+        return [*interpreter_options(), "-c", _CODE, *options, "--lock", str(lock), "--report", str(pipe), ROOM]
+
+    _, report = start_detached(path, words, election.fd, variables, until)
+    if report == LISTENING:
+        with suppress(OSError):  # there is none, or it is another user's
+            os.unlink(unfit_path(path))
+        return
+    if report:
+        _note_unfit(path, report)
+    how = "did not listen in time" if report is None else "ended before it listened"
+    reason = report or f"the zygote {how}: see {log_path(path)}"
+    election.record_failure(reason)
+    raise ConnectError(reason)
+
+
+def _note_unfit(path: str, reason: str) -> None:
+    """Have the next commands run without a zygote at once."""
+    with suppress(ConfigurationError, OSError):  # they find out by themselves then
+        fd = open_own(unfit_path(path), os.O_WRONLY)
+        try:
+            os.ftruncate(fd, 0)
+            os.write(fd, reason.encode(errors="replace"))
+        finally:
+            os.close(fd)
 
 
 def _believed(path: str) -> str:

@@ -14,14 +14,14 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.protocol.own_files import open_own
-from shared_rpc.protocol.peers import Peer, is_own, is_own_or_root, named, peer_of
+from shared_rpc.protocol.own_files import check_directory, open_own
+from shared_rpc.protocol.peers import Peer, is_own, named, peer_of
 from shared_rpc.settings import checked_path
 
-__all__ = ["bind_socket", "check_directory", "remove_socket", "why_not_there"]
+__all__ = ["bind_socket", "remove_socket"]
 
 _BACKLOG = 4096
 
@@ -69,50 +69,6 @@ def remove_socket(path: str, inode: int) -> None:
                 os.unlink(path)
     except (OSError, ConfigurationError):
         return  # removed already, perhaps with its directory
-
-
-def check_directory(directory: str) -> None:
-    """Make it, private, where it is not there.
-
-    :raises ConfigurationError: if it belongs to another user, or others can write to it, and it is not sticky.
-    """
-    try:
-        _make_private(directory)
-        status = os.lstat(directory)
-    except OSError as error:
-        raise ConfigurationError(f"cannot use the socket directory {directory}: {error}") from error
-    reason = why_not_there(status)
-    if reason:
-        open_to_others = stat.S_ISDIR(status.st_mode) and is_own(status.st_uid)
-        raise ConfigurationError(
-            f"the socket directory {directory} {reason}: {'chmod 700, or ' if open_to_others else ''}"
-            f"set SHARED_TENSOR_BASE_PATH, or base_path, to a path in a directory of your own"
-        )
-
-
-def why_not_there(status: os.stat_result) -> str:
-    """Return why no socket may lie in a directory of that lstat(2), as the rest of a sentence; empty if it may.
-
-    It may if the directory is this user's, and no other user can write to it; and where it is sticky, and this user's or
-    root's, so that only these two can remove another user's files.
-    """
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode):
-        return "is no directory"
-    if mode & stat.S_ISVTX and is_own_or_root(status.st_uid):
-        return ""
-    if not is_own(status.st_uid):
-        return f"belongs to {named(status.st_uid)}, not {os.geteuid()}"
-    return f"has mode {mode:04o}, so other users can write to it" if mode & 0o022 else ""
-
-
-def _make_private(directory: str) -> None:
-    """Make a directory and those above it, all with mode 0700: a user who can write to one can replace its files."""
-    if os.path.isdir(directory):
-        return
-    _make_private(os.path.dirname(directory))
-    with suppress(FileExistsError):
-        os.mkdir(directory, 0o700)
 
 
 @contextmanager

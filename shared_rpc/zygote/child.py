@@ -1,13 +1,15 @@
-"""The steps by which a fork of a zygote becomes a process like any other."""
+"""The steps by which a fork of a zygote becomes a process like any other, and the program that it runs."""
 
 from __future__ import annotations
 
 import builtins
+import ctypes
 import fcntl
 import importlib
 import io
 import linecache
 import os
+import pkgutil
 import random
 import runpy
 import signal
@@ -15,17 +17,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.machinery import BuiltinImporter
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+from zipimport import zipimporter
 
 import msgspec
 
 from shared_rpc.settings import change_environment, environment
-from shared_rpc.zygote.descriptors import close_all_but
-from shared_rpc.zygote.title import set_title
+from shared_rpc.zygote.preloading import shadowed
 
-__all__ = ["Identity", "become", "inherited_environment", "new_main", "run_module"]
+__all__ = [
+    "Identity",
+    "become",
+    "close_all_but",
+    "finish",
+    "inherited_environment",
+    "new_main",
+    "open_descriptors",
+    "own_path",
+    "run_program",
+    "set_title",
+    "shadowed_by",
+]
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -34,22 +49,24 @@ class Identity(msgspec.Struct, frozen=True):
     :param fds: the numbers that its descriptors have; 0, 1 and 2 are among them.
     :param variables: the environment.
     :param inherited: the environment without what imports have changed of it, for a process that takes the place of the fork.
-    :param argv: ``sys.argv``, and what other programs see as its command line, behind the interpreter's name.
+    :param argv: ``sys.argv``.
     :param path: ``sys.path``.
     :param umask: None for the zygote's, as for the others.
     :param ignored: signals that it ignores, as it would have inherited that.
     :param group: whether it leads a process group of its own.
+    :param options: of the interpreter; None for the zygote's.
+    :param title: its command line behind the interpreter and the options, as other programs see it; by default ``argv``.
     """
 
     fds: Sequence[int]
     argv: Sequence[str]
     variables: Mapping[str, str]
     path: Sequence[str]
-    cwd: str | None = None
     umask: int | None = None
     limits: Mapping[int, tuple[int, int]] = {}
     ignored: Sequence[int] = ()
     group: bool = True
+    options: Sequence[str] | None = None
     title: Sequence[str] = ()
     inherited: Mapping[str, str] | None = None
 
@@ -91,16 +108,15 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
 
         for limit, values in identity.limits.items():
             resource.setrlimit(limit, values)
-    if identity.cwd is not None:
-        os.chdir(identity.cwd)
     _standard_streams()
     _seed()
     _forget_folders()
     sys.argv[:] = identity.argv
     sys.path[:] = identity.path
     title = identity.title or identity.argv
-    set_title([sys.executable, *title])
-    sys.orig_argv[:] = [*_interpreter_words(), *title]
+    set_title([sys.executable, *(identity.options or ()), *title])
+    words = _interpreter_words() if identity.options is None else [sys.executable, *identity.options]
+    sys.orig_argv[:] = [*words, *title]
     # 3.11 to 3.13 keep the zygote's id. Private; a new thread calls it itself: in 3.8 to 3.14.
     main: Any = threading.main_thread()
     main._set_native_id()
@@ -196,16 +212,68 @@ def _forget_folders() -> None:
             vars(process)["ORIGINAL_DIR"] = None
 
 
-def run_module(name: str, alter_argv: bool = True) -> NoReturn:
-    """Run a module as ``python -m`` does, to the end of the process.
+def own_path(words: Sequence[str]) -> list[str]:
+    """Return what the interpreter puts before all other directories of modules for a program, see :func:`run_program`."""
+    if sys.flags.safe_path:
+        return []
+    if words[0] == "-m":
+        try:
+            return [os.getcwd()]
+        except OSError:  # the directory has been removed
+            return []
+    if pkgutil.get_importer(_absolute(words[0])) is not None:
+        return [_absolute(words[0])]
+    try:
+        return [os.path.dirname(os.path.realpath(words[0], strict=True))]
+    except OSError:
+        return [os.path.dirname(words[0])]
 
-    :param alter_argv: False for the ``__main__`` of a directory or archive, whose own path stays ``sys.argv[0]``.
-    """
+
+def shadowed_by(path: Sequence[str]) -> str:
+    """Return a module that a new process would import from the :func:`own_path` of its program; empty for none."""
+    if found := shadowed(path):
+        return found
+    for entry in path:
+        importer = pkgutil.get_importer(entry)
+        if isinstance(importer, zipimporter):
+            names = {name.partition(".")[0] for name in sys.modules} - {"__main__"}
+            return next((f"{name} in {entry}" for name in sorted(names) if importer.find_spec(name) is not None), "")
+    return ""
+
+
+def _absolute(path: str) -> str:
+    """Return a path with the working directory before it, and otherwise unchanged."""
+    try:
+        return path if os.path.isabs(path) else os.getcwd() if path == "." else f"{os.getcwd()}/{path}"
+    except OSError:  # the directory has been removed
+        return path
+
+
+def run_program(words: Sequence[str]) -> NoReturn:
+    """Run a script, a directory, an archive, or ``-m`` with a module, as ``python`` does, to the end of the process."""
     new_main()
-    # Private; "python -m" itself calls it: in 3.4 to 3.14. It also sets sys.argv[0].
+    # Private; "python -m" itself calls it: in 3.4 to 3.14. It also sets sys.argv[0], unless told not to.
     private: Any = runpy
-    finish(lambda: private._run_module_as_main(name, alter_argv))
+    if words[0] == "-m":
+        finish(lambda: private._run_module_as_main(words[1]))
+    elif pkgutil.get_importer(_absolute(words[0])) is not None:
+        finish(lambda: private._run_module_as_main("__main__", False))
+    else:
+        finish(lambda: _run_file(_absolute(words[0])))
     raise SystemExit(0)
+
+
+def _run_file(path: str) -> None:
+    # Not by runpy.run_path(): its main module ends with the script's code, and a server goes on after that.
+    main = vars(sys.modules["__main__"])
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)  # type: ignore[attr-defined]  # None where it is no bytecode
+    loader = SourceFileLoader if code is None else SourcelessFileLoader
+    main.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
+    if code is None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main)
 
 
 def new_main() -> None:
@@ -221,7 +289,7 @@ def new_main() -> None:
 
 
 def finish(main: Callable[[], object]) -> None:
-    """Call what a process is for; an error that comes out of it is shown as if nothing were below it, and ends the process."""
+    """Call the program; show an error of it without the frames of this module, and end the process."""
     try:
         main()
     except SystemExit:
@@ -232,8 +300,42 @@ def finish(main: Callable[[], object]) -> None:
             trace = trace.tb_next
         error = error.with_traceback(trace)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-        vars(sys)["last_exc"] = error  # from 3.12 on
+        if sys.version_info >= (3, 12):
+            sys.last_exc = error
         sys.excepthook(type(error), error, trace)
+        del trace  # this frame is a part of it: the program's objects would be collected late
         # The interpreter handles the error too, and chooses how to end: by SIGINT for a KeyboardInterrupt.
         sys.excepthook = lambda *_: None
         raise
+
+
+def open_descriptors() -> list[int]:
+    """Return the numbers of all open descriptors, the least one first."""
+    found = []
+    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
+        try:
+            os.fstat(fd)
+        except OSError:  # the descriptor of the listing itself
+            continue
+        found.append(fd)
+    return found
+
+
+def close_all_but(kept: Iterable[int]) -> None:
+    """Close every descriptor that is not among these."""
+    stay = sorted(kept)
+    for first, last in zip([-1, *stay], [*stay, open_descriptors()[-1] + 1], strict=True):
+        if first + 1 < last:
+            os.closerange(first + 1, last)
+
+
+def set_title(words: Sequence[str]) -> None:
+    """Overwrite the words that this process was started with, as far as there is room; see proc_pid_cmdline(5)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
+    room = end - start
+    if room < 2:
+        return
+    title = b" ".join(map(os.fsencode, words))[: room - 2]
+    # A last byte other than zero makes the kernel treat this as one text, up to the first zero; see setproctitle(3).
+    ctypes.memmove(start, title.ljust(room - 1, b"\0") + b".", room)

@@ -1,18 +1,29 @@
-"""Frames of a zygote's sockets: bytes behind their length, descriptors with the first of them."""
+"""Messages of a zygote's sockets: JSON behind its length, descriptors with the first bytes.
+
+They stay on this host and in this version of the package. A message is an object with the name of its type, see
+:mod:`shared_rpc.zygote.messages`, which a command of ``shared-rpc run`` does not load: a person waits for it.
+"""
 
 from __future__ import annotations
 
 import array
+import json
 import os
 import socket
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["Incoming", "Lost", "framed"]
+__all__ = ["GO", "GREETING", "ROOM", "Incoming", "Lost", "framed", "parts", "unpacked"]
 
 #: The longest message in bytes: execve(2) takes less.
 _LIMIT = 1 << 25
 _LENGTH = 4
+#: Descriptors of one sendmsg(2); the kernel's limit is 253 (SCM_MAX_FD).
+_FDS = 200
+#: The last word in the command line of a process that changes it: a new command line has only the memory of the old one.
+ROOM = "x" * 2000
+#: The byte by which a client lets a script begin that it was told is ready.
+GO = b"!"
 
 T = TypeVar("T")
 
@@ -21,9 +32,38 @@ class Lost(Exception):
     """A message that did not come whole."""
 
 
-def framed(data: bytes) -> bytes:
-    """Return a message with its length before it."""
+def framed(message: dict[str, Any]) -> bytes:
+    """Return the bytes of a message."""
+    data = json.dumps(message).encode()
     return len(data).to_bytes(_LENGTH, "big") + data
+
+
+#: The first message on each connection to a listening zygote. A client sends descriptors only after it: descriptors sent to a
+#: stopped process stay open for as long as it is stopped.
+GREETING = framed({"type": "Greeting"})
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Return the message of a frame.
+
+    :raises Lost, ValueError: if it is none.
+    """
+    try:
+        message = json.loads(data)
+    except RecursionError:
+        message = None
+    if not isinstance(message, dict):
+        raise Lost("received bytes that are no message")
+    return message
+
+
+def parts(data: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
+    """Return the bytes to send, and the descriptors for the first of them."""
+    cut = []
+    while len(fds) > _FDS:
+        cut.append((data[:1], fds[:_FDS]))
+        data, fds = data[1:], fds[_FDS:]
+    return [*cut, (data, fds)]
 
 
 class Incoming(Generic[T]):
@@ -70,9 +110,9 @@ class Incoming(Generic[T]):
             raise Lost(f"a message of {length} bytes: the limit is {_LIMIT}")
         if len(self._buffer) < _LENGTH + length:
             return None
-        message = self._decode(bytes(self._buffer[_LENGTH : _LENGTH + length]))
+        data = bytes(self._buffer[_LENGTH : _LENGTH + length])
         del self._buffer[: _LENGTH + length]
-        return message
+        return self._decode(data)
 
     def close(self) -> None:
         """Close the remaining descriptors."""

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from shared_rpc.zygote.descriptors import open_descriptors
+from shared_rpc.zygote.child import open_descriptors
 from shared_rpc.zygote.forking import fork
 from shared_rpc.zygote.process import has_ended
 

@@ -17,12 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from shared_rpc.scripts.front import CONTINUED, GO, ended
 from shared_rpc.scripts.key import limits
 from shared_rpc.scripts.listing import stop_zygotes
-from shared_rpc.scripts.wire import packed, unpacked
-from shared_rpc.scripts.zygote import note_unfit
-from shared_rpc.zygote.framing import Incoming, Lost, framed
+from shared_rpc.scripts.starting import _note_unfit
+from shared_rpc.zygote.framing import Incoming, Lost, framed, unpacked
 from tests.kit.attacker import STRANGER, needs_another_uid
 from tests.kit.processes import Child, eventually, sigstop
 from tests.kit.scripts import RUN, Place
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 HAS_TORCH = "import sys; print('torch' in sys.modules)"
 WITHOUT = "shared-rpc: runs without a zygote: "
 #: JSON that no parser with a stack can take.
-NESTED = framed(b"[" * 100_000)
+NESTED = (100_000).to_bytes(4, "big") + b"[" * 100_000
 
 
 @pytest.fixture
@@ -105,7 +103,7 @@ def test_a_zygote_that_dies_while_it_starts(place: Place, tmp_path: Path, childr
     found: list[int] = []
 
     def starting() -> bool:
-        found[:] = [pid for pid in pids() if f"{tmp_path}/s-" in command_of(pid) and "scripts.zygote" in command_of(pid)]
+        found[:] = [pid for pid in pids() if f"{tmp_path}/s-" in command_of(pid) and "shared_rpc.zygote" in command_of(pid)]
         return bool(found)
 
     eventually(starting, 60)
@@ -318,7 +316,7 @@ def test_a_descriptor_of_one_command_never_reaches_another_ones_script(place: Pl
         children.append(child)
     for child in children:
         child.expect("ready")
-    others = [pid for pid in pids() if "shared_rpc.scripts" in command_of(pid)]
+    others = [pid for pid in pids() if "shared_rpc.zygote" in command_of(pid)]
     held = [link for pid in others for link in links_of(pid)]
     assert others
     assert not [link for link in held if str(place.folder) in link]
@@ -368,7 +366,7 @@ def test_a_zygote_serves_its_own_user_only(place: Place, zygote: int) -> None:
             s = socket.socket(socket.AF_UNIX)
             s.connect({path!r})
             try:
-                s.sendall({packed({"do": "tell"})!r})
+                s.sendall({framed({"type": "TellState"})!r})
                 print("got", s.recv(100))
             except (BrokenPipeError, ConnectionResetError):
                 print("got", b"")
@@ -428,9 +426,9 @@ def test_a_directory_of_somebody_else_is_not_used(place: Place, tmp_path: Path) 
         b"\xff\xff\xff\xff",
         b"\0\0\0\2[]",
         b"\0\0\0\4nope",
-        packed({"do": "run"}),
-        packed({"do": "fly"}),
-        packed({}),
+        framed({"type": "Fork"}),
+        framed({"type": "Fly"}),
+        framed({}),
         NESTED,
     ],
     ids=range(9),
@@ -507,7 +505,7 @@ def test_a_reason_is_not_written_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
     (tmp_path / "s.zygote.unfit").symlink_to(precious)
-    note_unfit(f"{tmp_path}/s.zygote", "no reason")
+    _note_unfit(f"{tmp_path}/s.zygote", "no reason")
     assert precious.read_text() == "precious"
 
 
@@ -624,16 +622,10 @@ def test_a_setting_that_is_none(place: Place) -> None:
 #: becomes one. Its command is at the other end of the socket with the number that is given.
 WATCHER = """
     import os, socket, sys
-    from shared_rpc.scripts.watcher import begin_script
-
-    class Script:
-        highest = 2
-
-        def become(self, watcher, kept, fds):
-            os.setpgid(0, 0)
+    from shared_rpc.zygote.forking import fork_watched
 
     os.register_at_fork(after_in_parent=lambda: os.setresuid(65534, 65534, 65534))
-    begin_script(Script(), socket.socket(fileno=int(sys.argv[1])), [])
+    fork_watched(socket.socket(fileno=int(sys.argv[1])))
     print("begun", flush=True)
     os._exit(int(sys.stdin.readline()))
 """
@@ -650,25 +642,18 @@ def unruly(children: list[Child]) -> Iterator[tuple[Child, socket.socket]]:
         child = Child("-c", textwrap.dedent(WATCHER), str(connection.fileno()), pass_fds=[connection.fileno()], fresh=True)
         children.append(child)
         connection.close()
-        incoming, answer = Incoming(unpacked), None
-        while answer is None:
-            answer = incoming.receive(command)
-        assert list(answer[0]) == ["pid"]
-        command.sendall(GO)
         child.expect("begun")
         yield child, command
 
 
-@pytest.mark.parametrize("group", [0, 1])
-def test_a_script_that_has_become_another_user_s_is_not_signalled(unruly: tuple[Child, socket.socket], group: int) -> None:
-    """Its watcher lives on, and tells how it ends."""
+def test_the_end_of_a_script_that_has_become_another_user_s_is_reported(unruly: tuple[Child, socket.socket]) -> None:
+    """Its watcher needs no permission for that."""
     child, command = unruly
-    command.sendall(bytes([signal.SIGTERM, group]))
-    command.sendall(bytes([signal.SIGCONT, group]))
-    assert command.recv(2) == CONTINUED
     child.tell("5")
-    assert command.recv(2) == ended(5 << 8)
-    assert child.process.wait(20) == 0
+    received = None
+    while received is None:
+        received = Incoming(unpacked).receive(command)
+    assert received[0] == {"type": "Ended", "code": 5}
 
 
 def test_a_script_that_has_become_another_user_s_outlives_its_command(unruly: tuple[Child, socket.socket]) -> None:

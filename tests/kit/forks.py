@@ -34,11 +34,11 @@ from typing import Any, NoReturn
 import msgspec
 
 from shared_rpc.zygote import child as forked
-from shared_rpc.zygote.child import Identity, become, new_main
+from shared_rpc.zygote.child import Identity, become, new_main, set_title
 from shared_rpc.zygote.forking import fork, fork_for_subreaper
+from shared_rpc.zygote.framing import ROOM
 from shared_rpc.zygote.process import adopting, die_with_parent
 from shared_rpc.zygote.safety import unsafe
-from shared_rpc.zygote.title import ROOM, set_title
 from tests.kit import leaving
 from tests.kit.pages import collapse
 
@@ -284,7 +284,7 @@ _posix_spawn = os.posix_spawn
 
 
 def _spawn_zygote(path: str, argv: Sequence[str], env: Mapping[str, str], **options: Any) -> int:
-    """:func:`os.posix_spawn`, as ``shared-rpc run`` starts a zygote by it."""
+    """:func:`os.posix_spawn`, by which detached processes begin: brokers, and the zygotes of ``shared-rpc run``."""
     words = None
     if _zygote is not None and _zygote.usable and path == sys.executable:
         words = _words([word for word in argv if word != "-B"], dict(env), _zygote.variables)
@@ -296,8 +296,16 @@ def _spawn_zygote(path: str, argv: Sequence[str], env: Mapping[str, str], **opti
             fds.pop(fd, None)
         else:
             fds[numbers[0]] = fd
-    unbuffered = bool(env.get("PYTHONUNBUFFERED"))
-    return _zygote.ask(_Request(words[1], dict(env), list(fds), unbuffered, group=options["setpgroup"]), fds.values())
+    request = _Request(
+        words=words[1],
+        variables=dict(env),
+        fds=list(fds),
+        unbuffered=bool(env.get("PYTHONUNBUFFERED")),
+        group=options["setpgroup"],
+        nested=words[1][0] == "-m",
+        safe_path="-P" in words[0],
+    )
+    return _zygote.ask(request, fds.values())
 
 
 def _is_inherited(fd: int) -> bool:
@@ -450,15 +458,16 @@ class _Born:
 
     def _nest_when_detached(self) -> None:
         """Do so in the process that a broker goes on in, which has the children."""
-        from shared_rpc.broker import daemon
+        fork = os.fork
 
-        daemonize = daemon.daemonize
+        def fork_and_nest() -> int:
+            os.fork = fork
+            pid = fork()
+            if pid == 0:
+                self._nest()
+            return pid
 
-        def daemonize_and_nest(lock: int) -> None:
-            daemonize(lock)
-            self._nest()
-
-        daemon.daemonize = daemonize_and_nest
+        os.fork = fork_and_nest
 
 
 _execv = os.execv

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shared_rpc.zygote.framing import ROOM
 from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Request, Step, answers, packed
 from shared_rpc.zygote.process import ForkedProcess, adopting
-from shared_rpc.zygote.title import ROOM
 from tests.kit.processes import PYTHONPATH
 
 #: A module that tells as JSON what ``tell`` of it returns.
@@ -126,13 +126,14 @@ class Zygote:
         output, output_end = os.pipe()
         errors, errors_end = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
+        folder = os.open(self.folder, os.O_PATH)
         numbers = [0, 1, 2, *range(at, at + len(fds))]
         try:
             with adopting():
-                request = Fork(module, list(words), numbers, **options)
-                return self.ask(request, [nothing, output_end, errors_end, *fds]), output, errors
+                request = Fork(["-m", module, *words], self.environ, numbers, **options)
+                return self.ask(request, [nothing, output_end, errors_end, *fds, folder]), output, errors
         finally:
-            for fd in (nothing, output_end, errors_end):
+            for fd in (nothing, folder, output_end, errors_end):
                 os.close(fd)
 
     def fork(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> Forkling:

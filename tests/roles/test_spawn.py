@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from shared_rpc import Client
+from shared_rpc.client.starting import log_path
 from shared_rpc.errors import ConnectError
 from shared_rpc.memory.devices import device_id, device_tag
-from shared_rpc.server.starting import log_path
 from shared_rpc.settings import socket_path
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually

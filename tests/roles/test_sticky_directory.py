@@ -17,12 +17,12 @@ from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.cli.discovery import live_servers
 from shared_rpc.cli.doctor import examine
 from shared_rpc.client import connection as connection_module
+from shared_rpc.client.starting import ServerStarter, log_path
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.server import listener as listener_module
 from shared_rpc.server.listener import bind_socket
-from shared_rpc.server.starting import ServerStarter, log_path
 from shared_rpc.settings import ServeOptions
 from tests.kit import attacker
 from tests.kit.attacker import as_uid, needs_another_uid

@@ -19,10 +19,11 @@ PACKAGE = ROOT / "shared_rpc"
 LAYERS = [
     ["errors", "forks"],
     ["lifecycle", "protocol", "settings"],
-    ["context", "memory", "zygote"],
+    ["context", "memory"],
     ["codec", "observability"],
     ["client", "execution"],
     ["server"],
+    ["zygote"],
     ["broker", "extras", "operations", "scripts"],
     ["provider"],
     ["cli", "integrations", "worker"],

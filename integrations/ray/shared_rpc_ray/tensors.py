@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shared_rpc.client.handle import Handle
+from shared_rpc.client.starting import ServerStarter
 from shared_rpc.client.steps import Operation, Request
 from shared_rpc.codec.modes import without_modes
 from shared_rpc.errors import CapabilityError, SegmentNotFound, SharedRPCError
@@ -26,7 +27,6 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Leased, Steps, bound, lending, taken
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol import messages as m
-from shared_rpc.server.starting import ServerStarter
 from shared_rpc.settings import ServeOptions
 
 __all__ = ["LINGER", "HeldTensors", "TensorClient", "TensorLayout", "client_of", "let_go", "rebuilt"]
