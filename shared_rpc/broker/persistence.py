@@ -167,6 +167,7 @@ class StateFile:
         if begin != _FORMAT:
             raise ValueError(f"another version wrote it: it begins with {begin!r}, not with {_FORMAT!r}")
         self.fd = fd
+        #: What the latest write of an earlier writer left, empty for none.
         self._number, self.data = max(map(self._read, _HALVES))
 
     def _read(self, offset: int) -> tuple[int, bytes]:
@@ -187,7 +188,7 @@ class StateFile:
         if len(data) > _LIMIT or os.pwrite(self.fd, data, offset + _HEAD.size) != len(data):
             raise OSError(errno.ENOSPC, f"no space for a state of {len(data)} bytes")
         os.pwrite(self.fd, _HEAD.pack(number, len(data), xxhash.xxh3_128_digest(data)), offset)
-        self._number, self.data = number, data
+        self._number = number
 
 
 class Persistence:

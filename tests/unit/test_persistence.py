@@ -190,11 +190,14 @@ def test_a_broker_that_is_killed_while_it_writes_the_state(
     assert moving.recovered() == [CONTENTS] * 3
 
 
-def test_a_move_writes_no_value(moving: Moving) -> None:
+def test_a_move_writes_no_value(moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skeletons may be large, and do not change: only the memory is stored again."""
     moving.put("device", 0)
     moving.stored.clear()
+    make = Mock(wraps=os.memfd_create)
+    monkeypatch.setattr(os, "memfd_create", make)
     moving.put("file", 1)
+    assert not [call.args[0] for call in make.call_args_list if call.args[0].startswith("object-")]
     assert moving.stored and all(name.startswith("segment-") for name in moving.stored)
 
 
