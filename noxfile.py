@@ -140,6 +140,8 @@ def ray(session: nox.Session) -> None:
     """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``nox -s ray -- -k swap`` for some."""
     # Tests of a file share a Ray cluster, and wait more than they compute.
     session.install("torch", "-e", ".[test]", "-e", "integrations/ray", "ray[serve]", *CONSTRAINTS)
+    # By itself, `nixl` asks for the builds for two versions of CUDA. One of them is enough, and needs no CUDA for host memory.
+    session.install("--no-deps", "nixl==1.5.1", "nixl-cu13==1.5.1")
     arguments = ("integrations/ray/tests", "-m", "not gpu", "-n", "2", "--dist", "loadfile")
     if session.posargs:
         session.run("pytest", *arguments, *session.posargs)

@@ -77,7 +77,7 @@ def test_a_store_may_be_full_of_other_objects(cluster: Sites, name: str) -> None
     @ray.remote(num_cpus=0)
     class Hoarder:
         def __init__(self) -> None:
-            self.kept = [ray.put(bytes(30 << 20)) for _ in range(5)]
+            self.kept = [ray.put(bytes(30 << 20)) for _ in range(4)]
 
         def has_begun(self) -> bool:
             return True
@@ -88,6 +88,17 @@ def test_a_store_may_be_full_of_other_objects(cluster: Sites, name: str) -> None
     digest = cluster.sites[0].load(name, 48).digest
     assert cluster.sites[1].load(name, 48).digest == digest
     assert len(cluster.builds(name)) == 1
+
+
+def test_records_come_by_nixl_where_both_nodes_ask_for_it(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
+    """Other nodes get them by the object store."""
+    pytest.importorskip("nixl")
+    one, two = (victim(SHARED_TENSOR_CLUSTER_MOVER="nixl") for _ in range(2))
+    digest = one.load(name, 20).digest
+    assert two.load(name, 20).digest == digest
+    assert "nixl" in Path(f"/proc/{two.agent_pid()}/maps").read_text() and not two.says("the object store carries")
+    assert cluster.sites[0].load(name, 20).digest == digest
+    assert cluster.builds(name) == [one.name]
 
 
 def test_an_exception_of_the_endpoint_reaches_all_who_wait(cluster: Sites, name: str) -> None:
