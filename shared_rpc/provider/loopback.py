@@ -48,7 +48,6 @@ from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
-from shared_rpc.server.handlers import answer
 from shared_rpc.server.requests import Lowered
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.state.objects import StoredObject
@@ -131,7 +130,7 @@ class _Turn:
 
 
 class _LocalCaller:
-    """The caller of one request of this process: see :class:`shared_rpc.server.handlers.Caller`."""
+    """The caller of one request of this process: see :class:`shared_rpc.server.requests.Caller`."""
 
     local = True
     session = _SESSION
@@ -157,7 +156,7 @@ class _LocalCaller:
         if isinstance(message, m.Release) and self.request.sessions:
             leases = zip(message.object_ids, self.request.sessions, strict=True)
             message = m.Release([name for name, lease in leases if not isinstance(lease, _LocalLease) or lease.end()])
-        answer(self, message)
+        self.core.requests.answer(self, message)
 
     def stop_waiting(self) -> bool:
         """Stop waiting; return False if the answer is there. On the loop."""

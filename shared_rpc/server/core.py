@@ -1,46 +1,42 @@
 """The server without its sockets: endpoints, calls, tasks, objects and leases, driven on one event loop.
 
-Every caller, near or far, comes through :meth:`Core.call` or :meth:`Core.submit`. The core knows records and an executor;
-it imports no torch and looks into no skeleton.
+Every caller, near or far, comes through the same handlers, see :mod:`shared_rpc.server.requests`. The core knows records and
+an executor; it imports no torch and looks into no skeleton.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 
-from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.device_memory import DeviceMemory
-from shared_rpc.execution.endpoints import Registry, check_chain, identity_of, key_of, takes
+from shared_rpc.execution.endpoints import Registry
 from shared_rpc.execution.executor import Executor
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
-from shared_rpc.memory.backends.choice import lifetime, makers
+from shared_rpc.memory.backends.choice import makers
 from shared_rpc.memory.copies import LowerCopy
-from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.spill import SpillDirectory
-from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.infos import MechanismInfo, ObjectInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo
+from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol.infos import MechanismInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.protocol.tasks import TaskInfo
-from shared_rpc.protocol.values import count_args, decode_call
 from shared_rpc.server.buffers import Buffers
+from shared_rpc.server.calls import Calls
 from shared_rpc.server.device_room import Room
-from shared_rpc.server.generations import Generations, refreshable
-from shared_rpc.server.observing import Listeners, Observed
+from shared_rpc.server.generations import Generations
+from shared_rpc.server.holdings import Holdings
+from shared_rpc.server.observing import Listeners
 from shared_rpc.server.records import Records
 from shared_rpc.server.requests import Caller, Lowered, Requests, handles
-from shared_rpc.server.runs import CallArguments, Delivery, Runs, Waiter, close_arguments, tell
+from shared_rpc.server.runs import Runs, Waiter
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.shared import State
 from shared_rpc.server.sources import Sources
@@ -48,7 +44,7 @@ from shared_rpc.server.state.buffers import BufferTable, Terms
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
-from shared_rpc.server.state.objects import OBJECT_ID, ObjectStore, StoredObject
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
@@ -62,6 +58,9 @@ if TYPE_CHECKING:
 __all__ = ["Core", "Lowered"]
 
 _log = logging.getLogger("shared_rpc.server")
+
+#: Runs in one reply.
+_MOST_RUNS = 1000
 
 
 class Core:
@@ -188,21 +187,15 @@ class Core:
         table: TaskTable[Waiter] = TaskTable(
             self.server_id, clock, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
         )
-        self.tasks = Tasks(
-            table,
-            self.runs,
-            self.objects,
-            self.leases,
-            state.release,
-            lambda: self._sweeper.wake_within(result_ttl),
-            self.tiers,
-            self.waits_for,
+        self.tasks = Tasks(state, table, lambda: self._sweeper.wake_within(result_ttl), self.waits_for)
+        self.calls = Calls(state, self.generations, self.tasks, transfers)
+        self.holdings = Holdings(state, self.quotas, self.generations)
+        self.requests = Requests(
+            self, self.calls, self.holdings, self.tasks, self.buffers, self.generations, self.records, self.sources
         )
-        self.requests = Requests(self, self.buffers, self.generations, self.records, self.sources)
         self._began = clock.now()
         self.started_at = clock.unix(self._began)
         self._executor = executor
-        self.stopped = False
         #: Reloads the code for a client, where endpoints run in processes that can be replaced: see :class:`Reload`.
         self.on_reload: Callable[[str, Callable[[ReloadInfo | Failure], None]], None] | None = None
         #: Stops the server for a client, where the process does nothing but serve: called with the id of the client's session
@@ -230,7 +223,7 @@ class Core:
 
     def stop(self) -> None:
         """Release every waiter and drop every object. Calls that come later are refused."""
-        self.stopped = True
+        self.state.stopped = True
         self.room.stop()
         self.runs.stop()
         self.requests.stop()
@@ -246,158 +239,72 @@ class Core:
         if self._joiner is not None:
             self._joiner.close()
 
-    def call(
-        self,
-        waiter: Waiter,
-        endpoint: str,
-        lowered: Lowered | None,
-        arguments: CallArguments,
-        chain: frozenset[str] = frozenset(),
-    ) -> None:
-        """Answer from the cache, join a run, or start one. The waiter is notified exactly once, perhaps before this returns.
+    # Requests about the server.
 
-        :param lowered: the arguments as plain data, for binding and for the key; None where ``arguments`` are read for that.
-        :param arguments: the arguments as the executor takes them; descriptors in them belong to the core now.
-        :param chain: for a call made by an endpoint, its :attr:`RunContext.chain`.
-        """
-        try:
-            spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
-            if spec.execution == "task":
-                self._call_task(waiter, spec, key, arguments, chain)
-                return
-        except BaseException as error:
-            close_arguments(arguments)
-            tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
-            return
-        self.runs.enter(waiter, spec, key, arguments, chain)
+    @handles(m.Ping)
+    def ping(self, caller: Caller, message: m.Ping) -> m.Pong:
+        """Answer."""
+        return m.Pong()
 
-    def _call_task(
-        self, waiter: Waiter, spec: EndpointSpec, key: str | None, arguments: CallArguments, chain: frozenset[str]
-    ) -> None:
-        def again() -> None:
-            self._call_task(waiter, spec, key, arguments, chain)
+    @handles(m.Goodbye)
+    def goodbye(self, caller: Caller, message: m.Goodbye) -> None:
+        """Note that the client ends its session on purpose."""
+        self.sessions.closing(caller.session)
 
-        if not self.runs.answer_from_cache(waiter, spec, key, arguments, chain, again):
-            task = self.tasks.submit(spec, key, arguments, chain, waiter, kept=False)
-            self.tasks.watch(waiter, task)
+    @handles(m.GetServerInfo)
+    def get_info(self, caller: Caller, message: m.GetServerInfo) -> m.ServerReply:
+        """Describe the server."""
+        return m.ServerReply(self.info(caller.session))
 
-    def refresh(
-        self,
-        waiter: Waiter,
-        made: Callable[[Generation], None],
-        endpoint: str,
-        lowered: Lowered | None,
-        arguments: CallArguments,
-        chain: frozenset[str] = frozenset(),
-    ) -> None:
-        """Build the next generation of a call's object, or join the run that does; the present one is served meanwhile.
+    @handles(m.ListEndpoints)
+    def list_endpoints(self, caller: Caller, message: m.ListEndpoints) -> m.Endpoints:
+        """Return the endpoints."""
+        return m.Endpoints(self.registry.all())
 
-        For the parameters see :meth:`call`.
+    @handles(mo.ListSessions)
+    def list_sessions(self, caller: Caller, message: mo.ListSessions) -> mo.SessionsReply:
+        """Describe the sessions."""
+        return mo.SessionsReply(self.sessions.infos())
 
-        :param made: called in the turn of the loop in which the new generation became current; the waiter gets failures.
-        """
-        fail = waiter.deliver
+    @handles(mo.ListRuns)
+    def list_runs(self, caller: Caller, message: mo.ListRuns) -> mo.RunsReply:
+        """Describe the runs that have not ended."""
+        return mo.RunsReply(self.runs.infos(min(max(message.limit, 1), _MOST_RUNS)))
 
-        def deliver(outcome: Delivery | Failure) -> None:
-            try:
-                if isinstance(outcome, Failure):
-                    fail(outcome)
-                else:
-                    made(self.generations.made(endpoint, outcome))
-            except Exception as error:
-                fail(Failure.unexpected(error, f"a new generation of {endpoint[:100]!r} cannot be delivered"))
+    @handles(mo.GetStatistics)
+    def get_statistics(self, caller: Caller, message: mo.GetStatistics) -> mo.StatisticsReply:
+        """Return the counts of calls by endpoint."""
+        return mo.StatisticsReply(self.runs.statistics.infos())
 
-        waiter.refreshes, waiter.deliver = True, deliver
-        self._enter_anew(waiter, endpoint, lowered, arguments, chain)
+    @handles(m.Reload)
+    def reload(self, caller: Caller, message: m.Reload) -> None:
+        """Have the app's code read again; that goes on though the caller leaves."""
+        if self.on_reload is None:
+            raise ConfigurationError(
+                f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be reloaded: "
+                f"start it with 'shared-rpc serve'"
+            )
+        caller.wait()
 
-    def prepare(
-        self,
-        waiter: Waiter,
-        made: Callable[[Generation], bool],
-        endpoint: str,
-        lowered: Lowered | None,
-        arguments: CallArguments,
-        chain: frozenset[str] = frozenset(),
-    ) -> None:
-        """Build the next generation of a call's object as a candidate, on which the waiter's session has a lease then.
+        def told(outcome: ReloadInfo | Failure) -> None:
+            if isinstance(outcome, Failure):
+                caller.fail(outcome)
+            else:
+                caller.reply(m.ReloadReply(outcome))
 
-        For the parameters see :meth:`refresh`.
+        self.on_reload(message.objects, told)
 
-        :param made: returns whether the answer could be sent.
-        """
-        fail, session = waiter.deliver, waiter.session
+    @handles(m.StopServer)
+    def stop_for(self, caller: Caller, message: m.StopServer) -> m.StopReply:
+        """End the server, where its process does nothing else."""
+        if self.on_stop is None:
+            raise ConfigurationError(
+                f"this server is part of process {os.getpid()}, which may do more than serve: end the process with "
+                f"'kill {os.getpid()}' or Ctrl-C"
+            )
+        return m.StopReply(self.on_stop(caller.session, message.if_idle))
 
-        def deliver(outcome: Delivery | Failure) -> None:
-            sent = False
-            try:
-                if isinstance(outcome, Failure):
-                    fail(outcome)
-                else:
-                    sent = made(self.generations.prepared(endpoint, outcome))
-            except Exception as error:
-                fail(Failure.unexpected(error, f"a new generation of {endpoint[:100]!r} cannot be delivered"))
-            finally:
-                if not sent and isinstance(outcome, Delivery) and outcome.stored is not None:
-                    self.release(session, [outcome.stored.object_id])
-
-        waiter.prepares, waiter.deliver = True, deliver
-        self._enter_anew(waiter, endpoint, lowered, arguments, chain)
-
-    def _enter_anew(
-        self, waiter: Waiter, endpoint: str, lowered: Lowered | None, arguments: CallArguments, chain: frozenset[str]
-    ) -> None:
-        """Start or join a run for a waiter that takes no cached result."""
-        try:
-            spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
-            refreshable(spec, key)
-            waiter.arguments = identity_of(spec, *_read(lowered, arguments))
-        except BaseException as error:
-            close_arguments(arguments)
-            tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
-            return
-        self.runs.enter(waiter, spec, key, arguments, chain)
-
-    def retire(self, target: str) -> list[ObjectInfo]:
-        """Free superseded objects without holders, of an endpoint or of an object; return the others.
-
-        :raises EndpointNotFound: if the target is neither an endpoint's name nor looks like the id of an object.
-        """
-        names = [spec.name for spec in self.registry.all()]
-        endpoint = self.registry.get(target).name if target in names or not OBJECT_ID.fullmatch(target) else None
-        return [self.info_of(stored) for stored in self.generations.retire(target, endpoint)]
-
-    def submit(
-        self, endpoint: str, lowered: Lowered | None, arguments: CallArguments, request_id: str = "", session: str = ""
-    ) -> TaskInfo:
-        """Make a task of a call; for the parameters see :meth:`call`.
-
-        :param request_id: of the request that asks for it, and ``session`` whose it is.
-        :raises ServerBusy: if there are too many.
-        """
-        asker = Waiter(session, lambda outcome: None, request_id=request_id)
-        try:
-            spec, key = self._bound(asker, endpoint, lowered, arguments, frozenset())
-            return self.tasks.info(self.tasks.submit(spec, key, arguments, asker=asker))
-        except BaseException as error:
-            close_arguments(arguments)
-            tell(asker, Failure.of(error))
-            raise
-
-    @handles(m.AwaitFree)
-    async def await_free(self, caller: Caller, message: m.AwaitFree) -> m.Free:
-        """Wait for chunks of the client's pool to return."""
-        transfer, loop, there = self.transfers.of(caller.session), asyncio.get_running_loop(), asyncio.Event()
-
-        def told() -> None:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(there.set)
-
-        transfer.await_chunks(told)
-        try:
-            await there.wait()
-        finally:
-            transfer.unsubscribe(told)
-        return m.Free(transfer.returned())
+    # Sessions and requests that end.
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that no longer waits; it is not notified any more."""
@@ -429,46 +336,6 @@ class Core:
             ended = self.leases.end_session(session)
         self.state.settle(*ended)
 
-    def hold(self, session: str, request: m.Hold) -> m.Held:
-        """Grant the session one more lease for each id of a managed object that is there."""
-        found = {object_id: self.objects.get(object_id) for object_id in request.object_ids}
-        there = {object_id: stored for object_id, stored in found.items() if stored is not None and stored.managed}
-        outdated = [each for each, stored in there.items() if stored.has_replaced(request.mapped.get(each, ()))]
-        inactive = {*request.suspended, *outdated}
-        held = [object_id for object_id in request.object_ids if object_id in there]
-        for object_id in held:
-            self.leases.grant(session, object_id, active=object_id not in inactive)
-        return m.Held(held, outdated)
-
-    def invalidate_call(self, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-        """Drop the cached result of one call, and keep a run of it that goes on out of the cache."""
-        spec = self.registry.get(endpoint)
-        key = key_of(spec, args, kwargs)
-        if key is None:
-            return 0
-        self.runs.calls.detach(key=key)
-        return self.objects.invalidate(key=key)
-
-    def invalidate_endpoint(self, endpoint: str) -> int:
-        """Drop all cached results of an endpoint, and keep its runs that go on out of the cache."""
-        self.registry.get(endpoint)
-        self.runs.calls.detach(endpoint=endpoint)
-        return self.objects.invalidate(endpoint=endpoint)
-
-    def invalidate_object(self, object_id: str) -> int:
-        """Drop one cached result, and keep a run of its call that goes on out of the cache; 0 if the cache did not list it.
-
-        :raises StaleHandleError: if there is no such object.
-        :raises ConfigurationError: if it is a buffer.
-        """
-        stored = self.stored(object_id)
-        if stored.kind == "buffer":
-            raise ConfigurationError(f"object {object_id} is a buffer, not a cached result: use free_buffer()")
-        if not stored.listed:
-            return 0
-        self.runs.calls.detach(key=stored.cache_key)
-        return self.objects.invalidate(key=stored.cache_key)
-
     def replace_endpoints(self, specs: Sequence[EndpointSpec], objects: str) -> ReloadedServiceInfo:
         """Replace the endpoints, and return what became of the results of the others.
 
@@ -483,7 +350,7 @@ class Core:
         dropped = 0
         for spec in earlier:
             if objects == "all" or (objects == "changed" and spec.name in changed):
-                dropped += self.invalidate_endpoint(spec.name)
+                dropped += self.calls.drop(spec.name)
             elif spec.name in changed:
                 self.runs.calls.detach(endpoint=spec.name)
         self.registry.replace(specs)
@@ -514,20 +381,6 @@ class Core:
                     while self.leases.release(session, stored.object_id):
                         pass
                 self.objects.unlist(stored)
-
-    def info_of(self, stored: StoredObject) -> ObjectInfo:
-        """Describe an object."""
-        holders, active = self.leases.holders(stored.object_id), self.tiers.active(stored.object_id)
-        info = stored.info(self.server_id, len(holders), len(active), self._clock)
-        info["copies"], moving = self.tiers.info(stored)
-        if moving is not None:
-            info["moving"] = moving
-        if stored.candidate and not stored.invalidated:
-            info["candidate"] = True
-        bound = lifetime(stored.record.segments)
-        if bound:
-            info["lifetime"] = bound
-        return {**info, **self.buffers.table.info(stored.object_id)} if stored.kind == "buffer" else info
 
     def apart(self, asker: str = "") -> set[str]:
         """Return the sessions that are not users of the server: of its own processes, of its source, and the asker's."""
@@ -566,32 +419,6 @@ class Core:
             **self._executor.info(),
         }
 
-    def _bound(
-        self, waiter: Waiter, endpoint: str, lowered: Lowered | None, arguments: CallArguments, chain: frozenset[str]
-    ) -> tuple[EndpointSpec, str | None]:
-        """Return the spec and the key of a call, which counts and is observed from here on."""
-        try:
-            if self.stopped:
-                raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
-            spec = self.registry.find(endpoint) or self.registry.get(endpoint)
-            key = count = None
-            if lowered is None and isinstance(arguments, Arguments):
-                count = count_args(arguments.args, arguments.kwargs)
-            # Arguments that need no key and fit the signature are not decoded.
-            if spec.cache or count is None or not takes(spec, count):
-                key = key_of(spec, *_read(lowered, arguments))
-            if chain:
-                check_chain(spec, key, chain)
-                waiter.inner = True
-        except BaseException:
-            self.runs.statistics.refused += 1
-            raise
-        self.runs.statistics.of(spec.name)["calls"] += 1
-        if HOOKS.registered:
-            pid = self.sessions.pid_of(waiter.session)
-            waiter.observed = Observed(self.server_id, spec.name, waiter.request_id, waiter.session, pid)
-        return spec, key
-
     def _forget_task(self, task: Task[Waiter]) -> None:
         self.tasks.forget(task)
 
@@ -616,10 +443,3 @@ def _joiner_of(cluster: str, socket_path: str | None) -> Joiner | None:
 
     assert socket_path is not None, "a server that others join has a socket"
     return Joiner(cluster, socket_path)
-
-
-def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:
-    if lowered is None:
-        assert isinstance(arguments, Arguments), "live arguments have a lowered form"
-        lowered = decode_call(arguments.args, arguments.kwargs)
-    return lowered

@@ -8,22 +8,15 @@ from collections.abc import Callable
 from itertools import takewhile
 
 from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
-from shared_rpc.memory.backends.choice import chosen
-from shared_rpc.memory.revisions import new_page, read_only
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.requests import Caller, handles
 from shared_rpc.server.runs import Delivery, Waiter, tell
 from shared_rpc.server.shared import State
-from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.quotas import Quotas
+from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import TASK_SESSION
-
-__all__ = ["Generations", "page_of", "refreshable"]
 
 #: Keys whose latest generation is remembered for subscribers: a subscriber that asks too rarely misses the oldest ones.
 _REMEMBERED = 4096
@@ -207,33 +200,3 @@ class Generations:
     def _since(self, after: int) -> list[Generation]:
         news = takewhile(lambda entry: entry[0] > after, reversed(self._latest.values()))
         return [generation for _, generation in news][::-1]
-
-
-def page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
-    """Return a descriptor of the page of an object's revision, and a segment for each kind of memory that the object is in.
-
-    The page is made with the first request for it. The descriptor belongs to the caller.
-
-    :param local: whether it is for this process, which may write to memory that it shares read-only.
-    :raises StaleHandleError: if the server does not own the object.
-    :raises ServerBusy: if there is no descriptor for its page.
-    """
-    stored = objects.get(object_id)
-    if stored is not None and stored.page is None:
-        quotas.require_descriptors(1)
-        stored = objects.get(object_id)  # the eviction may have dropped it
-    if stored is None:
-        raise StaleHandleError(f"the server has no object {object_id[:100]}", reason="object_gone")
-    sealed = any(segment.info.access == "read" for segment in stored.record.segments)
-    page = stored.page
-    if page is None:
-        page = new_page("read" if sealed else "read_write")
-        objects.add_page(stored, page)
-    return read_only(page) if sealed and not local else page.duplicate(), _memory_of(stored)
-
-
-def _memory_of(stored: StoredObject) -> list[SegmentInfo]:
-    kinds = {(segment.info.device, segment.info.mechanism): segment.info for segment in stored.record.segments}
-    if not kinds and stored.record.device != "cpu":  # in the local role objects have no segments
-        return [SegmentInfo("", 0, stored.record.device, mechanism=chosen(stored.record.device).name)]
-    return list(kinds.values())

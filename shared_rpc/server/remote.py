@@ -28,7 +28,6 @@ from shared_rpc.protocol.frames import CLIENT, HELLO, Frame
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.protocol.socket import FdOwner
 from shared_rpc.server.core import Core
-from shared_rpc.server.handlers import answer
 from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.sessions import Session
 from shared_rpc.server.state.descriptors import STALLED
@@ -214,11 +213,11 @@ def _answer(caller: RemoteCaller, frame: Frame) -> None:
     except ProtocolError as error:
         caller.fail(Failure.of(error))
     else:
-        answer(caller, message)
+        caller.core.requests.answer(caller, message)
 
 
 class RemoteCaller(msgspec.Struct, eq=False):
-    """The asker of one request of a connection: a :class:`shared_rpc.server.handlers.Caller`."""
+    """The asker of one request of a connection: a :class:`shared_rpc.server.requests.Caller`."""
 
     core: Core
     session: str

@@ -13,7 +13,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from shared_rpc.errors import ConnectionClosed
+from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import messages as m
@@ -126,6 +126,18 @@ class Requests:
                     handlers[kind] = functools.partial(self._begin, bound) if waits else bound
         self.handlers: Mapping[type[m.Message], Handler] = handlers
 
+    def answer(self, caller: Caller, message: m.Message) -> None:
+        """Answer a request, now or later. Never raises."""
+        try:
+            handler = self.handlers.get(type(message))
+            if handler is None:
+                raise ProtocolError(f"{type(message).__name__} is no message of a client")
+            reply = handler(caller, message)
+            if reply is not None:
+                caller.reply(reply)
+        except Exception as error:
+            caller.fail(_unexpected(caller, error))
+
     def _begin(self, handler: Callable[[Caller, Any], Awaitable[m.Message | None]], caller: Caller, message: m.Message) -> None:
         if self._stopped:
             raise _gone()
@@ -145,7 +157,7 @@ class Requests:
             if reply is not None:
                 caller.reply(reply)
         except Exception as error:
-            caller.fail(unexpected(caller, error))
+            caller.fail(_unexpected(caller, error))
         finally:
             self._tasks.pop(waiter, None)
 
@@ -167,7 +179,7 @@ class Requests:
         return len(self._tasks)
 
 
-def unexpected(caller: Caller, error: Exception) -> Failure:
+def _unexpected(caller: Caller, error: Exception) -> Failure:
     """Return the failure of a request whose handler raised."""
     return Failure.unexpected(error, f"the handler of request {caller.name} of session {caller.session} failed")
 

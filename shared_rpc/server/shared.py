@@ -10,12 +10,13 @@ from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
 from shared_rpc.execution.executor import Executor
 from shared_rpc.server.device_room import Room
-from shared_rpc.server.runs import Restorer, Runs
+from shared_rpc.server.runs import Runs
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.tiers import Tiers
 
 
 @dataclass(eq=False, slots=True)
@@ -39,8 +40,9 @@ class State:
     room: Room
     wake_within: Callable[[float], None]
     #: Restores objects that are cold.
-    tiers: Restorer = field(init=False)
+    tiers: Tiers = field(init=False)
     runs: Runs = field(init=False)
+    stopped: bool = False
 
     def stored(self, object_id: str) -> StoredObject:
         """Return an object.

@@ -11,11 +11,13 @@ import msgspec
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.observability.events import HOOKS, TaskChanged
+from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
-from shared_rpc.server.runs import CallArguments, Delivery, Restorer, Runs, Waiter, close_arguments, tell
-from shared_rpc.server.state.leases import LeaseTable
-from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.requests import Caller, handles
+from shared_rpc.server.runs import CallArguments, Delivery, Waiter, close_arguments, tell
+from shared_rpc.server.shared import State
+from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import TASK_SESSION, Task, TaskTable
 
 __all__ = ["Tasks"]
@@ -24,35 +26,28 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: Bytes. Of an exception that pickles larger, a task keeps the type, message and traceback.
 _EXCEPTION_LIMIT = 1 << 14
+#: Tasks in one page.
+_PAGE = 1000
 
 
 class Tasks:
     """All tasks of a server. On its loop only.
 
-    :param release: gives leases back: session, object ids.
     :param changed: called when a task ended: there may be one more to expire.
-    :param restorer: restores results that are cold.
     :param waits_for: returns which room a waiter waits for, see :meth:`Core.waits_for`.
     """
 
     def __init__(
         self,
+        state: State,
         table: TaskTable[Waiter],
-        runs: Runs,
-        objects: ObjectStore,
-        leases: LeaseTable,
-        release: Callable[[str, list[str]], object],
         changed: Callable[[], None],
-        restorer: Restorer,
         waits_for: Callable[[Waiter, dict[str, str]], str],
     ) -> None:
         self.table = table
-        self._runs = runs
-        self._objects = objects
-        self._leases = leases
-        self._release = release
+        self._state = state
+        self._runs = state.runs
         self._changed = changed
-        self._restorer = restorer
         self._waits_for = waits_for
 
     def submit(
@@ -92,6 +87,47 @@ class Tasks:
         self._runs.enter(waiter, spec, key, arguments, chain)
         return task
 
+    # Requests.
+
+    @handles(m.GetTask)
+    def get(self, caller: Caller, message: m.GetTask) -> m.TaskIs:
+        """Describe one task."""
+        return m.TaskIs(self.info(self.table.get(message.task_id)))
+
+    @handles(m.WaitTask)
+    def wait_for(self, caller: Caller, message: m.WaitTask) -> None:
+        """Answer when a task has ended, and report its changes before."""
+        waiter = caller.wait()
+
+        def show(outcome: Delivery | Failure) -> None:
+            if self._state.stopped and isinstance(outcome, Failure):
+                caller.fail(outcome)  # no watcher will ask for more
+            else:
+                caller.reply(m.TaskIs(self.table.get(message.task_id).info))
+
+        if message.events:
+            waiter.on_event = lambda info: caller.notify(m.TaskUpdate(info))
+        if message.look:
+            waiter.looks, waiter.claims, waiter.deliver = True, message.claim, show
+        self.wait(waiter, message.task_id, poll=message.poll)
+
+    @handles(m.FetchTask)
+    def fetch_for(self, caller: Caller, message: m.FetchTask) -> None:
+        """Answer with a task's result."""
+        self.fetch(caller.wait(), message.task_id, message.claimed)
+
+    @handles(m.ListTasks)
+    def list_page(self, caller: Caller, message: m.ListTasks) -> m.TaskPage:
+        """Describe a page of tasks."""
+        return m.TaskPage(*self.page(message.status, message.after, min(max(message.limit, 1), _PAGE)))
+
+    @handles(m.CancelTask)
+    def cancel_for(self, caller: Caller, message: m.CancelTask) -> m.Count:
+        """Cancel a task, or ask it to stop."""
+        return m.Count(int(self.cancel(self.table.get(message.task_id))))
+
+    # Tasks.
+
     def info(self, task: Task[Waiter]) -> TaskInfo:
         """Describe a task, with the room that it waits for."""
         return self._info(task, {})
@@ -124,16 +160,16 @@ class Tasks:
         :param claimed: the object that its session claimed, if it did; it is there though the task may have expired since.
         :raises TaskError: if the task is not known, or has not ended.
         """
-        stored = self._objects.get(claimed)
-        if stored is not None and waiter.session in self._leases.holders(claimed):
+        stored = self._state.objects.get(claimed)
+        if stored is not None and waiter.session in self._state.leases.holders(claimed):
             if stored.cold:
-                self._restorer.when_warm(waiter, stored, lambda: self.fetch(waiter, task_id, claimed))
+                self._state.tiers.when_warm(waiter, stored, lambda: self.fetch(waiter, task_id, claimed))
                 return
             if stored.managed:
-                self._leases.grant(waiter.session, claimed)
+                self._state.leases.grant(waiter.session, claimed)
             tell(waiter, Delivery(stored.record, stored.live, stored, stored.managed))
-            self._release(waiter.session, [claimed])
-            self._release(f"{TASK_SESSION}{task_id}", [claimed])
+            self._state.release(waiter.session, [claimed])
+            self._state.release(f"{TASK_SESSION}{task_id}", [claimed])
             return
         task = self.table.get(task_id)
         if not task.finished:
@@ -217,7 +253,7 @@ class Tasks:
         if isinstance(outcome, Delivery) and outcome.stored is not None:
             for waiter in waiters:
                 if waiter.claims or (outcome.managed and not waiter.looks):
-                    self._leases.grant(waiter.session, outcome.stored.object_id)
+                    self._state.leases.grant(waiter.session, outcome.stored.object_id)
         for waiter in waiters:
             waiter.task = None
             tell(waiter, outcome)
@@ -228,18 +264,18 @@ class Tasks:
         """Deliver a cold result when it is restored. Its session holds it until then: another taker ends the task's lease."""
 
         def release(failure: Failure | None = None) -> None:
-            self._release(waiter.session, [stored.object_id])
+            self._state.release(waiter.session, [stored.object_id])
 
         def then() -> None:
             self._deliver(task, [waiter])
             release()
 
         waiter.task = None
-        self._leases.grant(waiter.session, stored.object_id)
-        self._restorer.when_warm(waiter, stored, then, release)
+        self._state.leases.grant(waiter.session, stored.object_id)
+        self._state.tiers.when_warm(waiter, stored, then, release)
 
     def _result(self, task: Task[Waiter]) -> Delivery | Failure:
-        stored = self._objects.get(task.info.object_id or "")
+        stored = self._state.objects.get(task.info.object_id or "")
         if stored is None:
             return Failure.of(
                 TaskError(
@@ -253,7 +289,7 @@ class Tasks:
     def forget(self, task: Task[Waiter]) -> None:
         """Give up the result of a task that has expired, or whose result was fetched."""
         if task.info.object_id is not None:
-            self._release(task.session, [task.info.object_id])
+            self._state.release(task.session, [task.info.object_id])
 
     def _change(self, task: Task[Waiter], status: TaskStatus, **facts: object) -> None:
         self.table.advance(task, status, **facts)

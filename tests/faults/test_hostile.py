@@ -33,8 +33,8 @@ from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, VERSION, Frame, Lim
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import SkeletonRef, TensorRef, encode
 from shared_rpc.server import remote as remote_module
-from shared_rpc.server.handlers import Caller
 from shared_rpc.server.records import installed_versions
+from shared_rpc.server.requests import Caller
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import F_SEAL_SHRINK, F_SEAL_WRITE, Raw, frame_of, sealed_memory
 
@@ -1037,13 +1037,13 @@ def test_a_request_is_not_handled_in_the_context_of_an_endpoint(
 ) -> None:
     """A reply that does not go out at once has the loop call back; that must not carry on what the endpoint's task had set."""
     seen: list[bool] = []
-    answer = remote_module.answer
+    answer = server.engine.core.requests.answer
 
     def watched(caller: Caller, message: m.Message) -> None:
         seen.append(CURRENT_RUN.get() is not None)
         answer(caller, message)
 
-    monkeypatch.setattr(remote_module, "answer", watched)
+    monkeypatch.setattr(server.engine.core.requests, "answer", watched)
 
     @provider.share(cache=False)
     async def big() -> torch.nn.Module:

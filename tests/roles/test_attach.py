@@ -390,7 +390,7 @@ def test_memory_is_freed_with_the_last_of_all(device: str, provider: Provider, s
 
     def come_and_go() -> None:
         elsewhere('kept["value"] = client.call("get")')
-        server.engine.ask(lambda core: core.invalidate_endpoint("get"))
+        server.engine.ask(lambda core: core.calls.drop("get"))
         gc.collect()
         assert elsewhere('answer = kept["value"][-1].item()') == 1
         elsewhere("kept.clear()")

@@ -16,7 +16,7 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, RefreshError, StaleHandleError
-from shared_rpc.server.handlers import objects
+from shared_rpc.server import holdings
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import eventually
@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_is_kept_out_of_the_cache(refreshing: tuple[Client, F
 
 def test_objects_of_several_pages(served: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both clients fetch all of them, however many pages they fill: a reply has room for some ten thousand."""
-    monkeypatch.setattr(objects, "_PAGE", 3)
+    monkeypatch.setattr(holdings, "_PAGE", 3)
     client = connect()
     handles = [client.call("load", size) for size in range(1, 8)]
     ids = [handle.object_id for handle in handles]

@@ -1,0 +1,255 @@
+"""Calls: bound to their endpoints, answered from the cache or by runs; and what becomes of cached results and of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+
+from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.execution.endpoints import check_chain, identity_of, key_of, takes
+from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
+from shared_rpc.memory.records import Arguments
+from shared_rpc.observability.events import HOOKS
+from shared_rpc.protocol import exported as x
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import monitoring as mo
+from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.protocol.values import count_args, decode_call
+from shared_rpc.server.generations import Generations, refreshable
+from shared_rpc.server.observing import Observed
+from shared_rpc.server.requests import Caller, Lowered, handles
+from shared_rpc.server.runs import CallArguments, Delivery, Waiter, close_arguments, tell
+from shared_rpc.server.shared import State
+from shared_rpc.server.tasks import Tasks
+
+
+class Calls:
+    """Requests that are calls, or about their cached results. On the server's loop only.
+
+    :param transfers: the pools of sessions.
+    """
+
+    def __init__(self, state: State, generations: Generations, tasks: Tasks, transfers: Transfers[SessionTransfer]) -> None:
+        self._state = state
+        self._runs = state.runs
+        self._generations = generations
+        self._tasks = tasks
+        self._transfers = transfers
+
+    @handles(m.Call)
+    def call(self, caller: Caller, message: m.Call) -> None:
+        """Answer from the cache, join a run, or start one, perhaps before this returns."""
+        waiter, lowered, arguments = _entered(caller, message)
+        endpoint, chain = message.endpoint, frozenset(message.chain)
+        if message.pooled:
+            if self._transfers.find(caller.session) is None:
+                self._transfers.of(caller.session)  # creates the transfer
+            waiter.pooled = True
+        waiter.on_out_of_memory = caller.out_of_memory
+        try:
+            spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
+            if spec.execution == "task":
+                self._call_task(waiter, spec, key, arguments, chain)
+                return
+        except BaseException as error:
+            close_arguments(arguments)
+            tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
+            return
+        self._runs.enter(waiter, spec, key, arguments, chain)
+
+    def _call_task(
+        self, waiter: Waiter, spec: EndpointSpec, key: str | None, arguments: CallArguments, chain: frozenset[str]
+    ) -> None:
+        def again() -> None:
+            self._call_task(waiter, spec, key, arguments, chain)
+
+        if not self._runs.answer_from_cache(waiter, spec, key, arguments, chain, again):
+            task = self._tasks.submit(spec, key, arguments, chain, waiter, kept=False)
+            self._tasks.watch(waiter, task)
+
+    @handles(g.Refresh)
+    def refresh(self, caller: Caller, message: g.Refresh) -> None:
+        """Build the next generation of a call's object, or join the run that does; the present one is served meanwhile.
+
+        It is answered in the turn of the loop in which the new generation became current.
+        """
+        waiter, lowered, arguments = _entered(caller, message)
+
+        def deliver(outcome: Delivery | Failure) -> None:
+            try:
+                if isinstance(outcome, Failure):
+                    caller.fail(outcome)
+                else:
+                    caller.reply(g.Refreshed(self._generations.made(message.endpoint, outcome)))
+            except Exception as error:
+                caller.fail(_undeliverable(message, error))
+
+        waiter.refreshes, waiter.deliver = True, deliver
+        self._enter_anew(waiter, message, lowered, arguments)
+
+    @handles(x.PrepareCandidate)
+    def prepare(self, caller: Caller, message: x.PrepareCandidate) -> None:
+        """Build the next generation of a call's object as a candidate, on which the caller's session has a lease then."""
+        waiter, lowered, arguments = _entered(caller, message)
+
+        def deliver(outcome: Delivery | Failure) -> None:
+            sent = False
+            try:
+                if isinstance(outcome, Failure):
+                    caller.fail(outcome.seal() if message.sealed else outcome)
+                else:
+                    sent = caller.reply(x.Candidate(self._generations.prepared(message.endpoint, outcome)))
+            except Exception as error:
+                caller.fail(_undeliverable(message, error))
+            finally:
+                if not sent and isinstance(outcome, Delivery) and outcome.stored is not None:
+                    self._state.release(caller.session, [outcome.stored.object_id])
+
+        waiter.prepares, waiter.deliver = True, deliver
+        self._enter_anew(waiter, message, lowered, arguments)
+
+    def _enter_anew(self, waiter: Waiter, message: m.Call, lowered: Lowered | None, arguments: CallArguments) -> None:
+        """Start or join a run for a waiter that takes no cached result."""
+        endpoint, chain = message.endpoint, frozenset(message.chain)
+        try:
+            spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
+            refreshable(spec, key)
+            waiter.arguments = identity_of(spec, *_read(lowered, arguments))
+        except BaseException as error:
+            close_arguments(arguments)
+            tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
+            return
+        self._runs.enter(waiter, spec, key, arguments, chain)
+
+    @handles(m.Submit)
+    def submit(self, caller: Caller, message: m.Submit) -> m.TaskIs:
+        """Make a task of a call.
+
+        :raises ServerBusy: if there are too many.
+        """
+        lowered, arguments = caller.arguments(message)
+        asker = Waiter(caller.session, lambda outcome: None, request_id=caller.name)
+        try:
+            spec, key = self._bound(asker, message.endpoint, lowered, arguments, frozenset())
+            return m.TaskIs(self._tasks.info(self._tasks.submit(spec, key, arguments, asker=asker)))
+        except BaseException as error:
+            close_arguments(arguments)
+            tell(asker, Failure.of(error))
+            raise
+
+    @handles(m.Cancel)
+    def cancel(self, caller: Caller, message: m.Cancel) -> None:
+        """Give up an earlier request of the caller."""
+        caller.cancel()
+
+    @handles(m.Free)
+    def free(self, caller: Caller, message: m.Free) -> m.Count:
+        """Take back chunks of the endpoints' pool."""
+        self._transfers.of(caller.session).release_results(message.chunks)
+        return m.Count(len(message.chunks))
+
+    @handles(m.AwaitFree)
+    async def await_free(self, caller: Caller, message: m.AwaitFree) -> m.Free:
+        """Wait for chunks of the client's pool to return."""
+        transfer, loop, there = self._transfers.of(caller.session), asyncio.get_running_loop(), asyncio.Event()
+
+        def told() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(there.set)
+
+        transfer.await_chunks(told)
+        try:
+            await there.wait()
+        finally:
+            transfer.unsubscribe(told)
+        return m.Free(transfer.returned())
+
+    @handles(m.InvalidateCall)
+    def invalidate_call(self, caller: Caller, message: m.InvalidateCall) -> m.Count:
+        """Drop the cached result of one call, and keep a run of it that goes on out of the cache."""
+        spec = self._state.registry.get(message.endpoint)
+        key = key_of(spec, *decode_call(message.args, message.kwargs))
+        return m.Count(self._drop_key(key) if key is not None else 0)
+
+    @handles(m.InvalidateEndpoint)
+    def invalidate_endpoint(self, caller: Caller, message: m.InvalidateEndpoint) -> m.Count:
+        """Drop all cached results of an endpoint, see :meth:`drop`."""
+        return m.Count(self.drop(message.endpoint))
+
+    @handles(mo.InvalidateObject)
+    def invalidate_object(self, caller: Caller, message: mo.InvalidateObject) -> m.Count:
+        """Drop one cached result, and keep a run of its call that goes on out of the cache; 0 if the cache did not list it.
+
+        :raises StaleHandleError: if there is no such object.
+        :raises ConfigurationError: if it is a buffer.
+        """
+        stored = self._state.stored(message.object_id)
+        if stored.kind == "buffer":
+            raise ConfigurationError(f"object {stored.object_id} is a buffer, not a cached result: use free_buffer()")
+        if not stored.listed or stored.cache_key is None:
+            return m.Count(0)
+        return m.Count(self._drop_key(stored.cache_key))
+
+    def _drop_key(self, key: str) -> int:
+        self._runs.calls.detach(key=key)
+        return self._state.objects.invalidate(key=key)
+
+    def drop(self, endpoint: str) -> int:
+        """Drop all cached results of an endpoint, and keep its runs that go on out of the cache."""
+        self._state.registry.get(endpoint)
+        self._runs.calls.detach(endpoint=endpoint)
+        return self._state.objects.invalidate(endpoint=endpoint)
+
+    def _bound(
+        self, waiter: Waiter, endpoint: str, lowered: Lowered | None, arguments: CallArguments, chain: frozenset[str]
+    ) -> tuple[EndpointSpec, str | None]:
+        """Return the spec and the key of a call, which counts and is observed from here on."""
+        try:
+            if self._state.stopped:
+                raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
+            spec = self._state.registry.find(endpoint) or self._state.registry.get(endpoint)
+            key = count = None
+            if lowered is None and isinstance(arguments, Arguments):
+                count = count_args(arguments.args, arguments.kwargs)
+            # Arguments that need no key and fit the signature are not decoded.
+            if spec.cache or count is None or not takes(spec, count):
+                key = key_of(spec, *_read(lowered, arguments))
+            if chain:
+                check_chain(spec, key, chain)
+                waiter.inner = True
+        except BaseException:
+            self._runs.statistics.refused += 1
+            raise
+        self._runs.statistics.of(spec.name)["calls"] += 1
+        if HOOKS.registered:
+            pid = self._state.sessions.pid_of(waiter.session)
+            waiter.observed = Observed(self._state.server_id, spec.name, waiter.request_id, waiter.session, pid)
+        return spec, key
+
+
+def _entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, CallArguments]:
+    """Register a request that brings a call's arguments, which are taken whatever becomes of it.
+
+    The arguments are plain data, for binding and for the key, or None where they are to be read for that; and as the executor
+    takes them.
+    """
+    lowered, arguments = caller.arguments(message)
+    try:
+        return caller.wait(), lowered, arguments
+    except BaseException:
+        close_arguments(arguments)
+        raise
+
+
+def _undeliverable(message: m.Call, error: Exception) -> Failure:
+    return Failure.unexpected(error, f"a new generation of {message.endpoint[:100]!r} cannot be delivered")
+
+
+def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:
+    if lowered is None:
+        assert isinstance(arguments, Arguments), "live arguments have a lowered form"
+        lowered = decode_call(arguments.args, arguments.kwargs)
+    return lowered

@@ -1,0 +1,171 @@
+"""Objects as sessions hold them: leases, descriptions, tiers, and the pages of revisions."""
+
+from __future__ import annotations
+
+from shared_rpc.errors import StaleHandleError
+from shared_rpc.memory.backends.choice import chosen, lifetime
+from shared_rpc.memory.revisions import new_page, read_only
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
+from shared_rpc.protocol.infos import ListedObjectInfo, ObjectInfo
+from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.server.generations import Generations
+from shared_rpc.server.requests import Caller, handles
+from shared_rpc.server.shared import State
+from shared_rpc.server.state.objects import OBJECT_ID, ObjectStore, StoredObject
+from shared_rpc.server.state.quotas import Quotas
+
+#: Objects of one page: some hundred bytes each, and more for each of its holders.
+_PAGE = 1000
+
+
+class Holdings:
+    """Requests about objects that are there. On the server's loop only."""
+
+    def __init__(self, state: State, quotas: Quotas, generations: Generations) -> None:
+        self._state = state
+        self._quotas = quotas
+        self._generations = generations
+
+    @handles(m.Release)
+    def release(self, caller: Caller, message: m.Release) -> m.Count:
+        """Give back leases."""
+        return m.Count(self._state.release(caller.session, message.object_ids))
+
+    @handles(m.Hold)
+    def hold(self, caller: Caller, request: m.Hold) -> m.Held:
+        """Grant the session one more lease for each id of a managed object that is there."""
+        found = {object_id: self._state.objects.get(object_id) for object_id in request.object_ids}
+        there = {object_id: stored for object_id, stored in found.items() if stored is not None and stored.managed}
+        outdated = [each for each, stored in there.items() if stored.has_replaced(request.mapped.get(each, ()))]
+        inactive = {*request.suspended, *outdated}
+        held = [object_id for object_id in request.object_ids if object_id in there]
+        for object_id in held:
+            self._state.leases.grant(caller.session, object_id, active=object_id not in inactive)
+        return m.Held(held, outdated)
+
+    @handles(m.GetObjectInfo)
+    def get_info(self, caller: Caller, message: m.GetObjectInfo) -> m.ObjectReply:
+        """Describe one object."""
+        return m.ObjectReply(self.info_of(self._state.stored(message.object_id)))
+
+    @handles(m.ListHolders)
+    def list_holders(self, caller: Caller, message: m.ListHolders) -> m.HoldersReply:
+        """Describe the sessions that hold an object."""
+        return m.HoldersReply(self._state.sessions.holders(self._state.stored(message.object_id).object_id))
+
+    @handles(m.ListObjects)
+    def list_objects(self, caller: Caller, message: m.ListObjects) -> m.ObjectsReply:
+        """Describe a page of objects."""
+        objects, after = self._state.objects.page(message.after, min(max(message.limit, 1), _PAGE))
+        infos: list[ListedObjectInfo] = [
+            {
+                **self.info_of(stored),
+                "cached": stored.listed,
+                "holders": self._state.sessions.holders(stored.object_id),
+            }
+            for stored in objects
+        ]
+        return m.ObjectsReply(infos, after)
+
+    def info_of(self, stored: StoredObject) -> ObjectInfo:
+        """Describe an object."""
+        state = self._state
+        holders, active = state.leases.holders(stored.object_id), state.tiers.active(stored.object_id)
+        info = stored.info(state.server_id, len(holders), len(active), state.clock)
+        info["copies"], moving = state.tiers.info(stored)
+        if moving is not None:
+            info["moving"] = moving
+        if stored.candidate and not stored.invalidated:
+            info["candidate"] = True
+        bound = lifetime(stored.record.segments)
+        if bound:
+            info["lifetime"] = bound
+        return {**info, **state.buffers.info(stored.object_id)} if stored.kind == "buffer" else info
+
+    @handles(g.Retire)
+    def retire(self, caller: Caller, message: g.Retire) -> g.RetireReply:
+        """Free superseded objects without holders, of an endpoint or of an object; return the others.
+
+        :raises EndpointNotFound: if the target is neither an endpoint's name nor looks like the id of an object.
+        """
+        target, registry = message.target, self._state.registry
+        names = [spec.name for spec in registry.all()]
+        endpoint = registry.get(target).name if target in names or not OBJECT_ID.fullmatch(target) else None
+        return g.RetireReply([self.info_of(stored) for stored in self._generations.retire(target, endpoint)])
+
+    @handles(g.GetRevision)
+    def get_revision(self, caller: Caller, message: g.GetRevision) -> None:
+        """Hand out the page of an object's revision."""
+        page, memory = _page_of(self._state.objects, self._quotas, message.object_id, local=caller.local)
+        with page:
+            caller.reply(g.RevisionPage(page.info, memory), owners=(page.owner,))
+
+    # Tiers.
+
+    @handles(t.Suspend)
+    def suspend(self, caller: Caller, message: t.Suspend) -> m.Count:
+        """Make the session's leases on objects inactive."""
+        return m.Count(self._state.tiers.suspend(caller.session, message.object_ids))
+
+    @handles(t.Resume)
+    def resume(self, caller: Caller, message: t.Resume) -> None:
+        """Make a lease active, and hand out the object's memory when it is on its device."""
+
+        def answer(stored: StoredObject) -> None:
+            segments = stored.record.segments
+            reply = t.Resumed(stored.generation, [segment.info for segment in segments], self._state.server_id)
+            caller.reply(reply, owners=tuple(segment.owner for segment in segments))
+
+        self._state.tiers.resume(caller.wait(), message.object_id, answer)
+
+    @handles(t.Evict)
+    def evict(self, caller: Caller, message: t.Evict) -> None:
+        """Move an object, or all of an endpoint, to a lower tier."""
+        self._check_target(message.target)
+        tiers = self._state.tiers
+        tiers.evict(caller.wait(), message.target, message.to, lambda moves: caller.reply(t.Moved(moves)))
+
+    @handles(t.Restore)
+    def restore(self, caller: Caller, message: t.Restore) -> None:
+        """Bring an object, or all of an endpoint, back to its device."""
+        self._check_target(message.target)
+        self._state.tiers.restore(caller.wait(), message.target, lambda moves: caller.reply(t.Moved(moves)))
+
+    def _check_target(self, target: str) -> None:
+        if OBJECT_ID.fullmatch(target):
+            self._state.stored(target)
+        else:
+            self._state.registry.get(target)
+
+
+def _page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
+    """Return a descriptor of the page of an object's revision, and a segment for each kind of memory that the object is in.
+
+    The page is made with the first request for it. The descriptor belongs to the caller.
+
+    :param local: whether it is for this process, which may write to memory that it shares read-only.
+    :raises StaleHandleError: if the server does not own the object.
+    :raises ServerBusy: if there is no descriptor for its page.
+    """
+    stored = objects.get(object_id)
+    if stored is not None and stored.page is None:
+        quotas.require_descriptors(1)
+        stored = objects.get(object_id)  # the eviction may have dropped it
+    if stored is None:
+        raise StaleHandleError(f"the server has no object {object_id[:100]}", reason="object_gone")
+    sealed = any(segment.info.access == "read" for segment in stored.record.segments)
+    page = stored.page
+    if page is None:
+        page = new_page("read" if sealed else "read_write")
+        objects.add_page(stored, page)
+    return read_only(page) if sealed and not local else page.duplicate(), _memory_of(stored)
+
+
+def _memory_of(stored: StoredObject) -> list[SegmentInfo]:
+    kinds = {(segment.info.device, segment.info.mechanism): segment.info for segment in stored.record.segments}
+    if not kinds and stored.record.device != "cpu":  # in the local role objects have no segments
+        return [SegmentInfo("", 0, stored.record.device, mechanism=chosen(stored.record.device).name)]
+    return list(kinds.values())
