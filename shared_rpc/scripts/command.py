@@ -128,7 +128,7 @@ class _Run:
     def _connect(self) -> socket.socket:
         connection = _connected(self._path)
         if connection is None:
-            from shared_rpc.scripts.starting import NoZygote, log_path, start_zygote
+            from shared_rpc.scripts.starting import NoZygote, start_zygote
 
             try:
                 start_zygote(self._path, self._settings, self._environ)
@@ -136,7 +136,7 @@ class _Run:
                 raise _Unavailable(str(error)) from None
             connection = _connected(self._path)
             if connection is None:
-                raise _Unavailable(f"the zygote ended at once: see {log_path(self._path)}")
+                raise _Unavailable(f"the zygote ended at once: see {self._path}.log")
         peer = peer_of(connection)
         if not is_own(peer.uid):
             connection.close()

@@ -267,7 +267,7 @@ def _run_file(path: str) -> None:
     # Not by runpy.run_path(): its main module ends with the script's code, and a server goes on after that.
     main = vars(sys.modules["__main__"])
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # type: ignore[attr-defined]  # None where it is no bytecode
+        code = pkgutil.read_code(file)  # None where it is no bytecode
     loader = SourceFileLoader if code is None else SourcelessFileLoader
     main.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
     if code is None:

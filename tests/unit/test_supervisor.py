@@ -52,6 +52,7 @@ class FakeWorker:
         self.served: dict[str, Any] = {}
         self.endpoints: dict[str, Any] = {}
         self.runs: dict[int, Any] = {}
+        self.requests: dict[int, Any] = {}
         self.refusal: Exception | None = None
         self.forked = self.loaded = False
         self._handlers, self._ended = handlers, ended
