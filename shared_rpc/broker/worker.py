@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -14,13 +13,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from shared_rpc.broker.child import Child, last_lines
 from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.oom import oom_kills
 from shared_rpc.broker.requests import Requests
 from shared_rpc.broker.zygote import ForkedWorker
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.execution.stream import FramedStream
-from shared_rpc.observability.stderr import Tail
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.frames import Frame
@@ -36,6 +34,8 @@ _log = logging.getLogger("shared_rpc.broker")
 #: Seconds for a worker to end by itself after its broker has closed the connection.
 _GRACE = 0.6
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+#: The kernel's counters; `oom_kill` counts kills of the whole host and of control groups at their limits. Linux 4.13, proc(5).
+_COUNTS = Path("/proc/vmstat")
 
 
 #: A function called with a message of a worker and the message's frame.
@@ -70,7 +70,7 @@ class Worker:
         self.device = command.options.device_of(number)
         self.state: Literal["starting", "ready", "draining", "ended"] = "starting"
         self.started = time.monotonic()
-        self._kills = oom_kills()
+        self._kills = _oom_kills()
         #: The worker's first message about each provider, by the provider's key.
         self.served: dict[str, w.Serve] = {}
         self.endpoints: dict[str, dict[str, EndpointSpec]] = {}
@@ -94,28 +94,23 @@ class Worker:
         self.forked = begun is not None
         #: Whether the worker has reported that the app is loaded.
         self.loaded = False
-        self.process: subprocess.Popen[bytes] | ForkedProcess
+        process: subprocess.Popen[bytes] | ForkedProcess
         if begun is not None:
-            self.process, ours = begun.process, begun.link
+            process, ours = begun.process, begun.link
         else:
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    self.process = command.start(number, theirs.fileno())
+                    process = command.start(number, theirs.fileno())
                 except BaseException:
                     ours.close()
                     raise
         with ExitStack() as undo:
-            # It has just begun, so SIGKILL ends it at once; without the wait it would stay a zombie.
-            undo.callback(self.process.wait)
-            undo.callback(self.process.kill)
             undo.callback(ours.close)
-            assert self.process.stderr is not None, "standard error is a pipe"
-            self._tail = Tail(self.process.stderr)
-            self._pidfd = os.pidfd_open(self.process.pid)
-            undo.callback(os.close, self._pidfd)
-            self._loop.add_reader(self._pidfd, self._gone)
-            undo.callback(self._loop.remove_reader, self._pidfd)
+            self.child = Child(process, self._gone)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            undo.callback(self.child.unwatch)
             self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
             #: Sends nothing to a worker that has ended.
             self.send = self._link.send
@@ -126,7 +121,7 @@ class Worker:
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self.process.pid
+        return self.child.pid
 
     def serves(self, key: str, endpoint: str) -> bool:
         """Return whether a run of an endpoint may be sent to it now."""
@@ -175,7 +170,7 @@ class Worker:
         """End it now; callers of its runs get ``why``."""
         if self.state != "ended":
             self.condemned = self.condemned or why
-            self.process.kill()
+            self.child.kill()
 
     def hang_up(self) -> None:
         """Have it end by itself, soon."""
@@ -193,11 +188,11 @@ class Worker:
         :param until: the time at which its patience ends, by the monotonic clock.
         """
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(until - time.monotonic(), 0))
-        self.process.kill()
-        self.process.wait()
-        if self.state != "ended":
-            self._unwatch()
+            self.child.process.wait(max(until - time.monotonic(), 0))
+        self.child.kill()
+        self.child.process.wait()
+        self.child.unwatch()
+        self.state = "ended"
 
     def _hear(self, frame: Frame) -> None:
         message = decode_message(frame)
@@ -221,34 +216,26 @@ class Worker:
     def _gone(self) -> None:
         self._link.drain()
         self._link.close()
-        self.process.wait()
-        self._unwatch()
-        self._ended(self)
-
-    def _unwatch(self) -> None:
         self.state = "ended"
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
+        self._ended(self)
 
     def crash(self) -> WorkerCrashed:
         """Return how it ended."""
-        code = self.process.returncode
+        code, name = self.child.code, self.child.signal_name
         assert code is not None, "wait() has returned"
-        name = _signal_name(-code) if code < 0 else None
-        how = f"was killed by {name}" if name else f"exited with code {code}"
         reason = self.condemned or (self._want_of_memory() if name == "SIGKILL" else "")
         why = f" ({reason})" if reason else ""
-        tail = self._tail.text()
-        last = f"; last lines of its standard error: {_last_lines(tail)}" if tail else ""
+        tail = self.child.last_output()
+        last = f"; last lines of its standard error: {last_lines(tail)}" if tail else ""
         return WorkerCrashed(
-            f"the worker (pid {self.pid}) {how}{why}{last}",
+            f"the worker (pid {self.pid}) {self.child.how()}{why}{last}",
             signal=name,
             exit_code=code if code >= 0 else None,
             stderr=tail,
         )
 
     def _want_of_memory(self) -> str:
-        killed = oom_kills() - self._kills
+        killed = _oom_kills() - self._kills
         if not killed:
             return ""
         return (
@@ -257,12 +244,11 @@ class Worker:
         )
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
-
-
-def _last_lines(text: str) -> str:
-    return " | ".join(line.strip() for line in text.splitlines()[-3:])
+def _oom_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory since boot; 0 if the counter is missing."""
+    with suppress(OSError):
+        for line in _COUNTS.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0

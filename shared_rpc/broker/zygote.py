@@ -7,16 +7,16 @@ import logging
 import os
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import Literal
 
 import anyio
 import msgspec
 
+from shared_rpc.broker.child import Child, last_lines
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
@@ -75,33 +75,26 @@ class _Running:
         self.modules: frozenset[str] = frozenset()
         self.dropped: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
-        self._pidfd = -1
         self._answers = answers()
         with ExitStack() as opened:
-            self._errors: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())
             self._socket, theirs = socket.socketpair()
             opened.enter_context(self._socket)
             self._socket.setblocking(False)
             number = str(theirs.fileno())
             with theirs:
-                self.process = subprocess.Popen(
+                process = subprocess.Popen(
                     program("shared_rpc.zygote", "--fd", number, "--parent", str(os.getpid()), ROOM),
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=self._errors,
+                    stderr=subprocess.PIPE,
                     process_group=0,
+                    bufsize=0,
                 )
-            opened.callback(self.process.wait)  # it has hardly begun, and is killed
-            opened.callback(self.process.kill)
-            self._pidfd = os.pidfd_open(self.process.pid)
-            opened.callback(self._unwatch)
-            self._loop.add_reader(self._pidfd, self._exited)
+            self.child = Child(process, self._exited, passes_on=False)
             opened.pop_all()
 
     def _exited(self) -> None:
-        self.process.wait()
-        self._unwatch()
         self.gone.set()
         if self.lost is not None:
             self.lost()
@@ -125,7 +118,7 @@ class _Running:
                         return answer
         except TimeoutError:
             self.end()
-            raise _Failed(f"the zygote (pid {self.process.pid}) did not answer within {seconds:g} s") from None
+            raise _Failed(f"the zygote (pid {self.child.pid}) did not answer within {seconds:g} s") from None
         except OSError as error:
             why = await self._hung_up()
             raise _Failed(f"{why}: {error}") from error
@@ -141,32 +134,23 @@ class _Running:
 
     def ended(self) -> str:
         """End the process, if it has not ended; return how it has."""
-        code = self.process.returncode
-        self._errors.seek(0)
-        text = self._errors.read()[-2000:].decode(errors="replace").strip()
+        how = self.child.how()
+        text = last_lines(self.child.last_output()) if self.gone.is_set() else ""
         self.end()
-        how = "hung up" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"the zygote (pid {self.process.pid}) {how}" + (f": {text}" if text else "")
-
-    def _unwatch(self) -> None:
-        if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
+        return f"the zygote (pid {self.child.pid}) {how}" + (f": {text}" if text else "")
 
     def end(self) -> None:
         """Kill it. Forks of it live on. The kernel needs a while to free its memory, see :attr:`gone`."""
         self.lost = None
         self._socket.close()
-        self._errors.close()
-        self.process.kill()
+        self.child.kill()
 
     async def reap(self) -> None:
         """Kill it, and wait until it has ended. A system call may hold it up, after which it ends."""
         self.end()
         with anyio.CancelScope(shield=True), anyio.move_on_after(_ENDING):
             await self.gone.wait()
-        self._unwatch()
+        self.child.unwatch()
 
 
 class WorkerZygote:
@@ -204,14 +188,14 @@ class WorkerZygote:
         if self._why:
             info["why"] = self._why
         if self._running is not None and self._state == "ready":
-            info |= {"pid": self._running.process.pid, "modules": len(self._running.modules), "pss": self._pss()}
+            info |= {"pid": self._running.child.pid, "modules": len(self._running.modules), "pss": self._pss()}
             info["dropped"] = self._running.dropped | self._left_out
         return info
 
     def _pss(self) -> int:
         now = time.monotonic()
         if self._running is not None and (not self._gauged[1] or now - self._gauged[0] > _GAUGE):
-            self._gauged = now, pss_of(self._running.process.pid)
+            self._gauged = now, pss_of(self._running.child.pid)
         return self._gauged[1]
 
     async def run(self) -> None:
@@ -319,7 +303,7 @@ class WorkerZygote:
                     self._lost()
                     return
                 took = time.monotonic() - begin
-                _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.process.pid, len(answer.modules), took)
+                _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, len(answer.modules), took)
                 for name, why in answer.dropped.items():
                     _log.warning("the zygote does not import %s, which workers do: %s", name, why)
                 return
@@ -380,7 +364,7 @@ class WorkerZygote:
                 return ForkedWorker(ForkedProcess(answer.pid, errors), link)
         assert isinstance(answer, ForkRefused), "a zygote answers with Forked or ForkRefused"
         if answer.stale:
-            _log.info("the zygote (pid %d) is replaced: %s", running.process.pid, answer.why)
+            _log.info("the zygote (pid %d) is replaced: %s", running.child.pid, answer.why)
             self._end()
             self._left_out.clear()
             self._state, self._why = "waiting", answer.why

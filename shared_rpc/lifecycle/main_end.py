@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.lifecycle.children import is_child
-from shared_rpc.lifecycle.ending import end_now
+from shared_rpc.lifecycle.ending import end_now, is_child
 from shared_rpc.lifecycle.signals import wait_for_signal
 
 

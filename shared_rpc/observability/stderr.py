@@ -58,10 +58,14 @@ class LogHandler(logging.Handler):
 
 
 class Tail:
-    """The output of a child, read in a thread of its own: no slow terminal can hold up the loop."""
+    """The output of a child, read in a thread of its own: no slow terminal can hold up the loop.
 
-    def __init__(self, stream: IO[bytes]) -> None:
+    :param passes_on: whether the output goes to this process's standard error too.
+    """
+
+    def __init__(self, stream: IO[bytes], passes_on: bool = True) -> None:
         self._stream = stream
+        self._passes_on = passes_on
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._rest = b""
         #: Whether the last write found no room.
@@ -79,7 +83,8 @@ class Tail:
             while data := stream.read(_CHUNK):
                 self._remember(data)
                 with suppress(OSError):  # the broker's standard error is closed
-                    self._pass_on(data)
+                    if self._passes_on:
+                        self._pass_on(data)
 
     def _pass_on(self, data: bytes) -> None:
         """Write as much as fits, and drop the rest if the broker's standard error is unread: no worker waits for a terminal."""

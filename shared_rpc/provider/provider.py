@@ -16,7 +16,7 @@ from shared_rpc.client.steps import Operation
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.endpoints import Endpoint, Registry, describe
 from shared_rpc.forks import after_fork, fork_safe_lock
-from shared_rpc.lifecycle.children import is_child
+from shared_rpc.lifecycle.ending import is_child
 from shared_rpc.lifecycle.hosting import host
 from shared_rpc.lifecycle.main_end import register, unregister
 from shared_rpc.memory.backends.choice import MechanismOption, choose_mechanism, mechanism_info

@@ -48,8 +48,8 @@ def test_a_kill_for_want_of_memory(app: BrokerApp, children: list[Child], tmp_pa
     counts.write_text("nr_free_pages 5\noom_kill 7\n")
     code = """
         import pathlib, runpy, sys
-        from shared_rpc.broker import oom
-        oom._COUNTS = pathlib.Path(sys.argv.pop(1))
+        from shared_rpc.broker import worker
+        worker._COUNTS = pathlib.Path(sys.argv.pop(1))
         runpy.run_module("shared_rpc.broker", run_name="__main__")
     """
     broker = Child("-c", textwrap.dedent(code), str(counts), str(app.file), has_workers=True)
