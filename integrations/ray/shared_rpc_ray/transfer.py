@@ -23,8 +23,8 @@ __all__ = ["Part", "Sending", "digest_of", "in_turn", "part_nbytes", "parts_of",
 #: Bytes of a part at most. A part costs Ray some milliseconds; while one is written, others travel.
 _LARGEST_PART = 16 << 20
 _SMALLEST_PART = 1 << 20
-#: A part takes at most this share of a node's object store.
-_SHARE = 16
+#: A part takes at most one in so many of a node's object store: ten receivers have three different parts each under way.
+_SHARE = 32
 #: Parts of a record that its holder keeps in the store for further receivers.
 WINDOW = 4
 
