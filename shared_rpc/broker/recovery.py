@@ -92,7 +92,7 @@ class Recovery:
                 _log.error("cannot serve a provider of the app: %s", error)
         else:
             service.facts, service.core.mechanism = message, message.mechanism
-            service.core.room.set_limits(message.quotas)
+            service.core.capacity.set_limits(message.quotas)
             facts = service.core.replace_endpoints(specs, "changed")
             _log.info("recovered %s: %d objects kept, %d dropped", key, len(service.core.objects), facts["dropped"])
 

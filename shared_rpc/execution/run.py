@@ -63,7 +63,7 @@ class Run(Generic[W]):
     progress: Any = None
     #: Whether its executor has finished with the run.
     over: bool = False
-    #: The room that was set aside for its result.
-    aside: Any = None
+    #: The reservation for its result.
+    reservation: Any = None
     #: The executor's own data about the run.
     place: Any = None

@@ -109,7 +109,7 @@ class Acceptor:
             # Without free descriptors, or when the client hung up at once. Neither may end the server.
             _log.error("cannot accept a connection: %s", error)
             full = error.errno in (errno.EMFILE, errno.ENFILE)
-            if not full or self._core.objects.descriptors.closing() or not self._core.quotas.relieve():
+            if not full or self._core.objects.descriptors.closing() or not self._core.capacity.relieve():
                 await anyio.sleep(_PAUSE)
             return
         try:
@@ -120,7 +120,7 @@ class Acceptor:
 
     def _admit(self, sock: socket.socket) -> None:
         peer = peer_of(sock)
-        scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.quotas.relieve()
+        scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.capacity.relieve()
         connection = RemoteClient(sock, peer, self._core, self._connections.discard)
         if not is_own(peer.uid):
             _log.warning("refused the connection of pid %d of %s", peer.pid, named(peer.uid))
@@ -137,7 +137,7 @@ class Acceptor:
             connection.refuse(
                 ServerBusy(
                     f"the server (pid {os.getpid()}) has nearly all of its {self._core.objects.descriptors.available()} file "
-                    f"descriptors open: {len(self._connections)} connections, and {self._core.quotas.descriptor_users()}"
+                    f"descriptors open: {len(self._connections)} connections, and {self._core.capacity.descriptor_users()}"
                 )
             )
         else:

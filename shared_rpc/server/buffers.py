@@ -44,7 +44,7 @@ class Buffers:
         sizes = {device.id: -(-extent.nbytes // device.granularity) * device.granularity}
         self._coming += 1
         try:
-            async with state.room.reserve(caller.waiter, sizes, descriptors=1, totals={device.id: device.total}):
+            async with state.capacity.reserve(caller.waiter, sizes, descriptors=1, totals={device.id: device.total}):
                 record = await self._new_record(extent, device.id, room=message.room)
         finally:
             self._coming -= 1
@@ -112,8 +112,8 @@ class Buffers:
             "name": facts.name,
             "total": facts.total,
             "free": free,
-            "used": self._state.room.used(facts.id),
-            "limit": self._state.room.limit(facts.id),
+            "used": self._state.capacity.used(facts.id),
+            "limit": self._state.capacity.limit(facts.id),
             "copies": self._state.objects.copies.usage(facts.id),
         }
 

@@ -30,7 +30,7 @@ from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.calls import Calls
-from shared_rpc.server.device_room import Room
+from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.generations import Generations
 from shared_rpc.server.holdings import Holdings
 from shared_rpc.server.observing import Listeners
@@ -45,7 +45,6 @@ from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.quotas import Quotas
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
@@ -72,8 +71,8 @@ class Core:
     :param max_bytes: see :class:`ObjectStore`.
     :param max_tasks: tasks that may be pending or running.
     :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
-    :param quotas: see :class:`Quotas`.
-    :param when_full: what becomes of requests for which a quota has no room; see :class:`~shared_rpc.server.device_room.Room`.
+    :param quotas: bytes that objects may take, by device.
+    :param when_full: what becomes of requests that exceed a quota; see :mod:`shared_rpc.server.capacity`.
     :param host_quota: bytes of host copies, None for any amount.
     :param memory: where buffers are made, and objects are restored; by default in this process.
     :param spill: where objects are evicted to files, None if they are not.
@@ -126,17 +125,16 @@ class Core:
         self.leases = LeaseTable(self._told.given, self._told.ended)
         self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._added, descriptors)
         self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session, client_code)
-        self.quotas = Quotas(self.objects, self.leases, quotas or {}, self.sessions.pid_of)
         buffers = BufferTable(self.objects, self.leases, clock)
         memory = memory or DeviceMemory(device)
-        self.room = Room(
+        self.capacity = Capacity(
             self.objects,
             self.leases,
-            self.quotas,
             clock,
             self._sweeper.wake_within,
             self.sessions.pid_of,
             lambda: self.tiers,
+            quotas or {},
             when_full=when_full,
             host_quota=host_quota,
         )
@@ -151,13 +149,13 @@ class Core:
             self.leases,
             buffers,
             self.sessions,
-            self.room,
+            self.capacity,
             self._sweeper.wake_within,
         )
         self.tiers = state.tiers = Tiers(
             self.objects,
             self.leases,
-            self.room,
+            self.capacity,
             memory,
             spill,
             self.sessions.pid_of,
@@ -175,7 +173,7 @@ class Core:
             self.objects,
             self.leases,
             state.settle,
-            self.room,
+            self.capacity,
             self.generations.announce,
             self.sources.ask,
             self.sources.unasked,
@@ -189,7 +187,7 @@ class Core:
         )
         self.tasks = Tasks(state, table, lambda: self._sweeper.wake_within(result_ttl), self.waits_for)
         self.calls = Calls(state, self.generations, self.tasks, transfers)
-        self.holdings = Holdings(state, self.quotas, self.generations)
+        self.holdings = Holdings(state, self.generations)
         self.requests = Requests(
             self, self.calls, self.holdings, self.tasks, self.buffers, self.generations, self.records, self.sources
         )
@@ -215,7 +213,7 @@ class Core:
                 self.tasks.table.expire,
                 self.buffers.table.expire,
                 self.sources.expire,
-                self.room.expire,
+                self.capacity.expire,
                 lambda: self.objects.descriptors.intake.expire(self.now()),
             )
         finally:
@@ -224,8 +222,8 @@ class Core:
     def stop(self) -> None:
         """Release every waiter and drop every object. Calls that come later are refused."""
         self.state.stopped = True
-        self.room.stop()
         self.runs.stop()
+        self.capacity.stop()
         self.requests.stop()
         self.tiers.stop()
         if self._joiner is not None:
@@ -316,14 +314,14 @@ class Core:
         self.requests.leave(waiter)
 
     def waits_for(self, waiter: Waiter, users: dict[str, str] | None = None) -> str:
-        """Return which room a waiter waits for and who has it, for people; ``""`` if it does not wait for room.
+        """Return which capacity a waiter waits for and who has it, for people; ``""`` if it does not wait for any.
 
-        :param users: see :meth:`Room.why`.
+        :param users: see :meth:`Capacity.why`.
         """
         # The deadline of a wait for a task is not the task's: it goes on, and its info says what it waits for.
         task = waiter.task.waiter if waiter.task is not None and not waiter.task.kept else None
         owners = [waiter, waiter.run, task.run if task is not None else None]
-        return next((why for owner in owners if owner is not None and (why := self.room.why(owner, users))), "")
+        return next((why for owner in owners if owner is not None and (why := self.capacity.why(owner, users))), "")
 
     def end_session(self, session: str, *, clean: bool = True) -> None:
         """Give back all that the session held.
@@ -402,7 +400,7 @@ class Core:
             "buffers": len(self.buffers.table),
             "nbytes": self.objects.nbytes,
             "copies": self.objects.copies.usage(),
-            "waiting": len(self.room),
+            "waiting": len(self.capacity),
             "descriptors": self.objects.descriptors.info(),
             "leases": len(self.leases),
             "pools": self.transfers.info(),
@@ -433,7 +431,7 @@ class Core:
         if stored.record.segments:
             self._executor.reclaim()
         self._told.freed(stored)
-        self.room.changed()
+        self.capacity.changed()
 
 
 def _joiner_of(cluster: str, socket_path: str | None) -> Joiner | None:

@@ -11,11 +11,11 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import ListedObjectInfo, ObjectInfo
 from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.generations import Generations
 from shared_rpc.server.requests import Caller, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import OBJECT_ID, ObjectStore, StoredObject
-from shared_rpc.server.state.quotas import Quotas
 
 #: Objects of one page: some hundred bytes each, and more for each of its holders.
 _PAGE = 1000
@@ -24,9 +24,8 @@ _PAGE = 1000
 class Holdings:
     """Requests about objects that are there. On the server's loop only."""
 
-    def __init__(self, state: State, quotas: Quotas, generations: Generations) -> None:
+    def __init__(self, state: State, generations: Generations) -> None:
         self._state = state
-        self._quotas = quotas
         self._generations = generations
 
     @handles(m.Release)
@@ -99,7 +98,7 @@ class Holdings:
     @handles(g.GetRevision)
     def get_revision(self, caller: Caller, message: g.GetRevision) -> None:
         """Hand out the page of an object's revision."""
-        page, memory = _page_of(self._state.objects, self._quotas, message.object_id, local=caller.local)
+        page, memory = _page_of(self._state.objects, self._state.capacity, message.object_id, local=caller.local)
         with page:
             caller.reply(g.RevisionPage(page.info, memory), owners=(page.owner,))
 
@@ -141,7 +140,7 @@ class Holdings:
             self._state.registry.get(target)
 
 
-def _page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
+def _page_of(objects: ObjectStore, capacity: Capacity, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
     """Return a descriptor of the page of an object's revision, and a segment for each kind of memory that the object is in.
 
     The page is made with the first request for it. The descriptor belongs to the caller.
@@ -152,7 +151,7 @@ def _page_of(objects: ObjectStore, quotas: Quotas, object_id: str, *, local: boo
     """
     stored = objects.get(object_id)
     if stored is not None and stored.page is None:
-        quotas.require_descriptors(1)
+        capacity.require_descriptors(1)
         stored = objects.get(object_id)  # the eviction may have dropped it
     if stored is None:
         raise StaleHandleError(f"the server has no object {object_id[:100]}", reason="object_gone")

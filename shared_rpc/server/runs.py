@@ -25,7 +25,7 @@ from shared_rpc.observability.statistics import Statistics
 from shared_rpc.protocol.infos import ProgressInfo, RunInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo
-from shared_rpc.server.device_room import Room, SetAside
+from shared_rpc.server.capacity import Capacity, Reservation
 from shared_rpc.server.observing import Observed
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
@@ -67,7 +67,7 @@ class Waiter:
     :param on_begin: called when the work starts.
     :param on_progress: called with the endpoint's progress.
     :param on_out_of_memory: called with why, if the result has to wait for memory.
-    :param inner: whether it is the call of an endpoint that runs: where others wait for room, it goes before them, because what
+    :param inner: whether it is the call of an endpoint that runs: it goes before others that wait for capacity: what
         they wait for may be what that endpoint uses.
     :param pooled: whether it takes a result that lies in its session's pool.
     :param on_event: of a waiter for a task: called with every change.
@@ -117,7 +117,7 @@ class Restorer(Protocol):
     def must_wait(self, waiter: Waiter, stored: StoredObject) -> bool:
         """Return whether a waiter that is to use an object has to ask for it by :meth:`when_warm`, though it is on its device.
 
-        That is so while others wait for room there, so that the objects in use come to rest.
+        That is so while others wait for capacity there, so that the objects in use come to rest.
         """
 
     def leave(self, waiter: Waiter) -> None:
@@ -128,7 +128,7 @@ class Runs:
     """All runs of a server. On its loop only.
 
     :param settle: called with the ids of objects whose leases changed, or which were added.
-    :param room: is asked before a result is kept, and before it is built anew; its error becomes the outcome.
+    :param capacity: is reserved before a result is kept, and before it is built again; its error becomes the outcome.
     :param listed: called with an object that the cache lists from now on.
     :param ask: called with a run whose object a source of records may have; True if it waits for that, see :meth:`begin`.
     :param unasked: called with a run that waits for a source, and is dropped.
@@ -142,7 +142,7 @@ class Runs:
         objects: ObjectStore,
         leases: LeaseTable,
         settle: Callable[[str], None],
-        room: Room,
+        capacity: Capacity,
         listed: Callable[[StoredObject], None],
         ask: Callable[[Run[Waiter]], bool],
         unasked: Callable[[Run[Waiter]], None],
@@ -155,8 +155,8 @@ class Runs:
         self._objects = objects
         self._leases = leases
         self._settle = settle
-        self._room = room
-        #: Results that wait for room to be kept, by their runs.
+        self._capacity = capacity
+        #: Results that wait for capacity to be kept, by their runs.
         self._awaiting: dict[Run[Waiter], Completed] = {}
         #: What the latest results of keys took, in bytes by device: a result that is built anew takes as much.
         self._sizes: OrderedDict[str, dict[str, int]] = OrderedDict()
@@ -230,18 +230,18 @@ class Runs:
             self._start(run)
 
     def _start(self, run: Run[Waiter]) -> None:
-        """Have a run's work done, once there is room for what its key's latest result took."""
+        """Have a run's work done, once there is capacity for what its key's latest result took."""
         sizes = self._sizes.get(run.key or run.former_key or "")
-        if sizes is None or not self._room.waits:
+        if sizes is None or not self._capacity.evicts:
             self._execute(run)
             return
 
-        def granted(aside: SetAside) -> None:
-            run.aside = aside
+        def granted(reservation: Reservation) -> None:
+            run.reservation = reservation
             self._execute(run)
 
         inner = any(waiter.inner for waiter in run.waiters)
-        self._room.ask(run, sizes, granted, functools.partial(self._not_begun, run), first=inner)
+        self._capacity.ask(run, sizes, granted, functools.partial(self._not_begun, run), first=inner)
 
     def _execute(self, run: Run[Waiter]) -> None:
         """Have the executor do a run's work, when there is memory for a result that gets its own."""
@@ -350,7 +350,7 @@ class Runs:
         unwanted = self.calls.leave(run, waiter)
         if run in self._awaiting:
             if not run.waiters:
-                self._give_up_room(run)
+                self._give_up_result(run)
         elif unwanted:
             self.drop(run)
         elif not run.waiters and not run.over and not run.miss:
@@ -361,9 +361,9 @@ class Runs:
         run.over = True
         if run.miss:
             self._unasked(run)
-        if not self._room.leave(run):
+        if not self._capacity.leave(run):
             self._executor.withdraw(run)
-        self._give_back_room(run)
+        self._end_reservation(run)
         close_arguments(run.arguments)
 
     def _abandon(self, run: Run[Waiter]) -> None:
@@ -372,7 +372,7 @@ class Runs:
             run.over = True
             self.calls.close(run)
             self._count_build(run)
-            self._give_back_room(run)
+            self._end_reservation(run)
             self._next_turn(run)
 
     def infos(self, limit: int) -> list[RunInfo]:
@@ -460,7 +460,7 @@ class Runs:
             self._start(line[0])
 
     def _finish(self, run: Run[Waiter], outcome: Completed | Failure) -> None:
-        had_room = self._give_back_room(run)
+        had_turn = self._end_reservation(run)
         if isinstance(outcome, Failure):
             self._close(run, outcome)
             return
@@ -472,30 +472,30 @@ class Runs:
                 record.close()
             return
         self._awaiting[run] = outcome
-        sizes, descriptors = self._room.needs_of(record)
-        self._room.ask(
+        sizes, descriptors = self._capacity.needs_of(record)
+        self._capacity.ask(
             run,
             sizes,
             functools.partial(self._keep, run),
             functools.partial(self._refuse, run),
             descriptors=descriptors,
-            first=had_room or any(waiter.inner for waiter in waiters),
+            first=had_turn or any(waiter.inner for waiter in waiters),
         )
         if not run.waiters:
-            self._give_up_room(run)
+            self._give_up_result(run)
 
-    def _give_back_room(self, run: Run[Waiter]) -> bool:
-        """Give back the room that was set aside for a run's result; False if there was none."""
-        aside, run.aside = run.aside, None
-        if aside is not None:
-            self._room.redeem(aside)
-        return aside is not None
+    def _end_reservation(self, run: Run[Waiter]) -> bool:
+        """End the reservation for a run's result; False if there was none."""
+        reservation, run.reservation = run.reservation, None
+        if reservation is not None:
+            reservation.release()
+        return reservation is not None
 
-    def _give_up_room(self, run: Run[Waiter]) -> None:
-        """Drop the result of a run without waiters, if it waits for room: it must not hold up those who wait for theirs."""
+    def _give_up_result(self, run: Run[Waiter]) -> None:
+        """Drop the result of a run without waiters, if it waits for capacity: it must not hold up other requests."""
         outcome = self._awaiting.pop(run, None)
         if outcome is not None:
-            self._room.leave(run)
+            self._capacity.leave(run)
             self.calls.close(run)
             self._discard(outcome.record)
 
@@ -509,15 +509,15 @@ class Runs:
             record.close()
         self._executor.reclaim()
 
-    def _keep(self, run: Run[Waiter], aside: SetAside) -> None:
-        """Keep the result of a run, for which there is room."""
+    def _keep(self, run: Run[Waiter], reservation: Reservation) -> None:
+        """Keep the result of a run, for which there is capacity."""
         outcome = self._awaiting.pop(run)
         spec, key, record = run.spec, run.key, outcome.record
-        assert record is not None, "a result without a record takes no room"
+        assert record is not None, "a result without a record takes no memory"
         waiters = self.calls.close(run)
-        if self._room.waits and (key or run.former_key):
+        if self._capacity.evicts and (key or run.former_key):
             self._remember(key or run.former_key or "", record)
-        self._room.redeem(aside)
+        reservation.release()
         stored = self._objects.add(
             spec.name,
             key or run.former_key,
@@ -541,7 +541,7 @@ class Runs:
     def _remember(self, key: str, record: Record) -> None:
         """Note what a key's result took."""
         self._sizes.pop(key, None)
-        self._sizes[key] = self._room.needs_of(record)[0]
+        self._sizes[key] = self._capacity.needs_of(record)[0]
         if len(self._sizes) > _KNOWN_SIZES:
             self._sizes.popitem(last=False)
 

@@ -9,7 +9,7 @@ from shared_rpc.errors import StaleHandleError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
 from shared_rpc.execution.executor import Executor
-from shared_rpc.server.device_room import Room
+from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.runs import Runs
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.state.buffers import BufferTable
@@ -37,7 +37,7 @@ class State:
     leases: LeaseTable
     buffers: BufferTable
     sessions: Sessions
-    room: Room
+    capacity: Capacity
     wake_within: Callable[[float], None]
     #: Restores objects that are cold.
     tiers: Tiers = field(init=False)
@@ -67,7 +67,7 @@ class State:
             if lingers is not None:
                 self.wake_within(lingers)
         self.objects.settle(*object_ids)
-        self.room.changed()
+        self.capacity.changed()
         for object_id in object_ids:
             stored = self.objects.get(object_id)
             if stored is not None and stored.idle_ttl is not None:

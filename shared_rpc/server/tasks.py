@@ -129,7 +129,7 @@ class Tasks:
     # Tasks.
 
     def info(self, task: Task[Waiter]) -> TaskInfo:
-        """Describe a task, with the room that it waits for."""
+        """Describe a task, with the capacity that it waits for."""
         return self._info(task, {})
 
     def page(self, status: TaskStatus | None, after: int, limit: int) -> tuple[list[TaskInfo], int | None]:

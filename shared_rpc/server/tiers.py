@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import anyio
 
@@ -39,11 +38,10 @@ from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.events import MoveReason
 from shared_rpc.protocol.infos import MoveInfo, MovingInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo, Tier
-from shared_rpc.server.device_room import Room, SetAside
+from shared_rpc.server.capacity import BELOW, HOST, Below, Capacity, Reservation
 from shared_rpc.server.runs import Waiter, tell
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.room import BELOW, Below
 from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.state.tiers import LOWER, STALE, is_good, next_tier, outlives_use
 
@@ -56,22 +54,27 @@ _ATTEMPTS = 3
 
 
 @dataclass(eq=False)
-class _Move:
-    """A move of a group of objects that goes on, or a copy of it for a later one; each object has one at a time.
+class Move:
+    """A move of a group of objects to another tier, or a copy of it for a later one; each object has one at a time.
 
-    ``over`` is set when it has ended. ``host_takes``: bytes reserved for host copies until they are made, apart from those that
-    the line of requests counts.
+    ``over`` is set when it has ended, and ``error`` is why it failed then.
     """
 
     group: Sequence[StoredObject]
     to: Tier
+    #: Where its objects go, ``""`` for a copy.
+    direction: Literal["up", "down", ""]
+    #: Bytes by device that it will free.
+    frees: Counter[str] = field(default_factory=Counter)
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
     cancelled: bool = False
     done: int = 0
     total: int = 0
-    host_takes: int = 0
     #: What is copied now.
     copying: anyio.CancelScope | None = None
+    #: Host memory that is reserved for its copies, until they are made.
+    host: Reservation | None = None
 
     def cancel(self) -> None:
         """Stop copying: the move will not be made."""
@@ -84,18 +87,11 @@ class _Move:
         self.done, self.total = done, total
 
 
-class _Wanted(NamedTuple):
-    """A waiter's wish for a cold object, see :meth:`Tiers.when_warm`."""
+class _Waiting(NamedTuple):
+    """A request that waits for a move: its task, and what is called if it leaves."""
 
-    then: Callable[[], None]
-    otherwise: Callable[[Failure | None], None] | None
-    rebuilds: bool
-    reason: MoveReason
-
-    def give_up(self, failure: Failure | None = None) -> None:
-        """Note that the wish will not be granted."""
-        if self.otherwise is not None:
-            self.otherwise(failure)
+    task: asyncio.Task[None]
+    left: Callable[[Failure | None], None] | None
 
 
 class Tiers:
@@ -113,7 +109,7 @@ class Tiers:
         self,
         objects: ObjectStore,
         leases: LeaseTable,
-        room: Room,
+        capacity: Capacity,
         memory: DeviceMemory,
         spill: SpillDirectory | None,
         pid_of: Callable[[str], int],
@@ -123,7 +119,7 @@ class Tiers:
     ) -> None:
         self._objects = objects
         self._leases = leases
-        self._room = room
+        self._capacity = capacity
         self._memory = memory
         self._spill = spill
         self._pid_of = pid_of
@@ -132,17 +128,13 @@ class Tiers:
         self._moved = moved
         #: Held while a copy is made for later.
         self._copying_ahead = asyncio.Lock()
-        self._moves: dict[str, _Move] = {}
-        #: Wishes for cold objects, by the object's id, in the order of their arrival. Each such object has a task.
-        self._wanted: dict[str, dict[Waiter, _Wanted]] = {}
-        #: The tasks of waiters that asked for moves.
-        self._asked: dict[Waiter, asyncio.Task[None]] = {}
-        #: Wishes whose waiters wait for room, and the room that was set aside for objects that will be restored.
-        self._in_line: dict[Waiter, _Wanted] = {}
-        self._asides: dict[str, SetAside] = {}
-        #: Objects that are about to be moved, to make room.
-        self._ordered: set[str] = set()
-        #: The waiter whose wish is being granted.
+        #: The moves under way, by their objects.
+        self._moves: dict[str, Move] = {}
+        #: Objects that are about to be given out: how often. They stay on their devices until then.
+        self._kept: Counter[str] = Counter()
+        #: Requests that wait for moves, or for capacity.
+        self._waiting: dict[Waiter, _Waiting] = {}
+        #: The waiter whose request is being answered.
         self._served: Waiter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
@@ -154,15 +146,11 @@ class Tiers:
             move.cancel()
         for task in self._tasks:
             task.cancel()
-        asked, wanted = list(self._asked), [pair for each in self._wanted.values() for pair in each.items()]
-        wanted += self._in_line.items()
-        self._asked.clear()
-        self._wanted.clear()
-        self._in_line.clear()
-        for waiter in asked:
-            tell(waiter, _gone())
-        for waiter, wish in wanted:
-            wish.give_up(_gone())
+        waiting = dict(self._waiting)
+        self._waiting.clear()
+        for waiter, (_, left) in waiting.items():
+            if left is not None:
+                left(_gone())
             tell(waiter, _gone())
 
     def close(self) -> None:
@@ -170,18 +158,12 @@ class Tiers:
         self._memory.close()
 
     def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter that no longer waits. The moves that it has asked for end."""
-        wish = self._in_line.pop(waiter, None)
-        if wish is not None:
-            self._room.leave(waiter)
-            wish.give_up()
-        for wanted in self._wanted.values():
-            wish = wanted.pop(waiter, None)
-            if wish is not None:
-                wish.give_up()
-        task = self._asked.pop(waiter, None)
-        if task is not None:
-            task.cancel()
+        """Forget a waiter that no longer waits. The evictions that it has asked for end."""
+        waiting = self._waiting.pop(waiter, None)
+        if waiting is not None:
+            waiting.task.cancel()
+            if waiting.left is not None:
+                waiting.left(None)
 
     def info(self, stored: StoredObject) -> tuple[dict[Tier, int], MovingInfo | None]:
         """Return the bytes of an object's good copies by tier, and its move that goes on."""
@@ -240,93 +222,121 @@ class Tiers:
 
         :param reason: for events.
         """
-        wish = _Wanted(then, otherwise, rebuilds, reason)
-        if self._stopped:
-            wish.give_up(_gone())
-            tell(waiter, _gone())
-            return
-        if self._room.waits:
-            self._line_up(waiter, stored, wish)
-        else:
-            self._want(waiter, stored, wish)
+
+        async def serve() -> None:
+            try:
+                async with self.warm(waiter, stored, first=waiter.inner, reason=reason):
+                    self._serve(waiter, then)
+            except StaleHandleError as error:
+                if not rebuilds:
+                    raise
+                _log.debug("%s is built again: %s", _named(stored), error)
+                self._serve(waiter, then)
+
+        self._wait(waiter, serve, otherwise)
 
     def must_wait(self, waiter: Waiter, stored: StoredObject) -> bool:
         """Return whether a waiter has to ask for an object that is on its device, see :meth:`Restorer.must_wait`."""
         if not self._objects.contended or waiter.inner or waiter is self._served:
             return False
-        return self._room.must_wait(waiter.session, stored)
+        return self._capacity.must_wait(waiter.session, stored)
 
-    def _line_up(self, waiter: Waiter, stored: StoredObject, wish: _Wanted) -> None:
-        """Have a waiter wait for room."""
-        self._in_line[waiter] = wish
-
-        def granted(aside: SetAside) -> None:
-            del self._in_line[waiter]
-            if aside.reservation is not None:
-                self._asides[stored.object_id] = aside
-            if stored.cold and self._keeps(stored):
-                self._want(waiter, stored, wish)
-            else:
-                self._serve(waiter, wish)
-
-        def refused(failure: Failure) -> None:
-            del self._in_line[waiter]
-            wish.give_up(failure)
-            tell(waiter, failure)
-
-        self._room.ask_for(waiter, stored, granted, refused, first=waiter.inner)
-
-    def _serve(self, waiter: Waiter, wish: _Wanted) -> None:
-        """Grant a wish: the object is on its device, and must not leave before it is given out."""
+    def _serve(self, waiter: Waiter, then: Callable[[], None]) -> None:
+        """Answer a waiter whose object is on its device, and must not leave before it is given out."""
+        self._waiting.pop(waiter, None)
         earlier, self._served = self._served, waiter
         try:
-            wish.then()
+            then()
         except Exception as error:
             tell(waiter, _failure_of(error))
         finally:
             self._served = earlier
 
-    def _want(self, waiter: Waiter, stored: StoredObject, wish: _Wanted) -> None:
-        """Have an object restored for a waiter, together with others."""
-        wanted = self._wanted.get(stored.object_id)
-        if wanted is None:
-            wanted = self._wanted[stored.object_id] = {}
-            self._begin(self._warm(stored))
-        wanted[waiter] = wish
-        move = self._moves.get(stored.object_id)
-        if move is not None and move.to != "device":
-            move.cancel()
+    def _wait(
+        self, waiter: Waiter, work: Callable[[], Awaitable[None]], left: Callable[[Failure | None], None] | None = None
+    ) -> None:
+        """Have a waiter wait for some work; it gets the work's error.
 
-    async def _warm(self, stored: StoredObject) -> None:
-        """Restore an object for those that wait for it."""
-        failure = lost = None
+        :param left: called with that, or with None if the waiter leaves before.
+        """
+        if self._stopped:
+            if left is not None:
+                left(_gone())
+            tell(waiter, _gone())
+            return
+
+        async def attempt() -> None:
+            try:
+                await work()
+            except Exception as error:
+                failure = _failure_of(error)
+                if self._waiting.pop(waiter, None) is not None:
+                    if left is not None:
+                        left(failure)
+                    tell(waiter, failure)
+
+        self._waiting[waiter] = _Waiting(self._begin(attempt()), left)
+
+    @contextlib.asynccontextmanager
+    async def warm(
+        self, owner: Hashable, stored: StoredObject, *, first: bool = False, reason: MoveReason = "use"
+    ) -> AsyncIterator[list[MoveInfo]]:
+        """Restore an object once for all who ask, and keep it on its device for the time of the block.
+
+        The block gets the moves that were made for this request. An object that was dropped meanwhile is not restored.
+
+        :param owner: identifies the request, see :meth:`Capacity.why`.
+        :param first: before others that wait for capacity.
+        :raises ServerBusy: if there is no capacity on a device now, and requests do not wait.
+        :raises CapabilityError: if there is never so much.
+        :raises WorkerCrashed: if no worker can be had that makes the memory.
+        :raises StaleHandleError: if the bytes are lost; then the objects were dropped.
+        """
+        made: list[MoveInfo] = []
+        asked = kept = False
+        evicts = self._capacity.evicts
         try:
-            while stored.cold and self._keeps(stored) and self._wanted[stored.object_id]:
-                await self._free(stored)
-                wishes = self._wanted[stored.object_id].values()
-                if stored.cold and self._keeps(stored) and wishes:
-                    aside = self._asides.pop(stored.object_id, None)
-                    if aside is None and self._room.waits:
-                        # It was to come with others that share its memory, and did not.
-                        for waiter, wish in self._wanted.pop(stored.object_id).items():
-                            self._line_up(waiter, stored, wish)
-                        return
-                    await self._restore(stored, next(iter(wishes)).reason, aside)
-        except StaleHandleError as error:
-            lost = Failure.of(error)
-        except Exception as error:
-            failure = _failure_of(error)
-        unused = self._asides.pop(stored.object_id, None)
-        if unused is not None:
-            self._room.redeem(unused)
-        for waiter, wanted in self._wanted.pop(stored.object_id, {}).items():
-            problem = failure or (lost if not wanted.rebuilds else None)
-            if problem is not None:
-                wanted.give_up(problem)
-                tell(waiter, problem)
-                continue
-            self._serve(waiter, wanted)
-        self._settle()
+            while self._keeps(stored) and (stored.cold or (evicts and not asked)):
+                move = self._moves_of(stored)
+                if move is not None and move.direction == "down":
+                    move.cancel()
+                reservation = await self._capacity.reserve_for(owner, stored, first=first) if evicts else None
+                asked = True
+                if not kept:
+                    kept = True
+                    self._kept[stored.object_id] += 1
+                if not stored.cold or not self._keeps(stored):
+                    move = None
+                elif (move := self._moves_of(stored)) is None:
+                    move = self._enter(self._objects.group(stored), "device", "up")
+                    self._begin(self._restored(move, stored, reason, reservation, made))
+                    reservation = None
+                if reservation is not None:
+                    reservation.release()
+                if move is not None:
+                    await move.over.wait()
+                    if move.error is not None:
+                        raise move.error
+            yield made
+        finally:
+            if kept:
+                self._kept[stored.object_id] -= 1
+            if not self._kept[stored.object_id]:
+                del self._kept[stored.object_id]
+            self._settle()
+
+    async def _restored(
+        self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation | None, made: list[MoveInfo]
+    ) -> None:
+        """Make a move to the device, for those that wait until it is over."""
+        with self._moving(move):
+            try:
+                made += await self._restore(move, stored, reason, reservation)
+            except Exception as error:
+                move.error = error
+            finally:
+                if reservation is not None:
+                    reservation.release()
 
     # Moves that are asked for.
 
@@ -340,7 +350,12 @@ class Tiers:
 
     def restore(self, waiter: Waiter, target: str, answer: Callable[[list[MoveInfo]], object]) -> None:
         """Restore an object, or all of an endpoint; see :meth:`evict`."""
-        self._ask(waiter, target, functools.partial(self.move_up, waiter), answer)
+
+        async def move_up(stored: StoredObject) -> list[MoveInfo]:
+            async with self.warm(waiter, stored, reason="request") as moves:
+                return moves
+
+        self._ask(waiter, target, move_up, answer)
 
     def _ask(
         self,
@@ -349,126 +364,97 @@ class Tiers:
         move: Callable[[StoredObject], Coroutine[Any, Any, list[MoveInfo]]],
         answer: Callable[[list[MoveInfo]], object],
     ) -> None:
-        if self._stopped:
-            tell(waiter, _gone())
-            return
         one = self._objects.get(target)
         targets = [one] if one is not None else [each for each in self._objects if each.endpoint == target != ""]
 
         async def move_all() -> None:
             moved: list[MoveInfo] = []
             refusals: list[SharedRPCError] = []
-            outcome: Failure | None = None
-            try:
-                for stored in targets:
-                    try:
-                        moved += await move(stored)
-                    except SharedRPCError as error:
-                        refusals.append(error)
-                if refusals:
-                    outcome = Failure.of(_together(refusals, len(moved)))
-            except Exception as error:
-                outcome = _failure_of(error)
-            if self._asked.pop(waiter, None) is None:
-                return  # it has left
-            if outcome is not None:
-                tell(waiter, outcome)
-            else:
+            for stored in targets:
+                try:
+                    moved += await move(stored)
+                except SharedRPCError as error:
+                    refusals.append(error)
+            if refusals:
+                raise _together(refusals, len(moved))
+            if self._waiting.pop(waiter, None) is not None:
                 answer(moved)
 
-        self._asked[waiter] = self._begin(move_all())
+        self._wait(waiter, move_all)
 
     async def move_down(self, stored: StoredObject, to: str = "", reason: MoveReason = "request") -> list[MoveInfo]:
         """Evict an object, with those that share its memory; return those that have changed their tiers.
 
         :param to: see :meth:`evict`.
         :raises ServerBusy: if a session has one of them active, if one is pinned, or if they are written to all the time.
-        :raises CapabilityError: if there is no lower tier for them, or no room there.
+        :raises CapabilityError: if there is no lower tier for them, or no capacity there.
         """
-        began, copied = time.monotonic(), 0
         await self._free(stored)
         group = self._objects.group(stored)
         tier = self._evictable(group, to) if self._keeps(stored) else None
         if tier is None:
             return []
-        new = sum(info.nbytes for info in self._uncopied(group)) if tier == "host" and reason == "request" else 0
-        if new:
-            self._room.require_host(new, group)
-        with self._moving(group, tier, new) as move:
-            for member in group:
-                self._leases.watch(member.object_id, move.cancel)
-            for _ in range(_ATTEMPTS):
-                if copied == 0 and (stored.cold or _is_reusable(group)) and self._has_copies(group, tier):
-                    break
-                copied += await self._copy(move)
-                if not self._keeps(stored):
-                    return []
-                if self._has_copies(group, tier) or not all(map(self._keeps, group)):
-                    break
-            else:
-                raise ServerBusy(f"{_named(stored)} is not evicted: it was written to during each of {_ATTEMPTS} copies of it")
-            if move.cancelled:
-                raise ServerBusy(f"{_named(stored)} is not evicted: others have asked for it meanwhile")
-            changed = set(self._objects.group(stored)) != set(group)
-            if not changed:
-                self._evictable(group, to)
-                before = stored.tier
-                self._objects.evict(group, tier)
-        if changed:  # others came that share its memory, or went
-            return await self.move_down(stored, to, reason)
-        self._reclaim()
-        moves = self._told(group, before, copied, began, reason)
+        moves = await self._lower(self._enter(group, tier, "down"), to, "request")
+        if moves is None:  # others came that share its memory, or went
+            return await self.move_down(stored, to)
         await until_freed()
         return moves
 
-    async def move_up(self, waiter: Waiter, stored: StoredObject) -> list[MoveInfo]:
-        """Restore an object, with those that share its memory; return those that have changed their tiers.
+    async def _lower(self, move: Move, to: str, reason: MoveReason) -> list[MoveInfo] | None:
+        """Make a move to a lower tier; None if the group has changed meanwhile."""
+        began, copied = time.monotonic(), 0
+        group, tier, stored = move.group, move.to, move.group[0]
+        with self._moving(move):
+            new = sum(info.nbytes for info in self._uncopied(group)) if tier == "host" else 0
+            async with self._host_memory(move, new, reason):
+                for member in group:
+                    self._leases.watch(member.object_id, move.cancel)
+                for _ in range(_ATTEMPTS):
+                    if copied == 0 and (stored.cold or _is_reusable(group)) and self._has_copies(group, tier):
+                        break
+                    copied += await self._copy(move)
+                    if not self._keeps(stored):
+                        return []
+                    if self._has_copies(group, tier) or not all(map(self._keeps, group)):
+                        break
+                else:
+                    raise ServerBusy(
+                        f"{_named(stored)} is not evicted: it was written to during each of {_ATTEMPTS} copies of it"
+                    )
+            if move.cancelled:
+                raise ServerBusy(f"{_named(stored)} is not evicted: others have asked for it meanwhile")
+            if set(self._objects.group(stored)) != set(group):
+                return None
+            self._evictable(group, to)
+            before = stored.tier
+            self._objects.evict(group, tier)
+        self._reclaim()
+        return self._told(group, before, copied, began, reason)
 
-        :param waiter: waits for room, where requests do.
-        :raises ServerBusy: if there is no room on a device now.
-        :raises CapabilityError: if there is never so much.
-        :raises WorkerCrashed: if no worker can be had that makes the memory.
-        :raises StaleHandleError: if the bytes are lost; then the objects were dropped.
-        """
-        while stored.cold and self._keeps(stored):
-            await self._free(stored)
-            if stored.cold and self._keeps(stored):
-                aside = await self._room_for(waiter, stored)
-                if aside is None or aside.reservation is not None:
-                    moves = await self._restore(stored, "request", aside)
-                    self._settle()
-                    return moves
-                await asyncio.sleep(0)  # it is on its way up for others, whose task begins with the loop's next turn
-        return []
+    @contextlib.asynccontextmanager
+    async def _host_memory(self, move: Move, nbytes: int, reason: MoveReason) -> AsyncIterator[None]:
+        """Reserve host memory for copies. A move that makes way waits for it, others are refused where there is too little."""
+        if reason == "room" and nbytes:
+            async with self._capacity.reserve(None, {HOST: nbytes}, patient=False) as move.host:
+                yield
+        else:
+            with self._capacity.take_host(nbytes, move.group) as move.host:
+                yield
 
-    async def _room_for(self, waiter: Waiter, stored: StoredObject) -> SetAside | None:
-        """Wait for room for an object; None in a server where nobody waits for that."""
-        if not self._room.waits:
-            return None
-        future: asyncio.Future[SetAside] = asyncio.get_running_loop().create_future()
-
-        def refused(failure: Failure) -> None:
-            assert failure.error is not None, "a failure of this process has its exception"
-            future.set_exception(failure.error)
-
-        self._room.ask_for(waiter, stored, future.set_result, refused)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if not self._room.leave(waiter) and future.done() and not future.cancelled() and future.exception() is None:
-                self._room.redeem(future.result())
-            raise
-
-    # Moves that make room: this object is a mover, see :class:`~shared_rpc.server.device_room.TierMover`.
+    # What capacity needs: this object is its mover, see :class:`~shared_rpc.server.capacity.Mover`.
 
     def users(self, stored: StoredObject) -> Sequence[str]:
         """Return the sessions that use an object."""
         return self.active(stored.object_id)
 
     def is_moving(self, stored: StoredObject) -> bool:
-        """Return whether an object is on its way to another tier, or about to be."""
-        places = (self._moves, self._ordered, self._wanted, self._asides)
-        return any(stored.object_id in place for place in places)
+        """Return whether an object is being moved, or is about to be given out."""
+        return stored.object_id in self._moves or (stored.object_id in self._kept and not stored.cold)
+
+    def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
+        """Return where an object is being moved."""
+        move = self._moves_of(stored)
+        return move.direction if move is not None else ""
 
     def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
         """Return the tiers below the one of a group that it can go to, the nearest first."""
@@ -479,28 +465,23 @@ class Tiers:
                     found.append(to)
         return tuple(found)
 
-    def host_takes(self) -> int:
-        """Return the bytes of host copies that requests have reserved, and that are not made yet."""
-        return sum(move.host_takes for move in set(self._moves.values()))
+    def frees(self) -> Counter[str]:
+        """Return the bytes that the moves under way will free, by device."""
+        return sum((move.frees for move in {id(move): move for move in self._moves.values()}.values()), Counter())
 
-    def make_room(self, group: Sequence[StoredObject], to: Below) -> None:
+    def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin to move a group down."""
-        names = tuple(stored.object_id for stored in group)
-        self._ordered.update(names)
-        self._begin(self._make_room(names, group[0], to))
+        self._begin(self._give_way(self._enter(group, to, "down"), to))
 
-    async def _make_room(self, names: tuple[str, ...], stored: StoredObject, to: Below) -> None:
+    async def _give_way(self, move: Move, to: Below) -> None:
         try:
-            await self.move_down(stored, to, "room")
+            if await self._lower(move, to, "room") is None:
+                raise ServerBusy(f"others that share the memory of {_named(move.group[0])} came, or went")
         except Exception as error:
             problem = _failure_of(error).error
             assert isinstance(problem, SharedRPCError), "a failure of this process has its exception"
-            _log.info("%s does not make room: %s", _named(stored), problem)
-            self._ordered.difference_update(names)
-            self._room.not_moved(names, problem)
-        else:
-            self._ordered.difference_update(names)
-            self._room.moved(names)
+            _log.info("%s does not give way: %s", _named(move.group[0]), problem)
+            self._capacity.failed(move.group, problem)
 
     def copy_ahead(self, stored: StoredObject) -> None:
         """Copy an object in the background, for a later eviction, where it has a lower tier."""
@@ -515,10 +496,13 @@ class Tiers:
                 tier = self._lower_tier(group, "") if self._keeps(stored) and not stored.cold else None
                 if tier is not None and not self._has_copies(group, tier):
                     new = self._uncopied(group) if tier == "host" else list(_infos(group).values())
-                    host_takes = sum(info.nbytes for info in new) if tier == "host" else 0
-                    self._room.require_copies(len(new), host_takes)
-                    with self._moving(group, tier, host_takes) as move:
-                        await self._copy(move)
+                    self._capacity.require_descriptors(len(new))
+                    host = sum(info.nbytes for info in new) if tier == "host" else 0
+                    with self._capacity.take_host(host, drops=False) as reservation:
+                        move = self._enter(group, tier, "")
+                        move.host = reservation
+                        with self._moving(move):
+                            await self._copy(move)
         except SharedRPCError as error:
             _log.info("%s is not copied ahead of its eviction: %s", _named(stored), error)
 
@@ -535,26 +519,41 @@ class Tiers:
 
     async def _free(self, stored: StoredObject) -> None:
         """Wait until nothing moves an object, nor those that share its memory."""
-        while moves := [move for each in self._objects.group(stored) if (move := self._moves.get(each.object_id)) is not None]:
-            await moves[0].over.wait()
+        while (move := self._moves_of(stored)) is not None:
+            await move.over.wait()
+
+    def _moves_of(self, stored: StoredObject) -> Move | None:
+        """Return the move of an object, or of one that shares its memory."""
+        if not self._moves:
+            return None
+        return next((self._moves[one.object_id] for one in self._objects.group(stored) if one.object_id in self._moves), None)
+
+    def _enter(self, group: Sequence[StoredObject], to: Tier, direction: Literal["up", "down", ""]) -> Move:
+        """Note a move of a group, which nothing moves; :meth:`_moving` ends it."""
+        move = Move(group, to, direction)
+        for info in _infos(group).values() if direction == "down" else ():
+            if not group[0].cold:
+                move.frees[info.device] += info.nbytes
+            copy = self._objects.copies.get(info.id, "host")
+            if to == "file" and copy is not None:
+                move.frees[HOST] += copy.segment.info.nbytes
+        self._moves.update((member.object_id, move) for member in group)
+        return move
 
     @contextlib.contextmanager
-    def _moving(self, group: Sequence[StoredObject], to: Tier, host_takes: int = 0) -> Iterator[_Move]:
-        """Enter a move of a group, which nothing moves, for the time of the block."""
-        move = _Move(group, to, host_takes=host_takes)
-        members = [member.object_id for member in group]
-        self._moves.update(dict.fromkeys(members, move))
+    def _moving(self, move: Move) -> Iterator[None]:
+        """End a move with the block."""
         try:
-            yield move
+            yield
         except asyncio.CancelledError:
             move.cancel()
             raise
         finally:
-            for object_id in members:
-                del self._moves[object_id]
-                self._leases.unwatch(object_id)
+            for member in move.group:
+                del self._moves[member.object_id]
+                self._leases.unwatch(member.object_id)
             move.over.set()
-            self._room.changed()
+            self._capacity.changed()
 
     def _lower_tier(self, group: Sequence[StoredObject], to: str) -> Tier | None:
         """Return the tier to which a group is to be moved, None if there is nothing to move.
@@ -622,7 +621,7 @@ class Tiers:
         """Return the segments of a group without host memory of a copy, good or not."""
         return [info for info in _infos(group).values() if self._objects.copies.get(info.id, "host") is None]
 
-    async def _copy(self, move: _Move) -> int:
+    async def _copy(self, move: Move) -> int:
         """Make copies of a move's group; return how many bytes were copied. They are kept if they are good.
 
         Host memory of an earlier copy is written to again: new memory takes the driver longer than the copy does.
@@ -672,22 +671,25 @@ class Tiers:
                 self._objects.copies.add(info, copy)
             else:
                 copy.close()
-        move.host_takes = 0  # the copies count themselves
+        if move.host is not None:
+            move.host.release()  # the copies count themselves
         return move.done
 
     async def _spare_host(self, group: Sequence[StoredObject]) -> None:
         """Give the host memory of other objects' stale copies back, where a group's copies would find too little."""
         new, free = sum(info.nbytes for info in self._uncopied(group)), self._memory.host_free
-        if free is not None and new > free and self._room.drop_stale_copies(new - free, group):
+        if free is not None and new > free and self._capacity.drop_stale_copies(new - free, group):
             await until_freed()
 
-    async def _restore(self, stored: StoredObject, reason: MoveReason, aside: SetAside | None) -> list[MoveInfo]:
-        """Restore an object that is cold, and that nothing moves; see :meth:`move_up`.
+    async def _restore(
+        self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation | None
+    ) -> list[MoveInfo]:
+        """Restore a group that is cold.
 
-        :param aside: the room for it, None if there is to be room now.
+        :param reservation: of its memory, None where it is to be there now.
         """
         began, before = time.monotonic(), stored.tier
-        group = self._objects.group(stored)
+        group = move.group
         infos = _infos(group)
         # The object may be dropped meanwhile, and its copies with it.
         kept = [self._objects.copies.highest(segment_id) for segment_id in infos]
@@ -697,7 +699,8 @@ class Tiers:
             sizes[info.device] += info.nbytes
         borrowed = [copy.segment for copy in copies]
         try:
-            with self._moving(group, "device") as move, self._set_aside(aside, sizes, len(infos)):
+            with reservation or self._capacity.take(sizes) as reserved:
+                self._capacity.add_descriptors(reserved, len(infos))
                 segments = await self._memory.raise_(copies, list(infos.values()), move.note)
                 left = [member for member in group if self._keeps(member)]
                 used = _infos(left)
@@ -720,22 +723,6 @@ class Tiers:
                 own = info.device == "cpu"  # the object's own memory is its copy on the host
                 self._objects.copies.discard(segment_id, "file" if keeps and not own else None)
         return self._told(left, before, move.done, began, reason)
-
-    @contextlib.contextmanager
-    def _set_aside(self, aside: SetAside | None, sizes: Mapping[str, int], descriptors: int) -> Iterator[None]:
-        """Have room set aside for the time of the block."""
-        if aside is None:
-            aside = self._room.take(sizes, descriptors)
-        else:
-            try:
-                self._room.add_descriptors(aside, descriptors)
-            except SharedRPCError:
-                self._room.redeem(aside)
-                raise
-        try:
-            yield
-        finally:
-            self._room.redeem(aside)
 
     def _lost(self, group: Sequence[StoredObject], error: RecordError) -> StaleHandleError:
         """Drop objects whose bytes cannot be had any more, whoever holds them."""

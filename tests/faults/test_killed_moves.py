@@ -314,7 +314,7 @@ def test_the_steps_of_workers_are_all(broker_app: BrokerApp, killing: Killing, s
 #: The functions of a broker, with their modules.
 OF_BROKERS = {
     "Tiers.move_down": "shared_rpc.server.tiers",
-    "Tiers.move_up": "shared_rpc.server.tiers",
+    "Tiers._restore": "shared_rpc.server.tiers",
     "Tiers._copy": "shared_rpc.server.tiers",
     "DeviceMemory.lower": "shared_rpc.execution.device_memory",
     "DeviceMemory.raise_": "shared_rpc.execution.device_memory",
@@ -346,12 +346,12 @@ EVICTING = [
     "after Tiers.move_down, after RemoteCaller.reply",
 ]
 RESTORING = [
-    "before Tiers.move_up",
+    "before Tiers._restore",
     "after DeviceMemory.raise_",
     "before ObjectStore.warm",
     "after ObjectStore.warm",
-    "after Tiers.move_up",
-    "after Tiers.move_up, after RemoteCaller.reply",
+    "after Tiers._restore",
+    "after Tiers._restore, after RemoteCaller.reply",
 ]
 #: Moves of memory of the host, which the broker copies itself, and of a GPU.
 BROKERING = {
@@ -450,5 +450,7 @@ def test_the_steps_of_brokers_are_all(broker_app: BrokerApp, manager: ServiceMan
         with subject.move(move) as session:
             assert isinstance(session.heard(), t.Moved)
         places = passed()
-        begun = next(number for number, place in enumerate(places) if place.startswith("before Tiers.move"))
+        begun = next(
+            number for number, place in enumerate(places) if place in ("before Tiers.move_down", "before Tiers._restore")
+        )
         assert not between(places[begun:], [*EVICTING, *RESTORING, *STORING, *steps]), (device, move)

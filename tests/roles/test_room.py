@@ -100,7 +100,7 @@ def ask(threads: ThreadPoolExecutor) -> Callable[..., Future[Any]]:
 
 def in_line(server: Server) -> int:
     """How many requests wait for room."""
-    return server.engine.ask(lambda core: len(core.room))
+    return server.engine.ask(lambda core: len(core.capacity))
 
 
 def used(client: Client, device: str) -> int:

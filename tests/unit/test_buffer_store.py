@@ -16,9 +16,9 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
+from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.quotas import Quotas
 from tests.unit.test_store import Shelf, record_of
 
 #: What a device of these tests has, in bytes.
@@ -31,7 +31,7 @@ class Buffers(Shelf):
     def __init__(self, max_bytes: int | None = None, capacity: int = 100, **limits: int) -> None:
         super().__init__(max_bytes)
         self.table = BufferTable(self.store, self.leases, self.clock, capacity=capacity)
-        self.quotas = Quotas(self.store, self.leases, limits, lambda session: ord(session) - ord("a") + 1)
+        self.capacity = Capacity(self.store, self.leases, self.clock, Mock(), lambda session: ord(session) - 96, Mock(), limits)
 
     def make(
         self,
@@ -271,19 +271,17 @@ def test_results_and_buffers_share_a_quota(limited: Buffers) -> None:
     gpu = SegmentInfo("elsewhere", 5000, "GPU-1")
     with Segment.owning(gpu, os.open(os.devnull, os.O_RDONLY)) as segment:
         limited.table.add("a", Record(b"", EMPTY_TABLE, [segment], 5000), None, None)
-        assert (limited.quotas.used("cpu"), limited.quotas.used("GPU-1")) == (200, 5000)
-    limited.quotas.promise("cpu", 100, TOTAL)
+        assert (limited.capacity.used("cpu"), limited.capacity.used("GPU-1")) == (200, 5000)
+    limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
     with pytest.raises(ServerBusy, match=r"1 bytes on cpu do not fit: the quota .* is 300, and 300 are in use"):
-        limited.quotas.promise("cpu", 1, TOTAL)
+        limited.capacity.take({"cpu": 1}, totals={"cpu": TOTAL})
 
 
-def test_what_is_promised_counts(limited: Buffers) -> None:
+def test_reservations_count(limited: Buffers) -> None:
     """Several that are made at once do not all get the last bytes; what comes to nothing is given back."""
-    limited.quotas.promise("cpu", 200, TOTAL)
-    with pytest.raises(ServerBusy):
-        limited.quotas.promise("cpu", 101, TOTAL)
-    limited.quotas.redeem("cpu", 200)
-    limited.quotas.promise("cpu", 300, TOTAL)
+    with limited.capacity.take({"cpu": 200}, totals={"cpu": TOTAL}), pytest.raises(ServerBusy):
+        limited.capacity.take({"cpu": 101}, totals={"cpu": TOTAL})
+    limited.capacity.take({"cpu": 300}, totals={"cpu": TOTAL})
 
 
 def test_idle_results_make_room(limited: Buffers) -> None:
@@ -291,9 +289,9 @@ def test_idle_results_make_room(limited: Buffers) -> None:
     first, second = limited.add("f(1)"), limited.add("f(2)")
     limited.add("f(3)", holders="a")
     limited.store.lookup("f(1)")
-    limited.quotas.promise("cpu", 100, TOTAL)
+    limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
     assert limited.dropped == [second]
-    limited.quotas.promise("cpu", 100, TOTAL)
+    limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
     assert limited.dropped == [second, first]
 
 
@@ -302,8 +300,8 @@ def test_nothing_is_evicted_in_vain(limited: Buffers) -> None:
     limited.add("f(1)", "shared")
     limited.add("f(2)", "shared", "own", holders="a")
     with pytest.raises(ServerBusy):
-        limited.quotas.promise("cpu", 101, TOTAL)
-    assert limited.dropped == [] and limited.quotas.used("cpu") == 200
+        limited.capacity.take({"cpu": 101}, totals={"cpu": TOTAL})
+    assert limited.dropped == [] and limited.capacity.used("cpu") == 200
 
 
 def test_the_refusal_names_who_holds_the_most(limited: Buffers) -> None:
@@ -312,7 +310,7 @@ def test_the_refusal_names_who_holds_the_most(limited: Buffers) -> None:
     limited.make(session="b", name="large", nbytes=120)
     limited.release("a", limited.make(name="idle", nbytes=90))
     with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 120 bytes, and 90 bytes are buffers without holders"):
-        limited.quotas.promise("cpu", 100, TOTAL)
+        limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
 
 
 def test_who_holds_the_most_holds_each_byte_once(limited: Buffers) -> None:
@@ -324,15 +322,15 @@ def test_who_holds_the_most_holds_each_byte_once(limited: Buffers) -> None:
     limited.add("f(3)", "over", holders="b")
     limited.release("b", limited.make(session="b", name="over", nbytes=100))
     with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 210 bytes, and 0 bytes are buffers without holders"):
-        limited.quotas.promise("cpu", 100, TOTAL)
+        limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
 
 
 def test_no_bytes_always_fit(limited: Buffers) -> None:
     """Where what clients hold is over the quota already, too."""
     limited.add("f(1)", "a", "b", "c", "d", holders="a")
-    limited.quotas.promise("cpu", 0, TOTAL)
+    limited.capacity.take({"cpu": 0}, totals={"cpu": TOTAL})
     with pytest.raises(ServerBusy):
-        limited.quotas.promise("cpu", 1, TOTAL)
+        limited.capacity.take({"cpu": 1}, totals={"cpu": TOTAL})
 
 
 @pytest.mark.parametrize(("quota", "total", "limit"), [(300, TOTAL, 300), (TOTAL * 2, TOTAL, TOTAL), (None, TOTAL, TOTAL)])
@@ -340,15 +338,15 @@ def test_what_never_fits_is_refused_as_such(quota: int | None, total: int, limit
     """More than the quota, or than the device has: waiting would not help."""
     limits = {} if quota is None else {"cpu": quota}
     buffers = Buffers(**limits)
-    buffers.quotas.promise("cpu", limit, total)
+    buffers.capacity.take({"cpu": limit}, totals={"cpu": total})
     with pytest.raises(CapabilityError, match=f"are more than .*, {limit}: ask for less"):
-        buffers.quotas.promise("cpu", limit + 1, total)
+        buffers.capacity.take({"cpu": limit + 1}, totals={"cpu": total})
 
 
 def test_without_a_quota_results_are_not_asked(buffers: Buffers) -> None:
     """Their memory is there already, whatever the device has."""
-    buffers.quotas.promise("cpu", TOTAL * 10)
-    assert buffers.quotas.used("cpu") == TOTAL * 10
+    buffers.capacity.take({"cpu": TOTAL * 10})
+    assert buffers.capacity.used("cpu") == TOTAL * 10
 
 
 # Sizes.

@@ -168,8 +168,8 @@ class ObjectStore:
         self.descriptors = descriptors or Descriptors()
         self.copies = Copies(self.descriptors)
         self._incarnations = Incarnations()
-        #: Whether requests wait for room: then whoever is to use an object anew may have to wait too, see
-        #: :meth:`shared_rpc.server.device_room.Room.must_wait`.
+        #: Whether requests wait for capacity: then a session that is to use an object may have to wait too, see
+        #: :meth:`shared_rpc.server.capacity.Capacity.must_wait`.
         self.contended = False
         self._leases = leases
         self._clock = clock
@@ -451,7 +451,7 @@ class ObjectStore:
             self.unlist(stored)
         return len(matching)
 
-    def make_room(self, amount: int, size: Callable[[SegmentInfo], int], *, of_copy: int = 0) -> bool:
+    def drop_idle(self, amount: int, size: Callable[[SegmentInfo], int], *, of_copy: int = 0) -> bool:
         """Evict cached objects without a lease, the least recently used first, until segments are gone that ``amount`` is the
         size of. False, and nothing is evicted, where all of them are not enough.
 

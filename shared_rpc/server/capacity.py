@@ -1,0 +1,820 @@
+"""Capacity of a server's devices, and of its host for copies: who waits for it, whose turn it is, and what gives way.
+
+Everything that takes memory reserves it here: results, buffers, restored objects and host copies. Rules:
+
+- Requests are served in the order in which they came, device by device. One that waits for a device holds up all later ones
+  for that device, those too that need no memory. This prevents starvation: no later request overtakes an earlier one, and an
+  object that is in use all the time comes to rest.
+- With the first request for an object all that wait for it are granted. Those that come later queue again.
+- What is not in use gives way, the least recently used first; objects that a request waits for go last. Nothing gives way
+  unless all of it together is enough.
+- An object goes to the nearest lower tier that has capacity for it. On the host, copies of objects that are on their devices
+  give way first, and then the objects that lie there, to files. An object without a lower tier is dropped.
+- A request that could not be granted if everything gave way, pinned objects excepted, is refused. A server that does not evict
+  refuses whatever dropping cached objects without holders does not make fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
+from shared_rpc.execution.outcomes import Failure
+from shared_rpc.memory.records import Record
+from shared_rpc.protocol.records import SegmentInfo
+from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.tasks import TASK_SESSION
+from shared_rpc.server.state.tiers import STALE
+
+_log = logging.getLogger("shared_rpc.server")
+
+#: A tier below a device, where the bytes of an object can lie.
+Below = Literal["host", "file"]
+#: Those tiers, the nearest first.
+BELOW: tuple[Below, ...] = ("host", "file")
+
+#: The host memory of copies: a device like the others here, whose quota is the host quota.
+HOST = "host copies"
+#: Seconds after which an object is moved again whose move failed: because somebody used it meanwhile, or for another reason.
+_AGAIN_SOON, _AGAIN = 0.1, 5.0
+#: Holders, and other things, that an error lists.
+_SHOWN = 5
+_QUOTA, _ALL = "the quota (--quota, or Server(quotas=...))", "the device's memory"
+
+
+class Mover(Protocol):
+    """The moves of a server's objects between tiers."""
+
+    def users(self, stored: StoredObject) -> Sequence[str]:
+        """Return the sessions that use an object: it cannot leave its devices."""
+
+    def is_moving(self, stored: StoredObject) -> bool:
+        """Return whether an object is being moved, or is about to be used."""
+
+    def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
+        """Return where an object is being moved, ``""`` if it stays."""
+
+    def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
+        """Return the tiers below the one of a group that it can go to, the nearest first."""
+
+    def frees(self) -> Counter[str]:
+        """Return the bytes that the moves under way will free, by device."""
+
+    def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
+        """Begin to move a group down. What fails is reported to :meth:`Capacity.failed`."""
+
+
+class Reservation:
+    """Bytes by device, and descriptors, that are reserved until they are an object's. A context ends it."""
+
+    def __init__(self, capacity: Capacity, sizes: Mapping[str, int], descriptors: int = 0) -> None:
+        self._capacity = capacity
+        self.sizes = Counter(sizes)
+        self.descriptors = descriptors
+
+    def release(self) -> None:
+        """End the reservation: the memory counts as an object's, or was never made. Harmless if it has ended."""
+        sizes, self.sizes = self.sizes, Counter()
+        descriptors, self.descriptors = self.descriptors, 0
+        self._capacity._end(sizes, descriptors)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """One request in the queue: for ``sizes``, in bytes by device, or for an object to be on its devices.
+
+    ``reservation`` has what was reserved at once, on devices without a quota. ``patient``: whether it waits where nothing that
+    could give way is enough.
+    """
+
+    owner: Hashable
+    reservation: Reservation
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    stored: StoredObject | None = None
+    patient: bool = True
+    granted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Candidate(NamedTuple):
+    """Objects that share memory, and what their leaving would free; without a tier in ``below`` they are dropped.
+
+    ``host_bytes`` is what they take in host copies, and ``host_ready`` what of it is allocated already.
+    """
+
+    group: Sequence[StoredObject]
+    frees: Mapping[str, int]
+    below: tuple[Below, ...] = ()
+    host_bytes: int = 0
+    host_ready: int = 0
+
+
+class _HostCopies(NamedTuple):
+    """Host copies of objects. ``cold``: the objects lie there, and can only go to files."""
+
+    group: Sequence[StoredObject]
+    nbytes: int
+    cold: bool
+
+
+class Capacity:
+    """The capacity of a server's devices. On its loop only.
+
+    A dropped object's memory counts as free at once, though freeing it may take time: see :mod:`shared_rpc.execution.freeing`.
+
+    :param wake_within: called when :meth:`expire` is to be called in so many seconds.
+    :param pid_of: the process behind a session, for people.
+    :param mover: returns what moves objects between tiers.
+    :param limits: the quotas in bytes, by device.
+    :param when_full: whether requests without capacity wait until something has been evicted, or are refused.
+    :param host_quota: bytes of host copies, None for any amount.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        leases: LeaseTable,
+        clock: Clock,
+        wake_within: Callable[[float], None],
+        pid_of: Callable[[str], int],
+        mover: Callable[[], Mover],
+        limits: Mapping[str, int],
+        *,
+        when_full: Literal["evict", "refuse"] = "refuse",
+        host_quota: int | None = None,
+    ) -> None:
+        self._objects = objects
+        self._leases = leases
+        self._clock = clock
+        self._wake_within = wake_within
+        self._pid_of = pid_of
+        self._mover = mover
+        self._host_limit = host_quota
+        self.evicts = when_full == "evict"
+        #: Bytes that are reserved, by device.
+        self._taken: Counter[str] = Counter()
+        #: Requests that wait, the first one first; and those of them that have an owner outside.
+        self._queue: OrderedDict[_Request, None] = OrderedDict()
+        self._asked: dict[Hashable, _Request] = {}
+        #: The tasks of :meth:`ask`.
+        self._tasks: dict[Hashable, asyncio.Task[None]] = {}
+        #: Objects that could not be moved: until when they are left alone, and why.
+        self._failed: dict[str, tuple[float, str]] = {}
+        self._waking = False
+        self.set_limits(limits)
+
+    # The amounts.
+
+    def set_limits(self, limits: Mapping[str, int]) -> None:
+        """Replace the quotas; objects that exceed one stay until something needs their memory."""
+        self._limits = dict(limits)
+        if self._host_limit is not None:
+            self._limits[HOST] = self._host_limit
+        self.changed()
+
+    def limit(self, device: str) -> int | None:
+        """Return the quota of a device in bytes, None where there is none."""
+        return self._limits.get(device)
+
+    def used(self, device: str) -> int:
+        """Return the bytes of a device that objects take, or that are reserved."""
+        taken = self._objects.copies.nbytes("host") if device == HOST else self._objects.used(device)
+        return taken + self._taken[device]
+
+    def needs_of(self, record: Record) -> tuple[dict[str, int], int]:
+        """Return what a record would add to the objects that are there: bytes by device, and descriptors."""
+        new = {segment.info.id: segment.info for segment in record.segments if self._objects.segment(segment.info.id) is None}
+        return _by_device(new), len(new)
+
+    def _free(self, device: str) -> int:
+        return self._limits[device] - self.used(device)
+
+    # Reservations.
+
+    @contextlib.asynccontextmanager
+    async def reserve(
+        self,
+        owner: Hashable,
+        sizes: Mapping[str, int],
+        *,
+        descriptors: int = 0,
+        totals: Mapping[str, int] | None = None,
+        first: bool = False,
+        patient: bool = True,
+    ) -> AsyncIterator[Reservation]:
+        """Reserve memory for the time of the block, which is entered when there is some.
+
+        :param owner: identifies the request, see :meth:`why`.
+        :param sizes: bytes by device, that are about to be made, or are made.
+        :param descriptors: how many the memory will have.
+        :param totals: the memory of devices, which is the limit where there is no quota; by default there is none then.
+        :param first: before all who wait, because the turn of ``owner`` had come already.
+        :param patient: False to be refused where nothing that could give way is enough now.
+        :raises CapabilityError: if there can never be so much.
+        :raises ServerBusy: if there is none, and requests do not wait; or if it never has capacity beside pinned objects.
+        """
+        request = self._enter(owner, sizes, None, descriptors, totals or {}, first=first, patient=patient)
+        with await self._granted(request) as reservation:
+            yield reservation
+
+    async def reserve_for(self, owner: Hashable, stored: StoredObject, *, first: bool = False) -> Reservation:
+        """Wait, in a server that evicts, until an object may be restored or used; return the reservation for restoring it.
+
+        That is empty if the object is on its devices, or being restored for another request.
+        """
+        return await self._granted(self._enter(owner, {}, stored, 0, {}, first=first))
+
+    def take(self, sizes: Mapping[str, int], descriptors: int = 0, totals: Mapping[str, int] | None = None) -> Reservation:
+        """Reserve memory that is there now; cached objects without holders are dropped for it.
+
+        :raises CapabilityError: if there can never be so much.
+        :raises ServerBusy: if there is none now.
+        """
+        reservation = Reservation(self, {})
+        try:
+            for device, nbytes in sizes.items():
+                self._require(device, nbytes, (totals or {}).get(device))
+                reservation.sizes[device] += nbytes
+                self._taken[device] += nbytes
+            self.add_descriptors(reservation, descriptors)
+        except SharedRPCError:
+            reservation.release()
+            raise
+        return reservation
+
+    def add_descriptors(self, reservation: Reservation, count: int) -> None:
+        """Reserve descriptors too.
+
+        :raises ServerBusy: if there are none.
+        """
+        self.require_descriptors(count)
+        self._objects.descriptors.used += count
+        reservation.descriptors += count
+
+    def take_host(self, nbytes: int, spared: Collection[StoredObject] = (), *, drops: bool = True) -> Reservation:
+        """Reserve host memory for copies that are made now.
+
+        :param spared: objects whose copies stay.
+        :param drops: whether copies of other objects that are on their devices are dropped for it.
+        :raises ServerBusy: if there is none now.
+        """
+        if self._host_limit is not None and nbytes:
+            names = {stored.object_id for stored in spared}
+            droppable = [one for one in self._host_copies() if drops and not one.cold and names.isdisjoint(_ids(one.group))]
+            ordered = sum(request.sizes.get(HOST, 0) for request in self._queue)
+            used = self.used(HOST) + ordered
+            excess = used + nbytes - self._host_limit
+            if excess > sum(one.nbytes for one in droppable):
+                raise ServerBusy(
+                    f"{nbytes} bytes of host copies do not fit: the limit (--host-quota, or Server(host_quota=...)) is "
+                    f"{self._host_limit}, and {used} are in use or reserved. Restore or drop objects that are there, or move "
+                    f"them to files"
+                )
+            for one in droppable:
+                if excess > 0:
+                    self._drop_copies(one.group)
+                    excess -= one.nbytes
+        self._taken[HOST] += nbytes
+        return Reservation(self, {HOST: nbytes})
+
+    def drop_stale_copies(self, nbytes: int, spared: Collection[StoredObject]) -> bool:
+        """Drop stale host copies until so many bytes of them are gone; return whether any is.
+
+        :param spared: objects whose copies stay.
+        """
+        dropped = 0
+        names = {stored.object_id for stored in spared}
+        for one in list(self._host_copies()):
+            if dropped < nbytes and not one.cold and names.isdisjoint(_ids(one.group)) and self._is_stale(one.group):
+                self._drop_copies(one.group)
+                dropped += one.nbytes
+        return dropped > 0
+
+    def _is_stale(self, group: Sequence[StoredObject]) -> bool:
+        copies = [self._objects.copies.get(name, "host") for name in _infos(group)]
+        return all(copy is None or copy.revision == STALE for copy in copies)
+
+    def _end(self, sizes: Mapping[str, int], descriptors: int) -> None:
+        self._taken.subtract(sizes)
+        self._objects.descriptors.used -= descriptors
+        if sizes:
+            self.changed()
+
+    # Requests that are answered by a call: of parts that are no coroutines.
+
+    def ask(
+        self,
+        owner: Hashable,
+        sizes: Mapping[str, int],
+        granted: Callable[[Reservation], None],
+        refused: Callable[[Failure], None],
+        *,
+        descriptors: int = 0,
+        first: bool = False,
+    ) -> None:
+        """Reserve memory, see :meth:`reserve`. One of the callbacks is called once, perhaps at once, or ``owner`` leaves."""
+        try:
+            request = self._enter(owner, sizes, None, descriptors, {}, first=first)
+        except SharedRPCError as error:
+            _answer(functools.partial(refused, Failure.of(error)))
+            return
+        if request.granted:
+            _answer(functools.partial(granted, request.reservation))
+            return
+
+        async def wait() -> None:
+            try:
+                reservation = await self._granted(request)
+                call = functools.partial(granted, reservation)
+            except SharedRPCError as error:
+                call = functools.partial(refused, Failure.of(error))
+            self._tasks.pop(owner, None)
+            _answer(call)
+
+        self._tasks[owner] = asyncio.get_running_loop().create_task(wait())
+
+    def leave(self, owner: Hashable) -> bool:
+        """Forget a request of :meth:`ask`; False if there is none."""
+        task = self._tasks.pop(owner, None)
+        if task is None:
+            return False
+        task.cancel()
+        self._leave(self._asked[owner])
+        return True
+
+    def stop(self) -> None:
+        """Answer no request of :meth:`ask` any more."""
+        for owner in tuple(self._tasks):
+            self.leave(owner)
+
+    # The queue.
+
+    def _enter(
+        self,
+        owner: Hashable,
+        sizes: Mapping[str, int],
+        stored: StoredObject | None,
+        descriptors: int,
+        totals: Mapping[str, int],
+        *,
+        first: bool,
+        patient: bool = True,
+    ) -> _Request:
+        """Queue a request, unless it is granted or refused at once."""
+        at_once = sizes if not self.evicts else {name: sizes[name] for name in sizes.keys() - self._limits.keys()}
+        request = _Request(owner, self.take(at_once, descriptors, totals), sizes, stored, patient)
+        if not self.evicts:
+            request.granted = True
+            return request
+        try:
+            self._check(self._needs(request))
+            self._queue[request] = None
+            if first:
+                self._queue.move_to_end(request, last=False)
+            if owner is not None:
+                self._asked[owner] = request
+            self._objects.contended = bool(self._asked)
+            self._serve(request)
+        except SharedRPCError:
+            self._leave(request)
+            raise
+        return request
+
+    async def _granted(self, request: _Request) -> Reservation:
+        try:
+            while not request.granted:
+                await request.changed.wait()
+                request.changed.clear()
+                self._serve(request)
+        except BaseException:
+            self._leave(request)
+            raise
+        return request.reservation
+
+    def _leave(self, request: _Request) -> None:
+        """Take a request out of the queue that is refused or not wanted any more."""
+        self._forget(request)
+        request.reservation.release()
+        self.changed()
+
+    def _forget(self, request: _Request) -> None:
+        self._queue.pop(request, None)
+        if self._asked.get(request.owner) is request:
+            del self._asked[request.owner]
+        self._objects.contended = bool(self._asked)
+
+    def __len__(self) -> int:
+        """Count the requests that wait."""
+        return len(self._asked)
+
+    def changed(self) -> None:
+        """Look soon whether there is capacity now: something is not in use any more, or has gone."""
+        if self._queue and not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        held_up: set[str] = set()
+        for request in self._queue:
+            if held_up >= self._limits.keys():
+                return
+            needs = self._needs(request)
+            if held_up.isdisjoint(needs):
+                request.changed.set()
+            held_up |= needs.keys()
+
+    def failed(self, group: Sequence[StoredObject], error: SharedRPCError) -> None:
+        """Note that objects could not give way: they are tried again, soon where that was because somebody used them."""
+        again = _AGAIN_SOON if isinstance(error, ServerBusy) else _AGAIN
+        for stored in group:
+            self._failed[stored.object_id] = self._clock.now() + again, str(error)
+        self._wake_within(again)
+        self.changed()
+
+    def expire(self) -> float | None:
+        """Forget failures of long ago; return the seconds until the next one is, None for never."""
+        now, before = self._clock.now(), len(self._failed)
+        self._failed = {name: failure for name, failure in self._failed.items() if failure[0] > now}
+        if len(self._failed) < before:
+            self.changed()
+        return min((until - now for until, _ in self._failed.values()), default=None)
+
+    def must_wait(self, session: str, stored: StoredObject) -> bool:
+        """Return whether a session that is to use an object has to ask for it, because others wait for capacity where it is.
+
+        One that uses it already is never held up.
+        """
+        if not self._asked or session in self._leases.active(stored.object_id):
+            return False
+        devices = _by_device(_infos(self._objects.group(stored))).keys()
+        return any(self._needs(request).keys() & devices for request in self._queue)
+
+    def _needs(self, request: _Request) -> dict[str, int]:
+        """Return the bytes that a request needs, by each device with a quota that it has to do with.
+
+        An object that is gone needs nothing: whoever asked for it will find that out.
+        """
+        sizes, missing = request.sizes, request.sizes
+        if request.stored is not None:
+            if self._objects.get(request.stored.object_id) is not request.stored:
+                return {}
+            sizes = _by_device(_infos(self._objects.group(request.stored)))
+            there = not request.stored.cold or self._mover().direction(request.stored) == "up"
+            missing = {} if there else sizes
+        return {device: missing.get(device, 0) for device, nbytes in sizes.items() if nbytes and device in self._limits}
+
+    def _serve(self, request: _Request) -> None:
+        """Grant a request if it is its turn and there is capacity; else have something give way for it.
+
+        :raises ServerBusy, CapabilityError: if it is refused.
+        """
+        for earlier in self._queue:
+            if earlier is request:
+                break
+            if not self._needs(earlier).keys().isdisjoint(self._needs(request)):
+                return
+        while not request.granted:
+            needs = self._needs(request)
+            self._check(needs)
+            if request.stored is not None and self._mover().direction(request.stored) == "down":
+                return  # it comes back from there
+            # An object that is there needs no capacity, however full its devices are.
+            lack = Counter({device: nbytes - self._free(device) for device, nbytes in needs.items() if nbytes})
+            if not +lack:
+                self._grant(request, needs)
+                return
+            lack -= self._mover().frees()
+            if not lack:
+                return
+            if not (self._make_way_on_host(lack[HOST]) if HOST in lack else self._make_way(lack)):
+                if not request.patient:
+                    raise ServerBusy(f"there is no capacity for {lack.total()} bytes of host copies now")
+                return
+
+    def _grant(self, request: _Request, needs: Mapping[str, int]) -> None:
+        joining = [other for other in self._queue if other.stored is not None and other.stored is request.stored]
+        for other in {request, *joining}:
+            other.granted = True
+            other.changed.set()
+            self._forget(other)
+        taken = +Counter(needs)
+        self._taken.update(taken)
+        request.reservation.sizes.update(taken)
+        self.changed()
+
+    def _check(self, needs: Mapping[str, int]) -> None:
+        """Check that a request can be granted some time.
+
+        :raises CapabilityError: if it is larger than a quota.
+        :raises ServerBusy: if it has no capacity beside pinned objects.
+        """
+        for device, nbytes in needs.items():
+            limit = self._limits[device]
+            pinned = [stored for stored in self._objects if stored.pinned and not stored.cold]
+            beside = _by_device(_infos(pinned)).get(device, 0)
+            if nbytes > limit:
+                raise CapabilityError(f"{nbytes} bytes on {device} are more than {_QUOTA}, {limit}: ask for less")
+            if nbytes > 0 and nbytes + beside > limit:
+                names = [_named(stored) for stored in pinned if _bytes_on(stored, device)]
+                raise ServerBusy(
+                    f"{nbytes} bytes on {device} have no room beside what is pinned there: {_QUOTA} is {limit}, and {beside} "
+                    f"bytes are {', '.join(names[:_SHOWN])}. Invalidate and release these, or pin less"
+                )
+
+    # What gives way.
+
+    def _make_way(self, lack: Mapping[str, int]) -> bool:
+        """Have objects leave their devices; return False if all that may leave is not enough."""
+        left, host = Counter(lack), self._obtainable()
+        plan: list[tuple[_Candidate, Below | None]] = []
+        for one in self._requested_last(self._candidates()):
+            if not left:
+                break
+            if not any(one.frees.get(device) for device in left):
+                continue
+            fits = [to for to in one.below if to != "host" or host is None or one.host_bytes <= host]
+            if one.below and not fits:
+                continue
+            to = fits[0] if fits else None
+            if to == "host" and host is not None:
+                host -= one.host_bytes
+            plan.append((one, to))
+            left -= Counter(one.frees)
+        if left:
+            return False
+        for one, to in plan:
+            if to is not None:
+                self._mover().give_way(one.group, to)
+            else:
+                for stored in one.group:
+                    self._objects.unlist(stored)
+        return True
+
+    def _make_way_on_host(self, lack: int) -> bool:
+        """Drop copies on the host, or move objects from there to files; return False if all of it is not enough."""
+        found = sorted(self._requested_last(self._host_copies()), key=lambda copies: copies.cold)
+        if sum(copies.nbytes for copies in found) < lack:
+            return False
+        for copies in found:
+            if lack <= 0:
+                break
+            lack -= copies.nbytes
+            if copies.cold:
+                self._mover().give_way(copies.group, "file")
+            else:
+                self._drop_copies(copies.group)
+        return True
+
+    def _obtainable(self) -> int | None:
+        """Return the bytes that host copies can have if all gives way that may, None for no limit."""
+        if self._host_limit is None:
+            return None
+        waiting = sum(request.sizes.get(HOST, 0) for request in self._queue)
+        copies = sum(copies.nbytes for copies in self._requested_last(self._host_copies()))
+        return self._free(HOST) - waiting + self._mover().frees()[HOST] + copies
+
+    def _requested_last(self, found: Iterable[_One]) -> list[_One]:
+        """Return what can be moved now; what a request waits for comes last."""
+        wanted = {request.stored for request in self._queue}
+        movable = [one for one in found if self._failed.keys().isdisjoint(_ids(one.group))]
+        return sorted(movable, key=lambda one: not wanted.isdisjoint(one.group))
+
+    def _candidates(self) -> Iterator[_Candidate]:
+        """Yield what can leave its devices: neither used nor pinned, and not being moved."""
+        mover = self._mover()
+        for group in self._groups():
+            if group[0].cold or any(mover.is_moving(stored) for stored in group):
+                continue
+            below, infos = mover.below(group), _infos(group)
+            if below and any(mover.users(stored) or stored.pinned for stored in group):
+                continue
+            if below:
+                total = sum(info.nbytes for info in infos.values())
+                ready = sum(info.nbytes for info in infos.values() if self._objects.copies.get(info.id, "host") is not None)
+                yield _Candidate(group, _by_device(infos), below, total, ready)
+            elif all(map(self._is_droppable, group)):
+                yield _Candidate(group, _by_device(infos))
+            else:
+                yield from self._parts(group)
+
+    def _parts(self, group: Sequence[StoredObject]) -> Iterator[_Candidate]:
+        """Yield those of a group that can be dropped, with the memory that is theirs alone."""
+        users = Counter(name for stored in group for name in _infos([stored]))
+        for stored in filter(self._is_droppable, group):
+            alone = {name: info for name, info in _infos([stored]).items() if users[name] == 1}
+            if alone:
+                yield _Candidate([stored], _by_device(alone))
+
+    def _is_droppable(self, stored: StoredObject) -> bool:
+        cached = stored.listed and stored.cache_key is not None
+        return cached and not stored.pinned and not self._leases.held(stored.object_id)
+
+    def _host_copies(self) -> Iterator[_HostCopies]:
+        """Yield the host copies that can be dropped, and those that can go to files; none of objects that are being moved."""
+        mover, copies = self._mover(), self._objects.copies
+        for group in self._groups() if copies.nbytes("host") else ():
+            if any(mover.is_moving(stored) for stored in group):
+                continue
+            found = [copy for name in _infos(group) if (copy := copies.get(name, "host")) is not None]
+            nbytes = sum(copy.segment.info.nbytes for copy in found)
+            if found and not group[0].cold:
+                yield _HostCopies(group, nbytes, cold=False)
+            elif found and "file" in mover.below(group):
+                yield _HostCopies(group, nbytes, cold=True)
+
+    def _groups(self) -> list[list[StoredObject]]:
+        """Return all objects that have memory or copies, with those that share it; those that were used last come last."""
+        seen: set[str] = set()
+        groups = []
+        for stored in self._objects:
+            if stored.object_id not in seen and stored.record.segments:
+                groups.append(self._objects.group(stored))
+                seen.update(member.object_id for member in groups[-1])
+        return sorted(groups, key=lambda group: max(stored.last_accessed_at for stored in group))
+
+    def _drop_copies(self, group: Sequence[StoredObject]) -> None:
+        for name in _infos(group):
+            self._objects.copies.discard(name, "host")
+
+    # What a server that refuses requires.
+
+    def _require(self, device: str, nbytes: int, total: int | None) -> None:
+        quota = self._limits.get(device)
+        if quota is not None and (total is None or quota <= total):
+            limit, what = quota, _QUOTA
+        elif total is not None:
+            limit, what = total, _ALL
+        else:
+            return
+        if nbytes > limit:
+            raise CapabilityError(f"{nbytes} bytes on {device} are more than {what}, {limit}: ask for less")
+        excess = self.used(device) + nbytes - limit
+        if nbytes == 0 or excess <= 0:
+            return
+        if not self._objects.drop_idle(excess, lambda info: info.nbytes if info.device == device else 0):
+            raise ServerBusy(
+                f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
+                f"{self._largest_holders(device)}. Release handles, free buffers, or ask for less"
+            )
+
+    def relieve(self) -> bool:
+        """Drop some cached objects without holders for their descriptors; False if there are none."""
+        return any(self._objects.drop_idle(count, lambda info: 1, of_copy=1) for count in (64, 8, 1))
+
+    def require_descriptors(self, count: int) -> None:
+        """Check that objects may have so many descriptors more; cached objects without holders are dropped for it.
+
+        :raises ServerBusy: if they may not.
+        """
+        kept = self._objects.descriptors
+        excess = kept.used + count - kept.limit
+        if count == 0 or excess <= 0 or self._objects.drop_idle(excess, lambda info: 1, of_copy=1):
+            return
+        raise ServerBusy(
+            f"keeping the object needs {count} more file descriptors: {kept.used} of the {kept.limit} for objects, half of the "
+            f"process's limit, are in use: {self.descriptor_users()}. Release handles, fetch results of "
+            f"tasks, free buffers, or raise the limit (ulimit -n, LimitNOFILE= of a service)"
+        )
+
+    def descriptor_users(self) -> str:
+        """Describe the holders, for people."""
+        counts: Counter[str] = Counter()
+        clients: Counter[str] = Counter()
+        for stored in self._objects:
+            holders = self._leases.holders(stored.object_id)
+            held = [session for session in holders if not session.startswith(TASK_SESSION)]
+            clients.update(held)
+            if held:
+                counts["objects with leases"] += 1
+            elif holders:
+                counts["unfetched results of tasks"] += 1
+            elif stored.kind == "buffer":
+                counts["buffers without holders"] += 1
+        texts = [f"{count} by {what}" for what, count in counts.most_common()]
+        texts += [f"pid {self._pid_of(session)} holds the most, {count}" for session, count in clients.most_common(1)]
+        return ", ".join(texts) or "objects of other servers of this process, and revision pages"
+
+    def _largest_holders(self, device: str) -> str:
+        # By segment id: objects made over a buffer lie in its segment.
+        sessions: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        alone: dict[str, int] = {}
+        for stored in self._objects:
+            infos = [segment.info for segment in stored.record.segments if not segment.closed]
+            sizes = {info.id: info.nbytes for info in infos if info.device == device}
+            holders = self._leases.holders(stored.object_id)
+            for session in holders:
+                sessions[session].update(sizes)
+            if stored.kind == "buffer" and not holders:
+                alone.update(sizes)
+        held = Counter({session: sum(sizes.values()) for session, sizes in sessions.items() if sizes})
+        idle = sum(nbytes for name, nbytes in alone.items() if not any(name in sizes for sizes in sessions.values()))
+        texts = [f"pid {self._pid_of(session)} holds the most, {nbytes} bytes" for session, nbytes in held.most_common(1)]
+        return ", and ".join([*texts, f"{idle} bytes are buffers without holders"])
+
+    # Why a request waits.
+
+    def why(self, owner: Hashable, users: dict[str, str] | None = None) -> str:
+        """Return what a request waits for, and who holds it, for people; ``""`` if it does not wait.
+
+        :param users: the descriptions of who holds what, by device, for those who ask for many requests at once.
+        """
+        users = {} if users is None else users
+        request = self._asked.get(owner)
+        if request is None:
+            return ""
+        needs = self._needs(request)
+        for device in needs.keys() - users.keys():
+            users[device] = self._users(device)
+        wants = [
+            f"{nbytes} bytes on {device} wait for room: {self._limits[device]} is {_QUOTA}, and {self.used(device)} are in "
+            f"use: {users[device]}"
+            for device, nbytes in needs.items()
+        ]
+        ahead = list(self._asked.values()).index(request)
+        failures = list(self._failed.items())[:_SHOWN]
+        texts = [
+            *wants,
+            *([f"{ahead} requests are before this one"] if ahead else []),
+            *(f"object {object_id} could not be moved: {why}" for object_id, (_, why) in failures),
+        ]
+        return f"{'. '.join(texts)}. Suspend or release handles, free buffers, or ask for less"
+
+    def _users(self, device: str) -> str:
+        """Describe who holds what on a device, the largest first."""
+        held: list[tuple[int, str]] = []
+        for stored in self._objects:
+            nbytes = _bytes_on(stored, device)
+            if nbytes:
+                held.append((nbytes, f"{nbytes} bytes are {_named(stored)}, {self._state(stored)}"))
+        held.sort(key=lambda entry: -entry[0])
+        more = [f"{len(held) - _SHOWN} smaller ones"] if len(held) > _SHOWN else []
+        reserved = self.used(device) - sum(nbytes for nbytes, _ in held)
+        coming = [f"{reserved} bytes are set aside for what is being made"] if reserved > 0 else []
+        return "; ".join([*(text for _, text in held[:_SHOWN]), *more, *coming]) or "by nobody"
+
+    def _state(self, stored: StoredObject) -> str:
+        active = self._leases.active(stored.object_id)
+        pids = sorted({self._pid_of(session) for session in self._mover().users(stored)})
+        if pids:
+            return f"which pid {', '.join(map(str, pids[:_SHOWN]))} {'uses' if len(pids) == 1 else 'use'}"
+        if stored.pinned:
+            return "which is pinned"
+        holders = sorted({self._pid_of(session) for session in self._leases.holders(stored.object_id) - active})
+        if holders:
+            return f"which pid {', '.join(map(str, holders[:_SHOWN]))} suspended"
+        if self._mover().is_moving(stored):
+            return "which is being moved"
+        return "which a task keeps until it is fetched" if active else "which nobody uses"
+
+
+def _answer(call: Callable[[], None]) -> None:
+    """Answer a request: an error of its part must not affect the others."""
+    try:
+        call()
+    except Exception:
+        _log.exception("the callback of a request for capacity failed")
+
+
+_One = TypeVar("_One", _Candidate, _HostCopies)
+
+
+def _ids(group: Iterable[StoredObject]) -> set[str]:
+    return {stored.object_id for stored in group}
+
+
+def _infos(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:
+    """Return the segments of objects, by id."""
+    return {segment.info.id: segment.info for stored in group for segment in stored.record.segments}
+
+
+def _by_device(infos: Mapping[str, SegmentInfo]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for info in infos.values():
+        sizes[info.device] += info.nbytes
+    return dict(sizes)
+
+
+def _bytes_on(stored: StoredObject, device: str) -> int:
+    """Return the bytes that an object takes on a device."""
+    return 0 if stored.cold else _by_device(_infos([stored])).get(device, 0)
+
+
+def _named(stored: StoredObject) -> str:
+    """Return an object's name for people."""
+    return f"object {stored.object_id} of {stored.endpoint}()" if stored.kind == "result" else f"buffer {stored.object_id}"

@@ -1,0 +1,915 @@
+"""The rules of capacity: whose turn it is, and what gives way. Nothing is copied here; the clock is the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
+from shared_rpc.memory.copies import LowerCopy
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, Tier
+from shared_rpc.server.capacity import HOST, Below, Capacity, Reservation
+from shared_rpc.server.state.objects import StoredObject
+from shared_rpc.server.state.tiers import STALE
+from tests.unit.test_store import Shelf, record_of
+
+GPU, CPU = "GPU-1", "cpu"
+PLACES: tuple[Tier, ...] = ("device", "host", "file")
+
+
+def segment(info: SegmentInfo) -> Segment:
+    """A segment with a descriptor of its own."""
+    return Segment.owning(info, os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+
+
+class Move:
+    """A move of the model, which ends when the test says so."""
+
+    def __init__(self, group: Sequence[StoredObject], to: Tier) -> None:
+        self.group, self.to = list(group), to
+        self.direction: Literal["up", "down"] = "up" if to == "device" else "down"
+        self.begun = False
+        self.over, self.ends = asyncio.Event(), asyncio.Event()
+        self.error = ""
+        self.frees: Counter[str] = Counter()
+
+    @property
+    def names(self) -> list[str | None]:
+        """The keys of its objects."""
+        return [stored.cache_key for stored in self.group]
+
+
+class Ask:
+    """A request of the model: granted, refused, or in the queue."""
+
+    def __init__(self, session: str, sizes: dict[str, int], stored: StoredObject | None) -> None:
+        self.session, self.sizes, self.stored = session, sizes, stored
+        self.granted = self.there = False
+        self.error: Exception | None = None
+        self.done = asyncio.Event()
+        self.task: asyncio.Task[None]
+
+
+class World(Shelf):
+    """Objects, a mover whose moves end when the test says so, and their capacity. A session is a letter."""
+
+    def __init__(self, limits: dict[str, int], host_limit: int | None = None, **options: Any) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.capacity = Capacity(
+            self.store,
+            self.leases,
+            self.clock,
+            lambda seconds: None,
+            ord,
+            lambda: self,
+            limits,
+            **{"when_full": "evict", "host_quota": host_limit, **options},
+        )
+        self.limits = limits
+        self.tiers: dict[str, tuple[Below, ...]] = {}
+        self.moves: list[Move] = []
+        self.asked: list[Ask] = []
+
+    def close(self) -> None:
+        """End everything."""
+        for ask in self.asked:
+            ask.task.cancel()
+        self.turn()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.turn()
+        self.loop.close()
+        for stored in self.store:
+            for session in self.leases.holders(stored.object_id):
+                while self.leases.release(session, stored.object_id):
+                    pass
+        self.store.clear()
+
+    # The mover.
+
+    def users(self, stored: StoredObject) -> Sequence[str]:
+        """Return the sessions that have it active."""
+        return sorted(self.leases.active(stored.object_id))
+
+    def is_moving(self, stored: StoredObject) -> bool:
+        """Return whether a move has it."""
+        return bool(self.direction(stored))
+
+    def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
+        """Return where it goes."""
+        return next((move.direction for move in self.moves if stored in move.group), "")
+
+    def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
+        """Return those that the test has given it."""
+        tiers = self.tiers.get(group[0].object_id, ("host", "file"))
+        return tuple(to for to in tiers if PLACES.index(to) > PLACES.index(group[0].tier))
+
+    def frees(self) -> Counter[str]:
+        """Return what the moves free."""
+        return sum((move.frees for move in self.moves), Counter())
+
+    def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
+        """Begin a move."""
+        for stored in group:
+            assert not self.users(stored) and not stored.pinned and to in self.below(group) and not self.is_moving(stored)
+        move = Move(group, to)
+        new = 0
+        for info in self.infos(group):
+            copy = self.store.copies.get(info.id, "host")
+            if not group[0].cold:
+                move.frees[info.device] += info.nbytes
+            if to == "file" and copy is not None:
+                move.frees[HOST] += info.nbytes
+            new += info.nbytes if to == "host" and copy is None else 0
+        self.moves.append(move)
+        self.loop.create_task(self.lower(move, new))
+
+    async def lower(self, move: Move, new: int) -> None:
+        """Move a group down."""
+        try:
+            async with self.capacity.reserve(None, {HOST: new}, patient=False):
+                move.begun = True
+                await move.ends.wait()
+                if move.error:
+                    raise CapabilityError(move.error)
+                for info in self.infos(move.group):
+                    if self.store.copies.get(info.id, move.to) is None:
+                        self.store.copies.add(info, LowerCopy(segment(info), move.to))
+                self.store.evict(move.group, move.to)
+            self.moves.remove(move)
+        except SharedRPCError as error:
+            self.moves.remove(move)
+            self.capacity.failed(move.group, error)
+        move.over.set()
+        self.capacity.changed()
+
+    async def restore(self, move: Move, reservation: Reservation) -> None:
+        """Move an object up."""
+        with reservation:
+            await move.ends.wait()
+            if not move.error and self.store.get(move.group[0].object_id):
+                self.store.warm(move.group, [segment(info) for info in self.infos(move.group)])
+        self.moves.remove(move)
+        move.over.set()
+        self.capacity.changed()
+
+    # What happens.
+
+    def infos(self, group: Sequence[StoredObject]) -> list[SegmentInfo]:
+        """The segments of a group, each once."""
+        return list({one.info.id: one.info for stored in group for one in stored.record.segments}.values())
+
+    def turn(self, do: Callable[[], Any] = lambda: None) -> Any:
+        """Do something on the loop, and all that follows from it."""
+
+        async def play() -> Any:
+            done = do()
+            for _ in range(12):
+                await asyncio.sleep(0)
+            return done
+
+        return self.loop.run_until_complete(play())
+
+    def put(
+        self,
+        name: str,
+        sizes: dict[str, int],
+        place: Tier = "device",
+        *,
+        below: tuple[Below, ...] = ("host", "file"),
+        active: str = "",
+        ready: bool = False,
+        pinned: bool = False,
+        listed: bool = True,
+    ) -> StoredObject:
+        """An object that lies somewhere."""
+        self.clock.time += 1.0
+        segments = [segment(SegmentInfo(f"{name}-{device}", nbytes, device)) for device, nbytes in sizes.items()]
+        record = Record(b"", EMPTY_TABLE, segments, sum(sizes.values()))
+        stored = self.store.add("f", name, record, None, pinned=pinned, listed=listed)
+        self.tiers[stored.object_id] = below
+        for session in active:
+            self.leases.grant(session, stored.object_id)
+        self.store.settle(stored.object_id)
+        for tier in {*(["host"] if ready else []), *([place] if place != "device" else [])}:
+            self.copy(stored, tier)
+        if place != "device":
+            self.store.evict([stored], place)
+        return stored
+
+    def copy(self, stored: StoredObject, tier: Tier = "host") -> None:
+        """Give an object copies."""
+        for one in stored.record.segments:
+            self.store.copies.add(one.info, LowerCopy(segment(one.info), tier))
+
+    def ask(self, session: str, stored: StoredObject | None = None, *, first: bool = False, **sizes: int) -> Ask:
+        """A session wants an object, or capacity: ``cpu=10, gpu=20``."""
+        named = {{"gpu": GPU}.get(device, device): nbytes for device, nbytes in sizes.items()}
+        ask = Ask(session, named, stored)
+        self.asked.append(ask)
+
+        async def want() -> None:
+            try:
+                if stored is None:
+                    async with self.capacity.reserve(ask, named, first=first):
+                        ask.granted = True
+                        await ask.done.wait()
+                else:
+                    await self.use(ask, stored)
+            except SharedRPCError as error:
+                ask.error = error
+
+        ask.task = self.turn(lambda: self.loop.create_task(want()))
+        return ask
+
+    async def use(self, ask: Ask, stored: StoredObject) -> None:
+        """Have an object on its devices, and use it."""
+        reservation = await self.capacity.reserve_for(ask, stored)
+        ask.granted = True
+        move = next((move for move in self.moves if stored in move.group), None)
+        if stored.cold and move is None and self.store.get(stored.object_id):
+            move = Move(self.store.group(stored), "device")
+            self.moves.append(move)
+            self.loop.create_task(self.restore(move, reservation))
+        else:
+            assert not reservation.sizes
+        if move is not None:
+            await move.over.wait()
+        if self.store.get(stored.object_id) and not stored.cold:
+            ask.there = True
+            self.leases.grant(ask.session, stored.object_id)
+
+    def leave(self, ask: Ask) -> None:
+        """A deadline passes, or memory that was made is an object's."""
+        self.asked.remove(ask)
+        self.turn(ask.task.cancel)
+
+    def suspend(self, session: str, stored: StoredObject) -> None:
+        """A session uses an object no more."""
+        self.clock.time += 1.0
+        stored.last_accessed_at = self.clock.time
+        self.turn(lambda: (self.leases.suspend(session, stored.object_id), self.capacity.changed()))
+
+    def end(self, move: Move | None = None, error: str = "") -> None:
+        """A move ends, the first one by default."""
+        move = move or self.moves[0]
+        move.error = error
+        self.turn(move.ends.set)
+
+    def expire(self) -> float | None:
+        """The sweeper comes by."""
+        return self.turn(self.capacity.expire)
+
+    @property
+    def going(self) -> list[tuple[list[str | None], str]]:
+        """The moves under way, by keys."""
+        return [(move.names, move.to) for move in self.moves]
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    """``worlds(limits, host_limit)`` makes a world."""
+    made: list[World] = []
+
+    def make(*args: Any, **options: Any) -> World:
+        made.append(World(*args, **options))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+@pytest.fixture
+def world(worlds: Callable[..., World]) -> World:
+    """A GPU with room for a hundred bytes, and a host with room for a hundred."""
+    return worlds({GPU: 100, CPU: 100})
+
+
+def test_what_fits_is_granted_at_once(world: World) -> None:
+    """Its bytes are reserved until the block ends."""
+    ask = world.ask("a", gpu=60)
+    assert ask.granted and world.capacity.used(GPU) == 60
+    world.turn(ask.done.set)
+    assert world.capacity.used(GPU) == 0
+
+
+def test_a_device_without_a_quota_has_capacity(world: World) -> None:
+    """For everything, however long others wait."""
+    world.put("x", {GPU: 60}, active="b")
+    world.ask("a", gpu=100)
+    assert world.ask("a", disk=1 << 60).granted
+
+
+def test_the_least_recently_used_give_way(world: World) -> None:
+    """As many as are needed, and their memory is granted when they have gone."""
+    *_, last = (world.put(name, {GPU: 30}) for name in "xyz")
+    ask = world.ask("a", gpu=50)
+    assert world.going == [(["x"], "host"), (["y"], "host")] and not ask.granted
+    world.end()
+    world.end()
+    assert ask.granted and last.tier == "device"
+
+
+def test_nothing_gives_way_where_all_is_not_enough(world: World) -> None:
+    """It would be moved for nothing: somebody uses the rest."""
+    world.put("x", {GPU: 30})
+    used = world.put("y", {GPU: 60}, active="b")
+    ask = world.ask("a", gpu=60)
+    assert world.moves == [] and not ask.granted
+    world.suspend("b", used)
+    assert world.going == [(["x"], "host"), (["y"], "host")]
+
+
+def test_an_object_that_is_there_needs_no_capacity(world: World) -> None:
+    """However full its device is, after the quota was lowered."""
+    stored = world.put("x", {GPU: 80})
+    world.capacity.set_limits({GPU: 50, CPU: 100})
+    assert world.ask("a", stored).there
+
+
+def test_what_is_leaving_is_counted(world: World) -> None:
+    """While something goes that is enough, nothing else has to."""
+    world.put("x", {GPU: 60})
+    world.put("y", {GPU: 40})
+    world.ask("a", gpu=50)
+    world.ask("b", cpu=10)
+    assert world.going == [(["x"], "host")]
+
+
+def test_what_a_request_waits_for_goes_last(world: World) -> None:
+    """Else it would have to come back at once."""
+    first = world.put("x", {GPU: 50}, active="b")
+    second = world.put("y", {GPU: 50}, active="b")
+    cold = world.put("z", {GPU: 50}, "file")
+    world.ask("a", cold)
+    world.ask("c", first)
+    world.leases.suspend("b", first.object_id)
+    world.suspend("b", second)
+    assert world.going == [(["y"], "host")]
+
+
+def test_an_object_that_can_go_nowhere_is_dropped(world: World) -> None:
+    """If only the cache lists it; one that a session holds stays."""
+    held = world.put("x", {GPU: 50}, below=(), active="b")
+    world.suspend("b", held)
+    listed = world.put("y", {GPU: 50}, below=())
+    assert world.ask("a", gpu=50).granted and world.dropped == [listed]
+
+
+def test_pinned_objects_stay(world: World) -> None:
+    """Others go for it."""
+    world.put("x", {GPU: 50}, pinned=True)
+    world.put("y", {GPU: 50})
+    world.ask("a", gpu=50)
+    assert world.going == [(["y"], "host")]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind", "text"),
+    [(51, ServerBusy, "51 bytes on GPU-1 have no room beside what is pinned"), (101, CapabilityError, "more than the quota")],
+)
+def test_what_can_never_be_granted_is_refused_before_its_turn(
+    world: World, nbytes: int, kind: type[Exception], text: str
+) -> None:
+    """Whoever is in the queue before it."""
+    world.put("x", {GPU: 50}, pinned=True)
+    world.put("y", {GPU: 50}, active="b")
+    world.ask("a", gpu=50)
+    refused = world.ask("c", gpu=nbytes)
+    assert isinstance(refused.error, kind) and text in str(refused.error) and len(world.capacity) == 1
+
+
+def test_requests_are_served_in_order(world: World) -> None:
+    """A small one that would fit waits behind a large one; another device's does not."""
+    used = world.put("x", {GPU: 60}, active="b")
+    large, small, other = world.ask("a", gpu=90), world.ask("c", gpu=10), world.ask("d", cpu=10)
+    assert [each.granted for each in (large, small, other)] == [False, False, True]
+    world.suspend("b", used)
+    world.end()
+    assert large.granted and small.granted
+
+
+def test_a_request_for_two_devices_holds_up_both(world: World) -> None:
+    """It would starve otherwise."""
+    world.put("x", {GPU: 60}, active="b")
+    both, other = world.ask("a", gpu=60, cpu=10), world.ask("c", cpu=10)
+    assert not both.granted and not other.granted
+
+
+def test_an_object_in_use_comes_to_rest(world: World) -> None:
+    """While another is waited for, whoever wants it next queues too, and gets it when it is back."""
+    one, two = world.put("x", {GPU: 100}, active="b"), world.put("y", {GPU: 100}, "host")
+    first, second = world.ask("a", two), world.ask("c", one)
+    assert world.capacity.must_wait("d", one) and not world.capacity.must_wait("b", one) and not second.granted
+    world.suspend("b", one)
+    world.end()
+    world.end()
+    assert first.there and not second.granted
+    world.suspend("a", two)
+    world.end()
+    world.end()
+    assert second.there
+
+
+def test_all_that_wait_for_an_object_get_it_together(world: World) -> None:
+    """With the first of them, those behind others too; who comes later does not."""
+    one, two = world.put("x", {GPU: 100}, active="s"), world.put("y", {GPU: 100}, "host")
+    first, other, third = world.ask("a", two), world.ask("b", one), world.ask("c", two)
+    world.suspend("s", one)
+    world.end()
+    late = world.ask("d", two)
+    assert [each.granted for each in (first, other, third, late)] == [True, False, True, False]
+    world.end()
+    assert world.leases.active(two.object_id) == {"a", "c"}
+
+
+def test_a_restore_is_joined(world: World) -> None:
+    """Its bytes are reserved once."""
+    stored = world.put("x", {GPU: 80}, "host")
+    asks = [world.ask("a", stored), world.ask("b", stored)]
+    assert world.capacity.used(GPU) == 80 and len(world.moves) == 1
+    world.end()
+    assert all(ask.there for ask in asks) and world.capacity.used(GPU) == 80
+
+
+def test_a_restore_that_failed_is_begun_again(world: World) -> None:
+    """By the next one who asks; its bytes are reserved again."""
+    stored = world.put("x", {GPU: 80}, "host")
+    world.ask("a", stored)
+    world.end(error="a GPU is gone")
+    assert world.capacity.used(GPU) == 0
+    world.ask("b", stored)
+    assert world.capacity.used(GPU) == 80 and len(world.moves) == 1
+
+
+def test_a_request_that_leaves_holds_up_no_other(world: World) -> None:
+    """The next one's turn comes at once."""
+    world.put("x", {GPU: 60}, active="b")
+    large, small = world.ask("a", gpu=90), world.ask("c", gpu=10)
+    assert "1 requests are before this one" in world.capacity.why(small)
+    world.leave(large)
+    assert small.granted and len(world.capacity) == 0
+
+
+def test_an_object_that_is_evicted_is_waited_for(world: World) -> None:
+    """It comes back from there; the request that it gave way to has left."""
+    stored = world.put("x", {GPU: 100})
+    world.leave(world.ask("a", gpu=50))
+    back = world.ask("b", stored)
+    assert not back.granted
+    world.end()
+    world.end()
+    assert back.there
+
+
+def test_a_failed_move_is_not_tried_again_at_once(world: World) -> None:
+    """Something else goes; a while later the object may go again. Who waits is told why."""
+    world.put("x", {GPU: 50})
+    world.put("y", {GPU: 50})
+    ask = world.ask("a", gpu=50)
+    world.end(error="the disk is full")
+    assert world.going == [(["y"], "host")] and "could not be moved: the disk is full" in world.capacity.why(ask)
+    world.end(error="the disk is full")
+    assert world.moves == [] and world.expire() == 5.0
+    world.clock.time += 5.0
+    assert world.expire() is None and world.going == [(["x"], "host")]
+
+
+def test_a_turn_that_had_come_is_kept(world: World) -> None:
+    """What was made is larger than what was reserved for it: the rest is asked for before all others."""
+    world.put("x", {GPU: 60}, active="b")
+    world.ask("a", gpu=90)
+    assert world.ask("c", first=True, gpu=40).granted
+
+
+def test_an_object_that_is_gone_needs_no_capacity(world: World) -> None:
+    """Whoever waits for it finds that out when its turn comes."""
+    stored = world.put("x", {GPU: 60}, "host")
+    world.put("y", {GPU: 100}, active="b")
+    ask = world.ask("a", stored)
+    world.turn(lambda: (world.store.unlist(stored), world.capacity.changed()))
+    assert ask.granted and not ask.there
+
+
+def test_a_request_without_patience_is_refused(world: World) -> None:
+    """Where nothing that could give way is enough."""
+    world.put("x", {GPU: 60}, active="b")
+
+    async def ask() -> None:
+        async with world.capacity.reserve(None, {GPU: 50}, patient=False):
+            pass
+
+    with pytest.raises(ServerBusy):
+        world.loop.run_until_complete(ask())
+
+
+def test_the_wait_of_a_part_without_coroutines(world: World) -> None:
+    """It is answered by a call, at once or later, and leaves at once."""
+    stored = world.put("x", {GPU: 60}, active="b")
+    granted: list[Reservation] = []
+    refused: list[Any] = []
+
+    def ask(owner: str, nbytes: int) -> None:
+        world.turn(lambda: world.capacity.ask(owner, {GPU: nbytes}, granted.append, refused.append))
+
+    ask("one", 40)
+    ask("two", 60)
+    ask("three", 20)
+    assert len(granted) == 1 and len(world.capacity) == 2
+    assert world.turn(lambda: (world.capacity.leave("three"), len(world.capacity))) == (True, 1)
+    assert not world.turn(lambda: world.capacity.leave("three"))
+    world.suspend("b", stored)
+    world.end()
+    assert len(granted) == 2 and world.capacity.used(GPU) == 100
+    ask("four", 101)
+    assert [failure.code for failure in refused] == [CapabilityError.code]
+
+
+# Host copies.
+
+
+def test_copies_of_what_is_on_its_device_give_way_first(worlds: Callable[..., World]) -> None:
+    """They are dropped; what lies on the host stays there."""
+    world = worlds({GPU: 100}, host_limit=100)
+    world.put("cold", {GPU: 50}, "host")
+    warm = world.put("warm", {GPU: 50}, ready=True, active="b")
+    world.put("x", {GPU: 50})
+    world.ask("a", gpu=50)
+    assert world.store.copies.get(warm.record.segments[0].info.id, "host") is None and world.going == [(["x"], "host")]
+
+
+def test_what_lies_on_the_host_goes_to_a_file(worlds: Callable[..., World]) -> None:
+    """The least recently used first; the object goes when there is capacity for its copy."""
+    world = worlds({GPU: 50}, host_limit=100)
+    for name in ("old", "new"):
+        world.put(name, {GPU: 50}, "host")
+    world.put("x", {GPU: 50})
+    world.ask("a", gpu=50)
+    waiting, going = world.moves
+    assert (waiting.names, waiting.begun, going.names, going.to) == (["x"], False, ["old"], "file")
+    world.end(going)
+    assert world.going == [(["x"], "host")] and waiting.begun
+
+
+def test_without_files_a_full_host_lets_nothing_go(worlds: Callable[..., World]) -> None:
+    """There is nowhere to go to."""
+    world = worlds({GPU: 50}, host_limit=50)
+    world.put("cold", {GPU: 50}, "host", below=("host",))
+    world.put("x", {GPU: 50}, below=("host",))
+    assert not world.ask("a", gpu=50).granted and world.moves == []
+
+
+def test_an_object_larger_than_the_host_goes_to_a_file(worlds: Callable[..., World]) -> None:
+    """And nothing else has to."""
+    world = worlds({GPU: 100}, host_limit=50)
+    world.put("cold", {GPU: 50}, "host")
+    world.put("x", {GPU: 100})
+    world.ask("a", gpu=50)
+    assert world.going == [(["x"], "file")]
+
+
+def test_what_the_host_has_no_capacity_for_beside_others_goes_to_a_file(worlds: Callable[..., World]) -> None:
+    """Of two that go together, too."""
+    world = worlds({GPU: 100}, host_limit=50)
+    world.put("x", {GPU: 50})
+    world.put("y", {GPU: 50})
+    world.ask("a", gpu=100)
+    assert world.going == [(["x"], "host"), (["y"], "file")]
+
+
+def test_the_copy_of_what_goes_is_kept(worlds: Callable[..., World]) -> None:
+    """It is what makes its going cheap; another one gives way."""
+    world = worlds({GPU: 150}, host_limit=100)
+    world.put("x", {GPU: 50})
+    kept, dropped = (world.put(name, {GPU: 50}, ready=True) for name in "yz")
+    world.ask("a", gpu=100)
+    assert world.going == [(["x"], "host"), (["y"], "host")]
+    copies = [world.store.copies.get(one.record.segments[0].info.id, "host") for one in (kept, dropped)]
+    assert copies[0] is not None and copies[1] is None
+
+
+def test_nothing_goes_where_the_host_has_no_capacity_for_all_of_it(worlds: Callable[..., World]) -> None:
+    """The first alone would go for nothing."""
+    world = worlds({GPU: 100}, host_limit=50)
+    world.put("x", {GPU: 50}, below=("host",))
+    world.put("y", {GPU: 50}, below=("host",))
+    world.ask("a", gpu=100)
+    assert world.moves == []
+
+
+def test_a_good_copy_takes_no_more(worlds: Callable[..., World]) -> None:
+    """Its object goes though the host is full, and its copy is none that is dropped for it."""
+    world = worlds({GPU: 100}, host_limit=100)
+    world.put("x", {GPU: 50}, ready=True)
+    world.put("y", {GPU: 50}, ready=True)
+    world.ask("a", gpu=100)
+    assert all(move.begun for move in world.moves) and world.store.copies.nbytes("host") == 100
+
+
+def test_stale_copies_are_dropped_where_the_host_has_little_left(worlds: Callable[..., World]) -> None:
+    """Those that were used last come last, and so many as are needed; not good ones, nor those of what is cold."""
+    world = worlds({}, when_full="refuse")
+    spared, good, first, second = (world.put(name, {GPU: 100}, ready=True) for name in ("spared", "good", "1", "2"))
+    world.put("cold", {GPU: 100}, "host")
+    copies = {one: world.store.copies.get(one.record.segments[0].info.id, "host") for one in (spared, good, first, second)}
+    for one in (spared, first, second):
+        copy = copies[one]
+        assert copy is not None
+        copy.revision = STALE
+    first.last_accessed_at = world.clock.time + 1
+    drop = world.capacity.drop_stale_copies
+    assert not drop(0, [spared]) and drop(1, [spared])
+    left = [world.store.copies.get(one.record.segments[0].info.id, "host") is not None for one in (first, second)]
+    assert left == [True, False]
+    assert drop(1000, [spared]) and world.store.copies.nbytes("host") == 300 and not drop(1000, [spared])
+
+
+def test_an_eviction_on_request_has_host_memory_or_not(worlds: Callable[..., World]) -> None:
+    """Copies of what is on its device are dropped for it, but its own; what lies on the host stays there."""
+    world = worlds({}, host_limit=200, when_full="refuse")
+    own, warm = world.put("own", {GPU: 100}), world.put("warm", {GPU: 100}, ready=True)
+    world.put("cold", {GPU: 100}, "host")
+    take = world.capacity.take_host
+    with pytest.raises(ServerBusy, match=r"200 bytes of host copies do not fit: the limit \(--host-quota, .*\) is 200"):
+        take(200, [own])
+    for refused in (lambda: take(100, drops=False), lambda: take(100, [warm])):
+        with pytest.raises(ServerBusy):
+            refused()
+    with take(100, [own]):
+        assert world.store.copies.nbytes("host") == 100
+        with pytest.raises(ServerBusy, match="200 are in use or reserved"):
+            take(1)
+    take(100, drops=False).release()
+
+
+def test_host_memory_of_a_waiting_move_is_not_taken(worlds: Callable[..., World]) -> None:
+    """An eviction on request has none of what a move waits for that gives way."""
+    world = worlds({GPU: 100}, host_limit=100)
+    world.put("old", {GPU: 50}, "host")
+    world.put("x", {GPU: 100}, below=("host",))
+    world.ask("a", gpu=50)
+    assert world.going == [(["x"], "host"), (["old"], "file")]
+    with pytest.raises(ServerBusy):
+        world.turn(lambda: world.capacity.take_host(50))
+
+
+# Objects that share memory.
+
+
+def shared(world: World, *keys: str, **holders: str) -> list[StoredObject]:
+    """Objects over a hundred bytes, each with a hundred of its own."""
+    found = []
+    for key in keys:
+        found.append(world.add(key, "shared", f"own of {key}", holders=holders.get(key, "")))
+    return found
+
+
+def test_objects_that_share_memory_go_together(worlds: Callable[..., World]) -> None:
+    """When nobody uses any of them."""
+    world = worlds({CPU: 300})
+    first, second = shared(world, "x", "y", x="a", y="b")
+    ask = world.ask("c", cpu=300)
+    world.suspend("a", first)
+    assert world.moves == []
+    world.suspend("b", second)
+    assert world.going == [(["x", "y"], "host")]
+    world.end()
+    assert ask.granted and first.cold and second.cold
+
+
+def test_a_part_of_what_shares_memory_is_dropped(worlds: Callable[..., World]) -> None:
+    """Where there is no tier below: what one object has alone, while the other one is held."""
+    world = worlds({CPU: 300})
+    first, second = shared(world, "x", "y", y="b")
+    world.tiers = {first.object_id: (), second.object_id: ()}
+    assert world.ask("a", cpu=100).granted and world.dropped == [first]
+
+
+def test_a_record_needs_what_it_adds(world: World) -> None:
+    """A part of what is there already costs nothing, neither bytes nor descriptors."""
+    world.add("f(1)", "one", "two", holders="a")
+    for names, needs in ((("one", "two"), ({}, 0)), (("one", "three"), ({"cpu": 100}, 1))):
+        record = record_of(*names)
+        assert world.capacity.needs_of(record) == needs
+        record.close()
+
+
+# Whatever happens.
+
+NAMES = st.sampled_from([f"o{number}" for number in range(6)])
+SESSIONS = st.sampled_from("abcd")
+SIZES = st.dictionaries(st.sampled_from(["gpu", "cpu", "other"]), st.integers(1, 60), min_size=1, max_size=2)
+BELOW = st.sampled_from([(), ("host",), ("file",), ("host", "file")])
+
+T = TypeVar("T")
+
+
+def one_of(found: Sequence[T], number: int) -> T:
+    """Choose by a number that a rule has drawn."""
+    return found[number % len(found)]
+
+
+class CapacityModel(RuleBasedStateMachine):
+    """Capacity whose mover is slow, fails, and whose sessions come and go in any order."""
+
+    world: World
+
+    @initialize(gpu=st.integers(30, 120), cpu=st.integers(30, 120), host=st.none() | st.integers(0, 150))
+    def start(self, gpu: int, cpu: int, host: int | None) -> None:
+        """Empty devices."""
+        self.host = host
+        self.world = World({GPU: gpu, CPU: cpu}, host)
+
+    def thing(self, name: str) -> StoredObject | None:
+        """The object of a name."""
+        return next((stored for stored in self.world.store if stored.cache_key == name), None)
+
+    @property
+    def making(self) -> list[Ask]:
+        """Requests for memory that were granted."""
+        return [ask for ask in self.world.asked if ask.granted and ask.stored is None]
+
+    @property
+    def waiting(self) -> list[Ask]:
+        """Requests in the queue."""
+        return [ask for ask in self.world.asked if not ask.granted and ask.error is None]
+
+    @property
+    def used(self) -> list[StoredObject]:
+        """Objects in use."""
+        return [stored for stored in self.world.store if self.world.users(stored)]
+
+    @rule(session=SESSIONS, sizes=SIZES)
+    def ask_for_memory(self, session: str, sizes: dict[str, int]) -> None:
+        """A buffer, or a result."""
+        self.world.ask(session, **sizes)
+
+    @rule(session=SESSIONS, name=NAMES)
+    def ask_for_an_object(self, session: str, name: str) -> None:
+        """One that the session does not use yet."""
+        stored = self.thing(name)
+        if stored is not None and session not in self.world.users(stored):
+            self.world.ask(session, stored)
+
+    @rule(name=NAMES, sizes=SIZES, below=BELOW, pinned=st.sampled_from([False, False, False, True]))
+    def recover_an_earlier_one(self, name: str, sizes: dict[str, int], below: tuple[Below, ...], pinned: bool) -> None:
+        """An object that lies below from the beginning."""
+        fits = below[-1:] != ("host",) or self.host is None or self.world.capacity.used(HOST) + sum(sizes.values()) <= self.host
+        if self.thing(name) is None and below and fits:
+            named = {{"gpu": GPU}.get(device, device): nbytes for device, nbytes in sizes.items()}
+            self.world.turn(lambda: self.world.put(name, named, below[-1], below=below, pinned=pinned))
+
+    @precondition(lambda self: self.making)
+    @rule(
+        number=st.integers(0, 9),
+        name=NAMES,
+        holder=st.sampled_from(["", *"abcd"]),
+        below=BELOW,
+        pinned=st.sampled_from([False, False, True]),
+        fails=st.booleans(),
+    )
+    def make(self, number: int, name: str, holder: str, below: tuple[Below, ...], pinned: bool, fails: bool) -> None:
+        """Memory that was reserved becomes an object, or its maker failed."""
+        ask = one_of(self.making, number)
+        if self.thing(name) is None and not fails:
+            self.world.put(name, ask.sizes, below=below, pinned=pinned, active=holder)
+        self.world.leave(ask)
+
+    @precondition(lambda self: self.used)
+    @rule(number=st.integers(0, 9))
+    def suspend(self, number: int) -> None:
+        """A session uses an object no more."""
+        stored = one_of(self.used, number)
+        self.world.suspend(self.world.users(stored)[0], stored)
+
+    @precondition(lambda self: self.waiting)
+    @rule(number=st.integers(0, 9))
+    def leave(self, number: int) -> None:
+        """A deadline passes."""
+        self.world.leave(one_of(self.waiting, number))
+
+    @precondition(lambda self: any(move.begun or move.direction == "up" for move in self.world.moves))
+    @rule(number=st.integers(0, 9), fails=st.sampled_from([False, False, True]))
+    def end_a_move(self, number: int, fails: bool) -> None:
+        """The bytes are where they were to go, or a disk was full."""
+        begun = [move for move in self.world.moves if move.begun or move.direction == "up"]
+        self.world.end(one_of(begun, number), "no space left on device" if fails else "")
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def tick(self, seconds: float) -> None:
+        """Time passes, and the sweeper comes by."""
+        self.world.clock.time += seconds
+        self.world.expire()
+
+    @invariant()
+    def quotas_are_kept(self) -> None:
+        """By what is there and what is reserved, on the devices and on the host."""
+        if not hasattr(self, "world"):
+            return
+        for device, limit in self.world.limits.items():
+            assert self.world.capacity.used(device) <= limit
+        assert self.host is None or self.world.capacity.used(HOST) <= self.host
+
+    @invariant()
+    def no_request_waits_for_nothing(self) -> None:
+        """The first in the queue lacks memory, or waits until its object has left."""
+        if not hasattr(self, "world") or not self.waiting:
+            return
+        world, first = self.world, self.waiting[0]
+        sizes = first.sizes
+        if first.stored is not None:
+            assert world.store.get(first.stored.object_id) is not None
+            if world.direction(first.stored) == "down":
+                return
+            assert first.stored.cold
+            sizes = {one.info.device: one.info.nbytes for one in first.stored.record.segments}
+        limits = world.limits
+        assert any(
+            nbytes > limits[device] - world.capacity.used(device) for device, nbytes in sizes.items() if device in limits
+        )
+
+    @invariant()
+    def no_request_is_lost(self) -> None:
+        """What waits is in the queue."""
+        if hasattr(self, "world"):
+            assert len(self.world.capacity) == len(self.waiting)
+
+    def teardown(self) -> None:
+        """Where all sessions suspend what they use, and moves end well, every request is served."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.capacity._host_limit = None
+        world.turn(lambda: world.capacity.set_limits(world.limits))
+        for _ in range(1000):
+            if not self.waiting:
+                break
+            world.clock.time += 6.0
+            world.expire()
+            for stored in self.used:
+                for session in world.users(stored):
+                    world.suspend(session, stored)
+            for stored in list(world.store):
+                if not world.tiers.get(stored.object_id) and not world.is_moving(stored):
+                    for session in world.leases.holders(stored.object_id):
+                        world.leases.release(session, stored.object_id)
+            for ask in self.making:
+                world.leave(ask)
+            for move in list(world.moves):
+                world.end(move)
+        waiting = self.waiting
+        world.close()
+        assert waiting == []
+
+
+TestCapacityModel = CapacityModel.TestCase
+TestCapacityModel.settings = settings(stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sessions_that_use_two_objects_in_turns_all_get_on(worlds: Callable[..., World], seed: int) -> None:
+    """With room for one object, whichever session is slow: none waits for more than two changes of the object."""
+    world, chance = worlds({GPU: 100}), random.Random(seed)
+    things = {name: world.put(name, {GPU: 100}, place) for name, place in (("x", "host"), ("y", "file"))}
+    wanted = {
+        session: itertools.islice(itertools.cycle("xy" if number % 2 else "yx"), 6)
+        for number, session in enumerate("abcdefghij")
+    }
+    asks: dict[str, tuple[Ask, int]] = {}
+    finished: set[str] = set()
+    restored = 0
+    while len(finished) < len(wanted):
+        before = sum(move.direction == "up" for move in world.moves)
+        session = chance.choice(sorted(wanted.keys() - finished))
+        using = [stored for stored in things.values() if session in world.users(stored)]
+        if world.moves and chance.random() < 0.4:
+            before -= world.moves[0].direction == "up"
+            world.end()
+        elif using:
+            world.suspend(session, using[0])
+        elif session not in asks or asks[session][0].there:
+            name = next(wanted[session], "")
+            if name:
+                asks[session] = world.ask(session, things[name]), restored
+            else:
+                finished.add(session)
+        restored += max(sum(move.direction == "up" for move in world.moves) - before, 0)
+        for ask, since in asks.values():
+            if ask.granted and not ask.done.is_set():
+                ask.done.set()
+                assert restored - since <= 2
+    assert len(world.capacity) == 0
