@@ -312,7 +312,7 @@ def test_steps_counts_the_calls_of_each_process(results: Callable[[str], Run]) -
     call, managed, ping = (run.row(name)["values"] for name in ("double(tensor)", "model()", "ping"))
     assert all(call[role] > managed[role] > ping[role] > 0 for role in ("client", "broker"))
     assert (call["worker"] > 0, managed["worker"], ping["worker"]) == (True, 0, 0)
-    assert "core.py:ping" in run.printed
+    assert "server/core.py:Core.ping" in run.printed
 
 
 def test_scale_shows_that_shared_tensor_answers_nobody_beside_four_idle_connections(results: Callable[[str], Run]) -> None:
