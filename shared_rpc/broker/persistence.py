@@ -1,4 +1,4 @@
-"""What a broker has its service manager keep, so that the next broker begins with it.
+"""Persistence: the state and the memory that a broker has its service manager keep for the next broker.
 
 The manager keeps descriptors by name. It takes the same open file only once, and tells no order::
 
@@ -41,7 +41,7 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.buffers import Terms
 from shared_rpc.server.state.objects import StoredObject
 
-__all__ = ["STATE", "Persistence", "RecoveredObject", "RecoveredService", "State", "StateFile", "code_of"]
+__all__ = ["STATE", "Persistence", "RecoveredObject", "RecoveredService", "StateFile", "StoredState", "code_of"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -113,7 +113,7 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         return {*own, *(memory.name for memory in self.memory)}
 
 
-class State(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class StoredState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """All that is described."""
 
     services: list[_Service] = []
@@ -356,17 +356,17 @@ class Persistence:
             self._change()
         return list(services.values())
 
-    def _recover_state(self, fd: int | None) -> State:
+    def _recover_state(self, fd: int | None) -> StoredState:
         if fd is None:
-            return State()
+            return StoredState()
         try:
             file = StateFile(fd)
-            state = msgspec.msgpack.decode(file.data, type=State) if file.data else State()
+            state = msgspec.msgpack.decode(file.data, type=StoredState) if file.data else StoredState()
         except (ValueError, OSError) as error:
             _log.error("the stored state is unusable and is removed: %s", error)
             os.close(fd)
             self._notifier.remove(STATE)
-            return State()
+            return StoredState()
         self._file = file
         return state
 

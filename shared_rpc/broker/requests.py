@@ -23,7 +23,7 @@ class _Pending(NamedTuple):
     lost: Callable[[WorkerCrashed], object]
 
 
-class Requests:
+class WorkerRequests:
     """The unanswered requests to one worker. On the broker's loop only.
 
     :param send: the :meth:`FramedStream.send` of the worker's link.

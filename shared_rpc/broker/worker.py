@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from shared_rpc.broker.child import Child, last_lines
 from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.requests import Requests
+from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.broker.zygote import ForkedWorker
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.execution.stream import FramedStream
@@ -114,7 +114,7 @@ class Worker:
             self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
             #: Sends nothing to a worker that has ended.
             self.send = self._link.send
-            self.requests = Requests(self.send)
+            self.requests = WorkerRequests(self.send)
             self._link.start()
             undo.pop_all()
 

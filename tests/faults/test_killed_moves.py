@@ -320,7 +320,7 @@ OF_BROKERS = {
     "DeviceMemory.raise_": "shared_rpc.execution.device_memory",
     "copy_on_host": "shared_rpc.memory.copies",
     "Steps.count": "shared_rpc.memory.copies",
-    "Requests.begin": "shared_rpc.broker.requests",
+    "WorkerRequests.begin": "shared_rpc.broker.requests",
     "WorkersMemory._written": "shared_rpc.broker.memory",
     "Persistence.keep": "shared_rpc.broker.persistence",
     "StateFile.write": "shared_rpc.broker.persistence",
@@ -335,7 +335,7 @@ STORING = [
     "before Persistence.keep, after StateFile.write",
     "before Persistence.keep, after Notifier.remove",
 ]
-ORDERING = ["before Requests.begin", "after Requests.begin", "after WorkersMemory._written"]
+ORDERING = ["before WorkerRequests.begin", "after WorkerRequests.begin", "after WorkersMemory._written"]
 EVICTING = [
     "before Tiers.move_down",
     "after DeviceMemory.lower",

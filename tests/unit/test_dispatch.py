@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
-from shared_rpc.broker.requests import Requests
+from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import ConnectionClosed, WorkerCrashed
 from shared_rpc.execution.outcomes import Completed, Failure
@@ -37,7 +37,7 @@ class Peer:
     def __init__(self) -> None:
         self.sent: list[tuple[Message, int]] = []
         self.runs: set[Run[Any]] = set()
-        self.requests = Requests(self.send)
+        self.requests = WorkerRequests(self.send)
         self.arenas: dict[str, set[str]] = {}
 
     def serves(self, key: str, endpoint: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared_rpc.broker.memory import WorkersMemory
-from shared_rpc.broker.requests import Requests
+from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.errors import CapabilityError, WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
@@ -21,7 +21,7 @@ class FakeWorker:
         self.pid, self.served, self.congested = pid, {"app": object()}, False
         self.keeps_memory = False
         self.sent: asyncio.Queue[int] = asyncio.Queue()
-        self.requests = Requests(lambda message, number, *_: self.sent.put_nowait(number))
+        self.requests = WorkerRequests(lambda message, number, *_: self.sent.put_nowait(number))
 
 
 async def no_bare_worker() -> Any:
