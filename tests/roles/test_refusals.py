@@ -174,9 +174,9 @@ def test_arguments_that_do_not_fit(every_app: list[App]) -> None:
 @pytest.mark.parametrize(
     ("place", "ask"),
     [
-        ("shared_rpc.server.core.key_of", lambda client: client.call("one")),
-        ("shared_rpc.server.core.key_of", lambda client: client.submit("one")),
-        ("shared_rpc.server.core.identity_of", lambda client: client.refresh("one")),
+        ("shared_rpc.server.calls.key_of", lambda client: client.call("one")),
+        ("shared_rpc.server.calls.key_of", lambda client: client.submit("one")),
+        ("shared_rpc.server.calls.identity_of", lambda client: client.refresh("one")),
         ("shared_rpc.server.core.Core.info", lambda client: client.get_server_info()),
         ("shared_rpc.server.generations.Generations.made", lambda client: client.refresh("one")),
         ("shared_rpc.server.generations.Generations.prepared", lambda client: client.prepare("one")),

@@ -142,6 +142,8 @@ def moving(tmp_path: Path) -> Iterator[Moving]:
         yield moving
         for _, fd in moving.entries:
             os.close(fd)
+        if moving.persistence._file is not None:
+            os.close(moving.persistence._file.fd)
 
 
 def test_a_broker_that_is_killed_between_two_messages_of_a_move(moving: Moving) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared_rpc.broker.requests import Requests
+from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.errors import WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
@@ -21,7 +21,7 @@ class Link:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Message, int]] = []
-        self.requests = Requests(self.send)
+        self.requests = WorkerRequests(self.send)
 
     def send(self, message: Message, number: int, *_: object) -> None:
         """Note a message."""
