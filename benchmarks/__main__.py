@@ -13,7 +13,7 @@ BENCHMARKS = {
     "rpc": "round trips: ping, direct and managed calls, arguments, tasks, many calls at once; import and command line",
     "clients": "calls a second, against the number of client processes",
     "scale": "many clients: idle ones, simultaneous attaches, killed ones",
-    "recovery": "a broker whose worker is killed: attaches meanwhile, the next worker, the broker's own memory",
+    "recovery": "a broker whose worker is killed: attaches across the kill, the next worker, the broker's own memory",
     "starts": "repeated starts of a script, by python and by 'shared-rpc run', until it has its model",
     "tiers": "models that sleep and wake: beside plain copies and a reload, in several processes, and more than memory",
     "records": "a warm start: a module that is read from a file, against its build",

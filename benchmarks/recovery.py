@@ -61,7 +61,7 @@ def run(
     pace: Annotated[float, typer.Option(help="Seconds from one kill to the next: a few in a short time are a loop.")] = 8.0,
     json: Json = None,
 ) -> None:
-    """Measure a broker whose worker is killed: attaches meanwhile, the next worker, and the broker's own memory."""
+    """Measure a broker whose worker is killed: attaches across the kill, the next worker, and the broker's own memory."""
     device = chosen(device)
     shape = shape or ("llama-3-8b" if device == "cuda" else "small")
     report = Report("recovery", f"The worker is killed ({shape} on {device})", [OURS])
