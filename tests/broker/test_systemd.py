@@ -671,7 +671,7 @@ def test_an_app_that_moved(app: BrokerApp, make_manager: Callable[..., ServiceMa
     broker = manager.start("--base-path", f"{app.base_path}-other")
     broker.expect_error("are dropped")
     manager.expect(lambda: kinds(manager) == ["state"])
-    assert not os.path.exists(manager.path)
+    eventually(lambda: not os.path.exists(manager.path), what="the socket is removed")
     app.base_path += "-other"
     other = app.connect()
     assert other.call("model").weight[0, 0] == 4
