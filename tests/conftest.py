@@ -62,6 +62,11 @@ def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "_zygote", None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the tests that want a whole GPU last: parallel test processes wait for each of them."""
+    items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is not None)
+
+
 @pytest.fixture(autouse=True)
 def gpu_to_share(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A test that measures the memory of a whole GPU is the only one that uses it, also among parallel test processes."""

@@ -29,6 +29,7 @@ for prompt in prompts(4):
     token = model(prompt, 0, cache, list(range(8)))
     print(generate(model, cache, token, len(prompt), 6, list(range(8))))
 sys.stdin.read()
+print(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, file=sys.stderr)
 """
 #: Runs an engine, and says at its end how much GPU memory its own torch has had at most.
 MEASURED = """
@@ -81,10 +82,13 @@ def test_two_engines_share_weights_and_cache(example: Example) -> None:
 
     prefill.tell(line)  # its last answer, after which it ends
     pipe.join()
-    for engine in (prefill, decode):
-        code, errors = engine.close()
+    peaks = {}
+    for name, process in {"prefill": prefill, "decode": decode, "alone": alone}.items():
+        code, errors = process.close()
         assert code == 0, errors
-        assert int(errors.split()[-1]) < weights / 4
+        peaks[name] = int(errors.split()[-1])
+    if example.device == "cuda":  # each has cuBLAS's workspace, too
+        assert max(peaks["prefill"], peaks["decode"]) < peaks["alone"] - weights / 2
 
 
 def test_a_request_that_can_never_fit(example: Example) -> None:
