@@ -154,8 +154,8 @@ def test_a_quota_counts_dropped_memory_as_free(
         with pytest.raises(ServerBusy):
             client.create_buffer(LARGE)
         with late_closings() as go:
-            wait = CLOSER.wait
-            monkeypatch.setattr(CLOSER, "wait", lambda: (go.set(), wait()))
+            notify = CLOSER.notify
+            monkeypatch.setattr(CLOSER, "notify", lambda freed: (go.set(), notify(freed)))
             full.release()
             eventually(lambda: len(CLOSER) == 1)
             with client.create_buffer(LARGE) as buffer:

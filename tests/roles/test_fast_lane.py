@@ -289,7 +289,8 @@ def test_room_that_another_thread_makes(
     (lent,) = server.engine.core.transfers.all()
     eventually(lambda: lent._wanted)
     go.set()
-    eventually(lambda: lent._wanted and not lent.references.in_use)
+    # On a GPU, whose work is waited for, the server may give it back to the waiting call.
+    eventually(lambda: sums or (lent._wanted and not lent.references.in_use))
     may_free.set()
     for call in (*calls, waiting):
         call.join(20)
