@@ -11,16 +11,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
+import msgspec
 
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
+from shared_rpc.broker.fd_store import FdStore
 from shared_rpc.broker.idle_exit import wait_until_idle
 from shared_rpc.broker.memory import RelayedMemory, WorkersMemory
-from shared_rpc.broker.recovery import Recovery, Service
-from shared_rpc.broker.service_manager import ServiceManager
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import WORKERS, Supervisor
 from shared_rpc.broker.systemd import Inherited
@@ -38,6 +39,7 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ReloadedServiceInfo, ReloadInfo, StopInfo
 from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.measures import measures
@@ -47,12 +49,24 @@ from shared_rpc.server.state.objects import usage_of
 if TYPE_CHECKING:
     from shared_rpc.observability.exporter import Exporter
 
-__all__ = ["Broker"]
-
 _log = logging.getLogger("shared_rpc.broker")
 
 #: Seconds that :meth:`Broker.stop` waits for the thread.
 _STOP_TIMEOUT = 3.0
+
+
+@dataclass
+class Service:
+    """One provider of the app, as served. ``facts`` is the first worker's message about it."""
+
+    facts: w.Serve
+    core: Core
+    acceptor: Acceptor
+    executor: WorkerExecutor
+    #: Ends this service alone, once the service has begun.
+    scope: anyio.CancelScope | None = None
+    #: Whether an earlier broker stored this service, and no worker has loaded the app yet.
+    recovered: bool = False
 
 
 class Broker:
@@ -79,8 +93,9 @@ class Broker:
         self._spill = spill
         self._on_end = on_end
         self._services: dict[str, Service] = {}
-        self._manager = ServiceManager(inherited or Inherited())
-        self._recovery = Recovery(self._services, self._manager, self._add_service)
+        self._inherited = inherited or Inherited()
+        self._notifier = self._inherited.notifier
+        self._store = FdStore(self._notifier, self._inherited.capacity)
         self._exporter = exporter
         #: Whether the broker's loop ended without a request.
         self.failed = False
@@ -115,7 +130,8 @@ class Broker:
 
     def stop(self) -> None:
         """Stop: waiters get :class:`ConnectionClosed`, the sockets go, the workers end, clients keep their memory."""
-        self._manager.stopping()
+        self._store.close()  # what is stored stays
+        self._notifier.stopping()
         for service in tuple(self._services.values()):
             service.acceptor.remove_socket()
         self.ask_to_stop()
@@ -174,10 +190,11 @@ class Broker:
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
                     self._spawn(self._zygote.run)
-                    self._recovery.recover()
+                    self._store.recover(self._inherited.stored, self._recover_service)
                     await self._supervisor.start(self._spawn, wait=not self._services)
-                    self._manager.check(self.served(), loaded=not self._recovery.pending)
-                    self._manager.notifier.ready(self._recovery.status())
+                    if not self._recovered and (problem := self._unserved()):
+                        raise ConfigurationError(problem)
+                    self._notifier.ready(self._status())
                     if not self._ready.done():
                         self._ready.set_result(None)
                     if self._options.idle_exit is None:
@@ -239,12 +256,12 @@ class Broker:
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client
         core.own_processes = lambda: {worker.pid for worker in self._supervisor.all}
-        listener = self._manager.listener(message.socket_path)
+        listener = self._inherited.listeners.pop(message.socket_path, None)
         acceptor = Acceptor(core, message.socket_path, self._options.max_connections, listener)
         if self._exporter is not None:
             self._exporter.watch(core.server_id)
         service = self._services[message.key] = Service(message, core, acceptor, executor)
-        self._manager.watch(message, core)
+        self._store.keep_service(message, core)
         self._spawn.vital(self._serve, service)
         return service
 
@@ -268,7 +285,9 @@ class Broker:
             self._serve_anew(message)
 
     def _serve_anew(self, message: w.Serve) -> None:
-        self._recovery.make_way(message)
+        for key in self._recovered:
+            if self._services[key].acceptor.path == message.socket_path:
+                self._replace(key, message)
         try:
             self._add_service(message)
         except SharedRPCError as error:
@@ -292,10 +311,9 @@ class Broker:
         """Meet the first worker that is ready, and send waiting runs."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
-            if self._recovery.pending:
-                self._recovery.reconcile(ready)
+            self._reconcile(ready)
             for service in self._services.values():
-                self._manager.keep_service(service.facts, service.core)
+                self._store.keep_service(service.facts, service.core)
         self._dispatcher.send_waiting()
 
     def on_caught_up(self) -> None:
@@ -309,6 +327,85 @@ class Broker:
         for service in self._services.values():
             service.executor.lost(worker)
             service.core.drop_bound(worker.pid)
+
+    # Recovery of an earlier broker's services and objects, until the app is loaded.
+
+    @property
+    def _recovered(self) -> list[str]:
+        """The keys of providers that are served as an earlier broker served them."""
+        return [key for key, service in self._services.items() if service.recovered]
+
+    def _recover_service(self, message: w.Serve, server_id: str) -> Core:
+        service = self._add_service(message, server_id)
+        service.recovered = True
+        return service.core
+
+    def _reconcile(self, worker: Worker) -> None:
+        """Serve what was recovered as the first worker has loaded it, as after a reload."""
+        recovered = self._recovered
+        for key in recovered:
+            self._reconcile_service(key, worker.served.get(key), list(worker.endpoints.get(key, {}).values()))
+        if recovered:
+            if problem := self._unserved():
+                _log.error("%s", problem)
+            self._notifier.status(self._status())
+
+    def _reconcile_service(self, key: str, message: w.Serve | None, specs: list[EndpointSpec]) -> None:
+        service = self._services[key]
+        service.recovered = False
+        earlier, core = service.facts, service.core
+        if message is None:
+            core.replace_endpoints([], "changed")
+            if not len(core.objects):
+                self._discard(key)
+        elif (message.socket_path, message.device) != (earlier.socket_path, earlier.device):
+            self._replace(key, message)
+            try:
+                self._add_service(msgspec.structs.replace(message, endpoints=specs))
+            except SharedRPCError as error:
+                _log.error("cannot serve a provider of the app: %s", error)
+        else:
+            service.facts, core.mechanism = message, message.mechanism
+            core.capacity.set_limits(message.quotas)
+            facts = core.replace_endpoints(specs, "changed")
+            _log.info("recovered %s: %d objects kept, %d dropped", key, len(core.objects), facts["dropped"])
+
+    def _replace(self, key: str, message: w.Serve) -> None:
+        """Discard what was recovered, for the provider that the app serves in its place, or at its socket."""
+        earlier = self._services[key].facts
+        _log.error(
+            "the stored objects of %s at %s are dropped: the app now serves %s at %s",
+            earlier.device,
+            earlier.socket_path,
+            message.device,
+            message.socket_path,
+        )
+        self._discard(key)
+
+    def _discard(self, key: str) -> None:
+        service = self._services.pop(key)
+        self._store.remove_service(key, service.core)
+        path = service.acceptor.path
+        try:
+            listener = service.acceptor.inherited()
+        except OSError as error:
+            _log.error("cannot keep the service manager's socket %s: %s", path, error)
+        else:
+            if listener is not None:
+                self._inherited.listeners[path] = listener
+        service.acceptor.remove_socket()
+        service.core.stop()
+        service.core.close()
+        if service.scope is not None:
+            service.scope.cancel()
+
+    def _unserved(self) -> str:
+        return self._inherited.unserved([service.acceptor.path for service in self._services.values()])
+
+    def _status(self) -> str:
+        """Return one line for people."""
+        count = sum(len(service.core.objects) for service in self._services.values())
+        return f"{count} objects can be attached; the app is {'being loaded' if self._recovered else 'loaded'}"
 
     # The end of an idle broker.
 
@@ -360,13 +457,15 @@ class Broker:
     async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
-        with self._manager.reloading(self._recovery.status):
+        self._notifier.reloading()
+        try:
             return await self._load_anew(objects)
+        finally:
+            self._notifier.ready(self._status())
 
     async def _load_anew(self, objects: str) -> ReloadInfo:
         workers = await self._supervisor.reload()
-        if self._recovery.pending:
-            self._recovery.reconcile(workers[0])
+        self._reconcile(workers[0])
         try:
             services = self._replace_endpoints(workers[0], objects)
         finally:
@@ -398,7 +497,7 @@ class Broker:
             service = self._services[key]
             services[service.acceptor.path] = service.core.replace_endpoints([], objects)
         for service in self._services.values():
-            self._manager.keep_service(service.facts, service.core)
+            self._store.keep_service(service.facts, service.core)
         if problem is not None:
             raise ConfigurationError(f"the new code runs, but a provider of it is not served: {problem}") from problem
         return services

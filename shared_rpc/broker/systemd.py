@@ -15,13 +15,11 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shared_rpc.errors import ConfigurationError
-
-__all__ = ["Inherited", "Notifier", "Passed", "inherit"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -99,7 +97,7 @@ class Notifier:
 class Inherited:
     """The sockets and descriptors that a broker begins with; without a service manager, none.
 
-    :param listeners: sockets that listen already, by path.
+    :param listeners: sockets that listen already and that no provider serves, by path.
     :param stored: descriptors that an earlier process of the service stored in the manager. They belong to their receiver.
     :param capacity: how many the manager keeps, None if it does not report that.
     """
@@ -108,6 +106,18 @@ class Inherited:
     stored: list[Passed] = field(default_factory=list)
     notifier: Notifier = field(default_factory=Notifier)
     capacity: int | None = None
+
+    def unserved(self, served: Iterable[str]) -> str:
+        """Return why the sockets that are left, which no provider serves, are an error; ``""`` if there are none.
+
+        :param served: the paths at which the app serves.
+        """
+        if not self.listeners:
+            return ""
+        return (
+            f"the service manager listens at {', '.join(self.listeners)}, but the app serves at {', '.join(served)}: make "
+            f"ListenStream= and the base path, the device or --socket agree"
+        )
 
 
 def inherit(variables: Mapping[str, str]) -> Inherited:

@@ -367,7 +367,7 @@ def test_an_object_without_its_page(app: BrokerApp, manager: ServiceManager) -> 
     before = client.call("held")
     manager.expect(lambda: len(manager.objects()) == 1)
     assert before.revision == 0
-    manager.expect(lambda: [found.page for found in manager.state.objects] == manager.names("page-") != [])
+    manager.expect(lambda: [found.page for found in manager.state.objects.values()] == manager.names("page-") != [])
     broker.kill()
     manager.remove(manager.names("page-")[0])
     broker = manager.start()
@@ -456,14 +456,14 @@ def test_an_object_that_cannot_be_recovered(app: BrokerApp, manager: ServiceMana
     manager.expect(lambda: len(manager.objects()) == 2)
     broken = ids(client)["model(size=4)"]
     broker.kill()
-    (found,) = [found for found in manager.state.objects if found.facts.object_id == broken]
+    found = manager.state.objects[broken]
     if how == "its value is cut off":
         data = os.pread(manager.fd(f"object-{broken}"), 1 << 20, 0)
         manager.replace(f"object-{broken}", _memfd(data[:-10]))
     elif how == "its segment is not there":
         manager.remove(found.memory[0].name)
     else:
-        manager.change(lambda state: [setattr(each, "key", "@xpu") for each in state.objects if each.facts == found.facts])
+        manager.change(lambda state: setattr(state.objects[broken], "key", "@xpu"))
     broker = manager.start()
     assert broken in broker.expect_error("is unusable and is removed")
     manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 1)
@@ -923,4 +923,4 @@ def kinds(manager: ServiceManager) -> list[str]:
 
 def tiers(manager: ServiceManager) -> list[str]:
     """The tiers of the objects that are described."""
-    return [found.facts.tier for found in manager.state.objects]
+    return [found.facts.tier for found in manager.state.objects.values()]

@@ -322,18 +322,18 @@ OF_BROKERS = {
     "Steps.count": "shared_rpc.memory.copies",
     "WorkerRequests.begin": "shared_rpc.broker.requests",
     "WorkersMemory._written": "shared_rpc.broker.memory",
-    "Persistence.keep": "shared_rpc.broker.persistence",
-    "StateFile.write": "shared_rpc.broker.persistence",
+    "FdStore.keep": "shared_rpc.broker.fd_store",
+    "StateFile.write": "shared_rpc.broker.fd_store",
     "RemoteCaller.reply": "shared_rpc.server.remote",
     **EFFECTS,
 }
 #: What a service manager gets: first the bytes, then the state that names them; then it lets go of what that names no more.
 STORING = [
-    "before Persistence.keep",
-    "before Persistence.keep, after Notifier.store",
-    "before Persistence.keep, before StateFile.write",
-    "before Persistence.keep, after StateFile.write",
-    "before Persistence.keep, after Notifier.remove",
+    "before FdStore.keep",
+    "before FdStore.keep, after Notifier.store",
+    "before FdStore.keep, before StateFile.write",
+    "before FdStore.keep, after StateFile.write",
+    "before FdStore.keep, after Notifier.remove",
 ]
 ORDERING = ["before WorkerRequests.begin", "after WorkerRequests.begin", "after WorkersMemory._written"]
 EVICTING = [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared_rpc.broker.persistence import STATE, StateFile, StoredState
+from shared_rpc.broker.fd_store import STATE, State, StateFile
 from tests.kit.brokers import BrokerApp, BrokerProgram
 from tests.kit.processes import Child, eventually
 
@@ -121,19 +121,19 @@ class ServiceManager:
             return dict(self.store)[name]
 
     @property
-    def state(self) -> StoredState:
+    def state(self) -> State:
         """What the broker describes in the memfd that it writes to."""
         self._hear_all()
         with self._lock:
             kept = dict(self.store)
             fd = os.dup(kept[STATE]) if STATE in kept else None
         if fd is None:
-            return StoredState()
+            return State()
         data = StateFile(fd).data
         os.close(fd)
-        return msgspec.msgpack.decode(data, type=StoredState) if data else StoredState()
+        return msgspec.msgpack.decode(data, type=State) if data else State()
 
-    def change(self, change: Callable[[StoredState], None]) -> None:
+    def change(self, change: Callable[[State], None]) -> None:
         """Change what is described, when the broker has ended."""
         state, fd = self.state, os.dup(dict(self.store)[STATE])
         change(state)
@@ -142,7 +142,7 @@ class ServiceManager:
 
     def objects(self) -> list[str]:
         """The ids of the objects that are described."""
-        return [found.facts.object_id for found in self.state.objects]
+        return list(self.state.objects)
 
     def replace(self, name: str, fd: int) -> None:
         """Keep something else under a name, which it owns from here on."""

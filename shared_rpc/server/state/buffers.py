@@ -97,7 +97,7 @@ class BufferTable:
         self._terms[stored.object_id] = Terms(
             self._clock.now() + ttl if ttl is not None else None, max_accesses, keep or ttl is not None, linger=linger
         )
-        self._tell(stored)
+        self._objects.notify(stored)
         return stored
 
     def recover(self, stored: StoredObject, terms: Terms) -> None:
@@ -131,10 +131,6 @@ class BufferTable:
         """Return the terms of a buffer that is listed."""
         return self._terms[object_id]
 
-    def _tell(self, stored: StoredObject) -> None:
-        if self._objects.watcher is not None:
-            self._objects.watcher.listed(stored)
-
     def get(self, session: str, object_id: str) -> StoredObject:
         """Hand a buffer out: the session holds it from here on.
 
@@ -153,7 +149,7 @@ class BufferTable:
             if terms.accesses_left == 0:
                 self._unlist(object_id, "exhausted")
             else:
-                self._tell(stored)
+                self._objects.notify(stored)
         return stored
 
     def listed(self, object_id: str) -> StoredObject | None:

@@ -21,7 +21,7 @@ import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,7 +34,7 @@ from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.tiers import LOWER, Copies, Incarnations
 
-__all__ = ["OBJECT_ID", "ListingObserver", "ObjectStore", "StoredObject", "usage_of"]
+__all__ = ["OBJECT_ID", "ObjectStore", "StoredObject", "usage_of"]
 
 #: The form of an object's id.
 OBJECT_ID = re.compile("[0-9a-f]{24}")
@@ -137,16 +137,6 @@ def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
     return usage
 
 
-class ListingObserver(Protocol):
-    """An observer of which objects are listed. Its methods raise nothing: the store has changed when they are called."""
-
-    def listed(self, stored: StoredObject) -> None:
-        """Note that an object is listed from now on, or on other terms."""
-
-    def unlisted(self, stored: StoredObject) -> None:
-        """Note that an object is not listed any more; it may still be held."""
-
-
 class ObjectStore:
     """All objects of a server.
 
@@ -189,8 +179,9 @@ class ObjectStore:
         self.buffers = 0
         #: Bytes of the segments, by device.
         self._nbytes: Counter[str] = Counter()
-        #: The observer, or None. It is not called when all objects are dropped at the end of the server.
-        self.watcher: ListingObserver | None = None
+        #: Called when an object is listed or unlisted, and when a listed one changes its tier or terms; but not when the server
+        #: ends and drops all. It raises nothing.
+        self.observer: Callable[[StoredObject], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -265,8 +256,7 @@ class ObjectStore:
         current = self.current(key)
         listed = listed and not (current is not None and current.run > run)
         self._enter(stored, listed=listed)
-        if stored.listed and self.watcher is not None:
-            self.watcher.listed(stored)
+        self.notify(stored)
         return stored
 
     def recover(self, stored: StoredObject) -> None:
@@ -303,8 +293,7 @@ class ObjectStore:
         assert stored.cache_key is not None, "a candidate has a key"
         stored.candidate = False
         self._list(stored, stored.cache_key)
-        if self.watcher is not None:
-            self.watcher.listed(stored)
+        self.notify(stored)
 
     def _share(self, segment: Segment) -> Segment:
         """Return the segment, by the descriptor that is there if another object lies in it."""
@@ -357,7 +346,7 @@ class ObjectStore:
             if freed:
                 # Its maker's value lies in the memory that is gone: from now on all get it as from another process.
                 stored.live, stored.adopted = None, True
-        self._changed(group)
+        self.notify(*group)
         return dict(freed)
 
     def warm(self, group: Sequence[StoredObject], segments: Iterable[Segment]) -> None:
@@ -369,24 +358,24 @@ class ObjectStore:
             self._count(segment.info, 1)
         for stored in group:
             stored.tier = "device"
-        self._changed(group)
+        self.notify(*group)
 
-    def _changed(self, group: Iterable[StoredObject]) -> None:
-        for stored in group:
-            if stored.listed and self.watcher is not None:
-                self.watcher.listed(stored)
+    def notify(self, *changed: StoredObject) -> None:
+        """Call the observer, where there is one."""
+        if self.observer is not None:
+            for stored in changed:
+                self.observer(stored)
 
     def add_page(self, stored: StoredObject, page: Segment) -> None:
         """Give an object its page of revisions, which belongs to it."""
         stored.page = page
         self.descriptors.used += 1
-        if stored.listed and self.watcher is not None:
-            self.watcher.listed(stored)
+        self.notify(stored)
 
     def add_buffer(self, record: Record) -> StoredObject:
         """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it.
 
-        The caller, which knows its terms, notifies the watcher.
+        The caller, which knows its terms, notifies the observer.
         """
         stored = self.add("", None, record, None, managed=True, kind="buffer")
         stored.listed = True
@@ -510,9 +499,8 @@ class ObjectStore:
         """Release an object: it stays with its holders, and ends with the last of them."""
         if stored.listed and stored.cache_key is not None:
             del self._by_key[stored.cache_key]
-        if stored.listed and self.watcher is not None:
-            self.watcher.unlisted(stored)
         stored.listed = False
+        self.notify(stored)
         self._drop_if_unkept(stored)
 
     def _drop_if_unkept(self, stored: StoredObject) -> None:

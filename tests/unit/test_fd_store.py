@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from shared_rpc.broker.persistence import _HALVES, _HEAD, Persistence, StateFile
+from shared_rpc.broker.fd_store import _HALVES, _HEAD, FdStore, StateFile
 from shared_rpc.broker.systemd import Notifier, Passed
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
@@ -23,7 +23,7 @@ from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
 from shared_rpc.server.state.objects import StoredObject
-from tests.kit.service_manager import store
+from tests.kit.service_manager import store as store_entry
 
 GPU = "GPU-fa4e0000-0000-0000-0000-000000000000"
 CONTENTS = {"gpu": b"of the GPU", "host": b"of the host"}
@@ -54,8 +54,9 @@ class Moving:
         self.check: Callable[[], None] = lambda: None
         self._notify = notifier.notify
         notifier.notify = self._tell  # type: ignore[method-assign]
-        self.persistence = Persistence(notifier, self._due.append)
-        self.persistence.keep_service("server", w.Serve("key", "socket", GPU, [], {"name": "vmm", "reason": ""}, [], {}))
+        self.store = FdStore(notifier, soon=self._due.append)
+        core = Mock(server_id="server", **{"registry.all.return_value": []})
+        self.store.keep_service(w.Serve("key", "socket", GPU, [], {"name": "vmm", "reason": ""}, [], {}), core)
         #: The memory as it is on its devices, and on the host.
         self._segments = {
             "gpu": self._made(SegmentInfo("gpu", 4096, GPU, mechanism="vmm")),
@@ -92,7 +93,7 @@ class Moving:
                 self._stack.callback(segment.close)
             record = Record(b"skeleton", b"table", segments, 8192)
             stored = StoredObject(object_id, "get", f"get({object_id})", record, 1, None, 1.0, 1.0, tier=tier)
-            self.persistence.keep("key", stored, "", None, copies)
+            self.store.keep("key", stored, "", None, copies)
 
     def end_turn(self) -> None:
         """Write what has changed."""
@@ -104,7 +105,7 @@ class Moving:
         self._notify(*lines, fd=fd)
         for fields, fds in self._heard():
             self.stored += [fields["FDNAME"]] if fds else []
-            store(self.entries, 100, fields, fds)
+            store_entry(self.entries, 100, fields, fds)
         self.check()
 
     def _heard(self) -> Iterator[tuple[dict[str, str], list[int]]]:
@@ -120,14 +121,15 @@ class Moving:
 
     def recovered(self) -> list[dict[str, bytes]]:
         """What a broker has that begins now: the bytes of the objects, by their segments' names."""
-        persistence = Persistence(Notifier(), self._due.append)
-        services = persistence.recover([Passed(name, os.dup(fd)) for name, fd in self.entries])
-        if persistence._file is not None:
-            os.close(persistence._file.fd)
+        store = FdStore(Notifier(), soon=self._due.append)
+        core = Mock()
+        store.recover([Passed(name, os.dup(fd)) for name, fd in self.entries], lambda serve, server_id: core)
+        if store._file is not None:
+            os.close(store._file.fd)
         recovered = []
-        for found in [found for service in services for found in service.objects]:
-            parts = [(info.name, copy.segment) for info, copy in found.copies]
-            parts = parts or [(segment.info.name, segment) for segment in found.stored.record.segments]
+        for stored, _, copies in [call.args for call in core.recover.call_args_list]:
+            parts = [(info.name, copy.segment) for info, copy in copies]
+            parts = parts or [(segment.info.name, segment) for segment in stored.record.segments]
             recovered.append({name: os.pread(segment.fileno(), 4096, 0).rstrip(b"\0") for name, segment in parts})
             for _, segment in parts:
                 segment.close()
@@ -142,8 +144,8 @@ def moving(tmp_path: Path) -> Iterator[Moving]:
         yield moving
         for _, fd in moving.entries:
             os.close(fd)
-        if moving.persistence._file is not None:
-            os.close(moving.persistence._file.fd)
+        if moving.store._file is not None:
+            os.close(moving.store._file.fd)
 
 
 def test_a_broker_that_is_killed_between_two_messages_of_a_move(moving: Moving) -> None:
@@ -185,7 +187,7 @@ def test_a_broker_that_is_killed_while_it_writes_the_state(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", cut)
-        moving.persistence.remove(OBJECTS[0])
+        moving.store.remove(OBJECTS[0])
     assert len(writes) == whole + 1
     assert moving.recovered() == [CONTENTS] * 2
     moving.put("device", 3)
@@ -209,7 +211,7 @@ def test_the_changes_of_a_turn_are_two_writes(moving: Moving, monkeypatch: pytes
     write = Mock()
     monkeypatch.setattr(StateFile, "write", write)
     moving.keep("device", 3)
-    moving.persistence.remove(OBJECTS[0])
+    moving.store.remove(OBJECTS[0])
     assert write.call_count == 1
     moving.end_turn()
     assert write.call_count == 2
@@ -236,7 +238,7 @@ def test_an_object_that_cannot_be_stored(moving: Moving, monkeypatch: pytest.Mon
     """Nothing of it is left in the store, because an earlier description is out of date; its next change is stored."""
     moving.put("device", 0)
     with monkeypatch.context() as patch:
-        patch.setattr("shared_rpc.broker.persistence._name_of", Mock(side_effect=OSError(errno.EBADF, "bad descriptor")))
+        patch.setattr("shared_rpc.broker.fd_store._name_of", Mock(side_effect=OSError(errno.EBADF, "bad descriptor")))
         moving.put("host", 1)
     assert [name for name, _ in moving.entries] == ["state"]
     moving.put("device", 2)

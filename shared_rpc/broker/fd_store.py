@@ -1,4 +1,4 @@
-"""Persistence: the state and the memory that a broker has its service manager keep for the next broker.
+"""The store: the state and the memory that a broker has its service manager keep for the next broker.
 
 The manager keeps descriptors by name. It takes the same open file only once, and tells no order::
 
@@ -17,15 +17,16 @@ processes that have the page would not see what others write.
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import functools
 import hashlib
 import logging
 import os
 import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import xxhash
@@ -38,17 +39,16 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.records import EXPORTER_OWNED, HostCopy, SegmentInfo, Tier
 from shared_rpc.protocol.specs import EndpointSpec
+from shared_rpc.server.core import Core
 from shared_rpc.server.state.buffers import Terms
 from shared_rpc.server.state.objects import StoredObject
-
-__all__ = ["STATE", "Persistence", "RecoveredObject", "RecoveredService", "StateFile", "StoredState", "code_of"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
 #: The name of the state in the manager's store.
 STATE = "state"
 #: The first bytes of the state. The number is raised with every change of the format.
-_FORMAT = b"shared-rpc state 1\n"
+_FORMAT = b"shared-rpc state 2\n"
 #: Where its halves begin; and the head of a half: the number of the write, the size, the digest.
 _HALVES = (1 << 12, 1 << 31)
 _HEAD = struct.Struct("<QQ16s")
@@ -89,7 +89,7 @@ class _Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     digest: bytes
 
 
-class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True, dict=True):
     """An object. ``key`` is the provider's, ``code`` the :func:`code_of` its endpoint.
 
     ``memory`` is that of its segments, in their order, or of their copies if it is cold; ``page`` the name of its page.
@@ -106,43 +106,18 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     page: str | None
     terms: tuple[float | None, int | None, bool] | None
 
-    @property
+    @functools.cached_property
     def names(self) -> set[str]:
         """The names of all its descriptors."""
         own = [f"object-{self.facts.object_id}", *([self.page] if self.page is not None else [])]
         return {*own, *(memory.name for memory in self.memory)}
 
 
-class StoredState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """All that is described."""
+class State(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """All that is described: providers by their keys, and objects by their ids."""
 
-    services: list[_Service] = []
-    objects: list[_Object] = []
-
-
-@dataclass
-class RecoveredObject:
-    """An object as it was kept: a buffer with its terms, one that was cold with the copies of its segments."""
-
-    stored: StoredObject
-    terms: Terms | None
-    copies: list[tuple[SegmentInfo, LowerCopy]]
-
-
-@dataclass
-class RecoveredService:
-    """A provider as it was served, and its objects in the order they were made."""
-
-    server_id: str
-    serve: w.Serve
-    objects: list[RecoveredObject] = field(default_factory=list)
-
-
-class _Kept(NamedTuple):
-    """An object as the state describes it, in MessagePack, and the names of its descriptors."""
-
-    data: msgspec.Raw
-    names: set[str]
+    services: dict[str, _Service] = {}
+    objects: dict[str, _Object] = {}
 
 
 def code_of(spec: EndpointSpec | None) -> str:
@@ -191,21 +166,25 @@ class StateFile:
         self._number = number
 
 
-class Persistence:
-    """The store of a service manager; where there is none, nothing is stored. On the broker's loop only, but for :meth:`close`.
+class FdStore:
+    """What a broker stores with its service manager, if there is one. On the broker's loop only, but for :meth:`close`.
 
     :param soon: schedules a call for the end of the loop's turn.
     :param capacity: how many descriptors the manager keeps, None where that is not known.
     """
 
-    def __init__(self, notifier: Notifier, soon: Callable[[Callable[[], None]], object], capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        notifier: Notifier,
+        capacity: int | None = None,
+        soon: Callable[[Callable[[], None]], object] = lambda write: asyncio.get_running_loop().call_soon(write),
+    ) -> None:
         self._notifier = notifier
-        self._soon = soon
         self._capacity = capacity
+        self._soon = soon
         self._closed = not notifier.there
         self._file: StateFile | None = None
-        self._services: dict[str, msgspec.Raw] = {}
-        self._objects: dict[str, _Kept] = {}
+        self._state = State()
         #: The names of all that is stored, but for the state.
         self._stored: set[str] = set()
         #: Whether the state was written in this turn of the loop, and whether it has changed since.
@@ -217,42 +196,57 @@ class Persistence:
 
     # Storing.
 
-    def keep_service(self, server_id: str, serve: w.Serve) -> None:
-        """Keep a provider, or its changes."""
-        data = msgspec.Raw(msgspec.msgpack.encode(_Service(server_id, serve)))
-        if not self._closed and self._services.get(serve.key) != data:
-            self._services[serve.key] = data
+    def keep_service(self, serve: w.Serve, core: Core) -> None:
+        """Store a provider, or its changes; and its objects from now on."""
+        if self._closed:
+            return
+        core.objects.observer = functools.partial(self._observe, serve.key, core)
+        service = _Service(core.server_id, msgspec.structs.replace(serve, endpoints=core.registry.all()))
+        if self._state.services.get(serve.key) != service:
+            self._state.services[serve.key] = service
             self._change()
 
-    def remove_service(self, key: str) -> None:
-        """Remove a provider; its objects are removed one by one."""
-        if not self._closed and self._services.pop(key, None) is not None:
+    def remove_service(self, key: str, core: Core) -> None:
+        """Remove a provider and its objects."""
+        core.objects.observer = None
+        for stored in core.objects:
+            self.remove(stored.object_id)
+        if not self._closed and self._state.services.pop(key, None) is not None:
             self._change()
+
+    def _observe(self, key: str, core: Core, stored: StoredObject) -> None:
+        if not stored.listed:
+            self.remove(stored.object_id)
+            return
+        terms = core.buffers.table.terms(stored.object_id) if stored.kind == "buffer" else None
+        copies = core.objects.copies
+        of_segments = {segment.info.id: copies.of(segment.info.id) for segment in stored.record.segments if stored.cold}
+        self.keep(key, stored, code_of(core.registry.find(stored.endpoint)), terms, of_segments)
 
     def keep(
         self, key: str, stored: StoredObject, code: str, terms: Terms | None, copies: Mapping[str, Sequence[LowerCopy]]
     ) -> None:
-        """Keep an object, or its changes. An object whose memory ends with a process is not kept.
+        """Store an object, or its changes. An object whose memory ends with a process is not stored.
 
-        Where its changes cannot be kept, nothing of it is: its description is out of date.
+        Where its changes cannot be stored, nothing of it is: its description is out of date.
 
+        :param key: its provider's.
         :param code: see :func:`code_of`.
         :param copies: of a cold object, by the ids of its segments.
         """
         if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in stored.record.segments):
             return
         try:
-            found = self._describe(key, stored, code, terms, copies)
+            self._state.objects[stored.object_id] = self._describe(key, stored, code, terms, copies)
         except Exception as error:
             _log.error("cannot store object %s for the next broker: %s", stored.object_id, error)
             self.remove(stored.object_id)
         else:
-            self._objects[stored.object_id] = _Kept(msgspec.Raw(msgspec.msgpack.encode(found)), found.names)
             self._change()
 
     def remove(self, object_id: str) -> None:
-        """Remove an object that is listed no more."""
-        if not self._closed and self._objects.pop(object_id, None) is not None:
+        """Remove an object, if it is stored."""
+        if not self._closed and self._state.objects.pop(object_id, None) is not None:
             self._change()
 
     def _describe(
@@ -318,57 +312,57 @@ class Persistence:
             if self._file is None:
                 self._file = StateFile()
                 self._notifier.store(STATE, self._file.fd)
-            kept = self._objects.values()
-            self._file.write(msgspec.msgpack.encode([list(self._services.values()), [each.data for each in kept]]))
+            self._file.write(msgspec.msgpack.encode(self._state))
         except OSError as error:
             _log.error("cannot store the broker's state with the service manager: %s", error)
             return
-        named = {name for each in kept for name in each.names}
+        named = {name for found in self._state.objects.values() for name in found.names}
         for name in self._stored - named:
             self._notifier.remove(name)
         self._stored &= named
 
     # Recovery.
 
-    def recover(self, passed: Iterable[Passed]) -> list[RecoveredService]:
-        """Return an earlier broker's services and objects. What is unusable is logged and removed."""
+    def recover(self, passed: Iterable[Passed], serve: Callable[[w.Serve, str], Core]) -> None:
+        """Serve an earlier broker's providers and objects again. What is unusable is logged and removed.
+
+        :param serve: serves a provider, with the id of its earlier server.
+        """
         fds: dict[str, int] = {}
         for name, fd in passed:
             if fds.setdefault(name, fd) != fd:
                 os.close(fd)
-        state = self._recover_state(fds.pop(STATE, None))
-        services = {each.serve.key: RecoveredService(each.server_id, each.serve) for each in state.services}
-        self._services = {each.serve.key: msgspec.Raw(msgspec.msgpack.encode(each)) for each in state.services}
-        for found in sorted(state.objects, key=lambda found: found.facts.created_at):
+        self._recover_state(fds.pop(STATE, None))
+        self._stored = set(fds)
+        cores = {key: serve(service.serve, service.server_id) for key, service in list(self._state.services.items())}
+        for found in sorted(self._state.objects.values(), key=lambda found: found.facts.created_at):
             try:
-                service = services.get(found.key)
-                if service is None:
+                if found.key not in cores:
                     raise ValueError(f"its provider {found.key!r} is not stored")
-                service.objects.append(_recovered(found, service.serve.endpoints, fds))
+                cores[found.key].recover(*_recovered(found, self._state.services[found.key].serve.endpoints, fds))
             except (ValueError, OSError) as error:
                 _log.error("the stored object %s is unusable and is removed: %s", found.facts.object_id, error)
-            else:
-                self._objects[found.facts.object_id] = _Kept(msgspec.Raw(msgspec.msgpack.encode(found)), found.names)
-        self._stored = set(fds)
+                self._state.objects.pop(found.facts.object_id, None)
+        for core in cores.values():
+            core.objects.settle()  # the budget may have changed
         for fd in fds.values():
             os.close(fd)
         if not self._closed:
             self._change()
-        return list(services.values())
 
-    def _recover_state(self, fd: int | None) -> StoredState:
+    def _recover_state(self, fd: int | None) -> None:
         if fd is None:
-            return StoredState()
+            return
         try:
             file = StateFile(fd)
-            state = msgspec.msgpack.decode(file.data, type=StoredState) if file.data else StoredState()
+            if file.data:
+                self._state = msgspec.msgpack.decode(file.data, type=State)
         except (ValueError, OSError) as error:
             _log.error("the stored state is unusable and is removed: %s", error)
             os.close(fd)
             self._notifier.remove(STATE)
-            return StoredState()
-        self._file = file
-        return state
+        else:
+            self._file = file
 
 
 def _name_of(segment_id: str, part: LowerCopy) -> str:
@@ -377,8 +371,10 @@ def _name_of(segment_id: str, part: LowerCopy) -> str:
     return f"segment-{found.st_dev}-{found.st_ino}" if stat.S_ISREG(found.st_mode) else f"segment-{part.tier}-{segment_id}"
 
 
-def _recovered(found: _Object, endpoints: Iterable[EndpointSpec], fds: Mapping[str, int]) -> RecoveredObject:
-    """Return an object, with duplicates of its descriptors.
+def _recovered(
+    found: _Object, endpoints: Iterable[EndpointSpec], fds: Mapping[str, int]
+) -> tuple[StoredObject, Terms | None, list[tuple[SegmentInfo, LowerCopy]]]:
+    """Return an object with duplicates of its descriptors, a buffer's terms, and the copies of a cold one's segments.
 
     :raises ValueError: if one is missing or unusable.
     """
@@ -403,7 +399,7 @@ def _recovered(found: _Object, endpoints: Iterable[EndpointSpec], fds: Mapping[s
         page=recovered_page(os.dup(fds[found.page])) if found.page is not None else None,
         **msgspec.structs.asdict(facts),
     )
-    return RecoveredObject(stored, Terms(*found.terms) if found.terms is not None else None, copies)
+    return stored, Terms(*found.terms) if found.terms is not None else None, copies
 
 
 def _duplicates(parts: Iterable[tuple[SegmentInfo, int]]) -> list[Segment]:
