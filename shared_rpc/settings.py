@@ -305,15 +305,15 @@ def script_settings(environ: Mapping[str, str] | None = None) -> ScriptSettings:
 
 
 class ServeOptions(NamedTuple):
-    """Options of ``shared-rpc serve``, declared once for its command line, a broker and its workers.
+    """Options of a server: read by the command line of ``shared-rpc serve``, a broker, its workers, and the core.
 
     None leaves an option to the app, or to the server's own default.
 
     :param devices: the device of each worker, in turn.
-    :param threads: threads of a worker that run endpoints.
+    :param threads: threads of a worker, or of a server of this process, that run endpoints.
     :param build_timeout: seconds after which a run is taken for stuck.
     :param preload: whether workers may be forks of a zygote.
-    :param quotas: as ``--quota`` has them: a worker resolves them, which knows the devices.
+    :param quotas: bytes, or a fraction of the memory, by device: a worker resolves them, which knows the devices.
     :param spill_dir: where objects are evicted to files, None for no files.
     :param when_full: what becomes of requests for which a quota has no room.
     :param host_quota: bytes of host copies, or a fraction of the host's memory.
@@ -332,7 +332,7 @@ class ServeOptions(NamedTuple):
     build_timeout: float | None = None
     preload: bool = True
     max_bytes: int | None = None
-    quotas: tuple[str, ...] = ()
+    quotas: Mapping[str, int | float] = {}
     spill_dir: str | None = None
     when_full: Literal["evict", "refuse"] = "refuse"
     host_quota: int | float | None = None

@@ -29,7 +29,6 @@ from shared_rpc.broker.worker import Handler, Worker
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.execution.endpoints import Registry
-from shared_rpc.execution.limits import resolve_host_quota
 from shared_rpc.execution.loop import run_loop
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.closing import CLOSER
@@ -237,12 +236,8 @@ class Broker:
             executor,
             message.device,
             executor.transfers,
-            max_bytes=self._options.max_bytes,
-            max_tasks=self._options.max_tasks,
-            result_ttl=self._options.result_ttl,
+            options=self._options,
             quotas=message.quotas,
-            when_full=self._options.when_full,
-            host_quota=resolve_host_quota(self._options.host_quota),
             memory=RelayedMemory(self._memory, message.devices),
             spill=self._spill,
             mechanism=message.mechanism,
@@ -250,8 +245,6 @@ class Broker:
             server_id=server_id,
             descriptors=self._descriptors,
             cluster=message.cluster,
-            source_grace=self._options.source_grace,
-            client_code=self._options.client_code,
         )
         core.on_reload = self._reload_for_client
         core.on_stop = self._stop_for_client

@@ -17,7 +17,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import check_name
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
-from shared_rpc.provider.amounts import amount_of, check_quotas, in_bytes, quotas_of
+from shared_rpc.provider.amounts import amount_of, in_bytes, quotas_of
 from shared_rpc.server.joiner import check_cluster
 from shared_rpc.settings import CLUSTER_NAME, ClientCode, ServeOptions, checked_path, program
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shared_rpc.provider.runtime import Runtime
     from shared_rpc.server.server import Server
 
+_DEFAULTS = ServeOptions()
 #: The groups of options in the help of ``serve``.
 _WORKERS, _MEMORY, _CLIENTS, _CLUSTER, _OBSERVABILITY = "Workers", "Memory", "Tasks and clients", "Cluster", "Observability"
 
@@ -49,7 +50,9 @@ def serve(
         str | None,
         typer.Option(rich_help_panel=_WORKERS, help="auto, cpu, cuda or cuda:<index>; the provider's own by default."),
     ] = None,
-    workers: Annotated[int, typer.Option(rich_help_panel=_WORKERS, min=1, help="Processes that run endpoints.")] = 1,
+    workers: Annotated[
+        int, typer.Option(rich_help_panel=_WORKERS, min=1, help="Processes that run endpoints.")
+    ] = _DEFAULTS.workers,
     worker_device: Annotated[
         list[str] | None,
         typer.Option(rich_help_panel=_WORKERS, help="The device of each worker in turn; repeat it for each GPU."),
@@ -99,7 +102,7 @@ def serve(
             rich_help_panel=_MEMORY,
             help="What to do with a request that exceeds a quota: refuse it, or evict unused objects while it waits.",
         ),
-    ] = "refuse",
+    ] = _DEFAULTS.when_full,
     host_quota: Annotated[
         str | None,
         typer.Option(
@@ -128,7 +131,7 @@ def serve(
     ] = None,
     max_tasks: Annotated[
         int, typer.Option(rich_help_panel=_CLIENTS, min=1, help="Tasks that may be pending or running.")
-    ] = 1000,
+    ] = _DEFAULTS.max_tasks,
     result_ttl: Annotated[
         float,
         typer.Option(
@@ -137,10 +140,10 @@ def serve(
             metavar="SECONDS",
             help="How long a finished task and its result are kept.",
         ),
-    ] = 3600.0,
+    ] = _DEFAULTS.result_ttl,
     max_connections: Annotated[
         int, typer.Option(rich_help_panel=_CLIENTS, min=1, help="Further connections are refused with ServerBusy.")
-    ] = 8192,
+    ] = _DEFAULTS.max_connections,
     client_code: Annotated[
         ClientCode,
         typer.Option(
@@ -148,7 +151,7 @@ def serve(
             help="Which clients may send modules and records, whose code runs in workers and in other clients: all, those in "
             "the server's own pid namespace, or none.",
         ),
-    ] = "all",
+    ] = _DEFAULTS.client_code,
     idle_exit: Annotated[
         float | None,
         typer.Option(
@@ -182,7 +185,7 @@ def serve(
             metavar="SECONDS",
             help="How long calls wait for a cluster that does not answer, before they are built here.",
         ),
-    ] = 15.0,
+    ] = _DEFAULTS.source_grace,
     metrics_port: Annotated[
         int | None,
         typer.Option(
@@ -197,7 +200,7 @@ def serve(
         typer.Option(
             rich_help_panel=_OBSERVABILITY, metavar="ADDRESS", help="Address of the metrics port; 0.0.0.0 for other hosts."
         ),
-    ] = "127.0.0.1",
+    ] = _DEFAULTS.metrics_host,
     log_format: Annotated[
         LogFormat | None,
         typer.Option(rich_help_panel=_OBSERVABILITY, help="Log to standard error, one line for each event."),
@@ -277,7 +280,7 @@ def serve(
             build_timeout=build_timeout,
             preload=not no_preload,
             max_bytes=in_bytes(f"--max-bytes {max_bytes}", max_bytes) if max_bytes is not None else None,
-            quotas=tuple(quota or ()),
+            quotas=quotas,
             spill_dir=os.path.abspath(spill_dir) if spill_dir is not None else None,
             when_full=when_full,
             host_quota=amount_of(f"--host-quota {host_quota}", host_quota) if host_quota is not None else None,
@@ -352,27 +355,8 @@ class _InProcessHost:
         from shared_rpc.server.server import Server
 
         if provider not in self.servers:
-            options = self._options
-            override(provider, options, options.device_of(0))
-            check_quotas(options.quotas, provider.device_id)
-            server = Server(
-                provider,
-                socket_path=options.socket,
-                max_workers=options.threads,
-                max_bytes=options.max_bytes,
-                max_tasks=options.max_tasks,
-                result_ttl=options.result_ttl,
-                quotas=quotas_of(options.quotas),
-                spill_dir=options.spill_dir,
-                when_full=options.when_full,
-                host_quota=options.host_quota,
-                max_connections=options.max_connections,
-                source_grace=options.source_grace,
-                client_code=options.client_code,
-                metrics_port=options.metrics_port,
-                metrics_host=options.metrics_host,
-            )
-            self.servers[provider] = server.start()
+            override(provider, self._options, 0)
+            self.servers[provider] = Server.of(provider, self._options).start()
         return ServerRuntime(self.servers[provider])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shared_rpc.errors import ConfigurationError
+from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import devices_of, facts_of
 
@@ -19,12 +19,16 @@ def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, 
     """
     resolved: dict[str, int] = {}
     for name, amount in quotas.items():
-        chosen = device_id(name)
+        what = f"quota {name}={amount!r}"
+        try:
+            chosen = device_id(name)
+        except (ConfigurationError, CapabilityError) as error:
+            raise ConfigurationError(f"{what}: {error}") from error
         if chosen not in devices_of(device):
-            raise ConfigurationError(f"quotas[{name!r}]: use a device of this server: {', '.join(devices_of(device))}")
+            raise ConfigurationError(f"{what}: use a device of this server: {', '.join(devices_of(device))}")
         if chosen in resolved:
-            raise ConfigurationError(f"quotas[{name!r}]: another name of {chosen} has a quota already")
-        resolved[chosen] = _in_bytes(f"quotas[{name!r}]", amount, chosen)
+            raise ConfigurationError(f"{what}: another name of {chosen} has a quota already")
+        resolved[chosen] = _in_bytes(what, amount, chosen)
     return resolved
 
 
@@ -33,7 +37,7 @@ def resolve_host_quota(amount: float | None) -> int | None:
 
     :raises ConfigurationError: for an amount that is neither bytes nor a fraction of the host's memory.
     """
-    return _in_bytes("host_quota", amount, "cpu") if amount is not None else None
+    return _in_bytes(f"host_quota={amount!r}", amount, "cpu") if amount is not None else None
 
 
 def check_when_full(when_full: str, quotas: Mapping[str, int | float]) -> None:
@@ -55,6 +59,4 @@ def _in_bytes(what: str, amount: float, device: str) -> int:
         return int(facts_of(device).total * amount)
     if isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0:
         return amount
-    raise ConfigurationError(
-        f"{what}={amount!r}: use bytes as an int, or a fraction of the device's memory as a float up to 1.0"
-    )
+    raise ConfigurationError(f"{what}: use bytes as an int, or a fraction of the device's memory as a float up to 1.0")

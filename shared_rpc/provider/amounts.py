@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import check_name
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
@@ -58,20 +58,3 @@ def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
             raise ConfigurationError(f"{option}: {error}") from None
         quotas[device] = amount_of(option, amount)
     return quotas
-
-
-def check_quotas(texts: Iterable[str], device: str) -> None:
-    """Check that a server of a device can have these quotas.
-
-    :param device: the id of the server's device.
-    :raises ConfigurationError: if not; it names the option.
-    """
-    from shared_rpc.execution.limits import resolve_quotas
-
-    given: list[str] = []
-    for text in texts:
-        given.append(text)
-        try:
-            resolve_quotas(quotas_of(given), device)
-        except (ConfigurationError, CapabilityError) as error:
-            raise ConfigurationError(f"--quota {text}: {error}") from error

@@ -8,41 +8,15 @@ from shared_rpc.provider.provider import Provider
 from shared_rpc.settings import ServeOptions, checked_path, resolve_base_path, socket_path
 
 
-class Overrides:
-    """The options of ``serve`` for one worker."""
-
-    def __init__(self, options: ServeOptions, number: int) -> None:
-        self.options = options
-        self.socket = options.socket
-        self.max_workers = options.threads
-        self.quotas = options.quotas
-        self._device = options.device_of(number)
-
-    def apply(self, provider: Provider) -> None:
-        """Override the options of a provider."""
-        override(provider, self.options, self._device)
-
-    def socket_of(self, provider: Provider) -> str | None:
-        """Return the path where the broker listens for a provider; None for that of the provider's own device.
-
-        With several workers, the socket is named for the device of the first.
-
-        :raises ConfigurationError: for a path that is not UTF-8, or too long.
-        """
-        if self.socket is not None:
-            return checked_path(self.socket)
-        if not self.options.devices:
-            return None
-        return socket_path(resolve_base_path(provider.base_path), device_tag(device_id(self.options.devices[0])))
-
-
-def override(provider: Provider, options: ServeOptions, device: str | None) -> None:
+def override(provider: Provider, options: ServeOptions, number: int) -> None:
     """Override the base path, device, cluster and pools of a provider, as far as ``serve`` has options for them.
 
+    :param number: which of the workers this process is, from 0.
     :raises ConfigurationError: for sizes that make no pool.
     """
     if options.base_path is not None:
         provider.base_path = options.base_path
+    device = options.device_of(number)
     if device is not None:
         provider.device = device
     if options.cluster is not None:
@@ -52,3 +26,17 @@ def override(provider: Provider, options: ServeOptions, device: str | None) -> N
         initial=options.pool_initial if options.pool_initial is not None else pool.initial,
         limit=options.pool_limit if options.pool_limit is not None else pool.limit,
     )
+
+
+def socket_of(provider: Provider, options: ServeOptions) -> str | None:
+    """Return the path where a broker listens for a provider; None for that of the provider's own device.
+
+    With several workers, the socket is named for the device of the first.
+
+    :raises ConfigurationError: for a path that is not UTF-8, or too long.
+    """
+    if options.socket is not None:
+        return checked_path(options.socket)
+    if not options.devices:
+        return None
+    return socket_path(resolve_base_path(provider.base_path), device_tag(device_id(options.devices[0])))

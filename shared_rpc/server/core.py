@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -18,6 +18,7 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
 from shared_rpc.execution.executor import Executor
+from shared_rpc.execution.limits import resolve_host_quota
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
 from shared_rpc.memory.backends.choice import makers
@@ -49,7 +50,7 @@ from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.server.tiers import Tiers
-from shared_rpc.settings import ClientCode
+from shared_rpc.settings import ServeOptions
 
 if TYPE_CHECKING:
     from shared_rpc.server.joiner import Joiner
@@ -58,6 +59,7 @@ __all__ = ["Core", "Lowered"]
 
 _log = logging.getLogger("shared_rpc.server")
 
+_DEFAULTS = ServeOptions()
 #: Runs in one reply.
 _MOST_RUNS = 1000
 
@@ -68,12 +70,8 @@ class Core:
     :param registry: the endpoints; it may grow while the server runs.
     :param device: the id of the device that results live on.
     :param transfers: the pools of sessions, which end with these.
-    :param max_bytes: see :class:`ObjectStore`.
-    :param max_tasks: tasks that may be pending or running.
-    :param result_ttl: seconds a finished task is remembered, and an unfetched result kept for it.
+    :param options: of the whole server; those of its devices and socket were resolved, and are the parameters below.
     :param quotas: bytes that objects may take, by device.
-    :param when_full: what becomes of requests that exceed a quota; see :mod:`shared_rpc.server.capacity`.
-    :param host_quota: bytes of host copies, None for any amount.
     :param memory: where buffers are made, and objects are restored; by default in this process.
     :param spill: where objects are evicted to files, None if they are not.
     :param socket_path: where other processes connect, if they can.
@@ -81,7 +79,6 @@ class Core:
     :param descriptors: those of the process; by default no other server of it has objects.
     :param cluster: the one that the server joins, by a process of its own, see :mod:`shared_rpc.server.joiner`; ``""`` for
         none. With one, misses wait for a source of records from the start on.
-    :param source_grace: seconds that misses wait for a source of records; see :mod:`shared_rpc.server.state.sources`.
     :param mechanism: how the executor's process makes segments, for information: see
         :mod:`shared_rpc.memory.backends.choice`.
     :raises ConfigurationError: if what the cluster needs is not installed.
@@ -94,12 +91,8 @@ class Core:
         device: str,
         transfers: Transfers[SessionTransfer],
         *,
-        max_bytes: int | None = None,
-        max_tasks: int = 1000,
-        result_ttl: float = 3600.0,
+        options: ServeOptions = _DEFAULTS,
         quotas: Mapping[str, int] | None = None,
-        when_full: Literal["evict", "refuse"] = "refuse",
-        host_quota: int | None = None,
         memory: DeviceMemory | None = None,
         spill: SpillDirectory | None = None,
         mechanism: MechanismInfo | None = None,
@@ -107,8 +100,6 @@ class Core:
         server_id: str | None = None,
         descriptors: Descriptors | None = None,
         cluster: str = "",
-        source_grace: float = 15.0,
-        client_code: ClientCode = "all",
         clock: Clock | None = None,
     ) -> None:
         self.server_id = server_id or secrets.token_hex(8)
@@ -123,8 +114,8 @@ class Core:
         self._sweeper = Sweeper(clock)
         self.now, self.wake_within = clock.now, self._sweeper.wake_within
         self.leases = LeaseTable(self._told.given, self._told.ended)
-        self.objects = ObjectStore(self.leases, clock, self._dropped, max_bytes, self._added, descriptors)
-        self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session, client_code)
+        self.objects = ObjectStore(self.leases, clock, self._dropped, options.max_bytes, self._added, descriptors)
+        self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session, options.client_code)
         buffers = BufferTable(self.objects, self.leases, clock)
         memory = memory or DeviceMemory(device)
         self.capacity = Capacity(
@@ -135,8 +126,8 @@ class Core:
             self.sessions.pid_of,
             lambda: self.tiers,
             quotas or {},
-            when_full=when_full,
-            host_quota=host_quota,
+            when_full=options.when_full,
+            host_quota=resolve_host_quota(options.host_quota),
         )
         self.state = state = State(
             self.server_id,
@@ -167,7 +158,7 @@ class Core:
         self.buffers = Buffers(state)
         self.generations = Generations(state, self.buffers)
         self.records = Records(state, self.generations)
-        self.sources = Sources(state, self.records, joiner=self._joiner, grace=source_grace)
+        self.sources = Sources(state, self.records, joiner=self._joiner, grace=options.source_grace)
         self.runs = state.runs = Runs(
             executor,
             self.objects,
@@ -183,9 +174,9 @@ class Core:
         # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
         first = int(clock.now() * 1e6) if server_id is not None else 1
         table: TaskTable[Waiter] = TaskTable(
-            self.server_id, clock, self._forget_task, result_ttl=result_ttl, capacity=max_tasks, first=first
+            self.server_id, clock, self._forget_task, result_ttl=options.result_ttl, capacity=options.max_tasks, first=first
         )
-        self.tasks = Tasks(state, table, lambda: self._sweeper.wake_within(result_ttl), self.waits_for)
+        self.tasks = Tasks(state, table, lambda: self._sweeper.wake_within(options.result_ttl), self.waits_for)
         self.calls = Calls(state, self.generations, self.tasks, transfers)
         self.holdings = Holdings(state, self.generations)
         self.requests = Requests(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.execution.endpoints import Endpoint, Registry
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.execution.limits import check_when_full, resolve_host_quota, resolve_quotas
+from shared_rpc.execution.limits import check_when_full, resolve_quotas
 from shared_rpc.execution.transfer import transfers_of
 from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.memory.closing import CLOSER
@@ -26,7 +26,7 @@ from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.measures import SERVERS, measures
 from shared_rpc.server.state.descriptors import Descriptors, mapped_limit
-from shared_rpc.settings import ClientCode, resolve_base_path, socket_path
+from shared_rpc.settings import ClientCode, ServeOptions, resolve_base_path, socket_path
 
 if TYPE_CHECKING:
     from shared_rpc.observability.exporter import Exporter
@@ -35,6 +35,7 @@ __all__ = ["App", "Server"]
 
 _log = logging.getLogger("shared_rpc.server")
 
+_DEFAULTS = ServeOptions()
 #: The descriptors of this process's servers, each of which counts on a loop of its own.
 _budgets: list[Descriptors] = []
 
@@ -103,46 +104,56 @@ class Server:
         socket_path: str | os.PathLike[str] | None = None,
         max_workers: int | None = None,
         max_bytes: int | None = None,
-        max_tasks: int = 1000,
-        result_ttl: float = 3600.0,
+        max_tasks: int = _DEFAULTS.max_tasks,
+        result_ttl: float = _DEFAULTS.result_ttl,
         quotas: Mapping[str, int | float] | None = None,
         spill_dir: str | os.PathLike[str] | None = None,
-        when_full: Literal["evict", "refuse"] = "refuse",
+        when_full: Literal["evict", "refuse"] = _DEFAULTS.when_full,
         host_quota: float | None = None,
-        max_connections: int = 8192,
+        max_connections: int = _DEFAULTS.max_connections,
         pool: PoolOptions | None = None,
         cluster: str | None = None,
-        source_grace: float = 15.0,
-        client_code: ClientCode = "all",
+        source_grace: float = _DEFAULTS.source_grace,
+        client_code: ClientCode = _DEFAULTS.client_code,
         metrics_port: int | None = None,
-        metrics_host: str = "127.0.0.1",
+        metrics_host: str = _DEFAULTS.metrics_host,
     ) -> None:
         self._provider = provider
-        self._asked_path = socket_path
-        self._max_workers = max_workers
-        self._max_bytes = max_bytes
-        self._max_tasks = max_tasks
-        self._result_ttl = result_ttl
-        self._quotas = dict(quotas or {})
-        self._spill_dir = spill_dir
-        check_when_full(when_full, self._quotas)
-        self._when_full = when_full
-        self._host_quota = host_quota
-        self._max_connections = max_connections
+        check_when_full(when_full, quotas or {})
         self._pool = pool
-        self._cluster = cluster
-        self._source_grace = source_grace
-        self._client_code = client_code
+        self._options = ServeOptions(
+            socket=os.fspath(socket_path) if socket_path is not None else None,
+            threads=max_workers,
+            max_bytes=max_bytes,
+            max_tasks=max_tasks,
+            result_ttl=result_ttl,
+            quotas=dict(quotas or {}),
+            spill_dir=os.fspath(spill_dir) if spill_dir is not None else None,
+            when_full=when_full,
+            host_quota=host_quota,
+            max_connections=max_connections,
+            cluster=cluster,
+            source_grace=source_grace,
+            client_code=client_code,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
+        )
         self._engine: Engine | None = None
         self._acceptor: Acceptor | None = None
-        self._metrics_port, self._metrics_host = metrics_port, metrics_host
         self._exporter: Exporter | None = None
+
+    @classmethod
+    def of(cls, provider: App, options: ServeOptions) -> Server:
+        """Return a server with the options of ``shared-rpc serve``."""
+        server = cls(provider)
+        server._options = options
+        return server
 
     @property
     def socket_path(self) -> str:
         """The path at which the server listens, or will."""
-        if self._asked_path is not None:
-            return os.path.abspath(self._asked_path)
+        if self._options.socket is not None:
+            return os.path.abspath(self._options.socket)
         return socket_path(resolve_base_path(self._provider.base_path), device_tag(self._provider.device_id))
 
     @property
@@ -185,10 +196,10 @@ class Server:
             return self
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        path, device = self.socket_path, self._provider.device_id
+        path, device, options = self.socket_path, self._provider.device_id, self._options
         mechanism = self._provider.mechanism_info
         transfers = transfers_of(self._pool or self._provider.pool)
-        executor = InProcessExecutor(self._provider.endpoints, device, transfers, self._max_workers)
+        executor = InProcessExecutor(self._provider.endpoints, device, transfers, options.threads)
         descriptors = Descriptors(
             mapped=mapped_limit(),
             closing=CLOSER.__len__,
@@ -199,24 +210,18 @@ class Server:
             executor,
             device,
             transfers,
-            max_bytes=self._max_bytes,
-            max_tasks=self._max_tasks,
-            result_ttl=self._result_ttl,
-            quotas=resolve_quotas(self._quotas, device),
-            spill=SpillDirectory(os.fspath(self._spill_dir)) if self._spill_dir is not None else None,
-            when_full=self._when_full,
-            host_quota=resolve_host_quota(self._host_quota),
+            options=options,
+            quotas=resolve_quotas(options.quotas, device),
+            spill=SpillDirectory(options.spill_dir) if options.spill_dir is not None else None,
             mechanism=mechanism,
             socket_path=path,
             descriptors=descriptors,
-            cluster=self._provider.cluster if self._cluster is None else self._cluster,
-            source_grace=self._source_grace,
-            client_code=self._client_code,
+            cluster=self._provider.cluster if options.cluster is None else options.cluster,
         )
         exporter = self._take_metrics_port()
         acceptor: Acceptor | None = None
         try:
-            acceptor = Acceptor(core, path, self._max_connections)
+            acceptor = Acceptor(core, path, options.max_connections)
             engine = Engine(core, executor, f"the server of this process at {path}", acceptor.serve)
             engine.start()
         except BaseException:
@@ -247,11 +252,11 @@ class Server:
                 self._exporter = None
 
     def _take_metrics_port(self) -> Exporter | None:
-        if self._metrics_port is None:
+        if self._options.metrics_port is None:
             return None
         from shared_rpc.observability.exporter import Exporter
 
-        return Exporter(SERVERS, self._metrics_port, self._metrics_host)
+        return Exporter(SERVERS, self._options.metrics_port, self._options.metrics_host)
 
     def info(self) -> ServerInfo:
         """Return the same as ``get_server_info``."""

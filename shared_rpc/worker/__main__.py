@@ -10,7 +10,6 @@ from shared_rpc.lifecycle.hosting import set_host
 from shared_rpc.lifecycle.main_end import close_all
 from shared_rpc.observability.logs import configure
 from shared_rpc.provider.app import load_providers
-from shared_rpc.provider.overrides import Overrides
 from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.beginning import Beginning
 from shared_rpc.worker.host import WorkerHost
@@ -45,7 +44,7 @@ def main() -> None:
     if options.log_format is not None or options.log_level is not None:
         # The broker logs the events; this is for the app's own logging, with the ids of requests.
         configure(options.log_format or "text", options.log_level or "info", events=False)
-    host = WorkerHost(words.fd, Overrides(options, words.number))
+    host = WorkerHost(words.fd, options, words.number)
     set_host(host)
     host.start()
     try:

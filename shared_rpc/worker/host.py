@@ -37,10 +37,10 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
-from shared_rpc.provider.amounts import check_quotas, quotas_of
-from shared_rpc.provider.overrides import Overrides
+from shared_rpc.provider.overrides import override, socket_of
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.runtime import Runtime
+from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.copying import Copying
 from shared_rpc.worker.runtime import WorkerRuntime
 
@@ -72,12 +72,14 @@ class WorkerHost:
     """The server of this process's providers through a broker. Its loop runs in a thread of its own.
 
     :param fd: this end of the socket pair.
+    :param number: which of the workers this process is, from 0.
     """
 
-    def __init__(self, fd: int, overrides: Overrides) -> None:
+    def __init__(self, fd: int, options: ServeOptions, number: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
-        self._overrides = overrides
+        self._options = options
+        self._number = number
         self._hosted: dict[str, Hosted] = {}
         self._adopting = threading.RLock()
         self._runs: dict[int, tuple[Hosted, Run[None]]] = {}
@@ -116,7 +118,7 @@ class WorkerHost:
             for hosted in self._hosted.values():
                 if hosted.provider is provider:
                     return provider._runtime()
-            if self._overrides.socket is not None and self._hosted:
+            if self._options.socket is not None and self._hosted:
                 raise ConfigurationError("the app has several providers for one --socket: name one with app.py:name")
             key = f"{provider.base_path or ''}@{provider.device}"
             if key in self._hosted:
@@ -124,11 +126,10 @@ class WorkerHost:
                     f"two providers of the app have the base path {provider.base_path!r} and the device {provider.device!r}: "
                     f"give each its own base_path"
                 )
-            self._overrides.apply(provider)
-            hosted = self._hosted[key] = Hosted(key, provider, self._overrides.max_workers)
-            runtime = WorkerRuntime(
-                provider.client_settings, self._overrides.socket_of(provider), hosted.executor.lend_thread, self._here
-            )
+            override(provider, self._options, self._number)
+            hosted = self._hosted[key] = Hosted(key, provider, self._options.threads)
+            path = socket_of(provider, self._options)
+            runtime = WorkerRuntime(provider.client_settings, path, hosted.executor.lend_thread, self._here)
             message = w.Serve(
                 key,
                 runtime.socket_path,
@@ -136,17 +137,13 @@ class WorkerHost:
                 provider.registry.all(),
                 provider.mechanism_info,
                 [facts_of(device) for device in devices_of(provider.device_id)],
-                self._quotas(provider.device_id),
+                resolve_quotas(self._options.quotas, provider.device_id),
                 provider.cluster,
             )
             provider.registry.on_add = lambda spec: self._shared(key, spec)
             provider.run_with(runtime)
             self._tell(message)
             return runtime
-
-    def _quotas(self, device: str) -> dict[str, int]:
-        check_quotas(self._overrides.quotas, device)
-        return resolve_quotas(quotas_of(self._overrides.quotas), device)
 
     def _shared(self, key: str, spec: EndpointSpec) -> None:
         self._tell(w.Shared(key, spec))

@@ -57,7 +57,7 @@ def test_the_table_beside_the_app(serve: Serve, tmp_path: Path) -> None:
         result_ttl=0.5,
         max_bytes=32 << 20,
         when_full="evict",
-        quotas=("cpu=64MiB",),
+        quotas={"cpu": 64 << 20},
         preload=False,
         log_format="json",
     )
@@ -75,7 +75,7 @@ def test_the_command_line_takes_precedence(serve: Serve, tmp_path: Path) -> None
     """Over a value, and over a whole list."""
     write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "workers = 2", "threads = 3", 'quota = ["cpu=1G", "cuda=0.5"]')
     options = serve(tmp_path / "app.py", "--workers", "4", "--quota", "cpu=2G")
-    assert (options.workers, options.threads, options.quotas) == (4, 3, ("cpu=2G",))
+    assert (options.workers, options.threads, options.quotas) == (4, 3, {"cpu": 2 << 30})
 
 
 def test_the_working_directory_decides_nothing(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

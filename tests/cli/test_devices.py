@@ -123,7 +123,7 @@ def test_quotas_that_cannot_be(app: None, base_path: str, tmp_path: Path, option
 def test_a_quota_of_a_device_that_the_server_lacks(app: None, base_path: str, tmp_path: Path) -> None:
     """Only the app's providers name the device, so that it is an error and no misuse."""
     ran = cli("serve", "app", "--quota", "GPU-1=5", cwd=tmp_path)
-    assert ran.complaint.startswith("--quota GPU-1=5: quotas['GPU-1']: use a device of this server: cpu")
+    assert ran.complaint.startswith("quota GPU-1=5: use a device of this server: cpu")
     assert not list(tmp_path.glob("*.sock"))
 
 

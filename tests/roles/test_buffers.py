@@ -364,7 +364,7 @@ def test_a_result_over_the_quota_is_not_kept(limited: Connect, device: str) -> N
 @pytest.mark.parametrize(
     ("quotas", "text"),
     [
-        ({"cpu": 1.5}, r"quotas\['cpu'\]=1.5: use bytes as an int, or a fraction"),
+        ({"cpu": 1.5}, "quota cpu=1.5: use bytes as an int, or a fraction"),
         ({"cpu": 0.0}, "use bytes"),
         ({"cpu": -1}, "use bytes"),
         ({"cpu": True}, "use bytes"),

@@ -217,7 +217,7 @@ def test_whose_socket_it_is(path: str, expected: bool) -> None:
 
 def test_options_travel_as_one_word() -> None:
     """What is not the default, as JSON; what is none is an error that quotes it."""
-    options = ServeOptions(devices=("cuda:0", "cpu"), preload=False, max_bytes=1 << 40, hooks=("a:b",), log_level="info")
+    options = ServeOptions(devices=("cuda:0", "cpu"), preload=False, quotas={"cpu": 0.5}, hooks=("a:b",), log_level="info")
     flag, text = options.words
     assert (flag, ServeOptions.of(text)) == ("--options", options)
     assert ServeOptions().words == ["--options", "{}"]
@@ -237,7 +237,7 @@ def test_a_device_that_serve_overrides(tmp_path: Path) -> None:
     """It counts although the app has asked for the id of its own."""
     provider = Provider(tmp_path / "s", device="cpu")
     assert (provider.device_id, provider.mechanism_info["name"]) == ("cpu", "memfd")
-    override(provider, ServeOptions(), "GPU-00000000-0000-0000-0000-000000000000")
+    override(provider, ServeOptions(devices=("GPU-00000000-0000-0000-0000-000000000000",)), 0)
     assert provider.device_id == "GPU-00000000-0000-0000-0000-000000000000"
     assert "mechanism_info" not in vars(provider)
 

@@ -13,7 +13,6 @@ import pytest
 from shared_rpc import Provider
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import worker as w
-from shared_rpc.provider.overrides import Overrides
 from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.host import Hosted, WorkerHost
 from tests.kit.raw import Raw
@@ -26,7 +25,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WorkerHost, Raw]]:
     """A worker that serves nothing, and the broker's end of the connection."""
     monkeypatch.setattr(MAPPINGS, "keeps", MAPPINGS.keeps)  # a worker's process keeps mappings
     mine, theirs = socket.socketpair()
-    host = WorkerHost(theirs.detach(), Overrides(ServeOptions(), 0))
+    host = WorkerHost(theirs.detach(), ServeOptions(), 0)
     host.start()
     with Raw(mine, hello=False) as broker:
         yield host, broker
