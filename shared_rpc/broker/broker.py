@@ -176,10 +176,10 @@ class Broker:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._zygote = WorkerZygote(self._command)
-        self._dispatcher = Dispatcher(self._current, self._refusal, self._options.build_timeout)
-        self._memory = WorkersMemory(self._current, self._bare)
         handlers: dict[type[Message], Handler] = {w.ChunksReturned: self._returned}
         self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote, handlers)
+        self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._options.build_timeout)
+        self._memory = WorkersMemory(self._current, self._supervisor.bare)
         with anyio.CancelScope() as self._scope:
             if self._asked_to_stop:
                 self._scope.cancel()
@@ -215,22 +215,16 @@ class Broker:
     def _current(self) -> list[Worker]:
         return self._supervisor.workers
 
-    async def _bare(self) -> Worker:
-        return await self._supervisor.bare()
-
     def _measures(self) -> Reading:
         found = measures([service.core for service in self._services.values()])
         return found._replace(numbers={**found.numbers, **{each.name: each.read(self._supervisor) for each in WORKERS}})
-
-    def _refusal(self) -> SharedRPCError | None:
-        return self._supervisor.refusal()
 
     def _add_service(self, message: w.Serve, server_id: str | None = None) -> Service:
         """Make a service of a provider, as a worker describes it.
 
         :param server_id: of an earlier broker's server.
         """
-        executor = WorkerExecutor(message.key, self._dispatcher, self._current, self._zygote.info)
+        executor = WorkerExecutor(message.key, self._dispatcher, self._zygote.info)
         core = Core(
             Registry(message.endpoints),
             executor,

@@ -1,4 +1,4 @@
-"""Runs on their way to workers and back: their assignment, the backlog, and their fate when a worker ends."""
+"""The runs of a broker: which worker gets one, the queue, and what becomes of a run when its worker ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,6 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ExecutorInfo, ZygoteInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.state.descriptors import open_limit
-
-__all__ = ["Backlog", "Dispatcher", "WorkerExecutor"]
 
 #: Limits of waiting calls, and of the bytes of their arguments. A call is always admitted to an empty backlog.
 _RUNS, _NBYTES = 10_000, 1 << 30
@@ -45,8 +42,7 @@ class _Place:
     #: The worker that has the run, and the number of the request there.
     worker: Worker | None = None
     number: int = 0
-    #: Whether the run is in the backlog.
-    waits: bool = False
+    #: Whether the result waits for memory.
     awaiting: bool = False
     #: Whether a worker ended before the run had begun there.
     again: bool = False
@@ -56,9 +52,9 @@ class _Place:
 
 
 class Backlog:
-    """Runs that no worker has been sent, oldest first. What is taken out leaves nothing behind: its arguments are all there is.
+    """Queued runs, oldest first, within limits on their number, bytes and descriptors.
 
-    Of the descriptors that this process may have, waiting arguments take at most a quarter: objects and clients need some too.
+    Their arguments take at most a quarter of the descriptors that this process may have: objects and clients need some too.
     """
 
     def __init__(self, runs: int = _RUNS, nbytes: int = _NBYTES) -> None:
@@ -95,14 +91,8 @@ class Backlog:
             self._held[unit] -= amount
         return True
 
-    def __contains__(self, run: Run[Any]) -> bool:
-        return run in self._runs
-
     def __iter__(self) -> Iterator[Run[Any]]:
         return iter(tuple(self._runs))
-
-    def __len__(self) -> int:
-        return len(self._runs)
 
 
 def _weight(run: Run[Any]) -> dict[str, int]:
@@ -115,13 +105,13 @@ class Dispatcher:
 
     :param workers: returns the workers that get new runs.
     :param refusal: why no worker will come, None where one is there or may come.
-    :param build_timeout: seconds after which a run that has begun costs its worker its life; None for never.
+    :param build_timeout: seconds after which the worker of a run that has begun is killed; None for never.
     """
 
     def __init__(
         self, workers: Callable[[], list[Worker]], refusal: Callable[[], SharedRPCError | None], build_timeout: float | None
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._refusal = refusal
         self._build_timeout = build_timeout
         self._waiting = Backlog()
@@ -140,11 +130,7 @@ class Dispatcher:
         except ServerBusy as error:
             self._end(run, Failure.of(error))
         else:
-            self._add(run)
-
-    def _add(self, run: Run[Any]) -> None:
-        run.place.waits = True
-        self._waiting.add(run)
+            self._waiting.add(run)
 
     def send_waiting(self) -> None:
         """Send waiting runs, as far as workers take them; end them if no worker will come any more."""
@@ -154,7 +140,7 @@ class Dispatcher:
     def _able(self, run: Run[Any]) -> list[Worker]:
         """Return the workers that can do a run."""
         key, name = run.place.executor.key, run.spec.name
-        able = [worker for worker in self._workers() if worker.serves(key, name)]
+        able = [worker for worker in self.workers() if worker.serves(key, name)]
         held = run.place.executor.pool_owner(run) if run.place.arguments.held else None
         return [held] if held in able else able
 
@@ -172,7 +158,7 @@ class Dispatcher:
             return True
         if able:
             return False
-        workers, refusal = self._workers(), self._refusal()
+        workers, refusal = self.workers(), self._refusal()
         if refusal is None and workers and all(worker.state == "ready" for worker in workers):
             refusal = EndpointNotFound(f"no worker has the endpoint {run.spec.name!r}: the app does not share it any more")
         if refusal is None:
@@ -201,9 +187,7 @@ class Dispatcher:
             cached=run.cached,
         )
         owners = tuple([segment.owner for number, segment in enumerate(arguments.segments) if number not in kept])
-        if place.waits:
-            self._waiting.remove(run)
-            place.waits = False
+        self._waiting.remove(run)
         take, lost = functools.partial(self._take, run), functools.partial(self._lost, run)
         try:
             place.number = worker.requests.begin(message, take, lost, b"".join(arguments.skeletons), owners=owners)
@@ -337,7 +321,7 @@ class Dispatcher:
             self._end(run, Failure.of(crash))
         else:
             place.worker, place.again = None, True
-            self._add(run)
+            self._waiting.add(run)
             transfer = place.executor.transfers.find(place.session)
             if transfer is not None:
                 transfer.not_begun(place.arguments.chunks)
@@ -358,43 +342,25 @@ class WorkerExecutor:
     :param zygote: describes the workers' zygote.
     """
 
-    def __init__(
-        self, key: str, dispatcher: Dispatcher, workers: Callable[[], list[Worker]], zygote: Callable[[], ZygoteInfo]
-    ) -> None:
+    def __init__(self, key: str, dispatcher: Dispatcher, zygote: Callable[[], ZygoteInfo]) -> None:
         self.key = key
         self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
         self._dispatcher = dispatcher
         self.withdraw, self.cancel, self.abandon = dispatcher.withdraw, dispatcher.cancel, dispatcher.abandon
-        self._workers = workers
         self._zygote = zygote
-
-    @property
-    def busy(self) -> int:
-        """Threads of this process that run an endpoint: none."""
-        return 0
-
-    def lend_thread(self) -> AbstractContextManager[None]:
-        """Do nothing: no endpoint runs here."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Do nothing: workers end with their broker."""
 
     def info(self) -> ExecutorInfo:
         """Describe the workers and their zygote."""
-        return {"workers": [worker.info() for worker in self._workers()], "zygote": self._zygote()}
+        return {"workers": [worker.info() for worker in self._dispatcher.workers()], "zygote": self._zygote()}
 
     def lost(self, worker: Worker) -> None:
         """Release the sessions' memory of an ended worker."""
         for transfer in self.transfers.all():
             transfer.lost(worker)
 
-    async def finish(self) -> None:
-        """Do nothing: no endpoint runs here."""
-
     def reclaim(self) -> None:
         """Tell the workers that an object was dropped."""
-        for worker in self._workers():
+        for worker in self._dispatcher.workers():
             worker.reclaim()
 
     def start(self, run: Run[Any], owner: Owner) -> None:

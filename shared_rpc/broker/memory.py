@@ -6,7 +6,6 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
 
 import msgspec
 
@@ -131,7 +130,9 @@ class WorkersMemory:
         devices = {info.device for info in (*message.sources, *message.wanted)} - {"cpu"}
         mapping = {worker for info in message.sources for worker in self._mapped.get(info.id, ())}
         serving = [worker for worker in self._serving() if worker is not failed]
-        able = [worker for worker in serving if devices <= _devices_of(worker)]
+        able = [
+            worker for worker in serving if devices <= {each.id for serve in worker.served.values() for each in serve.devices}
+        ]
         return min(able or serving, key=lambda worker: (worker.congested, worker not in mapping), default=None)
 
     def _written(
@@ -146,7 +147,8 @@ class WorkersMemory:
             close_all(received)
             raise WorkerCrashed(f"{_named(worker)} did not make the copies that were ordered: {problem}")
         if answer.error:
-            _raise(answer)
+            error = from_wire(answer.error, answer.text, answer.detail)
+            raise error if isinstance(error, SharedRPCError) else CapabilityError(answer.text)
         left = iter(received)
         made = [
             Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)
@@ -189,10 +191,10 @@ class RelayedMemory(DeviceMemory):
     def __init__(self, workers: WorkersMemory, devices: Sequence[DeviceSpec]) -> None:
         super().__init__("cpu")
         self._workers = workers
-        self._facts = {device.id: device for device in devices}
+        self._specs = list(devices)
 
     async def _devices(self) -> list[DeviceSpec]:
-        return list(self._facts.values())
+        return self._specs
 
     async def free(self, device: str) -> int | None:
         """Return the free bytes of a device, None while no worker can be asked."""
@@ -240,15 +242,6 @@ def _anew(order: CopyOrder) -> CopyOrder:
     if order.target is None or order.target.info.mechanism == "file":
         return order
     return CopyOrder(order.source, on_host(order.source.info))
-
-
-def _devices_of(worker: Worker) -> set[str]:
-    return {device.id for serve in worker.served.values() for device in serve.devices}
-
-
-def _raise(answer: w.SegmentsCopied) -> NoReturn:
-    error = from_wire(answer.error, answer.text, answer.detail)
-    raise error if isinstance(error, SharedRPCError) else CapabilityError(answer.text)
 
 
 def _named(worker: Worker) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from shared_rpc.execution.outcomes import Completed, Failure
@@ -10,8 +9,6 @@ from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.protocol.tasks import Progress
-
-__all__ = ["Executor", "Owner"]
 
 
 class Owner(Protocol):
@@ -33,24 +30,11 @@ class Owner(Protocol):
 class Executor(Protocol):
     """The place where endpoints run."""
 
-    @property
-    def busy(self) -> int:
-        """Threads of this process that run an endpoint now."""
-
-    def lend_thread(self) -> AbstractContextManager[None]:
-        """Allow one thread more while an endpoint waits for another one, so that waiting does not use up ``max_workers``."""
-
     def info(self) -> ExecutorInfo:
         """Return the processes that run endpoints."""
 
-    def close(self) -> None:
-        """End idle threads: the loop has ended. One that runs an endpoint ends with it, or with the process."""
-
     def reclaim(self) -> None:
         """Give back the memory that only the live value of a dropped object held. Does not wait."""
-
-    async def finish(self) -> None:
-        """End the runs on the loop, which ends after this."""
 
     def start(self, run: Run[Any], owner: Owner) -> None:
         """Run an endpoint, and notify the owner.

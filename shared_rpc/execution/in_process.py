@@ -76,10 +76,12 @@ class InProcessExecutor:
 
     @property
     def busy(self) -> int:
+        """Threads that run an endpoint now."""
         return self._threads.busy + self._background.busy
 
     @contextmanager
     def lend_thread(self) -> Iterator[None]:
+        """Allow one thread more while an endpoint waits for another one, so that waiting does not use up ``max_workers``."""
         with self._threads.lend(), self._background.lend():
             yield
 
@@ -91,10 +93,12 @@ class InProcessExecutor:
         return {"workers": []}
 
     def close(self) -> None:
+        """End idle threads: the loop has ended. One that runs an endpoint ends with it, or with the process."""
         self._threads.close()
         self._background.close()
 
     async def finish(self) -> None:
+        """End the runs on the loop, which ends after this."""
         await self._coroutines.finish()
 
     def start(self, run: Run[Any], owner: Owner) -> None:

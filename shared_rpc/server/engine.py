@@ -16,7 +16,7 @@ from typing import TypeVar
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
-from shared_rpc.execution.executor import Executor
+from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.execution.loop import run_loop
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.closing import CLOSER
@@ -42,7 +42,7 @@ class Engine:
     def __init__(
         self,
         core: Core,
-        executor: Executor,
+        executor: InProcessExecutor,
         name: str,
         work: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class Engine:
         return threading.current_thread() is self._thread
 
     def lend_thread(self) -> AbstractContextManager[None]:
-        """Allow one thread more while the block runs; see :meth:`Executor.lend_thread`."""
+        """Allow one thread more while the block runs; see :meth:`InProcessExecutor.lend_thread`."""
         return self._executor.lend_thread()
 
     def post(self, job: Callable[[], object]) -> None:

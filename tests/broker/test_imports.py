@@ -91,9 +91,6 @@ BROKER = """
         def reclaim(self):
             pass
 
-        def lend_thread(self):
-            return nullcontext()
-
         def close(self):
             pass
 

@@ -67,7 +67,7 @@ class Setting:
     def __init__(self) -> None:
         self.peers = [Peer()]
         self.dispatcher = Dispatcher(self.workers, lambda: None, None)
-        self.executor = WorkerExecutor(KEY, self.dispatcher, self.workers, dict)
+        self.executor = WorkerExecutor(KEY, self.dispatcher, dict)
         self.transfer = self.executor.transfers.of(SESSION)
         self.outcomes: list[Completed | Failure] = []
         self.begun = 0
