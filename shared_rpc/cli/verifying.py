@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,12 +11,9 @@ from rich.console import Console
 from shared_rpc.cli.options import Json
 from shared_rpc.cli.rendering import as_json, complain, table
 from shared_rpc.errors import SharedRPCError, one_line
-from shared_rpc.extras.verification.verdict import Observer, Outcome
 from shared_rpc.provider.amounts import in_bytes
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from shared_rpc.extras.verify import Report
 
 _MARKS = {"passed": "ok", "failed": "x", "skipped": "-"}
@@ -46,13 +42,18 @@ def verify(
     It starts its own server in its own directory and leaves nothing behind. Exit code 0 if all checks passed, 1 if one failed,
     2 if there was nothing to check, 128 plus the signal's number if it was interrupted.
     """
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
     from shared_rpc.extras import verify as verification
 
     try:
         nbytes = in_bytes(f"--size {size}", size) if size is not None else None
         settings = verification.Settings(device, workers, nbytes, lifetimes, cycles, tuple(check or ()))
-        with _Progress() as progress:
-            report = verification.verify(settings, progress)
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=1)
+            report = verification.verify(settings, lambda title, done: bar.update(task, completed=done, description=title))
     except (verification.CannotRun, SharedRPCError, OSError) as error:
         if json:
             as_json({"schema": verification.SCHEMA, "error": str(error)})
@@ -72,13 +73,17 @@ def verify(
 def _show(report: Report) -> None:
     where = report.device
     print(f"{where['name']}, {where['mechanism']}, torch {where['torch']}\n")
-    rows = [(_MARKS[outcome.state], outcome.title, f"{outcome.seconds:.1f} s", outcome.found) for outcome in report.outcomes]
+    rows = []
+    for outcome in report.outcomes:
+        first, *more = outcome.found or [""]
+        rows.append((_MARKS[outcome.state], outcome.title, f"{outcome.seconds:.1f} s", first))
+        rows += [("", "", "", line) for line in more]
     table("", ["", "check", "time>", "found"], rows)
     failed = [outcome for outcome in report.outcomes if outcome.state == "failed"]
     for outcome in failed:
         print(f"\n{outcome.title}")
         for problem in outcome.problems:
-            for name, text in vars(problem).items():
+            for name, text in problem.items():
                 print(f"  {name + ':':<10}{one_line(text)}")
     if failed and report.log:
         print("\nthe server's log ends with")
@@ -87,42 +92,3 @@ def _show(report: Report) -> None:
     passed = len(report.outcomes) - len(failed) - skipped
     counts = [f"{passed} passed", *([f"{len(failed)} failed"] if failed else []), *([f"{skipped} skipped"] if skipped else [])]
     print(f"\n{', '.join(counts)}, in {report.seconds:.0f} s")
-
-
-class _Progress(Observer):
-    """Progress of a verification, on standard error if that is a terminal."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-        self._bars = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-        self._all: TaskID | None = None
-        self._check: TaskID | None = None
-
-    def __enter__(self) -> _Progress:
-        self._bars.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._bars.stop()
-
-    def prepare(self, checks: int) -> None:
-        self._all = self._bars.add_task("starting a server and its clients", total=checks)
-
-    def begin(self, outcome: Outcome) -> None:
-        assert self._all is not None, "prepared before"
-        self._bars.update(self._all, description=outcome.title)
-
-    def step(self, done: int, total: int) -> None:
-        if self._check is None:
-            self._check = self._bars.add_task("  of this check", total=total)
-        self._bars.update(self._check, completed=done)
-
-    def end(self, outcome: Outcome) -> None:
-        assert self._all is not None, "prepared before"
-        self._bars.advance(self._all)
-        if self._check is not None:
-            self._bars.remove_task(self._check)
-            self._check = None

@@ -1,6 +1,6 @@
 """Verification of sharing on this machine: real processes, a real server, a real model, and kills.
 
-:func:`verify` runs the nine checks, and ``shared-rpc verify`` shows them. They use the public interface of the package alone.
+:func:`verify` runs the checks, and ``shared-rpc verify`` shows them. They use the public interface of the package alone.
 """
 
 from __future__ import annotations
@@ -9,34 +9,32 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.extras.verification.checks import CHECKS, Bench, Check
+from shared_rpc.extras.verification.app import true_size
+from shared_rpc.extras.verification.checks import CHECKS, LEAST, Bench, Check, Outcome, size
 from shared_rpc.extras.verification.clients import ClientFailed
-from shared_rpc.extras.verification.gauges import DeviceGauge, HostGauge
-from shared_rpc.extras.verification.interrupts import Interrupted, Interrupts
-from shared_rpc.extras.verification.model import true_size
-from shared_rpc.extras.verification.stage import CannotRun, Stage
-from shared_rpc.extras.verification.verdict import Observer, Outcome, size
+from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Stage
 
-__all__ = ["SCHEMA", "CannotRun", "Interrupted", "Observer", "Report", "Settings", "verify"]
+__all__ = ["SCHEMA", "CannotRun", "Interrupted", "Report", "Settings", "verify"]
 
 #: Schema of the JSON. It changes where a field changes its meaning or goes away, and not with an added field.
-SCHEMA = "shared-rpc-verify/1"
+SCHEMA = "shared-rpc-verify/2"
 
 #: Bytes of the model by default: enough to tell a copy from noise, and little enough for a small machine.
 _SIZE = {"cpu": 64 << 20, "cuda": 1 << 30}
-#: Bytes of the smallest model: a copy exceeds the noise of the gauges.
-_LEAST = 8 << 20
 #: Models in memory at the same time, at most, copies included.
 _MODELS = 5
-#: Client processes that come and go at the same time, at most.
-_TOGETHER = 8
+#: Bytes that each process may use beside the model: on the host, pages that it shares with the fork server until it writes to
+#: them; on a GPU, kernels, which are loaded at their first use, and memory that torch's allocator keeps of a forward pass.
+_NOISE = {"cpu": 2 << 20, "cuda": 64 << 20}
+#: Seconds for memory to be freed after a process was killed. A GPU's driver ends the context first.
+_PATIENCE = {"cpu": 1.0, "cuda": 3.0}
 
 
 @dataclass(frozen=True)
@@ -101,32 +99,38 @@ class Report:
             "device": {key: self.device[key] for key in ("device", "id", "name", "mechanism")},
             "workers": self.workers,
             "model_bytes": self.nbytes,
-            "seconds": round(self.seconds, 3),
+            "seconds": self.seconds,
             "passed": self.passed,
-            "checks": [outcome.as_json() for outcome in self.outcomes],
+            "checks": [vars(outcome) for outcome in self.outcomes],
         }
 
 
-def verify(settings: Settings | None = None, watcher: Observer | None = None) -> Report:
+def verify(settings: Settings | None = None, progress: Callable[[str, float], None] = lambda title, done: None) -> Report:
     """Start a server and clients, check, and end all of them. Runs in the main thread, whose signals it handles.
 
+    :param progress: called with the title of the check that runs, and the part of the checks that is done, from 0 to 1.
     :raises CannotRun: if there is nothing to check.
     :raises ConfigurationError: for impossible settings.
     :raises Interrupted: if a signal ended it; no process and no file is left then either.
     """
-    settings, watcher = settings or Settings(), watcher or Observer()
+    settings = settings or Settings()
     checks = settings.checks()
-    if settings.nbytes is not None and settings.nbytes < _LEAST:
+    if settings.nbytes is not None and settings.nbytes < LEAST:
         raise ConfigurationError(
-            f"a model of {size(settings.nbytes)} cannot be told from other memory of the processes: use {size(_LEAST)} or more"
+            f"a model of {size(settings.nbytes)} cannot be told from other memory of the processes: use {size(LEAST)} or more"
         )
     begin = time.monotonic()
-    with Interrupts() as interrupts:
-        stage = Stage(settings.device, settings.subject, interrupts)
+    stage = Stage(settings.device, settings.subject)
+    with stage.interrupts:
         try:
             with stage:
-                watcher.prepare(len(checks))
-                report = _run_checks(stage, settings, checks, watcher)
+                progress("starting a server and its clients", 0)
+                bench, device = _prepare(stage, settings)
+                report = Report(device, settings.workers, bench.nbytes)
+                for number, check in enumerate(checks):
+                    progress(check.title, number / len(checks))
+                    report.outcomes.append(_run_check(check, bench))
+                report.log = "" if report.passed else "\n".join(stage.log())
         finally:
             # A signal can come as the block ends, before it is deferred there.
             stage.close()
@@ -134,57 +138,56 @@ def verify(settings: Settings | None = None, watcher: Observer | None = None) ->
     return report
 
 
-def _run_checks(stage: Stage, settings: Settings, checks: list[Check], watcher: Observer) -> Report:
+def _prepare(stage: Stage, settings: Settings) -> tuple[Bench, dict[str, Any]]:
+    """Wait for the server, and return the bench, and what the device is."""
     try:
         stage.wait_for_server()
     except SharedRPCError as error:
         raise CannotRun(f"the server does not start: {error}") from error
-    with stage.clients(1) as (asked,):
-        try:
-            device = asked.ask("device", asked=settings.device)
-        except ClientFailed as error:
-            raise CannotRun(str(error)) from error
-        on_host = device["id"] == "cpu"
-        nbytes = true_size(settings.nbytes or _SIZE["cpu" if on_host else "cuda"])
-        free = _free_memory() if on_host else asked.ask("used", device=device["device"])[1]
+    probe = stage.connect()
+    try:
+        device = probe.ask("device", asked=settings.device)
+    except ClientFailed as error:
+        raise CannotRun(str(error)) from error
+    kind = "cpu" if device["id"] == "cpu" else "cuda"
+    if kind == "cuda":
+        stage.probe = probe, device["device"]
+        free, _ = probe.ask("memory", device=device["device"])
+    else:
+        probe.close()
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
+    nbytes = true_size(settings.nbytes or _SIZE[kind])
     if nbytes * _MODELS > free:
         raise CannotRun(
             f"a model of {size(nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
             f"{device['name']}: choose a smaller --size"
         )
     device["mechanism"] = (stage.info()["mechanism"] or {"name": "memfd"})["name"]
-    report = Report(device, settings.workers, nbytes)
     bench = Bench(
         stage=stage,
-        gauge=HostGauge(stage) if on_host else DeviceGauge(stage.connect, device["device"]),
         device=device["device"],
         protects=device["mechanism"] in ("memfd", "vmm"),
+        noise=_NOISE[kind],
+        blur=0 if kind == "cpu" else _NOISE[kind],
+        patience=_PATIENCE[kind],
         workers=settings.workers,
         nbytes=nbytes,
         lifetimes=settings.lifetimes,
         cycles=settings.cycles,
-        together=min(len(os.sched_getaffinity(0)), _TOGETHER),
     )
-    for check in checks:
-        report.outcomes.append(_run_check(check, bench, watcher))
-    if not report.passed:
-        report.log = stage.log()
-    return report
+    return bench, device
 
 
-def _run_check(check: Check, bench: Bench, watcher: Observer) -> Outcome:
+def _run_check(check: Check, bench: Bench) -> Outcome:
     begin = time.monotonic()
-    outcome = Outcome(check.name, check.title, watcher)
-    watcher.begin(outcome)
-    with outcome.crashes_are_failures():
+    outcome = Outcome(check.name, check.title)
+    try:
         bench.stage.ensure_server()
         check.run(bench, outcome)
+    except Exception as error:  # the other checks go on
+        text = f"{type(error).__name__}: {error}"
+        outcome.require(False, "the check completes", text, "see the server's log below, and 'shared-rpc doctor'")
     bench.stage.interrupts.check()
     outcome.seconds = time.monotonic() - begin
-    watcher.end(outcome)
     return outcome
-
-
-def _free_memory() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +18,10 @@ import pytest
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.extras import verify as running
-from shared_rpc.extras.verification.checks import CHECKS, Check
-from shared_rpc.extras.verification.gauges import memory_of, segment_bytes
-from shared_rpc.extras.verification.interrupts import Interrupted, Interrupts
-from shared_rpc.extras.verification.model import true_size
-from shared_rpc.extras.verification.stage import _make_directory, marked
-from shared_rpc.extras.verification.verdict import Observer, Outcome, size
+from shared_rpc.extras.verification.app import true_size
+from shared_rpc.extras.verification.checks import CHECKS, Check, Outcome, size
+from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Interrupts, Stage, marked, memory_of, segment_bytes
 from shared_rpc.extras.verify import SCHEMA, Report, Settings, verify
-from tests.kit import forks, verify_subjects
 from tests.kit.processes import PYTHONPATH, eventually
 from tests.kit.repetitions import repetitions
 
@@ -34,28 +30,46 @@ pytestmark = pytest.mark.timeout(180)
 SMALL = ("--size", "8MiB", "--workers", "2", "--lifetimes", "10", "--cycles", "100")
 NAMES = [check.name for check in CHECKS]
 
-#: Of every check: a subject that does not keep its promise, and what is found then.
-PROMISES = {
-    "one_copy": ("Copying", ["models"]),
-    "zero_copy": ("Copying", ["read other numbers"]),
-    "accuracy": ("Changeable", ["2 of 2 processes compute others"]),
-    "read_only": ("Careless", ["its write went through"]),
-    "lifetimes": ("Changeable", ["different results"]),
-    "growth": ("Leaking", ["client: fds", "client: memory", "leases 1 → 2"]),
-    "kill_client": ("Haunting", ["are in use still"]),
-    "kill_worker": ("Changeable", ["other bits"]),
-    "kill_server": ("Copying", ["they do not"]),
+#: By subject: the checks that it fails, and what they find.
+BROKEN = {
+    "Copying": {"sharing": ["models more", "read other numbers"], "kills": ["they do not"]},
+    "Changeable": {
+        "sharing": ["2 of 2 processes compute others"],
+        "lifetimes": ["different results"],
+        "kills": ["other bits", "some compute other bits"],
+    },
+    "Careless": {"read_only": ["its write went through"]},
+    "Leaking": {"lifetimes": ["client: fds", "client: memory_bytes", "leases 1 → 2"]},
+    "Haunting": {"kills": ["are in use still"]},
 }
+
+#: Verifies with such a subject, as a program without a main module that could be imported again.
+PROGRAM = """
+import dataclasses, json, sys
+from shared_rpc.extras.verify import Settings, verify
+_, subject, *names = sys.argv
+settings = Settings("cpu", 2, 32 << 20, 4, 20, names, f"tests.kit.verify_subjects:{subject}")
+report = verify(settings)
+assert not report.passed
+print(json.dumps(report.as_json()))
+"""
 
 
 class Verification:
     """A running ``shared-rpc verify``, in a directory for temporary files of its own."""
 
-    def __init__(self, folder: Path, *options: str, stderr: int = subprocess.PIPE, **environ: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        stderr: int = subprocess.PIPE,
+        program: Sequence[str] = ("-m", "shared_rpc.cli", "verify"),
+        **environ: str,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shared_rpc.cli", "verify", *options],
+            [sys.executable, *program, *options],
             env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder), **environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -123,50 +137,13 @@ def whole(scratch: Path) -> dict[str, Any]:
     return document
 
 
-class Breaker(Observer):
-    """Has the client processes of each check share in the way that it is to notice; else as they should."""
-
-    def __init__(self, folder: Path, subjects: dict[str, str]) -> None:
-        self._folder = folder
-        self._subjects = subjects
-
-    def prepare(self, checks: int) -> None:
-        """See :class:`Observer`."""
-        self._choose("Subject")
-
-    def begin(self, outcome: Outcome) -> None:
-        """See :class:`Observer`."""
-        self._choose(self._subjects.get(outcome.name, "Subject"))
-
-    def _choose(self, subject: str) -> None:
-        (directory,) = self._folder.glob("shared-rpc-verify-*")
-        (directory / verify_subjects.CHOICE).write_text(subject)
-
-
-@pytest.fixture(scope="module")
-def failures(scratch: Path) -> dict[str, Outcome]:
-    """All checks, each with a subject that breaks its promise."""
-    folder = scratch / "broken"
-    folder.mkdir()
-    settings = Settings("cpu", workers=2, nbytes=32 << 20, lifetimes=4, cycles=20, subject="tests.kit.verify_subjects:chosen")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(folder))
-        patch.setattr(forks, "_zygote", None)  # a fork would have the environment of the process it comes from
-        report = verify(settings, Breaker(folder, {check: subject for check, (subject, _) in PROMISES.items()}))
-    assert list(folder.iterdir()) == []
-    assert report.log and not report.passed
-    return {outcome.name: outcome for outcome in report.outcomes}
-
-
-@pytest.mark.parametrize(("length", "parent"), [(10, "there"), (90, "/tmp")], ids=["room", "no room"])
-def test_the_directory_has_room_for_sockets(scratch: Path, monkeypatch: pytest.MonkeyPatch, length: int, parent: str) -> None:
-    """That is below TMPDIR, and elsewhere where the name of that is too long; nothing is left there then."""
-    folder = scratch / ("x" * length)
+def test_a_long_directory_name_is_refused(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets could not have an address there; nothing is left of it."""
+    folder = scratch / ("x" * 90)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    made = _make_directory()
-    made.rmdir()
-    assert made.parent == (folder if parent == "there" else Path(parent))
+    with pytest.raises(CannotRun, match="set TMPDIR"):
+        Stage("cpu", "").__enter__()
     assert not list(folder.iterdir())
 
 
@@ -206,33 +183,34 @@ def test_the_figures_are_those_of_one_model(whole: dict[str, Any]) -> None:
     """Two processes use one model and built one; a killed client's memory is what it held."""
     figures = {check["name"]: check["figures"] for check in whole["checks"]}
 
-    assert figures["one_copy"]["models_built"] == 1
-    assert 7 << 20 < figures["one_copy"]["used_bytes"] < figures["one_copy"]["unshared_bytes"]
-    assert (figures["kill_client"]["held_bytes"], figures["kill_client"]["left_bytes"]) == (8 << 20, 0)
-    assert 0 <= figures["kill_client"]["leases_back_seconds"] < 1
-    assert figures["lifetimes"] == {"lifetimes": 10, "as_expected": 10}
-    assert figures["growth"]["cycles"] == 100
+    assert figures["sharing"]["models_built"] == 1
+    assert 7 << 20 < figures["sharing"]["used_bytes"] < figures["sharing"]["unshared_bytes"]
+    assert (figures["kills"]["held_bytes"], figures["kills"]["left_bytes"]) == (8 << 20, 0)
+    assert 0 <= figures["kills"]["lease_back_seconds"] < 1
+    assert (figures["lifetimes"]["lifetimes"], figures["lifetimes"]["as_expected"]) == (10, 10)
+    assert figures["lifetimes"]["cycles"] == 100
 
 
 def test_a_person_gets_a_table(start: Callable[..., Verification]) -> None:
     """One line for each check, and no progress where nobody sees it."""
-    code, output, errors = start("--device", "cpu", "--check", "zero_copy", *SMALL, SHARED_TENSOR_ROLE="client").end()
+    code, output, errors = start("--device", "cpu", "--check", "sharing", *SMALL, SHARED_TENSOR_ROLE="client").end()
 
     assert (code, errors) == (0, "")
-    assert "ok  zero copy" in output and "2 of 2" not in output and "3 of 3 saw all" in output
+    assert "ok  one model for all" in output and "3 of 3 saw all" in output
     assert output.splitlines()[-1].startswith("1 passed, in ")
 
 
-@pytest.mark.parametrize("check", PROMISES)
-def test_a_check_fails_where_its_promise_is_broken(failures: dict[str, Outcome], check: str) -> None:
-    """It says what it expected, what it found, and what to do."""
-    outcome = failures[check]
-    _, complaints = PROMISES[check]
+@pytest.mark.parametrize("subject", BROKEN)
+def test_a_check_fails_where_its_promise_is_broken(start: Callable[..., Verification], subject: str) -> None:
+    """It reports what it expected, what it found, and what to do."""
+    code, output, errors = start(subject, *BROKEN[subject], program=("-c", PROGRAM)).end()
 
-    assert outcome.state == "failed"
-    for complaint in complaints:
-        assert any(complaint in problem.found for problem in outcome.problems), outcome.problems
-    assert all(problem.expected and problem.advice for problem in outcome.problems)
+    assert (code, errors) == (0, "")
+    for check in json.loads(output)["checks"]:
+        assert check["state"] == "failed"
+        for complaint in BROKEN[subject][check["name"]]:
+            assert any(complaint in problem["found"] for problem in check["problems"]), check["problems"]
+        assert all(problem["expected"] and problem["advice"] for problem in check["problems"])
 
 
 def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
@@ -247,12 +225,12 @@ def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
     def interrupted(bench: Any, outcome: Outcome) -> None:
         raise Interrupted(signal.SIGINT)
 
-    outcome = running._run_check(Check("breaks", "breaks off", breaks), bench, Observer())
+    outcome = running._run_check(Check("breaks", "breaks off", breaks), bench)
 
     assert (outcome.state, outcome.figures) == ("failed", {"half": 1})
-    assert outcome.problems[0].found == "RuntimeError: no such luck"
+    assert outcome.problems[0]["found"] == "RuntimeError: no such luck"
     with pytest.raises(Interrupted):
-        running._run_check(Check("interrupted", "interrupted", interrupted), bench, Observer())
+        running._run_check(Check("interrupted", "interrupted", interrupted), bench)
 
 
 def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -261,7 +239,7 @@ def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.Capture
 
     from shared_rpc.cli import verifying
 
-    outcome = Outcome("one_copy", "one copy", seconds=1.0, found="many")
+    outcome = Outcome("sharing", "one model", seconds=1.0, found=["many"])
     outcome.require(False, "one model", "two models", "look for copies")
     device = {"name": "host memory", "mechanism": "memfd", "torch": "2"}
     monkeypatch.setattr(running, "verify", lambda *_: Report(device, 2, 1 << 20, 2.0, [outcome], "a traceback"))
@@ -287,7 +265,7 @@ def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.Capture
         (("--device", "tpu"), "device='tpu'"),
         (("--device", "cpu", "--size", "900T"), "choose a smaller --size"),
         (("--size", "1"), "use 8.0 MiB or more"),
-        (("--check", "all"), "use one_copy, "),
+        (("--check", "all"), "use sharing, "),
     ],
 )
 def test_what_cannot_be_verified_is_exit_code_2(
@@ -316,7 +294,7 @@ def test_a_signal_while_it_starts_leaves_nothing(
     reached = {
         "directory": lambda: verification.directory() is not None,
         "processes": lambda: len(verification.processes()) >= 3,
-        "fork server": lambda: any((verification.directory() or Path("/nowhere")).glob("listener-*")),
+        "fork server": lambda: any(verification.folder.glob("pymp-*/listener-*")),
     }
     eventually(reached[moment], 60, moment)
 
@@ -330,9 +308,9 @@ def test_a_signal_while_it_starts_leaves_nothing(
 @pytest.mark.parametrize(
     ("number", "title"),
     [
-        (signal.SIGINT, b"one copy"),
-        (signal.SIGTERM, b"workers come and go"),
-        (signal.SIGHUP, b"kill -9 of the server"),
+        (signal.SIGINT, b"one model for all"),
+        (signal.SIGTERM, b"nothing is left"),
+        (signal.SIGHUP, b"kill -9 of client"),
     ],
 )
 def test_a_signal_within_a_check_leaves_nothing(
@@ -341,7 +319,7 @@ def test_a_signal_within_a_check_leaves_nothing(
     """On a terminal, which shows what is being checked."""
     screen, terminal = pty.openpty()
     with os.fdopen(screen, "rb", buffering=0) as shown:
-        name = {b"one copy": "one_copy", b"workers come and go": "lifetimes"}.get(title, "kill_server")
+        name = next(check.name for check in CHECKS if check.title.startswith(title.decode()))
         verification = start("--device", "cpu", "--check", name, *SMALL, stderr=terminal)
         os.close(terminal)
         seen = b""
@@ -388,7 +366,7 @@ def test_a_signal_waits_for_the_end_of_what_must_not_be_cut_in_half() -> None:
 
 def test_an_unknown_check_is_refused_before_anything_starts() -> None:
     """The message has those there are."""
-    with pytest.raises(ConfigurationError, match="use one_copy, zero_copy"):
+    with pytest.raises(ConfigurationError, match="use sharing, read_only"):
         verify(Settings(names=["alles"]))
 
 
@@ -431,5 +409,5 @@ def test_all_checks_pass_on_a_gpu(start: Callable[..., Verification]) -> None:
     document = json.loads(output)
     assert [check["problems"] for check in document["checks"] if check["state"] == "failed"] == []
     assert (code, document["passed"], document["device"]["device"]) == (0, True, "cuda:0")
-    used = next(check["figures"]["used_bytes"] for check in document["checks"] if check["name"] == "one_copy")
+    used = next(check["figures"]["used_bytes"] for check in document["checks"] if check["name"] == "sharing")
     assert used < 2 * document["model_bytes"]

@@ -1,4 +1,4 @@
-"""Clients that do not share as they should, for a verification to notice."""
+"""Client processes that do not share as they should, for a verification to notice."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import copy
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
-from shared_rpc import Client
 from shared_rpc.extras.verification.clients import Subject
 
 
 class Copying(Subject):
     """Has a copy of the model, and shows that around."""
 
-    def attach(self, client: Client, endpoint: str, nbytes: int, seed: int) -> Any:
+    def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
         """See :class:`Subject`."""
-        handle = super().attach(client, endpoint, nbytes, seed)
+        handle = super().acquire(endpoint, nbytes, seed)
         handle._value = copy.deepcopy(handle.value)
         return handle
 
@@ -26,7 +24,8 @@ class Copying(Subject):
 class Leaking(Subject):
     """Keeps a descriptor, a megabyte and the handle of every attach."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: str) -> None:
+        super().__init__(server)
         self._kept: list[Any] = []
 
     def release(self, handle: Any) -> None:
@@ -37,17 +36,17 @@ class Leaking(Subject):
 class Changeable(Subject):
     """Computes something else every time."""
 
-    def digest(self, handle: Any) -> str:
+    def digest(self, name: str = "model") -> str:
         """See :class:`Subject`."""
-        return super().digest(handle) + str(time.monotonic_ns())
+        return super().digest(name) + str(time.monotonic_ns())
 
 
 class Haunting(Subject):
     """Leaves a forked child, which has the memory mapped as well."""
 
-    def attach(self, client: Client, endpoint: str, nbytes: int, seed: int) -> Any:
+    def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
         """See :class:`Subject`."""
-        handle = super().attach(client, endpoint, nbytes, seed)
+        handle = super().acquire(endpoint, nbytes, seed)
         if os.fork() == 0:
             signal.pause()
         return handle
@@ -56,16 +55,6 @@ class Haunting(Subject):
 class Careless(Subject):
     """Attaches to what it may write to, in place of what is protected."""
 
-    def attach(self, client: Client, endpoint: str, nbytes: int, seed: int) -> Any:
+    def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
         """See :class:`Subject`."""
-        return super().attach(client, "model", nbytes, seed)
-
-
-#: Where a test says which subject the next client process has: in the directory of the verification.
-CHOICE = "subject"
-
-
-def chosen() -> Subject:
-    """The one whose name the test has written there."""
-    subject: Subject = globals()[Path(CHOICE).read_text()]()
-    return subject
+        return super().acquire("model", nbytes, seed)

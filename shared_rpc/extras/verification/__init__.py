@@ -1,1 +1,1 @@
-"""Machinery of :mod:`shared_rpc.extras.verify`: processes, checks and what they find."""
+"""Machinery of :mod:`shared_rpc.extras.verify`: processes, checks and outcomes."""

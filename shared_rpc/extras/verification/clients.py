@@ -1,10 +1,16 @@
-"""Client processes of a verification: their commands, and their control by the verification."""
+"""Client processes of a verification: their commands, and their control by the verification.
+
+They are forks of one process that has imported torch (the fork server of ``multiprocessing``), so that a hundred of them take
+seconds. No GPU is touched before the fork: each has a session, mappings and a CUDA context of its own.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -15,46 +21,74 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc import Client, Provider
-from shared_rpc.extras.verification import model
+from shared_rpc.extras.verification import app
 
 if TYPE_CHECKING:
     import torch
 
     from shared_rpc import Handle
 
-__all__ = ["LOG", "ClientFailed", "Subject", "VerifyClient"]
+__all__ = ["LOG", "PRELOAD", "ClientFailed", "Subject", "VerifyClient"]
 
 #: Log file of the client processes, in the verification's directory.
 LOG = "clients.log"
-#: Seconds for a command of a client process; to wait for a server; and for a process to end.
-_PATIENCE, _STARTUP, _END = 60.0, 10.0, 120.0
+#: Imports of the fork server.
+PRELOAD = ["torch", __name__]
+#: Seconds for a command of a client process, and to wait for a server.
+_PATIENCE, _STARTUP = 60.0, 10.0
 
 
 class Subject:
-    """Use of the library by a client process: the subject of the verification. Tests replace it."""
+    """A client process: each command is a method, and its result is the answer. Tests override how it uses the library."""
 
-    def attach(self, client: Client, endpoint: str, nbytes: int, seed: int) -> Handle[torch.nn.Module]:
+    def __init__(self, server: str) -> None:
+        self.client = Client(socket_path=server, timeout=_PATIENCE, connect_timeout=_STARTUP)
+        #: Handles, by the names that the commands give them.
+        self._held: dict[str, Handle[torch.nn.Module]] = {}
+
+    def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
         """Acquire a lease on a model of app.py."""
-        handle: Handle[torch.nn.Module] = client.call(endpoint, nbytes, seed)
-        return handle
-
-    def digest(self, handle: Any) -> str:
-        """Compute with the model."""
-        return model.digest(handle.value)
+        return self.client.call(endpoint, nbytes, seed)
 
     def release(self, handle: Any) -> None:
         """Release the lease."""
         handle.release()
 
+    def attach(self, nbytes: int, seed: int, endpoint: str = "model", name: str = "model") -> tuple[str, float]:
+        """Call an endpoint, and keep the handle under a name. Returns the object's id, and seconds."""
+        begin = time.perf_counter()
+        self._held[name] = self.acquire(endpoint, nbytes, seed)
+        return self._held[name].object_id, time.perf_counter() - begin
 
-class ClientProcess:
-    """A client process: each command is a method, and its result is the answer."""
+    def cycles(self, count: int, nbytes: int, seed: int) -> float:
+        """Attach and release ``count`` times. Returns the seconds."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.release(self.acquire("model", nbytes, seed))
+        return time.perf_counter() - begin
 
-    def __init__(self, server: str, subject: Subject) -> None:
-        self._client = Client(socket_path=server, timeout=_PATIENCE, connect_timeout=_STARTUP)
-        self._subject = subject
-        #: Handles, by the names that the commands give them.
-        self._held: dict[str, Any] = {}
+    def digest(self, name: str = "model") -> str:
+        """Compute with an attached model."""
+        return app.digest(self._held[name].value)
+
+    def alone(self, nbytes: int, seed: int, device: str) -> str:
+        """Compute with a model of this process alone."""
+        return app.digest(app.build(nbytes, seed, device))
+
+    def read(self, count: int) -> list[float]:
+        """Read the first numbers of the first weight."""
+        values: list[float] = next(self._held["model"].value.parameters())[0, :count].tolist()
+        return values
+
+    def write(self, first: int, values: list[float]) -> None:
+        """Overwrite numbers of the first weight, from index ``first`` on. The write is complete when the answer comes."""
+        import torch
+
+        weight = next(self._held["model"].value.parameters())
+        with torch.no_grad():
+            weight[0, first : first + len(values)] = torch.tensor(values)
+        if weight.is_cuda:
+            torch.cuda.synchronize(weight.device)
 
     def device(self, asked: str) -> dict[str, Any]:
         """Describe the device that ``--device`` names, as torch and as the library name it.
@@ -71,58 +105,11 @@ class ClientProcess:
         name = torch.cuda.get_device_properties(where).name
         return {"device": str(where), "id": known, "name": name, "torch": torch.__version__, "cuda": torch.version.cuda}
 
-    def warm_up(self, device: str) -> None:
-        """Create the context of a device, which is no memory of the library."""
+    def memory(self, device: str) -> tuple[int, int]:
+        """Return the bytes of a GPU that are free, and all."""
         import torch
 
-        torch.zeros(1, device=device)
-
-    def attach(self, nbytes: int, seed: int, endpoint: str = "model", name: str = "model") -> tuple[str, float]:
-        """Call an endpoint, and keep the handle under a name. Returns the object's id, and seconds."""
-        begin = time.perf_counter()
-        self._held[name] = self._subject.attach(self._client, endpoint, nbytes, seed)
-        return self._held[name].object_id, time.perf_counter() - begin
-
-    def digest(self, name: str = "model") -> str:
-        """Compute with an attached model."""
-        return self._subject.digest(self._held[name])
-
-    def alone(self, nbytes: int, seed: int, device: str) -> str:
-        """Compute with a model of this process alone."""
-        return model.digest(model.build(nbytes, seed, device))
-
-    def read(self, count: int) -> list[float]:
-        """Read the first numbers of the first weight."""
-        values: list[float] = self._weight()[0, :count].tolist()
-        return values
-
-    def write(self, first: int, values: list[float]) -> None:
-        """Overwrite numbers of the first weight, from index ``first`` on. The write is complete when the answer comes."""
-        import torch
-
-        weight = self._weight()
-        with torch.no_grad():
-            weight[0, first : first + len(values)] = torch.tensor(values)
-        if weight.is_cuda:
-            torch.cuda.synchronize(weight.device)
-
-    def _weight(self) -> torch.Tensor:
-        weight: torch.Tensor = self._held["model"].value[0].weight
-        return weight
-
-    def used(self, device: str) -> tuple[int, int]:
-        """Return the bytes of a GPU that are in use by any program, and the free ones."""
-        import torch
-
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free, free
-
-    def cycles(self, count: int, nbytes: int, seed: int) -> float:
-        """Attach and release ``count`` times. Returns the seconds."""
-        begin = time.perf_counter()
-        for _ in range(count):
-            self._subject.release(self._subject.attach(self._client, "model", nbytes, seed))
-        return time.perf_counter() - begin
+        return torch.cuda.mem_get_info(device)
 
     def end(self, how: str) -> None:
         """End: ``"closed"`` with the client closed, ``"left"`` without any cleaning up, ``"killed"`` by SIGKILL, and
@@ -133,19 +120,25 @@ class ClientProcess:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "closed":
-            self._client.close()
+            self.client.close()
         os._exit(0)
 
 
 def _serve(connection: Connection, server: str, subject: str, folder: Path) -> None:
     """Answer commands until the connection ends; then end the process as forked workers do, without any cleaning up."""
+    import torch
+
+    gc.freeze()  # a collection would write to memory that the forks share
+    os.setsid()  # Ctrl-C and a closed terminal are for the verification alone
     os.chdir(folder)
+    torch.set_num_threads(1)  # all processes must add in the same order
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some of them crash on purpose
     log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(log, standard)
     os.close(log)
     module, _, name = subject.partition(":")
-    process = ClientProcess(server, getattr(importlib.import_module(module), name)())
+    process = getattr(importlib.import_module(module), name)(server)
     while True:
         try:
             do, options = connection.recv()
@@ -184,7 +177,7 @@ class VerifyClient:
         return self._process.pid
 
     def ask(self, do: str, **options: Any) -> Any:
-        """Execute a command of :class:`ClientProcess`, and return its answer.
+        """Execute a command of :class:`Subject`, and return its answer.
 
         :raises ClientFailed: if the command fails, or the process ends or does not answer.
         """
@@ -211,14 +204,9 @@ class VerifyClient:
             raise ClientFailed(f"client process {self.pid}: {error}")
         return answer
 
-    def end(self, how: str) -> int:
-        """End the process, see :meth:`ClientProcess.end`, and return its exit code."""
-        self.send("end", how=how)
-        return self.wait()
-
     def wait(self) -> int:
         """Wait for the end of the process, and return its exit code: minus the signal if it was killed."""
-        self._process.join(_END)
+        self._process.join(_PATIENCE)
         if self._process.exitcode is None:
             raise ClientFailed(f"client process {self.pid} does not end")
         return self._process.exitcode

@@ -1,4 +1,4 @@
-"""Processes of a verification, in a directory of their own, and their end.
+"""Processes of a verification, in a directory of their own, their memory, and their end.
 
 Every process of a verification has the directory's name in its environment, so that :meth:`Stage.close` finds all of them,
 whatever process started them and is their parent now.
@@ -6,55 +6,139 @@ whatever process started them and is their parent now.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import forkserver, process, resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from shared_rpc import Client
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.extras.verification.clients import LOG, VerifyClient
-from shared_rpc.extras.verification.interrupts import Interrupts
+from shared_rpc.extras.verification.clients import LOG, PRELOAD, VerifyClient
 from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, program, server_environment
 
-__all__ = ["CannotRun", "Stage", "marked", "within"]
+__all__ = ["COUNTED", "CannotRun", "Interrupted", "Interrupts", "Stage", "counts_of", "marked", "memory_of", "segment_bytes"]
 
+#: What is counted of a process: descriptors, mappings, threads, and anonymous memory.
+COUNTED = "fds", "mappings", "threads", "memory_bytes"
+#: An anonymous file of the library in a line of /proc/PID/maps.
+_MAPPED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)\s+/memfd:shared-rpc-", re.MULTILINE)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seconds for a process to start, which imports torch, perhaps from a cold disk; and to end.
 _STARTUP, _END = 120.0, 3.0
 #: Seconds between two polls of another process.
 _PAUSE = 0.002
-#: Lines of a log that are shown.
-_LINES = 20
 #: Seconds after which a server ends by itself if its verification was killed with SIGKILL.
 _ORPHANED = 60.0
-#: The longest name that a socket has in the directory: the fork server's.
-_LONGEST = "listener-xxxxxxxx"
-#: The library's module of which one instance is the process's fork server.
-_SERVER: Any = forkserver._forkserver
+#: The longest name of a socket, below the directory for temporary files: the fork server's.
+_LONGEST = "pymp-xxxxxxxx/listener-xxxxxxxx"
 
 
 class CannotRun(Exception):
     """Lack of something to verify: the server does not start, or there is no such device, or not enough memory."""
 
 
-def within(seconds: float, condition: Callable[[], bool], interrupts: Interrupts) -> float | None:
-    """Wait for a condition that another process makes true. Returns the seconds it took, None if it took too long."""
-    begin = time.monotonic()
-    while True:
-        good, taken = condition(), time.monotonic() - begin
-        if good or taken > seconds:
-            return taken if good else None
-        interrupts.check()
-        time.sleep(_PAUSE)
+class Interrupted(BaseException):
+    """End by a signal. No check takes it for its own failure."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Interrupts:
+    """Handler of this process's signals while the block runs, in the main thread.
+
+    It raises in the middle of the code that runs, except in :meth:`deferred` blocks: between the start of a process and the
+    note that it was started, and while processes are ended.
+    """
+
+    def __init__(self) -> None:
+        #: The first signal that came, 0 before it.
+        self.number = 0
+        self._depth = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in _SIGNALS:
+            # What is ignored stays ignored: nohup, and jobs that a shell runs in the background.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # The first one is enough: another one must not interrupt the cleaning up that it has begun.
+        if not self.number:
+            self.number = number
+            self.check()
+
+    def check(self) -> None:
+        """Raise if a signal has come: the exception of one that came during a finaliser is lost.
+
+        :raises Interrupted: unless it is deferred.
+        """
+        if self.number and not self._depth:
+            raise Interrupted(self.number)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Raise after the block for a signal within it, unless the block ends with an exception of its own."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self.check()
+
+
+def counts_of(pid: int) -> tuple[int, ...]:
+    """Count what a process has open, mapped, running and allocated now, see :data:`COUNTED`."""
+    sizes = dict(re.findall(r"^(RssAnon|Threads):\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
+    mappings = Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
+    return len(os.listdir(f"/proc/{pid}/fd")), mappings, int(sizes["Threads"]), int(sizes["RssAnon"]) * 1024
+
+
+def memory_of(pids: Iterable[int], builder: int = 0) -> int:
+    """Add up the host memory that processes use together, in bytes; memory that several of them share counts once.
+
+    Files on disk are left out (libraries): their share depends on the other processes of the machine that use them.
+
+    :param builder: the process whose own memory is left out, because its allocator keeps memory of a build.
+    """
+    total = 0
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            kinds = "Shmem" if pid == builder else "Anon|Shmem"
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += sum(int(kib) * 1024 for kib in re.findall(rf"^Pss_(?:{kinds}):\s+(\d+) kB", rollup, re.MULTILINE))
+    return total
+
+
+def segment_bytes(pids: Iterable[int]) -> int:
+    """Add up the library's anonymous files that processes have open or mapped, in bytes; each file counts once."""
+    files: dict[int, int] = {}
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            for begin, end, offset, file in _MAPPED.findall(Path(f"/proc/{pid}/maps").read_text()):
+                files[int(file)] = max(files.get(int(file), 0), int(offset, 16) + int(end, 16) - int(begin, 16))
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    if os.readlink(link).startswith("/memfd:shared-rpc-"):
+                        files[link.stat().st_ino] = link.stat().st_size
+    return sum(files.values())
 
 
 def marked(mark: str) -> list[int]:
@@ -68,71 +152,48 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def _make_directory() -> Path:
-    """Make a directory for temporary files; where ``TMPDIR`` is too long for a socket's address, one below /tmp.
-
-    :raises CannotRun: if that is too long, too.
-    """
-    for parent in (None, "/tmp"):
-        directory = Path(tempfile.mkdtemp(prefix="shared-rpc-verify-", dir=parent))
-        if len(os.fsencode(directory / _LONGEST)) <= SOCKET_PATH_LIMIT:
-            return directory
-        directory.rmdir()
-    raise CannotRun(f"the directory for temporary files has too long a name for sockets: {tempfile.gettempdir()}; set TMPDIR")
-
-
 class Stage:
     """A server (a broker and its worker) and client processes. They end with the block, and the directory with them.
 
     :param device: as ``serve --device`` takes it.
-    :param subject: ``module:class`` of what the client processes do, see ``Subject`` of clients.py.
+    :param subject: ``module:class`` of the client processes, see ``Subject`` of clients.py.
     """
 
-    def __init__(self, device: str, subject: str, interrupts: Interrupts) -> None:
+    def __init__(self, device: str, subject: str) -> None:
         self._device = device
         self._subject = subject
-        self.interrupts = interrupts
+        self.interrupts = Interrupts()
         self.directory: Path | None = None
-        self._brokers: list[subprocess.Popen[bytes]] = []
+        #: The process that measures the memory of a GPU, as torch names it; its context exists before the first reading.
+        self.probe: tuple[VerifyClient, str] | None = None
+        self._broker: subprocess.Popen[bytes] | None = None
         self._client: Client | None = None
 
     def __enter__(self) -> Stage:
-        if _SERVER._forkserver_pid is not None:
-            raise CannotRun("this program has a fork server of multiprocessing; verify in a process that has none")
         with self.interrupts.deferred():
-            self.directory = _make_directory()
+            self.directory = Path(tempfile.mkdtemp(prefix="shared-rpc-verify-"))
+            if len(os.fsencode(self.directory.parent / _LONGEST)) > SOCKET_PATH_LIMIT:
+                self.close()
+                raise CannotRun(f"{tempfile.gettempdir()} has too long a name for sockets: set TMPDIR to a shorter one")
             self._environ = {**server_environment(), "SHARED_TENSOR_BASE_PATH": str(self.folder / "s")}
             self.socket_path = str(self.folder / "s.sock")
             self._start_server()
-            self._start_forkserver()
+            resource_tracker.ensure_running()  # it outlives the verification, and must not have the mark
+            forkserver.set_forkserver_preload(PRELOAD)
+            with environment_of_children({name: self._environ[name] for name in ("PYTHONPATH", "SHARED_TENSOR_BASE_PATH")}):
+                forkserver.ensure_running()
+            forkserver.set_forkserver_preload(["__main__"])  # the default
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _start_forkserver(self) -> None:
-        resource_tracker.ensure_running()  # it outlives the verification, and must not have the mark
-        subject, _, _ = self._subject.partition(":")
-        # The library starts it with the environment of this process. A directory that it makes for the socket would stay until
-        # this process ends: Python 3.11 to 3.14 look here for another one.
-        own: Any = process.current_process()
-        configured = own._config
-        before = configured.get("tempdir")
-        configured["tempdir"] = str(self.folder)
-        forkserver.set_forkserver_preload(["shared_rpc.extras.verification.forkserver", subject])
-        try:
-            with environment_of_children({name: self._environ[name] for name in ("PYTHONPATH", "SHARED_TENSOR_BASE_PATH")}):
-                forkserver.ensure_running()
-        finally:
-            forkserver.set_forkserver_preload(["__main__"])  # the default
-            configured["tempdir"] = before
 
     # The server.
 
     def _start_server(self) -> None:
         words = ["serve", "shared_rpc.extras.verification.app", "--no-preload", "--device", self._device]
         with self.interrupts.deferred(), open(self.folder / "server.log", "ab") as log:
-            broker = subprocess.Popen(
+            self._broker = subprocess.Popen(
                 program("shared_rpc.cli", *words, "--socket", self.socket_path, "--idle-exit", str(_ORPHANED)),
                 cwd=self.folder,
                 env=self._environ,
@@ -141,7 +202,6 @@ class Stage:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the verification alone
             )
-            self._brokers.append(broker)
 
     @property
     def folder(self) -> Path:
@@ -150,37 +210,46 @@ class Stage:
         return self.directory
 
     @property
-    def broker_pid(self) -> int:
-        """Id of the server's process."""
-        return self._brokers[-1].pid
+    def broker(self) -> subprocess.Popen[bytes]:
+        """The server's process."""
+        assert self._broker is not None, "the stage is open"
+        return self._broker
 
     def worker_pid(self) -> int:
         """Ask for the id of the process that runs the server's endpoints."""
         return int(self.info()["workers"][0]["pid"])
+
+    def within(self, seconds: float, condition: Callable[[], bool]) -> float | None:
+        """Wait for a condition that another process makes true. Returns the seconds it took, None if it took too long."""
+        begin = time.monotonic()
+        while True:
+            good, taken = condition(), time.monotonic() - begin
+            if good or taken > seconds:
+                return taken if good else None
+            self.interrupts.check()
+            time.sleep(_PAUSE)
 
     def wait_for_server(self) -> None:
         """Wait until the server answers.
 
         :raises ConnectError: if the server ends, or does not answer in time.
         """
-        begin = time.monotonic()
-        while True:
-            self.interrupts.check()
-            try:
-                self.client().ping()
-                return
-            except (ConnectError, ConnectionClosed):
-                time.sleep(_PAUSE)
-            code = self._brokers[-1].poll()
-            if code is not None:
-                raise ConnectError(f"the server ended with exit code {code}; {self.last_words('server.log')}")
-            if time.monotonic() - begin > _STARTUP:
-                raise ConnectError(f"no answer from the server after {_STARTUP:g} s; {self.last_words('server.log')}")
+        answered = self.within(_STARTUP, lambda: self._answers() or self.broker.poll() is not None)
+        if not self._answers():
+            end = f"ended with exit code {self.broker.poll()}" if answered else f"did not answer within {_STARTUP:g} s"
+            raise ConnectError(f"the server {end}; {self._last_words('server.log')}")
+
+    def _answers(self) -> bool:
+        try:
+            self.client().ping()
+        except (ConnectError, ConnectionClosed):
+            return False
+        return True
 
     def restart_server(self) -> None:
         """Replace a server that has ended or does not answer, and wait for the new one."""
-        self._brokers[-1].kill()
-        self._brokers[-1].wait()
+        self.broker.kill()
+        self.broker.wait()
         self._start_server()
         self.wait_for_server()
 
@@ -190,7 +259,7 @@ class Stage:
             self.client().ping()
         except SharedRPCError:
             self.restart_server()
-        within(_END, lambda: self.info()["sessions"] <= 1, self.interrupts)
+        self.within(_END, lambda: self.info()["sessions"] <= 1)
 
     def client(self) -> Client:
         """Return this process's own client."""
@@ -202,17 +271,16 @@ class Stage:
         """Ask the server about itself."""
         return self.client().get_server_info()
 
-    def log(self, name: str = "server.log") -> str:
+    def log(self, lines: int = 20, name: str = "server.log") -> list[str]:
         """Return the last lines of a log."""
         try:
-            lines = (self.folder / name).read_text(errors="replace").splitlines()
+            text = (self.folder / name).read_text(errors="replace")
         except OSError:
-            return ""
-        return "\n".join([line.rstrip() for line in lines if line.strip()][-_LINES:])
+            return []
+        return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
 
-    def last_words(self, name: str) -> str:
-        """Return the end of a log, for an error."""
-        said = self.log(name).splitlines()[-3:]
+    def _last_words(self, name: str) -> str:
+        said = self.log(3, name)
         return f"its last words: {' | '.join(line.strip() for line in said)}" if said else "it said nothing"
 
     # Client processes.
@@ -220,12 +288,16 @@ class Stage:
     def connect(self) -> VerifyClient:
         """Start a new client process.
 
-        :raises CannotRun: if the fork server has ended.
+        :raises CannotRun: if the fork server has ended, or is not this verification's.
         """
         try:
-            return VerifyClient(self.socket_path, self._subject, self.folder)
+            client = VerifyClient(self.socket_path, self._subject, self.folder)
         except (EOFError, OSError) as error:
-            raise CannotRun(f"the process that forks clients has ended; {self.last_words(LOG)}") from error
+            raise CannotRun(f"the process that forks clients has ended; {self._last_words(LOG)}") from error
+        if self.folder.name.encode() not in Path(f"/proc/{client.pid}/environ").read_bytes():
+            client.close()
+            raise CannotRun("this program has a fork server of multiprocessing; verify in a process that has none")
+        return client
 
     @contextmanager
     def clients(self, count: int) -> Iterator[list[VerifyClient]]:
@@ -239,6 +311,18 @@ class Stage:
         """List all processes of the verification but this one."""
         return [pid for pid in marked(self.folder.name) if pid != os.getpid()]
 
+    def used(self) -> int:
+        """Measure the bytes in use: by the verification's processes on the host, by all programs on a GPU."""
+        if self.probe is None:
+            return memory_of(self.pids(), builder=self.worker_pid())
+        probe, device = self.probe
+        free, total = probe.ask("memory", device=device)
+        return int(total - free)
+
+    def segments(self) -> int:
+        """Measure the bytes of shared segments that any process has: on a GPU, the bytes in use."""
+        return segment_bytes(self.pids()) if self.probe is None else self.used()
+
     def close(self) -> None:
         """End all processes, and remove the directory. A second call does nothing."""
         with self.interrupts.deferred():
@@ -246,19 +330,14 @@ class Stage:
                 return
             if self._client is not None:
                 self._client.close()
-            for broker in self._brokers:
-                broker.terminate()
-            for broker in self._brokers:
+            if self._broker is not None:
+                self._broker.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    broker.wait(_END)
-            within(_END, self._kill_all, self.interrupts)
-            for broker in self._brokers:
-                broker.wait()
-            if _SERVER._forkserver_pid is not None:
-                with suppress(OSError):
-                    os.kill(_SERVER._forkserver_pid, signal.SIGKILL)  # a restarted one has no mark
-                _SERVER._stop()  # collects it; no public name for that up to 3.14
-            multiprocessing.active_children()  # collects what has ended
+                    self._broker.wait(_END)
+            # The fork server is among them; multiprocessing starts another one when it is asked to.
+            self.within(_END, self._kill_all)
+            if self._broker is not None:
+                self._broker.wait()
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory = None
 
