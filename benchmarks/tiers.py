@@ -32,7 +32,7 @@ _PIECE = 1 << 30
 #: Bytes that a reload reads at most.
 _PART = 4 << 30
 #: Models of the round that there is memory for.
-_ROOM = 3
+_FIT = 3
 
 APP = """
 from benchmarks.stack import Stack, make
@@ -312,9 +312,9 @@ def _processes(count: int) -> str:
 
 
 def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, models: int, rounds: int) -> None:
-    """Measure turns of several models with memory for three: each turn another one wakes, and one that sleeps makes room."""
-    room = int((_ROOM + 0.1) * mebibytes) << 20
-    options = ["--quota", f"{device}={room}", "--when-full", "evict", "--spill-dir", str(servers.folder)]
+    """Measure turns of several models with memory for three: each turn another one wakes, and one that sleeps gives way."""
+    quota = int((_FIT + 0.1) * mebibytes) << 20
+    options = ["--quota", f"{device}={quota}", "--when-full", "evict", "--spill-dir", str(servers.folder)]
     with (
         broker(servers, APP.format(device=device), *options, name="round") as socket,
         Client(socket_path=socket, device=device, timeout=_PATIENCE) as client,
@@ -336,7 +336,7 @@ def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, 
                     same = digest(model) == answer and same
                     turns[-1].append(time.perf_counter() - begin)
         sample = Sample(turns)
-        name = f"{models} models of {mebibytes} MiB in turns, memory for {_ROOM}"
+        name = f"{models} models of {mebibytes} MiB in turns, memory for {_FIT}"
         report.sampled(f"{name}: wake, a pass, p50", {OURS: sample})
         report.add(Row("… p99", {OURS: sample.p99}))
         report.add(Row("… with the bits of before", {}, texts={OURS: "yes" if same else "NO"}))

@@ -315,7 +315,7 @@ class ServeOptions(NamedTuple):
     :param preload: whether workers may be forks of a zygote.
     :param quotas: bytes, or a fraction of the memory, by device: a worker resolves them, which knows the devices.
     :param spill_dir: where objects are evicted to files, None for no files.
-    :param when_full: what becomes of requests for which a quota has no room.
+    :param when_full: what becomes of requests that exceed a quota.
     :param host_quota: bytes of host copies, or a fraction of the host's memory.
     :param pool_initial: bytes with which a session's pool begins; see :class:`shared_rpc.PoolOptions`.
     :param pool_limit: bytes up to which a session's pool grows.

@@ -113,7 +113,7 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True, dict=
         return {*own, *(memory.name for memory in self.memory)}
 
 
-class State(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class StoredState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """All that is described: providers by their keys, and objects by their ids."""
 
     services: dict[str, _Service] = {}
@@ -167,7 +167,9 @@ class StateFile:
 
 
 class FdStore:
-    """What a broker stores with its service manager, if there is one. On the broker's loop only, but for :meth:`close`.
+    """The descriptors and the state that a broker stores with its service manager, if it has one.
+
+    On the broker's loop only, but for :meth:`close`.
 
     :param soon: schedules a call for the end of the loop's turn.
     :param capacity: how many descriptors the manager keeps, None where that is not known.
@@ -184,7 +186,7 @@ class FdStore:
         self._soon = soon
         self._closed = not notifier.there
         self._file: StateFile | None = None
-        self._state = State()
+        self._state = StoredState()
         #: The names of all that is stored, but for the state.
         self._stored: set[str] = set()
         #: Whether the state was written in this turn of the loop, and whether it has changed since.
@@ -356,7 +358,7 @@ class FdStore:
         try:
             file = StateFile(fd)
             if file.data:
-                self._state = msgspec.msgpack.decode(file.data, type=State)
+                self._state = msgspec.msgpack.decode(file.data, type=StoredState)
         except (ValueError, OSError) as error:
             _log.error("the stored state is unusable and is removed: %s", error)
             os.close(fd)

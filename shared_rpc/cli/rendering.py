@@ -107,9 +107,9 @@ def copies_of(item: ObjectInfo | ServerInfo | DeviceInfo) -> str:
 
 
 def status_of(info: TaskInfo) -> str:
-    """Format the status, with the request to stop if there is one, and the wait for room."""
+    """Format the status, with the request to stop if there is one, and the wait for capacity."""
     asked = ", asked to stop" if info.cancel_requested and not info.status.finished else ""
-    return f"{info.status}{asked}{', waits for room' if info.waits_for is not None else ''}"
+    return f"{info.status}{asked}{', waits for capacity' if info.waits_for is not None else ''}"
 
 
 def took(info: TaskInfo) -> str:

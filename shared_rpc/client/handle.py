@@ -387,9 +387,9 @@ class Handle(Lease[T]):
 
         Resuming twice is harmless.
 
-        :param timeout: seconds to wait at most, until there is room on the device; None for the client's own timeout.
-        :raises ServerBusy: if there was no room on the device until then; the message says who uses what. The handle is still
-            suspended, as after any error here.
+        :param timeout: seconds to wait at most, until the device has the capacity; None for the client's own timeout.
+        :raises ServerBusy: if the device had too little capacity until then; the message says who uses what. The handle is
+            still suspended, as after any error here.
         :raises DeadlineExceeded: if the wait was for anything else, as the copy itself.
         :raises StaleHandleError: if the server does not own the object any more, or the lease has ended.
         :raises CapabilityError: if this process cannot map the memory now.

@@ -75,7 +75,7 @@ def send(
                 raise
         except PoolFull as full:
             assert transfer is not None, "only a pool raises PoolFull"
-            yield from _await_room(transfer, what, full)
+            yield from _await_memory(transfer, what, full)
 
 
 #: The table of a call without tensors.
@@ -113,7 +113,7 @@ def _request(
     return Request(message, what, b"".join(arguments.skeletons), fds, arenas=arenas, transfer=transfer)
 
 
-def _await_room(transfer: ClientTransfer, what: str, full: PoolFull) -> Operation[None]:
+def _await_memory(transfer: ClientTransfer, what: str, full: PoolFull) -> Operation[None]:
     """Wait until a chunk of this client's pool is free: given back by the server, or by another operation of this process.
 
     The server's answer alone is not enough: it may give the chunks back in the reply to another thread, which frees them later
@@ -121,7 +121,7 @@ def _await_room(transfer: ClientTransfer, what: str, full: PoolFull) -> Operatio
 
     :raises ServerBusy: if none is when the call's time is over.
     """
-    with transfer.room(full.frees) as until:
+    with transfer.awaiting(full.frees) as until:
         try:
             free = yield from ask(Request(m.AwaitFree(), what, transfer=transfer, until=until), m.Free)
         except DeadlineExceeded as error:

@@ -67,7 +67,7 @@ class ClientTransfer:
                 self._listen()
 
     @contextmanager
-    def room(self, frees: int) -> Iterator[int]:
+    def awaiting(self, frees: int) -> Iterator[int]:
         """Open a descriptor that is readable once a chunk for arguments is free that was not at so many :attr:`Pool.frees`."""
         event = Descriptor.opened(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         wake = functools.partial(os.eventfd_write, event.number, 1)

@@ -43,7 +43,7 @@ def encode_arguments(
     :param pool: where to copy to, see :func:`~shared_rpc.codec.placement.copy`.
     :param bare: leave the memory out, because only the parts that make a cache key are needed.
     :raises CapabilityError: for an argument that cannot travel, naming it.
-    :raises PoolFull: if the pool has no room now.
+    :raises PoolFull: if the pool has too little free memory now.
     """
     if pool is not None:
         single = _encode_single(args, kwargs, kind, server, pool, purpose)

@@ -183,7 +183,7 @@ def copy(
     :param found: the scan's exact spans.
     :param pool: None to make segments. ``purpose``: see :class:`Chunk`.
     :param reader: the id of the server that is to read it, ``""`` for anybody.
-    :raises PoolFull: if the pool has no room now.
+    :raises PoolFull: if the pool has too little free memory now.
     :raises CapabilityError: if a device has not enough memory, or is in the middle of a CUDA graph's capture.
     """
     if scan.kind == "cuda" and torch.cuda.is_current_stream_capturing():

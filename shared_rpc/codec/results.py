@@ -63,7 +63,7 @@ def publish(
     :param tensors: which of them are shared; the others stay what they are, and each client gets a copy.
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
-    :raises PoolFull: if the pool has no room now.
+    :raises PoolFull: if the pool has too little free memory now.
     """
     if value is None:
         _is_done(device)
@@ -117,7 +117,7 @@ def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: fl
     """Publish into a pool where that is a matter of microseconds, for a thread that has no more; else return None.
 
     :param seconds: that the GPU has to come to the end of an endpoint that returns nothing.
-    :raises PoolFull: if the pool has no room now.
+    :raises PoolFull: if the pool has too little free memory now.
     """
     if value is None:
         return Record(_NONE, EMPTY_TABLE, (), 0, device) if _is_done(device, seconds) else None

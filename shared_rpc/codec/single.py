@@ -79,7 +79,7 @@ def copy_single(
     :param kind: the type of device that it must be on.
     :param reader: the id of the server that reads the copy, ``""`` for any reader.
     :param limit: the most bytes to copy; None for the pool's own limit.
-    :raises PoolFull: if the pool has no room now.
+    :raises PoolFull: if the pool has too little free memory now.
     """
     nbytes, device = tensor.nbytes, tensor.device
     size = -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -105,7 +105,7 @@ class DeviceMemory:
 
     async def _created(self, device: str, nbytes: int) -> Segment:
         def create() -> Segment:
-            # A safe point: memory dropped to make room is returned to the device before more is allocated.
+            # A safe point: memory that was dropped is returned to the device before more is allocated.
             MAPPINGS.drain()
             return backend_for(device).create(nbytes)
 
@@ -128,7 +128,7 @@ class DeviceMemory:
         :param progress: called with how many bytes of how many are copied, in any thread.
         :param into: host memory that is written to in place of new one, by the id of the segment that it had the bytes of. It
             is borrowed, and after an error or if this is cancelled it may be written to still.
-        :raises CapabilityError: if there is no room, or no spill directory.
+        :raises CapabilityError: if there is too little memory, or no spill directory.
         :raises WorkerCrashed: if the worker that copied has ended; nothing is left of its copies.
         """
         orders: list[CopyOrder] = []

@@ -241,7 +241,7 @@ class InProcessExecutor:
         awaiting: AwaitingRoom,
         ended: Callable[[Completed | Failure], None],
     ) -> None:
-        """Set a result aside until there is room, without a thread: a client that holds all memory does not hold up others."""
+        """Set a result aside until its pool has free memory, without a thread: one client does not hold up others."""
 
         def publish() -> Completed:
             return self._publisher.publish(endpoint, run, [awaiting.live])

@@ -31,7 +31,7 @@ class Completed:
 
 @dataclass(slots=True)
 class AwaitingRoom(Completed):
-    """A successful run whose result has no room in its reader's pool; ``why`` lists the holders.
+    """A successful run whose result does not fit into its reader's pool; ``why`` lists the holders.
 
     ``frees`` is how many chunks had become free when it was tried.
     """

@@ -41,7 +41,7 @@ class ServerTransfer(SessionTransfer):
         self.own = ChunkReferences(self._own_dropped)
         #: In a worker, the ids of the pool's arenas whose descriptors the broker has.
         self.sent: set[str] = set()
-        #: Results that wait for room in the pool: the owner of each, and a function to call when there may be room.
+        #: Results that wait for memory of the pool: the owner of each, and a function to call when some may be free.
         self._parked: dict[object, Callable[[], None]] = {}
         #: Waiters for chunks of the client's pool: called from another thread.
         self._wanted: dict[Callable[[], None], None] = {}

@@ -147,7 +147,7 @@ def close_written(made: Iterable[Written]) -> None:
 def copy_on_host(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
     """Copy host memory to files, and files to host memory. From any thread; it holds the interpreter's lock for no step.
 
-    :raises CapabilityError: if there is no room.
+    :raises CapabilityError: if there is too little memory.
     :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written.
     :raises CopyCancelled: if it is not wanted any more.
     """

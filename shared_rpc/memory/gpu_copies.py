@@ -66,7 +66,7 @@ class GpuCopies:
     def copy(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
         """Make the ordered segments, those of each GPU after one another.
 
-        :raises CapabilityError: if there is no room, or the driver fails.
+        :raises CapabilityError: if there is too little memory, or the driver fails.
         :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written, or ``"unreadable"``
             if a copy cannot be read or mapped.
         :raises CopyCancelled: if the copies are not wanted any more.

@@ -42,7 +42,7 @@ class PoolClosed(Exception):
 
 
 class PoolFull(Exception):
-    """Lack of room; the text lists the holders, and ``frees`` is the value of :attr:`Pool.frees` then."""
+    """Lack of free memory; the text lists the holders, and ``frees`` is the value of :attr:`Pool.frees` then."""
 
     def __init__(self, text: str, frees: int) -> None:
         super().__init__(text)
@@ -100,7 +100,7 @@ class Pool:
     def acquire(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
         """Return a chunk for each of ``sizes`` bytes on a device, all or none.
 
-        :raises PoolFull: if there is no room for them.
+        :raises PoolFull: if there is too little free memory for them.
         :raises PoolClosed: if the session has ended.
         :raises CapabilityError: if the device has not enough memory for a larger pool.
         """
@@ -160,7 +160,9 @@ class Pool:
             counts[chunk.purpose] += 1
         holders = ", ".join(f"{counts[name]} of {name} with {size} bytes" for name, size in sizes.most_common(5))
         limit = self.options.limit
-        return f"{self._what} has no room for {nbytes} bytes: {total} of at most {limit} bytes exist, in use are {holders}"
+        return (
+            f"{self._what} has no free memory for {nbytes} bytes: {total} of at most {limit} bytes exist, in use are {holders}"
+        )
 
     def retain(self, numbers: Iterable[int]) -> list[Chunk]:
         """Hold chunks that are in use once more, all or none; return none if one of them is not in use."""

@@ -42,7 +42,7 @@ class SpillDirectory:
     def create(self, nbytes: int) -> Segment:
         """Make a file of so many bytes, which has its place on the disk already. The caller owns it. Called in a thread.
 
-        :raises CapabilityError: if there is no room for it.
+        :raises CapabilityError: if the disk has too little space for it.
         """
         info = SegmentInfo(new_segment_id(), nbytes, "cpu", mechanism="file")
         try:
@@ -54,7 +54,7 @@ class SpillDirectory:
         except OSError as error:
             segment.close()
             raise CapabilityError(
-                f"the spill directory {self.path} has no room for {nbytes} bytes ({error.strerror}; {_free(self.path)} are "
+                f"the spill directory {self.path} has no space for {nbytes} bytes ({error.strerror}; {_free(self.path)} are "
                 f"free): free space there, or start the server with another --spill-dir"
             ) from error
         except BaseException:

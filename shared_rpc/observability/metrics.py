@@ -118,7 +118,7 @@ EVENTS: Sequence[Counted] = (
         "evictions",
         "Objects that moved to a lower tier.",
         e.ObjectEvicted,
-        labels={**_TIER, "reason": ("request", "room")},
+        labels={**_TIER, "reason": ("request", "capacity")},
     ),
     Counted("evicted_bytes", "Bytes that evicted objects gave back to the tier above.", e.ObjectEvicted, _NBYTES, labels=_TIER),
     Counted("eviction_duration_seconds", "Duration of evictions.", e.ObjectEvicted, _SECONDS, _MOVE_BUCKETS, labels=_TIER),

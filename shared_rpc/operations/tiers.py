@@ -40,7 +40,7 @@ class TierOperations:
         """Take an object back to its device, before anyone asks for it; return the objects that were moved.
 
         :param target: see :meth:`evict`.
-        :raises ServerBusy: if there is no room on the device now.
+        :raises ServerBusy: if the device has too little capacity now.
         :raises StaleHandleError: if its bytes are lost, because a file is damaged; then the object was dropped.
         """
         name = id_of(target)

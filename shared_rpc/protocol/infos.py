@@ -162,7 +162,7 @@ class ServerInfo(ExecutorInfo, ServerStatistics):
     """A server, as ``get_server_info`` returns it.
 
     ``endpoints`` are names. ``objects`` counts ``buffers`` too, and ``nbytes`` is what they lie in together on their
-    devices, ``copies`` what their copies take by tier, and ``waiting`` the number of requests that wait for room on a device.
+    devices, ``copies`` what their copies take by tier, and ``waiting`` the number of requests that wait for capacity.
     ``leases`` counts pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each
     status. ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of
     records is attached. ``clients`` counts sessions without the asker's and those of the server's own processes and of its

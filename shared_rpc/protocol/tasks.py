@@ -37,7 +37,7 @@ class TaskInfo(msgspec.Struct, frozen=True, gc=False):
 
     ``cancel_requested``: the running task was asked to stop; whether it did is its ``status``.
     ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's. ``waits_for`` says of a task
-    that waits for room on a device how much it needs there, and who holds what.
+    that waits for capacity on a device how much it needs there, and who holds what.
     """
 
     task_id: str

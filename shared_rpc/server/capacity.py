@@ -533,7 +533,7 @@ class Capacity:
             if nbytes > 0 and nbytes + beside > limit:
                 names = [_named(stored) for stored in pinned if _bytes_on(stored, device)]
                 raise ServerBusy(
-                    f"{nbytes} bytes on {device} have no room beside what is pinned there: {_QUOTA} is {limit}, and {beside} "
+                    f"{nbytes} bytes on {device} do not fit beside what is pinned there: {_QUOTA} is {limit}, and {beside} "
                     f"bytes are {', '.join(names[:_SHOWN])}. Invalidate and release these, or pin less"
                 )
 
@@ -742,7 +742,7 @@ class Capacity:
         for device in needs.keys() - users.keys():
             users[device] = self._users(device)
         wants = [
-            f"{nbytes} bytes on {device} wait for room: {self._limits[device]} is {_QUOTA}, and {self.used(device)} are in "
+            f"{nbytes} bytes on {device} wait for capacity: {self._limits[device]} is {_QUOTA}, and {self.used(device)} are in "
             f"use: {users[device]}"
             for device, nbytes in needs.items()
         ]

@@ -128,7 +128,7 @@ SERVERS: Sequence[Read[Sequence[Core]]] = (
         labels={"tier": LOWER},
     ),
     Read("active_objects", "Objects that some client holds and has not suspended.", "gauge", _sum(_active)),
-    Read("room_waiting", "Requests that wait for room on a device.", "gauge", _sum(lambda core: len(core.capacity))),
+    Read("capacity_waiting", "Requests that wait for capacity on a device.", "gauge", _sum(lambda core: len(core.capacity))),
     Read("pool_bytes", "Memory of the pools for short results.", "gauge", _sum(lambda core: core.transfers.info()["nbytes"])),
     Read(
         "pool_chunks",

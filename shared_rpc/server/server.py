@@ -76,9 +76,9 @@ class Server:
     :param result_ttl: seconds a finished task is remembered, and its result kept until a client fetches it.
     :param quotas: how much memory objects and buffers may take together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``):
         bytes as an int, or a fraction of the device's memory as a float up to 1.0.
-    :param when_full: what becomes of an object for which a quota has no room: it is ``"refuse"``\ d, unless cached objects
+    :param when_full: what becomes of an object that does not fit into a quota: it is ``"refuse"``\ d, unless cached objects
         without holders can be dropped for it; or the server ``"evict"``\ s what nobody uses to a lower tier, and the request
-        waits for room until its deadline.
+        waits for capacity until its deadline.
     :param host_quota: how much memory host copies of evicted objects may take: bytes as an int, or a fraction of the host's
         memory as a float; by default any amount.
     :param spill_dir: a directory of this user, where objects are evicted to files without names; None for no files. Objects in

@@ -34,7 +34,7 @@ class Tasks:
     """All tasks of a server. On its loop only.
 
     :param changed: called when a task ended: there may be one more to expire.
-    :param waits_for: returns which room a waiter waits for, see :meth:`Core.waits_for`.
+    :param waits_for: returns which capacity a waiter waits for, see :meth:`Core.waits_for`.
     """
 
     def __init__(

@@ -434,7 +434,7 @@ class Tiers:
     @contextlib.asynccontextmanager
     async def _host_memory(self, move: Move, nbytes: int, reason: MoveReason) -> AsyncIterator[None]:
         """Reserve host memory for copies. A move that makes way waits for it, others are refused where there is too little."""
-        if reason == "room" and nbytes:
+        if reason == "capacity" and nbytes:
             async with self._capacity.reserve(None, {HOST: nbytes}, patient=False) as move.host:
                 yield
         else:
@@ -475,7 +475,7 @@ class Tiers:
 
     async def _give_way(self, move: Move, to: Below) -> None:
         try:
-            if await self._lower(move, to, "room") is None:
+            if await self._lower(move, to, "capacity") is None:
                 raise ServerBusy(f"others that share the memory of {_named(move.group[0])} came, or went")
         except Exception as error:
             problem = _failure_of(error).error

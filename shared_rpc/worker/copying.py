@@ -106,7 +106,7 @@ def _answered(
 ) -> tuple[w.SegmentsCopied, list[Segment]]:
     """Make the ordered segments, and close the orders'; return the answer, and the new segments, which go with it."""
     try:
-        # A safe point: memory dropped to make room is returned to the device before more is allocated.
+        # A safe point: memory that was dropped is returned to the device before more is allocated.
         MAPPINGS.drain()
         made = copies().copy(orders, steps)
     except CopyCancelled:

@@ -159,7 +159,7 @@ def test_it_goes_when_the_object_goes_to_a_file(start: Start, app: BrokerApp, tm
 
 
 def test_it_counts_and_makes_way_for_others(start: Start, app: BrokerApp) -> None:
-    """Its object needs no more than it has; where another one needs the room, it goes."""
+    """Its object needs no more than it has; where another one needs the memory, it goes."""
     start(host_quota=NBYTES)
     first = MovedBuffer(app, GPUS[0])
     copy = copied_once(first)
@@ -174,7 +174,7 @@ def test_it_counts_and_makes_way_for_others(start: Start, app: BrokerApp) -> Non
 
 
 def test_two_evictions_at_once_keep_to_the_quota_of_host_memory(start: Start, app: BrokerApp, held: Path) -> None:
-    """The room for the first one's copy is reserved before it is made: the second one is refused meanwhile."""
+    """The memory of the first one's copy is reserved before it is made: the second one is refused meanwhile."""
     app.file.write_text(APP.format(watching=HELD.format(held=str(held))))
     start(host_quota=NBYTES)
     first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
@@ -188,10 +188,10 @@ def test_two_evictions_at_once_keep_to_the_quota_of_host_memory(start: Start, ap
     assert (first.tier, second.tier) == ("host", "device")
 
 
-def test_it_is_enough_where_objects_make_room(start: Start, app: BrokerApp) -> None:
-    """For an eviction that makes room on the device: a host that is full has room for the object whose memory that is."""
+def test_it_is_enough_where_objects_give_way(start: Start, app: BrokerApp) -> None:
+    """For an eviction on behalf of another object: a host that is full has capacity for the object whose memory that is."""
     app.file.write_text(ONE_GPU)
-    start(when_full="evict", quotas=[f"{GPUS[0]}={2 * NBYTES}"], host_quota=NBYTES)
+    start(when_full="evict", quotas={GPUS[0]: 2 * NBYTES}, host_quota=NBYTES)
     first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
     copy = copied_once(first)
     first.write()

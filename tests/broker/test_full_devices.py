@@ -1,4 +1,4 @@
-"""A broker whose device has room for one of several models, and processes that wake them in turns."""
+"""A broker whose device has capacity for one of several models, and processes that wake them in turns."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ with Client(device="cpu", timeout=120.0) as client, HoldingSession(client.socket
 
 @pytest.fixture
 def one_of_two(broker_app: BrokerApp, tmp_path: Path) -> Client:
-    """A client of a broker with room for one model, and a directory for the others."""
+    """A client of a broker with capacity for one model, and a directory for the others."""
     broker_app.write(MODELS)
     broker_app.start("--quota", "cpu=1MiB", "--when-full", "evict", "--spill-dir", str(tmp_path))
     return broker_app.connect()
@@ -119,8 +119,8 @@ def test_who_resumes_waits_for_who_suspends(one_of_two: Client, holder: Callable
     assert first.expect("done") == "done resume"
 
 
-def test_a_killed_user_makes_room(one_of_two: Client, holder: Callable[[int], Child], threads: ThreadPoolExecutor) -> None:
-    """Its leases end with it, and who waits gets the room."""
+def test_a_killed_user_gives_way(one_of_two: Client, holder: Callable[[int], Child], threads: ThreadPoolExecutor) -> None:
+    """Its leases end with it, and who waits gets the memory."""
     first = holder(1)
     first.expect("holds")
     answer = threads.submit(one_of_two.call, "weights", 2)
@@ -172,7 +172,7 @@ def test_a_worker_of_a_pinned_endpoint_keeps_its_place(broker_app: BrokerApp, tm
         object_id = handle.object_id
     with pytest.raises(ServerBusy, match="pinned=True"):
         client.evict(object_id)
-    with pytest.raises(ServerBusy, match=f"no room beside what is pinned there: .*object {object_id} of pinned"):
+    with pytest.raises(ServerBusy, match=f"do not fit beside what is pinned there: .*object {object_id} of pinned"):
         client.create_buffer(4096)
-    with pytest.raises(ServerBusy, match="no room beside what is pinned"):
+    with pytest.raises(ServerBusy, match="do not fit beside what is pinned"):
         client.call("pinned", 2)

@@ -156,5 +156,5 @@ def test_serving_with_a_policy(
     children.append(server)
     server.expect("serving")
     client = connect(timeout=2.0)
-    with client.create_buffer(8192) as buffer, pytest.raises(ServerBusy, match=f"wait for room.*buffer {buffer.object_id}"):
+    with client.create_buffer(8192) as buffer, pytest.raises(ServerBusy, match=f"wait for capacity.*buffer {buffer.object_id}"):
         client.create_buffer(1)

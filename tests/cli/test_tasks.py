@@ -171,7 +171,7 @@ def test_tasks_tells_what_there_is_to_know(client: Client) -> None:
     assert (shown[asked][1], shown[cancelled][1]) == ("running", "cancelled")
 
 
-def test_a_task_that_waits_for_room_tells_who_has_it(
+def test_a_task_that_waits_for_capacity_tells_who_has_it(
     provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], gate: threading.Event
 ) -> None:
     """On its row, and as a field for machines."""
@@ -183,8 +183,8 @@ def test_a_task_that_waits_for_room_tells_who_has_it(
         eventually(lambda: client.get_task_status(task).waits_for is not None)
         _, row = cli("tasks").output.splitlines()
         _, _, status, *_, why = cells(row)
-        assert status == "running, waits for room"
-        assert why.startswith("4096 bytes on cpu wait for room: 4096 is the quota")
+        assert status == "running, waits for capacity"
+        assert why.startswith("4096 bytes on cpu wait for capacity: 4096 is the quota")
         assert f"4096 bytes are object {handle.object_id} of load(), which pid {os.getpid()} uses" in why
         [info] = cli("tasks", "--json").data
         assert info["waits_for"] == why

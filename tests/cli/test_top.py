@@ -243,7 +243,7 @@ def test_workers_and_clients() -> None:
 
 
 def test_the_first_lines() -> None:
-    """Which server it is, and the sums; those that there is no room for in a narrow terminal are the last."""
+    """Which server it is, and the sums; those that do not fit into a narrow terminal are the last."""
     view = view_of(full())
     assert headline(view).plain == "shared-rpc top  pid 77  cpu  up 100s  /run/user/1000/shared-tensor-cpu.sock"
     assert totals(view).plain.startswith(
@@ -252,11 +252,11 @@ def test_the_first_lines() -> None:
     assert totals(replace(view, rates={})).plain.split("  ")[1:6:4] == ["12 calls", "- hits"]
 
 
-def test_copies_and_those_who_wait_for_room_are_told_where_there_are_any() -> None:
+def test_copies_and_waiting_requests_are_shown_where_there_are_any() -> None:
     """Among the sums, before what matters less."""
     assert "copies" not in totals(view_of(full())).plain
     latest = snapshot(server={"copies": {"host": 3 * MIB, "file": MIB}, "waiting": 2})
-    assert "1 error  3.0 MiB host, 1.0 MiB file in copies  2 waiting for room  3 leases" in totals(view_of(latest)).plain
+    assert "1 error  3.0 MiB host, 1.0 MiB file in copies  2 waiting for capacity  3 leases" in totals(view_of(latest)).plain
 
 
 def test_names_cannot_move_the_cursor() -> None:

@@ -299,7 +299,7 @@ def test_gpu_memory_is_made_without_rdma_where_the_driver_refuses_it(
 def test_a_gpu_that_was_full_is_asked_for_rdma_again(
     vmm: Backend, rdma_capable: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That there was no room says nothing about what the driver supports."""
+    """That there was no capacity says nothing about what the driver supports."""
     if not _supports_rdma(vmm):
         pytest.skip("the GPU has no GPUDirect RDMA for virtual memory management")
     with monkeypatch.context() as full:

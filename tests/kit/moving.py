@@ -52,7 +52,7 @@ class MovedBuffer:
             assert os.pwrite(fd, self._bytes, 0) == len(self._bytes)
             self.inode = os.fstat(fd).st_ino
             made.close()
-        eventually(lambda: memory_of(self.pid) <= before + 1)  # others may have made room
+        eventually(lambda: memory_of(self.pid) <= before + 1)  # others may have given way
 
     def session(self) -> HoldingSession:
         """Begin a session with its broker."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared_rpc.broker.fd_store import STATE, State, StateFile
+from shared_rpc.broker.fd_store import STATE, StateFile, StoredState
 from tests.kit.brokers import BrokerApp, BrokerProgram
 from tests.kit.processes import Child, eventually
 
@@ -121,19 +121,19 @@ class ServiceManager:
             return dict(self.store)[name]
 
     @property
-    def state(self) -> State:
+    def state(self) -> StoredState:
         """What the broker describes in the memfd that it writes to."""
         self._hear_all()
         with self._lock:
             kept = dict(self.store)
             fd = os.dup(kept[STATE]) if STATE in kept else None
         if fd is None:
-            return State()
+            return StoredState()
         data = StateFile(fd).data
         os.close(fd)
-        return msgspec.msgpack.decode(data, type=State) if data else State()
+        return msgspec.msgpack.decode(data, type=StoredState) if data else StoredState()
 
-    def change(self, change: Callable[[State], None]) -> None:
+    def change(self, change: Callable[[StoredState], None]) -> None:
         """Change what is described, when the broker has ended."""
         state, fd = self.state, os.dup(dict(self.store)[STATE])
         change(state)

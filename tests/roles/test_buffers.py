@@ -332,7 +332,7 @@ def test_a_quota_as_a_fraction(limited: Connect, device: str) -> None:
 
 
 def test_a_buffer_pushes_out_what_nobody_holds(limited: Connect, device: str) -> None:
-    """Cached results make room, where that is enough."""
+    """Cached results give way, where that is enough."""
     step = size(device)
     client = limited(2 * step)
     client.call("weights", step).release()

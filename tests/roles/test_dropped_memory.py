@@ -55,7 +55,7 @@ def promote(client: Client) -> None:
 
 
 def evict(client: Client) -> None:
-    """A later object needs the room."""
+    """A later object needs the memory."""
     client.call("weights", 1)
     client.call("weights", 2)
 

@@ -202,7 +202,7 @@ async def test_many_at_once(server: Server, device: str) -> None:
                 tasks.start_soon(ask, float(value))
 
 
-# No room.
+# Pools that are full.
 
 
 def test_a_full_pool_for_results(server: Server, client: Client) -> None:
@@ -211,7 +211,7 @@ def test_a_full_pool_for_results(server: Server, client: Client) -> None:
     with Client(socket_path=server.socket_path, timeout=0.3, pool=SMALL) as hurried:
         mine = [hurried.call("in_turn", MIB // 4) for _ in range(8)]
         with pytest.raises(
-            ServerBusy, match=r"no room for 1048576 bytes: .* in use are 8 of results of in_turn\(\) with 8388608"
+            ServerBusy, match=r"no free memory for 1048576 bytes: .* in use are 8 of results of in_turn\(\) with 8388608"
         ):
             hurried.call("in_turn", MIB // 4)
         with Client(socket_path=server.socket_path, timeout=10, pool=SMALL) as other:
@@ -222,7 +222,7 @@ def test_a_full_pool_for_results(server: Server, client: Client) -> None:
 
 
 def test_who_waits_gets_what_comes_back(client: Client, server: Server) -> None:
-    """A call that waits for room has it as soon as another thread lets go."""
+    """A call that waits for memory of a pool has it as soon as another thread lets go."""
     results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
     got: list[torch.Tensor] = []
     waiting = threading.Thread(target=lambda: got.append(client.call("full", 2.0, MIB // 4)))
@@ -243,7 +243,7 @@ def test_dropped_results_make_room_at_once(client: Client) -> None:
 
 
 def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading.Event, device: str) -> None:
-    """Who has it is told; when the calls that hold it end, there is room again."""
+    """Who has it is told; when the calls that hold it end, there is memory again."""
     x = torch.ones(MIB // 4, device=device)
     sums: list[float] = []
     client.ping()

@@ -56,7 +56,7 @@ with Client(device="cpu") as client, client.call("load") as handle:
 
 @pytest.fixture
 def broker(no_leaks: None, broker_app: BrokerApp, tmp_path: Path) -> BrokerApp:
-    """A server of another process, with room for two objects, which evicts to files when asked."""
+    """A server of another process, with capacity for two objects, which evicts to files when asked."""
     broker_app.write(APP)
     broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={2 * ROOM}")
     return broker_app
@@ -249,7 +249,7 @@ def test_a_suspended_handle_is_active_at_no_time(no_leaks: None, provider: Provi
 # Memory that cannot be replaced.
 
 
-def test_a_handle_is_suspended_where_its_object_has_no_room(
+def test_a_handle_is_suspended_where_its_object_has_no_capacity(
     client: Client, other: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The request that met the new session succeeds. The process keeps the earlier memory, and has the present one later."""
@@ -277,7 +277,7 @@ def test_a_handle_is_suspended_where_its_object_has_no_room(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocking", "coroutines"])
-async def test_a_request_waits_for_room_for_a_while(
+async def test_a_request_waits_for_capacity_for_a_while(
     no_leaks: None,
     broker_app: BrokerApp,
     tmp_path: Path,
@@ -314,7 +314,7 @@ async def test_a_request_waits_for_room_for_a_while(
 
 
 def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
-    """A handle that is suspended because its object had no room, which it has now."""
+    """A handle that is suspended because its object had no capacity, which it has now."""
     handle = client.call("load")
     lose(other, handle.object_id, client)
     evict(other, handle.object_id)
@@ -559,7 +559,7 @@ async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, 
 
 
 @pytest.mark.anyio
-async def test_a_handle_of_a_coroutine_is_suspended_where_its_object_has_no_room(broker: BrokerApp, other: Client) -> None:
+async def test_a_handle_of_a_coroutine_is_suspended_where_its_object_has_no_capacity(broker: BrokerApp, other: Client) -> None:
     """And resumed when there is."""
     async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
         handle = await client.call("load")

@@ -180,7 +180,7 @@ def test_what_is_no_result_is_refused(client: Client, device: str, kind: str) ->
 
 @KINDS
 def test_a_full_pool(server: Server, client: Client, kind: str) -> None:
-    """A result that has no room waits, and others go on; it is told at its deadline who holds what."""
+    """A result that does not fit into its pool waits, and others go on; it is told at its deadline who holds what."""
     held = [client.call(f"{kind}full", 1.0, MIB // 4) for _ in range(7)]
     client._timeout = 0.3
     with pytest.raises(ServerBusy, match=r"[78] of results of a?full\(\) with"):

@@ -846,7 +846,7 @@ def test_a_waiter_gets_the_lease(app: App, go: threading.Event, begun: threading
 
 
 def test_a_task_that_nobody_fetches_within_the_budget(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """What a task keeps is not evicted, however little room there is; once it is fetched and given back it is."""
+    """What a task keeps is not evicted, however little capacity there is; once it is fetched and given back it is."""
 
     @provider.share(managed=True)
     def model(number: int) -> torch.Tensor:
@@ -1633,7 +1633,7 @@ def test_a_list_longer_than_a_page(app: App) -> None:
 def test_a_call_that_is_one_task_too_many(
     provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
 ) -> None:
-    """It is refused like a submit; calls that are no tasks and cached results are not. Then there is room again."""
+    """It is refused like a submit; calls that are no tasks and cached results are not. Then there is capacity again."""
 
     @provider.share(cache=False)
     def held() -> torch.Tensor:

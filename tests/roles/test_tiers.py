@@ -593,7 +593,7 @@ def test_a_superseded_cold_object_stays_with_its_holder(client: Client, raw: Raw
 
 
 def test_a_quota_is_kept_to_by_restores(shared: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
-    """An object for which there is no room stays cold, and the next one to ask gets it."""
+    """An object for which there is no capacity stays cold, and the next one to ask gets it."""
     serve(spill_dir=tmp_path, quotas={"cpu": 8192})
     client = connect()
     object_id = cold(client, 1024)
@@ -638,7 +638,7 @@ def damage(server: Server, object_id: str) -> None:
 
 
 def test_a_full_disk_leaves_the_object_where_it_is(client: Client) -> None:
-    """The eviction fails, and says for what there is no room."""
+    """The eviction fails, and says for what there is no capacity."""
     client.call("model", 100_000).release()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, hard))

@@ -284,7 +284,7 @@ def test_reservations_count(limited: Buffers) -> None:
     limited.capacity.take({"cpu": 300}, totals={"cpu": TOTAL})
 
 
-def test_idle_results_make_room(limited: Buffers) -> None:
+def test_idle_results_give_way(limited: Buffers) -> None:
     """The least recently used first, and no more of them than are in the way."""
     first, second = limited.add("f(1)"), limited.add("f(2)")
     limited.add("f(3)", holders="a")

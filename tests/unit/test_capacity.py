@@ -295,7 +295,7 @@ def worlds() -> Iterator[Callable[..., World]]:
 
 @pytest.fixture
 def world(worlds: Callable[..., World]) -> World:
-    """A GPU with room for a hundred bytes, and a host with room for a hundred."""
+    """A GPU with capacity for a hundred bytes, and a host with capacity for a hundred."""
     return worlds({GPU: 100, CPU: 100})
 
 
@@ -380,7 +380,7 @@ def test_pinned_objects_stay(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("nbytes", "kind", "text"),
-    [(51, ServerBusy, "51 bytes on GPU-1 have no room beside what is pinned"), (101, CapabilityError, "more than the quota")],
+    [(51, ServerBusy, "51 bytes on GPU-1 do not fit beside what is pinned"), (101, CapabilityError, "more than the quota")],
 )
 def test_what_can_never_be_granted_is_refused_before_its_turn(
     world: World, nbytes: int, kind: type[Exception], text: str
@@ -882,7 +882,7 @@ TestCapacityModel.settings = settings(stateful_step_count=40, deadline=None)
 
 @pytest.mark.parametrize("seed", range(10))
 def test_sessions_that_use_two_objects_in_turns_all_get_on(worlds: Callable[..., World], seed: int) -> None:
-    """With room for one object, whichever session is slow: none waits for more than two changes of the object."""
+    """With capacity for one object, whichever session is slow: none waits for more than two changes of the object."""
     world, chance = worlds({GPU: 100}), random.Random(seed)
     things = {name: world.put(name, {GPU: 100}, place) for name, place in (("x", "host"), ("y", "file"))}
     wanted = {

@@ -294,7 +294,7 @@ def test_a_device_that_fills_up_midway(
 
 
 def test_publishing_again_after_a_failure(no_leaks: None, small_segments: int, full_device: list[Segment]) -> None:
-    """What had moved before the failure stays where it is; once there is room, the rest follows."""
+    """What had moved before the failure stays where it is; once there is capacity, the rest follows."""
     value = [torch.full((1000,), number, dtype=torch.float32) for number in range(4)]
     with pytest.raises(CapabilityError):
         publish(value, "cpu", "read_write", "endpoint")

@@ -94,7 +94,7 @@ class TestPool:
         assert pool.used == 1
 
     def test_what_was_taken_in_vain_is_no_chance_for_others(self, pool: Pool) -> None:
-        """Only what is given back counts: who waits for room would try again and again."""
+        """Only what is given back counts: who waits for capacity would try again and again."""
         pool.acquire("cpu", [3 * MIB], "a test")
         with pytest.raises(PoolFull) as full:
             pool.acquire("cpu", [MIB // 2, MIB], "a test")

@@ -404,7 +404,7 @@ def test_an_idle_ttl_of_zero_keeps_nothing(shelf: Shelf) -> None:
 
 
 def test_the_least_recently_used_goes_first(budget: Shelf) -> None:
-    """When the budget needs room, by last access rather than by age."""
+    """When the budget needs memory, by last access rather than by age."""
     first, second, third = (budget.add(f"f({number})") for number in range(3))
     budget.store.lookup("f(0)")
     budget.add("f(3)")

@@ -178,7 +178,7 @@ def test_progress_and_cancellation_are_noted(desk: Desk) -> None:
 @pytest.mark.parametrize("begun", [False, True], ids=["pending", "running"])
 @pytest.mark.parametrize("end", ENDS)
 def test_unfinished_tasks_are_limited(begun: bool, end: TaskStatus) -> None:
-    """One more than the capacity is refused, naming the option; there is room again when one of them ends."""
+    """One more than the capacity is refused, naming the option; there is capacity again when one of them ends."""
     desk = Desk(capacity=3)
     tasks = []
     for _ in range(3):
@@ -459,7 +459,7 @@ class TableModel(RuleBasedStateMachine):
 
     @rule(endpoint=st.sampled_from("fg"), cache_key=st.sampled_from([None, "f(1)"]))
     def add(self, endpoint: str, cache_key: str | None) -> None:
-        """Somebody submits, if there is room."""
+        """Somebody submits, if there is capacity."""
         if len(self.infos) - len(self.ended) >= self.capacity:
             with pytest.raises(ServerBusy):
                 self.desk.table.check_capacity()

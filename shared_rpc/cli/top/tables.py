@@ -101,7 +101,7 @@ def totals(view: View) -> Text:
         Text(f"{calls:.1f} calls/s" if view.rates else several(server["calls"], "call")),
         Text(several(server["failures"], "error"), "red" if server["failures"] else ""),
         *([Text(f"{copies_of(server)} in copies", "cyan")] if server["copies"] else []),
-        *([Text(f"{server['waiting']} waiting for room", "yellow")] if server["waiting"] else []),
+        *([Text(f"{server['waiting']} waiting for capacity", "yellow")] if server["waiting"] else []),
         Text(several(server["leases"], "lease")),
         Text(several(len(_clients(view).rows), "client")),
         Text(f"{min(hits / calls, 1.0):.0%} hits" if calls else "- hits"),

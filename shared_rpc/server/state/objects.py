@@ -1,8 +1,8 @@
 """Published objects: which exist, which are found by key, and when they go.
 
 An object stays while a session holds a lease on it or the cache lists it. The cache lets go of it by
-invalidation, when its ``idle_ttl`` passes without a lease or an access, or when a budget of bytes or of descriptors needs
-room: then the least recently used objects without a lease go first. Leased objects are never evicted, so ``max_bytes`` may
+invalidation, when its ``idle_ttl`` passes without a lease or an access, or when a budget of bytes or of descriptors is
+exceeded: then the least recently used objects without a lease go first. Leased objects are never evicted, so ``max_bytes`` may
 be exceeded by what clients hold.
 
 An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. Its segments

@@ -1,4 +1,4 @@
-"""Servers whose devices are full: requests that wait for room, in order, and say who has it when their time is over."""
+"""Servers whose devices are full: requests that wait for capacity, in order, and say who has it when their time is over."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def shared(base_path: str, device: str, builds: list[int]) -> Provider:
 
 @pytest.fixture
 def full(shared: Provider, device: str, unit: int) -> Iterator[Callable[..., Server]]:
-    """``full(units, **options)`` starts a server with room for so many of the smallest segments."""
+    """``full(units, **options)`` starts a server with capacity for so many of the smallest segments."""
     servers: list[Server] = []
 
     def start(units: int, **options: Any) -> Server:
@@ -86,7 +86,7 @@ def full(shared: Provider, device: str, unit: int) -> Iterator[Callable[..., Ser
 
 @pytest.fixture
 def ask(threads: ThreadPoolExecutor) -> Callable[..., Future[Any]]:
-    """``ask(server, function, *args)`` calls in a thread, and returns when the request waits for room."""
+    """``ask(server, function, *args)`` calls in a thread, and returns when the request waits for capacity."""
 
     def call(server: Server, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         before = in_line(server)
@@ -99,7 +99,7 @@ def ask(threads: ThreadPoolExecutor) -> Callable[..., Future[Any]]:
 
 
 def in_line(server: Server) -> int:
-    """How many requests wait for room."""
+    """How many requests wait for capacity."""
     return server.engine.ask(lambda core: len(core.capacity))
 
 
@@ -108,7 +108,7 @@ def used(client: Client, device: str) -> int:
     return next(info["used"] for info in client.list_devices() if info["id"] == device_id(device))
 
 
-def test_a_result_waits_for_room(
+def test_a_result_waits_for_capacity(
     full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
 ) -> None:
     """It is kept when another client releases what it holds; that is dropped for it."""
@@ -121,7 +121,7 @@ def test_a_result_waits_for_room(
     assert used(client, device) == unit
 
 
-def test_a_buffer_waits_for_room(
+def test_a_buffer_waits_for_capacity(
     full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
 ) -> None:
     """No memory is made for it before."""
@@ -144,7 +144,7 @@ def test_the_error_of_a_deadline_names_who_holds_what(
             with pytest.raises(ServerBusy) as caught:
                 request()
             text = str(caught.value)
-            assert f"{unit} bytes on {device_id(device)} wait for room: {2 * unit} is the quota" in text
+            assert f"{unit} bytes on {device_id(device)} wait for capacity: {2 * unit} is the quota" in text
             assert f"{2 * unit} bytes are object {handle.object_id} of model(), which pid {os.getpid()} uses" in text
             assert "Suspend or release" in text
 
@@ -202,18 +202,20 @@ def test_what_can_never_fit_is_refused_at_once(full: Callable[..., Server], conn
 
 
 def test_pinned_results_are_not_dropped(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
-    """Though nobody holds them; what has no room beside them is refused, and they are named."""
+    """Though nobody holds them; what does not fit beside them is refused, and they are named."""
     full(2)
     client = connect(device=device)
     with client.call("pinned", unit) as handle:
         object_id = handle.object_id
-    with pytest.raises(ServerBusy, match=f"no room beside what is pinned there.*{unit} bytes are object {object_id} of pinned"):
+    with pytest.raises(
+        ServerBusy, match=f"do not fit beside what is pinned there.*{unit} bytes are object {object_id} of pinned"
+    ):
         client.call("model", 1, 2 * unit)
     with client.call("model", 1, unit), client.call("pinned", unit) as again:
         assert again.object_id == object_id
 
 
-def test_a_result_is_built_again_when_there_is_room(
+def test_a_result_is_built_again_when_there_is_capacity(
     full: Callable[..., Server],
     connect: Connect,
     ask: Callable[..., Future[Any]],
@@ -232,7 +234,7 @@ def test_a_result_is_built_again_when_there_is_room(
         assert builds == [1, 2, 1]
 
 
-def test_a_build_that_waits_for_room_is_left(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+def test_a_build_that_waits_for_capacity_is_left(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
     """Its endpoint does not run; one that is serialized lets the next run begin."""
     server, holder = full(2), connect(device=device)
     client = connect(device=device, timeout=SHORTLY)
@@ -245,7 +247,7 @@ def test_a_build_that_waits_for_room_is_left(full: Callable[..., Server], connec
     assert in_line(server) == 0
 
 
-def test_a_failing_build_gives_its_room_back(
+def test_a_failing_build_gives_its_capacity_back(
     full: Callable[..., Server], connect: Connect, shared: Provider, device: str, unit: int
 ) -> None:
     """What was set aside for it."""
@@ -267,7 +269,7 @@ def test_a_failing_build_gives_its_room_back(
     assert used(client, device) == 0
 
 
-def test_a_task_waits_for_room_until_it_is_cancelled(
+def test_a_task_waits_for_capacity_until_it_is_cancelled(
     full: Callable[..., Server], connect: Connect, device: str, unit: int
 ) -> None:
     """It has no deadline. Its result is dropped with it."""
@@ -282,10 +284,10 @@ def test_a_task_waits_for_room_until_it_is_cancelled(
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["before its build", "after its build"])
-def test_a_task_tells_which_room_it_waits_for(
+def test_a_task_tells_which_capacity_it_waits_for(
     full: Callable[..., Server], connect: Connect, device: str, unit: int, built: bool
 ) -> None:
-    """And who has it; without a deadline it goes on waiting, until there is room."""
+    """And who has it; without a deadline it goes on waiting, until there is capacity."""
     server, holder, client = full(1), connect(device=device), connect(device=device)
     if built:
         client.call("dropped", 2, unit).release()
@@ -296,7 +298,7 @@ def test_a_task_tells_which_room_it_waits_for(
     eventually(lambda: in_line(server) == 2)
     info = client.get_task_status(task_id)
     assert info.status == ("pending" if built else "running")
-    assert f"{unit} bytes on {device_id(device)} wait for room: {unit} is the quota" in str(info.waits_for)
+    assert f"{unit} bytes on {device_id(device)} wait for capacity: {unit} is the quota" in str(info.waits_for)
     assert f"{unit} bytes are object {handle.object_id} of model(), which pid {os.getpid()} uses" in str(info.waits_for)
     listed = {info.task_id: info.waits_for for info in client.list_tasks()}
     assert listed[task_id] == info.waits_for
@@ -309,7 +311,7 @@ def test_a_task_tells_which_room_it_waits_for(
 
 
 @pytest.mark.parametrize("kind", ["known", "cold"])
-def test_a_task_that_waits_for_room_is_cancelled_at_once(
+def test_a_task_that_waits_for_capacity_is_cancelled_at_once(
     full: Callable[..., Server], connect: Connect, device: str, unit: int, tmp_path: Path, kind: str
 ) -> None:
     """Whether it would be built then, or its result restored; it waits no more."""
@@ -336,7 +338,7 @@ def test_a_run_that_cannot_be_started_when_its_turn_comes(
     device: str,
     unit: int,
 ) -> None:
-    """Whoever waited for room gets the error, and the room is there for others."""
+    """Whoever waited for capacity gets the error, and the memory is there for others."""
     server, holder, client = full(1), connect(device=device), connect(device=device)
     client.call("dropped", 2, unit).release()
     first = holder.call("dropped", 1, unit)
@@ -396,7 +398,7 @@ def test_the_server_stops_though_requests_wait(
 def test_a_caller_of_the_server_itself_waits_too(
     full: Callable[..., Server], connect: Connect, shared: Provider, ask: Callable[..., Future[Any]], device: str, unit: int
 ) -> None:
-    """Without a deadline, until there is room."""
+    """Without a deadline, until there is capacity."""
     server, holder = full(1), connect(device=device)
     first = holder.call("model", 1, unit)
     answer = ask(server, shared.call, "model", 2, unit)
@@ -480,7 +482,7 @@ def test_what_nobody_uses_is_evicted(tiers: Callable[..., Server], connect: Conn
 def test_a_suspended_object_is_evicted_and_resumed(
     tiers: Callable[..., Server], connect: Connect, sessions: Callable[[Server], HoldingSession], device: str, unit: int
 ) -> None:
-    """By whoever needs the room; the session that resumes it waits until there is room again."""
+    """By whoever needs the memory; the session that resumes it waits until there is capacity again."""
     server = tiers(1)
     client, session = connect(device=device), sessions(server)
     object_id = made(client, 1, unit)
@@ -493,7 +495,7 @@ def test_a_suspended_object_is_evicted_and_resumed(
     assert isinstance(session.heard(), t.Resumed) and tier_of(client, object_id) == "device"
 
 
-def test_a_restore_waits_for_room(
+def test_a_restore_waits_for_capacity(
     tiers: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
 ) -> None:
     """And is left when its caller does not wait any more."""
@@ -644,7 +646,7 @@ def test_the_calls_of_an_endpoint_that_runs_go_first(
         assert handle.value.unique().tolist() == [3]
 
 
-def test_what_only_the_cache_kept_makes_room_when_it_is_invalidated(
+def test_what_only_the_cache_kept_gives_way_when_it_is_invalidated(
     full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
 ) -> None:
     """A pinned result, which would not have gone."""
@@ -665,7 +667,7 @@ def test_a_result_that_nobody_waits_for_does_not_wait(
     device: str,
     unit: int,
 ) -> None:
-    """Its caller gave up while it was being built: it is kept if there is room, and dropped if not."""
+    """Its caller gave up while it was being built: it is kept if there is capacity, and dropped if not."""
 
     @shared.share(managed=True)
     def slow(number: int, nbytes: int) -> torch.Tensor:
