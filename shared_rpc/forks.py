@@ -15,8 +15,6 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeVar
 
-__all__ = ["after_fork", "around_fork", "fork_safe_lock"]
-
 F = TypeVar("F", bound=Callable[[], object])
 #: What begins something, and returns what ends it.
 Beginning = Callable[[], Callable[[], object]]

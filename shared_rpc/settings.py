@@ -28,30 +28,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = [
-    "CLUSTER_NAME",
-    "ClientCode",
-    "Role",
-    "ScriptSettings",
-    "ServeOptions",
-    "change_environment",
-    "checked_path",
-    "client_environment",
-    "environment",
-    "is_socket_of",
-    "program",
-    "resolve_base_path",
-    "resolve_cluster",
-    "resolve_role",
-    "script_settings",
-    "server_environment",
-    "socket_path",
-    "source_environment",
-    "source_token",
-    "take_service_variables",
-    "watched_environment",
-]
-
 #: Whose pickles a server takes, see :class:`shared_rpc.Server`.
 ClientCode = Literal["all", "namespace", "none"]
 Role = Literal["local", "server", "client", "spawn"]

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from shared_rpc.settings import ServeOptions, program
 
-__all__ = ["WorkerCommand"]
-
-
 #: The word in place of a target that starts a worker without an app.
 BARE = "--bare"
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import anyio
 
-__all__ = ["wait_until_idle"]
-
 #: The longest and the shortest time between two checks, in seconds.
 _LONGEST, _SHORTEST = 30.0, 0.02
 

@@ -9,9 +9,6 @@ from typing import Any
 
 import anyio.abc
 
-__all__ = ["Spawner"]
-
-
 _log = logging.getLogger("shared_rpc.broker")
 
 

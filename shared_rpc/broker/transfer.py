@@ -11,8 +11,6 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.infos import PoolInfo
 
-__all__ = ["ForwardedTransfer"]
-
 
 class ForwardedTransfer(SessionTransfer):
     """The memory is mapped by workers. When a worker ends, the kernel has ended its use of the memory.

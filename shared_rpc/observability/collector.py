@@ -13,8 +13,6 @@ from prometheus_client.samples import Sample
 from shared_rpc.observability.events import Event
 from shared_rpc.observability.metrics import EVENTS, Counted, Read, Reading
 
-__all__ = ["PREFIX", "Collector"]
-
 PREFIX = "shared_rpc"
 
 _Instrument = prometheus_client.Counter | prometheus_client.Histogram

@@ -27,7 +27,6 @@ from shared_rpc.observability.events import HOOKS
 if TYPE_CHECKING:
     from shared_rpc.observability.metrics import Read, Reading
 
-__all__ = ["Exporter"]
 
 _log = logging.getLogger("shared_rpc.server")
 

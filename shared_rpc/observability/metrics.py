@@ -17,8 +17,6 @@ from shared_rpc.errors import class_of
 from shared_rpc.observability import events as e
 from shared_rpc.protocol.tasks import TaskStatus
 
-__all__ = ["EVENTS", "Counted", "Metric", "Numbers", "Read", "Reading"]
-
 #: The numbers of one metric at one moment, by values of its labels.
 Numbers = Mapping[tuple[str, ...], float]
 S = TypeVar("S")

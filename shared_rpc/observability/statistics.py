@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 
 from shared_rpc.protocol.infos import EndpointStatistics, ServerStatistics
 
-__all__ = ["Statistics"]
-
 
 def _zeros() -> EndpointStatistics:
     return EndpointStatistics(calls=0, hits=0, misses=0, joined=0, adopted=0, builds=0, build_seconds=0.0, errors=0)

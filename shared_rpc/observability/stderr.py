@@ -10,8 +10,6 @@ from collections import deque
 from contextlib import suppress
 from typing import IO
 
-__all__ = ["LogHandler", "Tail"]
-
 #: Remembered lines, and characters of each.
 _LINES, _WIDTH = 40, 500
 #: Bytes of one read.

@@ -13,8 +13,6 @@ from shared_rpc.operations.sources import SourceOperations
 from shared_rpc.operations.tasks import TaskOperations
 from shared_rpc.operations.tiers import TierOperations
 
-__all__ = ["Operations"]
-
 
 class Operations(
     CallOperations,

@@ -12,8 +12,6 @@ from shared_rpc.operations.binding import Context, bound
 from shared_rpc.operations.generations import AsyncRefreshIterator
 from shared_rpc.operations.sources import AsyncSource
 
-__all__ = ["AsyncClient"]
-
 T = TypeVar("T")
 
 

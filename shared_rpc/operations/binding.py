@@ -34,8 +34,6 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import RecordHeader
 
-__all__ = ["Context", "Exporting", "Leased", "Steps", "bound", "carrying", "id_of", "lending", "lent", "operation", "taken"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

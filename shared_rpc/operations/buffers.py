@@ -19,8 +19,6 @@ from shared_rpc.protocol.infos import DeviceInfo
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BufferOperations", "request_of"]
-
 
 class BufferOperations:
     """Raw buffers and devices."""

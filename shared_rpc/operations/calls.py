@@ -13,8 +13,6 @@ from shared_rpc.operations.binding import Context, Steps, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 
-__all__ = ["CallOperations", "fetch"]
-
 
 @dataclass
 class _Server:

@@ -13,8 +13,6 @@ from shared_rpc.operations.binding import Context, bound
 from shared_rpc.operations.generations import RefreshIterator
 from shared_rpc.operations.sources import Source
 
-__all__ = ["BlockingOperations", "Client"]
-
 T = TypeVar("T")
 
 

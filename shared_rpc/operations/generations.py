@@ -19,8 +19,6 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation, Refreshes
 from shared_rpc.protocol.infos import ObjectInfo
 
-__all__ = ["AsyncRefreshIterator", "GenerationOperations", "RefreshIterator"]
-
 T = TypeVar("T")
 
 _ENDED = "refreshes are not reported any more"

@@ -17,8 +17,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 
-__all__ = ["ObjectOperations", "released"]
-
 
 def _info(object_id: str) -> Steps[ObjectInfo]:
     return (yield from ask(Request(m.GetObjectInfo(object_id), "get_object_info", again=True), m.ObjectReply)).info

@@ -23,8 +23,6 @@ from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 
-__all__ = ["RecordOperations", "given", "held"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.infos import EndpointInfo, EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
 
-__all__ = ["ServerOperations"]
-
 
 class ServerOperations:
     """The server itself."""

@@ -20,8 +20,6 @@ from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.settings import source_token
 
-__all__ = ["AsyncSource", "Source", "SourceOperations"]
-
 
 class _SourceSteps:
     """The steps of a source's methods, and what it knows: its number, and the misses that it has not returned yet."""

@@ -11,8 +11,6 @@ from shared_rpc.operations.binding import Context, Steps, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
-__all__ = ["TaskOperations", "fetch_task", "watched"]
-
 #: Called with every change of a task.
 Callback = Callable[[TaskInfo], object]
 

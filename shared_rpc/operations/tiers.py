@@ -11,8 +11,6 @@ from shared_rpc.operations.binding import Context, Steps, id_of, operation
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo
 
-__all__ = ["TierOperations"]
-
 
 class TierOperations:
     """Moves of objects between tiers, and suspended handles."""

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from shared_rpc.errors import ConfigurationError
 
-__all__ = ["ITEM_SIZES", "Extent"]
-
 #: Bytes of an element, by torch's name of the dtype. Quantised dtypes are left out: they have more than their elements.
 ITEM_SIZES = {
     "bool": 1,

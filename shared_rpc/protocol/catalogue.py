@@ -14,8 +14,6 @@ from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 
-__all__ = ["NUMBERS", "UNWRITABLE", "decode_message", "encode_body", "encode_message", "unwritable"]
-
 #: The kind byte of every message. A number is never reused for another message.
 _KINDS: dict[int, type[m.Message]] = {
     1: m.Hello,

@@ -17,8 +17,6 @@ from contextlib import suppress
 from shared_rpc.forks import after_fork
 from shared_rpc.protocol.own_files import open_own
 
-__all__ = ["Election"]
-
 #: Bytes of a reason.
 _ROOM = 1 << 16
 

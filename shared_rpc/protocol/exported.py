@@ -14,8 +14,6 @@ from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.messages import Call, Message
 from shared_rpc.protocol.records import NO_ARGS, NO_KWARGS, Access, SegmentInfo, Tensors
 
-__all__ = ["FORMAT", "RecordHeader"]
-
 #: The number of the format of headers, raised with every change of them.
 FORMAT = 1
 #: Segments of a record: as many as one frame has descriptors for, with room to spare.

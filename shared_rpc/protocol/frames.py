@@ -28,20 +28,6 @@ from typing import NoReturn
 
 from shared_rpc.errors import ProtocolError
 
-__all__ = [
-    "CLIENT",
-    "FDS_PER_MESSAGE",
-    "HEADER_SIZE",
-    "HELLO",
-    "MAX_FDS",
-    "VERSION",
-    "Frame",
-    "FrameDecoder",
-    "Limits",
-    "close_all",
-    "encode_frame",
-]
-
 MAGIC = b"sRPC"
 VERSION = 4
 _HEADER = struct.Struct("!4sBBHIIQ")

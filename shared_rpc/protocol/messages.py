@@ -11,9 +11,6 @@ from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, Segment
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
-__all__ = ["Message"]
-
-
 #: Lists in requests. Their lengths are checked before anything is built: a frame has room for millions of elements.
 Ids = Annotated[list[str], msgspec.Meta(max_length=100_000)]
 Chunks = Annotated[list[int], msgspec.Meta(max_length=100_000)]

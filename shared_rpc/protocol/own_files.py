@@ -9,8 +9,6 @@ from contextlib import suppress
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.peers import is_own, is_own_or_root, named
 
-__all__ = ["check_directory", "open_own", "why_not_there"]
-
 
 def open_own(path: str, flags: int, create: bool = True) -> int:
     """Open a file of this user, and make it, with mode 0600, where there is none. The descriptor is the caller's to close.

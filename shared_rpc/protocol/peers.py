@@ -12,18 +12,6 @@ from typing import NamedTuple
 
 from shared_rpc.errors.interrupts import is_of_handler
 
-__all__ = [
-    "Peer",
-    "answerer_of",
-    "ask_who_answers",
-    "foreign_owner",
-    "is_own",
-    "is_own_or_root",
-    "named",
-    "peer_of",
-    "shares_pid_namespace",
-]
-
 _UCRED = struct.Struct("iII")
 #: asm-generic/socket.h, from Linux 6.5 on.
 _SO_PEERPIDFD = 77

@@ -6,26 +6,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = [
-    "EMPTY_TABLE",
-    "EXPORTER_OWNED",
-    "NO_ARGS",
-    "NO_KWARGS",
-    "ONE_TENSOR",
-    "Access",
-    "BufferEntry",
-    "HostCopy",
-    "Mechanism",
-    "SegmentInfo",
-    "StorageEntry",
-    "TensorEntry",
-    "TensorTable",
-    "Tensors",
-    "Tier",
-    "list_of_tensors",
-]
-
-
 #: How memory is mapped: for reading and writing, for reading, or copy-on-write, where writes are seen by the writing process
 #: only; this is for host memory. Private memory is mapped for reading, and only while a process copies it.
 Access = Literal["read_write", "read", "copy", "private"]

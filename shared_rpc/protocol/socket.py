@@ -21,8 +21,6 @@ from shared_rpc.protocol.catalogue import NUMBERS, UNWRITABLE, encode_body, unwr
 from shared_rpc.protocol.frames import FDS_PER_MESSAGE, FrameDecoder, Limits, close_all, encode_frame
 from shared_rpc.protocol.messages import Message
 
-__all__ = ["FrameBuffers", "FrameSocket"]
-
 #: Bytes. recvmsg(2) fills a new buffer of this size each time; one of 128 KiB or more comes from mmap, for 15 µs.
 _CHUNK = 64 * 1024
 _ANCILLARY = socket.CMSG_SPACE(FDS_PER_MESSAGE * 4)

@@ -13,8 +13,6 @@ from shared_rpc.protocol.exported import MOST_SEGMENTS
 from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc.protocol.messages import Message
 
-__all__ = ["Miss"]
-
 
 class Miss(msgspec.Struct, frozen=True, gc=False):
     """A call that its server has no object for.

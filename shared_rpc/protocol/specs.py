@@ -8,8 +8,6 @@ import msgspec
 
 from shared_rpc.protocol.records import Access, HostCopy, Tensors
 
-__all__ = ["DeviceSpec", "EndpointSpec", "Parameter"]
-
 
 class DeviceSpec(msgspec.Struct, frozen=True, array_like=True):
     """A device that a server has memory on. ``total`` and ``granularity``, of which sizes are multiples, are bytes."""

@@ -6,8 +6,6 @@ from enum import StrEnum
 
 import msgspec
 
-__all__ = ["Progress", "TaskInfo", "TaskStatus"]
-
 
 class TaskStatus(StrEnum):
     """Stage of a task's life; it is also a plain string, ``"pending"`` for instance."""

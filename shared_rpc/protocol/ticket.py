@@ -19,8 +19,6 @@ import msgspec
 from shared_rpc.errors import ConfigurationError, StaleHandleError, TicketError
 from shared_rpc.protocol.peers import is_own_or_root, named
 
-__all__ = ["Ticket", "read_ticket"]
-
 _FORMAT = 1
 #: Bytes. Only a cache key can be long: a template may put a whole argument into it.
 _LIMIT = 1 << 20

@@ -14,23 +14,6 @@ import msgspec
 from shared_rpc.errors import CapabilityError, ProtocolError
 from shared_rpc.protocol.records import NO_KWARGS
 
-__all__ = [
-    "MAX_VALUES",
-    "DtypeRef",
-    "SkeletonRef",
-    "TensorRef",
-    "canonical",
-    "count_args",
-    "decode",
-    "decode_call",
-    "encode",
-    "encode_call",
-    "lift",
-    "lower",
-    "lower_call",
-    "refuse",
-]
-
 #: The limit of nesting: deeper arguments are a mistake, and recursion is limited.
 _DEPTH = 64
 

@@ -19,8 +19,6 @@ from shared_rpc.server.core import Core
 from shared_rpc.server.listener import bind_socket, remove_socket
 from shared_rpc.server.remote import RemoteClient
 
-__all__ = ["Acceptor", "Usage"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 

@@ -22,8 +22,6 @@ from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.server.core import Core
 
-__all__ = ["Engine"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")

@@ -21,8 +21,6 @@ from shared_rpc.protocol.own_files import check_directory, open_own
 from shared_rpc.protocol.peers import Peer, is_own, named, peer_of
 from shared_rpc.settings import checked_path
 
-__all__ = ["bind_socket", "remove_socket"]
-
 _BACKLOG = 4096
 
 

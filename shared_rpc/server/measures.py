@@ -13,8 +13,6 @@ from shared_rpc.server.core import Core
 from shared_rpc.server.state.objects import usage_of
 from shared_rpc.server.state.tiers import LOWER
 
-__all__ = ["SERVERS", "measures"]
-
 _Read = Callable[[Sequence[Core]], Numbers]
 
 

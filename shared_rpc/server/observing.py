@@ -24,8 +24,6 @@ from shared_rpc.observability.events import (
 from shared_rpc.protocol.records import Tier
 from shared_rpc.server.state.objects import StoredObject
 
-__all__ = ["Listeners", "Observed"]
-
 
 class Observed:
     """One call, from its beginning, which is reported when this object is made, to its end, which is reported once."""

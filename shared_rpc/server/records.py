@@ -36,8 +36,6 @@ from shared_rpc.server.state.records import (
     tensors_of,
 )
 
-__all__ = ["Records", "installed_versions"]
-
 
 @functools.cache
 def installed_versions() -> Versions:

@@ -31,7 +31,6 @@ from shared_rpc.settings import ClientCode, ServeOptions, resolve_base_path, soc
 if TYPE_CHECKING:
     from shared_rpc.observability.exporter import Exporter
 
-__all__ = ["App", "Server"]
 
 _log = logging.getLogger("shared_rpc.server")
 

@@ -21,8 +21,6 @@ from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, usage_of
 from shared_rpc.settings import ClientCode
 
-__all__ = ["Session", "Sessions"]
-
 
 class Session:
     """One client process. ``token`` is the secret by which its later connections join.

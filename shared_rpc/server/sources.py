@@ -30,7 +30,6 @@ from shared_rpc.server.state.sources import OpenMiss, SourceTable
 if TYPE_CHECKING:
     from shared_rpc.server.joiner import Joiner
 
-__all__ = ["Sources"]
 
 _log = logging.getLogger("shared_rpc.server")
 

@@ -10,8 +10,6 @@ import anyio
 
 from shared_rpc.server.state.clock import Clock
 
-__all__ = ["BootClock", "Sweeper"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 #: Seconds between two checks at the most, if anything can expire.

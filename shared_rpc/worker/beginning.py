@@ -17,8 +17,6 @@ from shared_rpc.settings import program, watched_environment
 from shared_rpc.zygote.child import inherited_environment
 from shared_rpc.zygote.installed import file_of, is_installed, names_in
 
-__all__ = ["Beginning"]
-
 _log = logging.getLogger("shared_rpc.worker")
 _PACKAGE = "shared_rpc"
 

@@ -20,7 +20,6 @@ from shared_rpc.protocol.records import SegmentInfo
 if TYPE_CHECKING:
     from shared_rpc.memory.gpu_copies import GpuCopies
 
-__all__ = ["Copying"]
 
 #: Copies at once: one object may leave a GPU while another one comes, in both directions of the bus.
 _THREADS = 2

@@ -44,8 +44,6 @@ from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.copying import Copying
 from shared_rpc.worker.runtime import WorkerRuntime
 
-__all__ = ["WorkerHost"]
-
 _log = logging.getLogger("shared_rpc.worker")
 
 #: Seconds for threads to end when the broker closes the connection, before the process ends.

@@ -19,9 +19,6 @@ from shared_rpc.operations.client import Client
 from shared_rpc.provider.runtime import ClientRuntime, ClientSettings
 from shared_rpc.settings import Role
 
-__all__ = ["WorkerRuntime"]
-
-
 #: Operations that wait for an endpoint's end.
 _WAITS = {"call", "execute", "refresh", "wait_for_task", "watch_task"}
 
