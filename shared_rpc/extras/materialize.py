@@ -1,41 +1,41 @@
 """Models of a user's own class around shared tensors: their parameters take no memory on the way.
 
-Parameters go to torch's meta device as modules register them, ``torch.nn.init`` does nothing to them, and at the end of the
-block the source's tensors take their places, by name. Everything else that a constructor makes is real.
+Parameters go to torch's meta device as modules register them, and at the end of the block the source's tensors take their
+places, by name. Everything else that a constructor makes is real.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import re
-import threading
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import ModuleType, TracebackType
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shared_rpc.client.handle import Lease
 from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
-from shared_rpc.forks import fork_safe_lock
 
 __all__ = ["Rename", "materialize"]
 
 #: A map of names and patterns, or a function: the model's name of a source's tensor, None to leave the tensor out.
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
-#: Garbage collections at the end of a block before a tensor that is left counts as kept.
-_COLLECTIONS = 5
 #: Leases of models, released when the model is collected, or by the owner of the handle.
 _kept: weakref.WeakKeyDictionary[nn.Module, Lease[Any]] = weakref.WeakKeyDictionary()
 #: Modules that a block has filled: a block around it leaves them as they are.
@@ -50,11 +50,11 @@ def materialize(
 ) -> AbstractContextManager[None]:
     """Build a model around existing tensors: ``with materialize(handle): model = MyModel(config)``.
 
-    In the block, parameters of modules that this thread builds go to torch's meta device as they are registered, and
-    ``torch.nn.init`` does nothing to them, so the model's weights take no memory beyond one at a time. At the end parameters
-    and persistent buffers are those of ``source``, by name: the same memory, no copy. A parameter requires gradients if the
-    source's does. Everything else is what the constructor makes: buffers that are not persistent and the names in ``own``,
-    which are moved to the source's device, and tensors in plain attributes.
+    In the block, parameters of modules that this thread builds go to torch's meta device as they are registered, so the
+    model's weights take no memory beyond one at a time. At the end parameters and persistent buffers are those of ``source``,
+    by name: the same memory, no copy. A parameter requires gradients if the source's does. Everything else is what the
+    constructor makes: buffers that are not persistent and the names in ``own``, which are moved to the source's device, and
+    tensors in plain attributes.
 
     Every module that is built in the block and is a part of no other one takes its tensors from the same source; each tensor
     of the source is to be taken by at least one of them. Of blocks within each other the innermost counts. Nothing changes
@@ -71,7 +71,7 @@ def materialize(
     :param own: names and patterns of the model that the source does not have, such as adapters: memory of this process alone.
     :raises StateMismatchError: at the end, with all names that are missing, unexpected, or of another shape or dtype.
     :raises CapabilityError: in the block, if the constructor needs the values of a parameter; at the end, if it has kept a
-        tensor that it computed from one.
+        parameter, or a tensor computed from one, elsewhere than as a parameter or persistent buffer.
     :raises ConfigurationError: for an impossible source or ``rename``, and if no model was built.
     :raises StaleHandleError: for a handle that was released.
     """
@@ -84,21 +84,29 @@ def _materializing(
 ) -> Iterator[None]:
     tensors, owned = _renamed(_tensors_of(source), rename), _matches(own)
     block = _Block(keeps=bool(own))
-    # Under inference_mode, the model's tensors would be of no use for training.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), block:
-        yield
-    with torch.inference_mode(False), _unwatched():
-        plan = _Plan(block, tensors, owned)
-        if plan.mismatch() is not None:
-            # An abandoned module that refers to itself exists until it is collected.
-            del plan
-            gc.collect()
+    token = _block.set(block)
+    try:
+        # Under inference_mode, the model's tensors would be of no use for training.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), block:
+            yield
+    finally:
+        _block.reset(token)
+    token = _block.set(None)  # what a block around this one must not see
+    try:
+        with torch.inference_mode(False), torch._C.DisableTorchFunction():
             plan = _Plan(block, tensors, owned)
-            if (mismatch := plan.mismatch()) is not None:
-                raise mismatch
-        roots = plan.execute()
-        del plan  # it keeps the tensors from before
-        block.check_left(roots)
+            if plan.mismatch() is not None:
+                # An abandoned module that refers to itself exists until it is collected.
+                del plan
+                gc.collect()
+                plan = _Plan(block, tensors, owned)
+                if (mismatch := plan.mismatch()) is not None:
+                    raise mismatch
+            roots = plan.execute()
+            del plan  # it keeps the tensors from before
+            block.check_left(roots)
+    finally:
+        _block.reset(token)
     for root in roots:
         _filled.update(root.modules())
         if isinstance(source, Lease):
@@ -206,161 +214,121 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 # The block.
 
 _META = torch.device("meta")
-#: In-place methods that change what a tensor is, and not its values.
-_FORMS = frozenset(
-    f"{name}_"
-    for name in ("requires_grad", "detach", "t", "transpose", "swapaxes", "swapdims", "squeeze", "unsqueeze", "resize", "set")
-)
 _MOVES = frozenset({"cuda", "cpu", "xpu", "pin_memory", "share_memory_"})
+#: In-place methods that change what a tensor is, and not its values.
+_FORMS = frozenset({"requires_grad_", "detach_", "t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "set_"})
+_CASTS = frozenset({"to", "type", "half", "bfloat16", "float", "double", "__set__"})
+#: The block of this thread.
+_block: ContextVar[_Block | None] = ContextVar("materialize", default=None)
 
 
-class _Geometry(NamedTuple):
-    """The part of a storage that a tensor sees."""
+class _Stored(NamedTuple):
+    """A storage on the meta device. It is not kept alive, but its address is."""
 
-    offset: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Geometry:
-        return cls(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
-
-    def over(self, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """View ``tensor``, which begins at element ``offset``, in the way of this geometry."""
-        return tensor.as_strided(self.shape, self.strides, int(tensor.storage_offset()) + self.offset - offset)
-
-    @property
-    def span(self) -> tuple[int, int]:
-        if 0 in self.shape:
-            return self.offset, self.offset
-        extent = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
-        return self.offset, self.offset + extent
-
-
-class _Former(NamedTuple):
-    """A parameter as the constructor made it. The storage is not kept alive, but its address is."""
-
-    parameter: weakref.ref[nn.Parameter]
     storage: StorageWeakRef
-    geometry: _Geometry
-    stand_in: nn.Parameter
+    #: Name of the parameter that it is of, or that it was computed from.
+    label: str
+    #: Address of the storage of the parameter of which it is another version; 0 if it was computed.
+    origin: int
 
 
 class _Block(TorchFunctionMode):
     """A block: the modules that its thread builds in it, and their parameters on the meta device.
 
-    :param keeps: whether a parameter's values may be needed at the end. Then it is kept as the constructor made it (memory
-        without a write takes none), and later operations on it are executed at the end.
+    :param keeps: whether a parameter's values may be needed at the end. Then it is kept as the constructor registered it
+        (memory without a write takes none), and later writes are done at the end.
     """
 
     def __init__(self, keeps: bool) -> None:
         super().__init__()
         self._keeps = keeps
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self.formers: defaultdict[int, list[_Former]] = defaultdict(list)
-        #: Names of parameters, by the storages of tensors computed from them. The storages are kept: the keys are addresses.
-        self._origins: dict[int, tuple[str, torch.UntypedStorage]] = {}
+        self._outer = _block.get()
+        self._modules: dict[weakref.ref[nn.Module], None] = {}
+        #: The parameters that the constructor made, with those on the meta device in their places.
+        self._stand_ins = WeakTensorKeyDictionary()
+        #: The storages of parameters that the constructor made.
+        self.originals: dict[int, StorageWeakRef] = {}
+        self._stored: dict[int, _Stored] = {}
         self._values: dict[int, torch.Tensor] = {}
-        #: Later operations on values: key of the result, key of the operand, and the function, None if it is not known.
-        self._steps: list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor] | None]] = []
+        self._writes: defaultdict[int, list[Callable[[torch.Tensor], torch.Tensor | None]]] = defaultdict(list)
         default = torch.get_default_device()
         #: Device of tensors that code creates on "the parameter's device".
         self._device = torch.device("cpu") if default == _META else default
 
-    def __enter__(self) -> _Block:
-        _watch(1)
-        _threads.blocks = [*_blocks(), self]
-        TorchFunctionMode.__enter__(self)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        TorchFunctionMode.__exit__(self, kind, error, traceback)
-        _threads.blocks = [block for block in _blocks() if block is not self]
-        _watch(-1)
-
     def track(self, module: nn.Module) -> None:
-        """Note a module that is being built."""
-        self._modules.append(weakref.ref(module))
+        """Note a module that is being built, unless its constructor has begun in a block around this one."""
+        if self._outer is None or not self._outer.knows(module):
+            self._modules.setdefault(weakref.ref(module))
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether a module is built in this block, or one around it."""
+        return weakref.ref(module) in self._modules or (self._outer is not None and self._outer.knows(module))
 
     def roots(self) -> list[nn.Module]:
         """List the modules that are alive and a part of no other one, in the order of their construction."""
-        alive = [module for reference in self._modules if (module := reference()) is not None]
-        alive = [module for module in alive if "_modules" in vars(module)]  # a failed constructor leaves an incomplete one
-        parts = {id(part) for module in alive for part in module.children()}
-        return [module for module in dict.fromkeys(alive) if id(module) not in parts]
+        alive = {module: None for reference in self._modules if (module := reference()) is not None}
+        parts = {part for module in alive for part in module.children()}
+        return [module for module in alive if module not in parts]
 
-    def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Replace a parameter that a module has registered by one on the meta device, the same one in two modules."""
+    def stand_in(self, parameter: nn.Parameter, label: str) -> nn.Parameter | None:
+        """Return the parameter that a module registers in place of one: the same one on the meta device."""
         if is_lazy(parameter) or type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
-            return
-        label = f"{name} of {type(module).__name__}"
+            return None
         if parameter.is_meta:
-            self._origins[_key(parameter)] = label, parameter.untyped_storage()
-            return
-        formers = self.formers[_key(parameter)]
-        stand_in = next((former.stand_in for former in formers if former.parameter() is parameter), None)
-        if stand_in is None:
+            self._note(parameter, label, 0)
+            return None
+        if parameter not in self._stand_ins:
             with torch._C.DisableTorchFunction():  # of modes too: this one keeps tensors off the meta device
                 values = parameter.detach()
-                stand_in = torch.Tensor._make_subclass(type(parameter), values.to(_META), parameter.requires_grad)
-            vars(stand_in).update(vars(parameter))  # marks that optimizers and libraries look for
-            weak = StorageWeakRef(parameter.untyped_storage())
-            formers.append(_Former(weakref.ref(parameter), weak, _Geometry.of(values), stand_in))
-            self._origins[_key(stand_in)] = label, stand_in.untyped_storage()
+                meta = torch.Tensor._make_subclass(type(parameter), values.to(_META), parameter.requires_grad)
+            vars(meta).update(vars(parameter))  # marks that optimizers and libraries look for
+            self._stand_ins[parameter] = meta
+            self.originals[_key(parameter)] = StorageWeakRef(parameter.untyped_storage())
+            self._note(meta, label, _key(meta))
             if self._keeps:
-                self._values[_key(stand_in)] = values if values.stride() == stand_in.stride() else values.clone()
-        module._parameters[name] = stand_in
+                self._values[_key(meta)] = values if values.stride() == meta.stride() else values.clone()
+        stand_in: nn.Parameter = self._stand_ins[parameter]
+        return stand_in
 
-    def name_of(self, tensor: torch.Tensor) -> str:
+    def _note(self, tensor: torch.Tensor, label: str, origin: int) -> None:
+        if _key(tensor) not in self._stored:
+            self._stored[_key(tensor)] = _Stored(StorageWeakRef(tensor.untyped_storage()), label, origin)
+
+    def label_of(self, tensor: torch.Tensor) -> str:
         """Return the name of the parameter that a tensor on the meta device is, or was computed from."""
-        name, _ = self._origins.get(_key(tensor), ("a parameter", None))
-        return name
+        stored = self._stored.get(_key(tensor))
+        return stored.label if stored else "a parameter"
 
-    def values_of(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Compute the values that the constructor gave to named parameters.
+    def values_of(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """Compute the values that the constructor gave to a parameter.
 
-        :raises CapabilityError: for a parameter that was computed from others.
+        :raises CapabilityError: if it was computed from others.
         """
-        needed = {_key(parameter) for _, parameter in parameters}
-        for result, read, _ in reversed(self._steps):
-            if result in needed:
-                needed.add(read)
-        values = {key: value for key, value in self._values.items() if key in needed}
-        with torch.no_grad():
-            for result, read, step in self._steps:
-                if step is None:
-                    values.pop(result, None)
-                elif result in needed and read in values:
-                    values[result] = step(values[read])
-        for name, parameter in parameters:
-            if _key(parameter) not in values:
-                raise CapabilityError(
-                    f"materialize(): {name} is in own=, and the constructor computes it from other parameters "
-                    f"({self.name_of(parameter)}), which have no values in the block: do that after the block"
-                )
-        return [_Geometry.of(parameter).over(values[_key(parameter)]) for _, parameter in parameters]
+        stored = self._stored.get(_key(parameter))
+        values = self._values.pop(stored.origin, None) if stored else None
+        if stored is not None and values is not None:
+            with torch.no_grad():
+                for write in self._writes[stored.origin]:
+                    if (values := write(values)) is None:
+                        break
+        if values is None or values.shape != parameter.shape:
+            raise CapabilityError(
+                f"materialize(): {name} is in own=, and the constructor computes it from other parameters "
+                f"({self.label_of(parameter)}), which have no values in the block: do that after the block"
+            )
+        return values.to(parameter.dtype)
 
-    def _later(self, result: int, read: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record an operation on a parameter, if its values may be needed."""
-        if not self._keeps:
-            return
-        geometry, key = _Geometry.of(read), _key(read)
-        rest = tree_map_only(torch.Tensor, torch.Tensor.clone, (args[1:], kwargs))
-        known = (
-            args and args[0] is read and not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(rest))
-        )
+    def _later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: int) -> None:
+        """Do a write to a parameter at the end."""
+        written, rest = args[0], tree_map_only(torch.Tensor, torch.Tensor.clone, (args[1:], kwargs))
+        view = written.shape, written.stride(), written.storage_offset()
+        known = not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(rest))
 
-        def step(values: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = func(geometry.over(values), *rest[0], **rest[1])
-            return values if result == key else made
+        def write(values: torch.Tensor) -> torch.Tensor | None:
+            func(values.as_strided(*view), *rest[0], **rest[1])
+            return values
 
-        self._steps.append((result, key, step if known else None))
-
-    def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leave a parameter as it is, and record the write."""
-        self._later(_key(args[0]), args[0], func, args, kwargs)
-        return args[0]
+        self._writes[origin].append(write if known else lambda values: None)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Keep parameters on the meta device and everything else off it; see :class:`TorchFunctionMode`."""
@@ -370,14 +338,13 @@ class _Block(TorchFunctionMode):
         if name == "__get__":
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        metas = [tensor for tensor in tensors if tensor.is_meta]
         first = args[0] if args else None
         if name in {"to", "type_as"} and isinstance(first, torch.Tensor):
             device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **{key: kwargs[key] for key in kwargs if key != "copy"})
             if first.is_meta or device == _META:
-                func, args = torch.Tensor.to, (first,)
+                func, args, tensors = torch.Tensor.to, (first,), [first]
                 kwargs = {"dtype": dtype or first.dtype, "copy": kwargs.get("copy", False)}
-                metas = [first] if first.is_meta else []
+        metas = [tensor for tensor in tensors if tensor.is_meta]
         if not metas:
             result = func(*args, **kwargs)
             if not tensors and isinstance(result, torch.Tensor) and result.is_meta:
@@ -386,65 +353,64 @@ class _Block(TorchFunctionMode):
         if (name.startswith("new_") or name.endswith("_like")) and "empty" not in name:
             asked = kwargs.get("device")
             return func(*args, **kwargs | {"device": self._device if asked in (None, _META, "meta") else asked})
-        written = kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else first if _writes(name) else None
-        if isinstance(written, torch.Tensor) and not written.is_meta:
-            raise CapabilityError(self._refusal(f"writes what it computed from {self.name_of(metas[0])} to another tensor"))
         if name in _MOVES:
             return first
-        if written is first and _writes(name) and name not in _FORMS and name != "__set__":
-            return self.write(func, args, kwargs)
-        return self._computed(func, name, metas, args, kwargs)
-
-    def _computed(self, func: Any, name: str, metas: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute shapes: forward passes that a constructor makes, conversions, copies, parametrizations."""
-        label = self.name_of(metas[0])
+        label, writes = self.label_of(metas[0]), (name.endswith("_") and not name.startswith("__")) or name in _INDEXED
+        written = kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else first if writes else None
+        if isinstance(written, torch.Tensor) and not written.is_meta:
+            raise CapabilityError(_refusal(f"writes what it computed from {label} to another tensor"))
+        stored = self._stored.get(_key(metas[0]))
+        origin = stored.origin if stored else 0
+        if written is first and writes and name not in _FORMS:
+            if self._keeps:
+                self._later(func, args, kwargs, origin)
+            return first
         moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(_META), (args, kwargs))
         try:
             result = func(*moved[0], **moved[1])
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if "meta" not in str(error).lower():
                 raise
-            raise CapabilityError(self._refusal(f"asks for the values of {label} ({name})")) from error
-        for leaf in tree_leaves(args[0] if name == "__set__" else result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta and (key := _key(leaf)) not in self._origins:
-                self._origins[key] = label, leaf.untyped_storage()
-                if self._keeps and name == "__set__":
-                    self._values[key] = args[1]
-                elif leaf is result:
-                    self._later(key, metas[0], func, args, kwargs)
+            raise CapabilityError(_refusal(f"asks for the values of {label} ({name})")) from error
+        if name == "__set__" and not args[1].is_meta:
+            origin = _key(args[0])
+            if self._keeps:
+                self._values[origin] = args[1]
+        for leaf in tree_leaves(first if name == "__set__" else result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                self._note(leaf, label, origin if name in _CASTS else 0)
         return result
-
-    def _refusal(self, what: str) -> str:
-        return (
-            f"materialize(): the constructor {what}, and parameters have no values while the block runs: do that after the "
-            f"block, or in forward()"
-        )
 
     def check_left(self, roots: list[nn.Module]) -> None:
         """Check that nothing is left on the meta device.
 
         :raises CapabilityError: with the names of the parameters.
         """
-        self.formers.clear()
-        self._steps.clear()
         self._values.clear()
-        left: list[str] = []
-        for attempt in range(_COLLECTIONS + 1):
-            if attempt:
-                time.sleep(0.01 * (attempt - 1))
-                gc.collect()  # which does nothing where another thread collects just now
-            # One use is the one here. A private count of torch, of 2.1 to 2.13; it spares a walk over all objects.
-            left = [name for key, (name, _) in self._origins.items() if torch._C._storage_Use_Count(key) > 1]
+        self._writes.clear()
+        self._stand_ins = WeakTensorKeyDictionary()
+        for _ in range(2):
+            left = list(dict.fromkeys(stored.label for stored in self._stored.values() if not stored.storage.expired()))
             if not left:
                 return
-        names = list(dict.fromkeys(left))
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            gc.collect()
+        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
         raise CapabilityError(
             f"materialize(): the block that built {', '.join(type(root).__name__ for root in roots)} has kept "
-            f"{', '.join(names[:_LISTED])}{more}, or a copy, outside of the model's modules and their attributes, and these "
-            f"have no memory: make optimizers, caches and copies after the block, and keep what the model needs in its "
-            f"attributes"
+            f"{', '.join(left[:_LISTED])}{more}, or a copy, outside of the model's parameters, and these have no memory: make "
+            f"optimizers, caches and copies after the block"
         )
+
+
+#: Functions that write to their first tensor, besides those whose names end with an underscore.
+_INDEXED = frozenset({"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))})
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"materialize(): the constructor {what}, and parameters have no values while the block runs: do that after the block, "
+        f"or in forward()"
+    )
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -455,87 +421,25 @@ def _key(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _writes(name: str) -> bool:
-    if not name.startswith("__"):
-        return name.endswith("_")
-    return name.startswith(("__set", "__i")) and name not in {"__index__", "__int__", "__invert__"}
+# Registrations, in all threads from the import of this module on. Hooks that came and went with blocks would break other
+# threads' constructors, which iterate over torch's table of hooks.
 
 
-# Functions of torch that report modules.
-
-_threads = threading.local()
-_lock = fork_safe_lock()
-_open = 0
-#: Functions of torch that were replaced: their owners and names, and what was there.
-_replaced: list[tuple[Any, str, Any, Any]] = []
+def _registered_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if (block := _block.get()) is None or parameter is None:
+        return None
+    block.track(module)
+    return block.stand_in(parameter, f"{name} of {type(module).__name__}")
 
 
-def _blocks() -> list[_Block]:
-    return getattr(_threads, "blocks", [])
+def _registered(module: nn.Module, name: str, part: object) -> None:
+    if (block := _block.get()) is not None:
+        block.track(module)
 
 
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """Hide operations from a block around this one."""
-    blocks, _threads.blocks = _blocks(), []
-    try:
-        yield
-    finally:
-        _threads.blocks = blocks
-
-
-def _watch(change: int) -> None:
-    """Replace torch's functions by those below while any thread has a block open.
-
-    torch's own registration hooks are no choice: every thread iterates over them, and adding one can break a constructor.
-    """
-    global _open
-    with _lock:
-        if _open == 0 and change > 0:
-            watched: list[tuple[Any, str, Callable[..., Any]]] = [
-                (nn.Module, "__init__", _initialising),
-                (nn.Module, "register_parameter", _registering),
-            ]
-            inits = [(nn.init, name, _filling) for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
-            for owner, name, around in [*watched, *inits]:
-                before = getattr(owner, name)
-                replacement = functools.wraps(before)(around(before))
-                _replaced.append((owner, name, before, replacement))
-                setattr(owner, name, replacement)
-        _open += change
-        while _open == 0 and _replaced:
-            owner, name, before, replacement = _replaced.pop()
-            # Other code may have wrapped it meanwhile: then it stays, and finds no block.
-            if getattr(owner, name) is replacement:
-                setattr(owner, name, before)
-
-
-def _initialising(before: Callable[..., None]) -> Callable[..., None]:
-    def initialise(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        before(self, *args, **kwargs)
-        if blocks := _blocks():
-            blocks[-1].track(self)
-
-    return initialise
-
-
-def _registering(before: Callable[..., None]) -> Callable[..., None]:
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        before(self, name, param)
-        if (blocks := _blocks()) and param is not None:
-            blocks[-1].register(self, name, param)
-
-    return register
-
-
-def _filling(before: Callable[..., Any]) -> Callable[..., Any]:
-    def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        blocks = _blocks()
-        if blocks and isinstance(tensor, torch.Tensor) and tensor.is_meta:
-            return blocks[-1].write(before, (tensor, *args), kwargs)
-        return before(tensor, *args, **kwargs)
-
-    return fill
+register_module_parameter_registration_hook(_registered_parameter)  # type: ignore[arg-type]  # its result takes the place
+register_module_buffer_registration_hook(_registered)
+register_module_module_registration_hook(_registered)
 
 
 # Putting the tensors in their places.
@@ -651,124 +555,50 @@ class _Plan:
         )
 
     def execute(self) -> list[nn.Module]:
-        """Put every tensor in its place, in plain attributes too. Returns the models."""
-        successors = _Successors(self._block)
+        """Put every tensor in its place. Returns the models.
+
+        :raises CapabilityError: if a tensor that stays sees memory that is replaced.
+        """
+        replaced = set(self._block.originals)
         for slots, name in self._shared:
-            source = self._source[name]
-            successors.put(slots, source.detach(), source.requires_grad, seen=True)
-        lacking = [slots for slots in self._made if slots[0].tensor.is_meta and slots[0].kind == "parameter"]
-        values = self._block.values_of([(slots[0].name, slots[0].tensor) for slots in lacking])
+            replaced.add(_key(slots[0].tensor))
+            self._put(slots, self._source[name].detach(), self._source[name].requires_grad)
         for slots in self._made:
             old = slots[0].tensor
-            if old.is_meta and slots[0].kind == "parameter":
-                new = values.pop(0)
+            if isinstance(old, nn.Parameter) and old.is_meta:
+                new = self._block.values_of(slots[0].name, old)
             else:
-                new = old if is_lazy(old) else successors.of(old, slots[0].name)
+                self._check(old, slots[0].name, replaced)
+                new = old
             moved = new.to(self._device) if self._device and not is_lazy(new) else new
             if moved is not old:
-                successors.put(slots, moved, old.requires_grad)
+                self._put(slots, moved, old.requires_grad)
         for root in self.roots:
-            _replace_attributes(root, successors.of)
+            for prefix, module in root.named_modules():
+                for name, value in vars(module).items():
+                    if name not in {"_parameters", "_buffers", "_modules"}:
+                        for leaf in tree_leaves(value):
+                            self._check(leaf, f"{prefix}.{name}".lstrip("."), replaced)
         return self.roots
 
-
-class _Successors:
-    """The successors of tensors, for other tensors that see their memory."""
-
-    def __init__(self, block: _Block) -> None:
-        self._block = block
-        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one too: its id stays its own
-        self._over: defaultdict[int, list[tuple[_Geometry, torch.Tensor]]] = defaultdict(list)
-        self._formers: dict[int, list[tuple[int, _Former]]] = defaultdict(list)
-        for key, formers in block.formers.items():
-            for former in formers:
-                self._formers[id(former.stand_in)].append((key, former))
-
-    def put(self, slots: list[_Slot], tensor: torch.Tensor, requires_grad: bool, *, seen: bool = False) -> None:
-        """Put one tensor in all slots, as ``load_state_dict(assign=True)`` does: some modules take note of it.
-
-        :param seen: whether tensors that see the old memory shall see the new one.
-        """
+    def _put(self, slots: list[_Slot], tensor: torch.Tensor, requires_grad: bool) -> None:
+        """Put one tensor in all slots, as ``load_state_dict(assign=True)`` does: some modules take note of it."""
         old = slots[0].tensor
-        new = tensor
         if isinstance(old, nn.Parameter):
-            new = nn.Parameter(tensor, requires_grad)
-            vars(new).update(vars(old))
+            tensor = nn.Parameter(tensor, requires_grad)
+            vars(tensor).update(vars(old))
         for slot in slots:
-            setattr(slot.module, slot.attribute, new)
-        self._of[id(old)] = old, new
-        formers = self._formers[id(old)]
-        for _, former in formers:
-            if (parameter := former.parameter()) is not None:
-                self._of[id(parameter)] = parameter, new
-        if seen and (key := _key(old)):
-            self._over[key].append((_Geometry.of(old), new))
-            for former_key, former in formers:
-                self._over[former_key].append((former.geometry, new))
+            setattr(slot.module, slot.attribute, tensor)
 
-    def of(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
-        """Return the successor of a tensor; the tensor itself if it does not see replaced memory.
-
-        :raises CapabilityError: if it has no values, or sees memory that is gone.
-        """
-        if id(tensor) in self._of:
-            return self._of[id(tensor)][1]
-        key = _key(tensor)
-        for old, new in self._over.get(key, ()) if key else ():
-            view = _Geometry.of(tensor)
-            (begin, end), (first, last) = view.span, old.span
-            base = new if tensor.requires_grad and not tensor.is_leaf else new.detach()
-            if first <= begin and end <= last and (new.stride(), view.dtype) == (old.strides, old.dtype):
-                return view.over(base, old.offset)
-            if begin < last and first < end:
-                raise CapabilityError(
-                    f"materialize(): {path}, of shape {tuple(tensor.shape)}, sees the memory that the constructor made for a "
-                    f"parameter or buffer of the source, and the source's cannot be seen so: have the model make it from the "
-                    f"weight when it needs it, or clone it"
-                )
-        if tensor.is_meta:
-            raise CapabilityError(
-                f"materialize(): {path}, of shape {tuple(tensor.shape)}, is computed from {self._block.name_of(tensor)}, and "
-                f"parameters have no values while the block runs: have the model make it when it needs it, or after the block"
-            )
-        return tensor
-
-
-def _replace_attributes(root: nn.Module, replaced: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-    """Replace every tensor in plain attributes of the tree by what ``replaced`` returns: in lists, dicts, tuples, and the
-    attributes of objects too. Without a replacement nothing is written: other code may own the container.
-    """
-    seen: set[int] = set()
-
-    def visit(value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            return replaced(value, path)
-        if id(value) in seen or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
-            return value
-        # The third kind is that of torch's own results, as of torch.linalg.qr.
-        if type(value) is tuple or (isinstance(value, tuple) and (hasattr(value, "_fields") or hasattr(value, "n_fields"))):
-            parts = [visit(part, f"{path}[{number}]") for number, part in enumerate(value)]
-            if all(new is old for new, old in zip(parts, value, strict=True)):
-                return value
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        seen.add(id(value))
-        if isinstance(value, (list, dict)):
-            visit_items(value, list(value) if isinstance(value, dict) else range(len(value)), f"{path}[{{}}]")
-        elif hasattr(value, "__dict__"):
-            visit_items(vars(value), list(vars(value)), f"{path}.{{}}")
-        return value
-
-    def visit_items(items: Any, keys: Iterable[Any], path: str) -> None:
-        for key in keys:
-            old = items[key]
-            new = visit(old, path.replace("{}", str(key)))
-            if new is not old:
-                items[key] = new
-
-    for prefix, module in root.named_modules():
-        begin = f"{prefix}." if prefix else ""
-        own = [name for name in vars(module) if name not in {"_parameters", "_buffers", "_modules"}]
-        visit_items(vars(module), own, f"{begin}{{}}")
+    def _check(self, value: object, path: str, replaced: set[int]) -> None:
+        """Check that a buffer or a value in an attribute is a tensor of its own, with values."""
+        if not isinstance(value, torch.Tensor) or not (value.is_meta or (_key(value) and _key(value) in replaced)):
+            return
+        found = f"computed from {self._block.label_of(value)}" if value.is_meta else "the memory of a tensor of the source"
+        raise CapabilityError(
+            f"materialize(): {path}, of shape {tuple(value.shape)}, is {found}, and the constructor's is gone at the end: have "
+            f"the model take it from the parameter in forward() or after the block, or clone() what is no parameter"
+        )
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

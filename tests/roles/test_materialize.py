@@ -129,56 +129,40 @@ def test_tensors_that_share_memory_do_so_afterwards() -> None:
     assert model.low.untyped_storage().data_ptr() == model.high.untyped_storage().data_ptr()
 
 
-def test_attributes_that_see_a_weight_see_the_sources() -> None:
-    """A list of parameters, a buffer under another name, a view of either: they are the shared memory too."""
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda it: setattr(it, "kept", [it.weight]),
+        lambda it: setattr(it, "kept", {"made": (it.made,)}),
+        lambda it: setattr(it, "kept", it.weight[2:]),
+        lambda it: setattr(it, "kept", it.weight.data.t()),
+        lambda it: setattr(it, "kept", it.table),
+        lambda it: setattr(it, "kept", it.flat),
+        lambda it: it.register_buffer("kept", it.table[:2], persistent=False),
+    ],
+    ids=["listed", "before it was registered", "view", "transposed", "buffer", "memory around it", "view of a buffer"],
+)
+def test_attributes_that_see_a_weight(keep: Callable[[Any], object]) -> None:
+    """They would go on with the constructor's memory, so the error names them."""
 
     class Kept(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 3))
-            self.register_buffer("table", torch.randn(6))
-            self.listed = [self.weight]
-            self.named = {"weight": self.weight, "table": self.table}
-            self.half = self.weight[2:]
-            self.turned = self.weight.data.t()
-            self.register_buffer("first", self.table[:2], persistent=False)
-
-    source = Kept()
-    with materialize(source):
-        model = Kept()
-    assert model.listed[0] is model.weight is model.named["weight"]
-    assert model.named["table"] is model.table
-    assert same_memory(model.half, source.weight[2:])
-    assert same_memory(model.turned, source.weight.t())
-    assert same_memory(model.first, source.table[:2])
-    model.half.sum().backward()
-    assert model.weight.grad is not None
-    assert model.weight.grad.sum() == 6
-
-
-def test_an_attribute_that_sees_more_than_a_weight() -> None:
-    """The source has no such memory, so it is refused; another layout of the source is no better."""
-
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
+            self.made = nn.Parameter(torch.randn(4, 3))
+            weight = nn.Parameter(torch.randn(4, 3))
+            vars(self)["made"] = weight
+            self.weight = weight
             self.flat = torch.zeros(6)
-            self.weight = nn.Parameter(self.flat[:4].view(2, 2))
+            self.part = nn.Parameter(self.flat[:4].view(2, 2))
+            self.register_buffer("table", torch.randn(6))
+            keep(self)
+            for name in {"made", "flat"} & vars(self).keys():
+                del vars(self)[name]
 
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(2, 2))
-            self.row = self.weight.data[0]
-
-    with pytest.raises(CapabilityError, match=r"flat, of shape \(6,\), sees the memory .* for a parameter"):
-        with materialize({"weight": torch.ones(2, 2)}):
-            flat = Flat()
-        del flat
-    with pytest.raises(CapabilityError, match=r"row, of shape \(2,\), sees the memory"):
-        with materialize({"weight": torch.ones(2, 2).t()}):
-            rows = Rows()
-        del rows
+    source = {"made": torch.ones(4, 3), "weight": torch.ones(4, 3), "part": torch.ones(2, 2), "table": torch.ones(6)}
+    with pytest.raises(CapabilityError, match=r"kept, of shape .* in forward\(\) or after the block"), materialize(source):
+        model = Kept()
+    del model
 
 
 def test_attributes_want_gradients_as_the_constructor_has_it() -> None:
@@ -189,8 +173,9 @@ def test_attributes_want_gradients_as_the_constructor_has_it() -> None:
             super().__init__()
             self.scale = torch.ones(2, requires_grad=True)
             self.listed = [nn.Parameter(torch.ones(3))]
+            self.weight = nn.Parameter(torch.ones(1))
 
-    with materialize({}):
+    with materialize({"weight": torch.ones(1)}):
         model = Kept()
     assert model.scale.requires_grad
     assert isinstance(model.listed[0], nn.Parameter)
@@ -209,8 +194,9 @@ def test_what_an_attribute_leads_to_is_not_written_to() -> None:
             self.library = torch.nn.functional
             self.settings = Guarded(size=1)
             self.table = torch.arange(3)
+            self.weight = nn.Parameter(torch.ones(1))
 
-    with materialize({}):
+    with materialize({"weight": torch.ones(1)}):
         model = Kept()
     assert model.table.tolist() == [0, 1, 2]
 
@@ -264,7 +250,7 @@ class Asks(nn.Module):
         (lambda it: it.layer.weight.detach().numpy(), r"asks for the values of weight of Linear \(numpy\)"),
         (lambda it: bool(it.layer.weight.sum() > 1), r"asks for the values of weight of Linear \(__bool__\)"),
         (lambda it: torch.zeros(2, 2).copy_(it.layer.weight), r"writes what it computed from weight of Linear to another"),
-        (lambda it: setattr(it, "norms", {"l": [it.layer.weight.norm()]}), r"norms\[l\]\[0\], .* from weight of Linear"),
+        (lambda it: setattr(it, "norms", {"l": [it.layer.weight.norm()]}), r"norms, .* from weight of Linear"),
         (
             lambda it: it.register_buffer("norm", it.layer.weight.norm(), persistent=False),
             r"norm, of shape \(\), is computed from weight of Linear",
@@ -313,20 +299,20 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def test_one_parameter_that_is_registered_twice() -> None:
-    """It is tied, and what the constructor kept of it is the source's too; who else has it keeps it as it was."""
+    """It is tied; other owners of the constructor's parameter keep it as it was."""
     outside = nn.Parameter(torch.zeros(3))
 
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             weight = nn.Parameter(torch.randn(3))
-            self.one, self.other, self.listed = weight, weight, [weight]
+            self.one, self.other = weight, weight
             self.outside = outside
 
     source = {"one": torch.ones(3), "outside": torch.ones(3)}
     with materialize(source):
         model = Twice()
-    assert model.one is model.other is model.listed[0]
+    assert model.one is model.other
     assert same_memory(model.one, source["one"])
     assert same_memory(model.outside, source["outside"])
     assert outside.tolist() == [0, 0, 0]
@@ -470,7 +456,7 @@ def test_names_of_the_models_own() -> None:
             self.lora_c = nn.Linear(2, 3)
             self.lora_c.weight.data.fill_(1)
             self.lora_c.weight.data[0, 1] = 5
-            self.lora_d = copy.deepcopy(self.lora_c)
+            self.lora_d = nn.Linear(2, 3)
             self.lora_d.bias.data = torch.full((3,), 7.0)
             with torch.no_grad():
                 self.lora_c.weight += 1
@@ -486,7 +472,7 @@ def test_names_of_the_models_own() -> None:
     assert model.lora_b.std() > 0
     assert model.lora_c.weight.tolist() == [[2, 6], [2, 2], [2, 2]]
     assert 0 < model.lora_c.bias.abs().max() < 1
-    assert model.lora_d.weight.tolist() == [[1, 5], [1, 1], [1, 1]]
+    assert 0 < model.lora_d.weight.abs().max() < 1
     assert model.lora_d.bias.tolist() == [7, 7, 7]
 
 
@@ -502,6 +488,20 @@ def test_own_names_of_several_models() -> None:
     with materialize({}, own=["own"]):
         one, other = Head(1), Head(2)
     assert (one.own.tolist(), other.own.tolist()) == ([1, 1], [2, 2])
+
+
+def test_an_own_parameter_that_is_a_copy_of_another() -> None:
+    """Its values are not kept; the error names it."""
+
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(2, 2)
+            self.other = copy.deepcopy(self.one)
+
+    with pytest.raises(CapabilityError, match=r"other\.weight is in own=, .* after the block"), materialize({}, own=["**"]):
+        model = Copied()
+    del model
 
 
 def test_an_own_parameter_that_is_made_of_a_shared_one() -> None:
@@ -606,12 +606,9 @@ class Broken(Exception):
 
 def test_an_exception_of_the_block_passes_through() -> None:
     """And torch is as it was."""
-    before = nn.Module.__init__
     with pytest.raises(Broken), materialize(nn.Linear(1, 1)):
         assert nn.Linear(3, 3).weight.is_meta
-        assert nn.Module.__init__ is not before
         raise Broken
-    assert nn.Module.__init__ is before
     assert not nn.Linear(1, 1).weight.is_meta
 
 

@@ -28,7 +28,6 @@ class Loading(nn.Module):
         self.vectors = nn.Parameter(vectors)
         self.register_buffer("norms", vectors.norm(dim=1), persistent=False)
         self.plain = vectors[1].clone()
-        self.row = vectors[1]
         self.layer = nn.Linear(3, 2, bias=False)
         with pytest.warns(UserWarning, match="no-op"):  # torch says what is the case
             self.layer.load_state_dict({"weight": vectors})
@@ -57,7 +56,6 @@ def test_a_constructor_that_loads_a_file(tmp_path: Path, file: str) -> None:
         model = Loading(load)
 
     assert same_memory(model.vectors, source["vectors"])
-    assert same_memory(model.row, source["vectors"][1])
     assert same_memory(model.layer.weight, source["layer.weight"])
     assert model.plain.tolist() == saved["vectors"][1].tolist()
     assert model.norms.tolist() == saved["vectors"].norm(dim=1).tolist()
