@@ -1,16 +1,23 @@
-"""An object that leaves a broker and enters it: on disk and back, against its build, and from memory to memory."""
+"""An object that leaves a broker and enters it: on disk and back, against its build, and from memory to memory.
+
+Beside it the loading of a safetensors file of as many bytes, by this library and by others.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import msgspec
+import torch
 import typer
 
 from benchmarks.options import Device, Json, chosen
@@ -18,7 +25,9 @@ from benchmarks.report import Report, Row
 from benchmarks.servers import Servers, broker
 from benchmarks.stats import Sample
 from shared_rpc import Client
+from shared_rpc.extras import safetensors
 from shared_rpc.extras.record_file import FileRecord, save
+from shared_rpc.memory.mapping import MAPPINGS
 
 __all__ = ["run"]
 
@@ -43,6 +52,7 @@ def module(mebibytes):
 _BUILD, _ATTACH = "build, and attach", "attach"
 _EXPORT, _IMPORT = "export to a file", "import from the file, which is in the page cache"
 _ADOPT, _PROMOTE = "adopt from memory", "promote a candidate"
+_LOAD = "load a safetensors file, which is in the page cache"
 
 
 def run(
@@ -54,7 +64,8 @@ def run(
 ) -> None:
     """Measure a warm start: a module that is read from a file, against its build; and a move from memory to memory."""
     device = chosen(device)
-    report = Report("records", f"Records of a module of {megabytes} MiB on {device}", [OURS])
+    loaders = _loaders(device)
+    report = Report("records", f"Records of a module of {megabytes} MiB on {device}", [OURS, *loaders])
     times: defaultdict[str, list[float]] = defaultdict(list)
     with Servers(device) as servers, TemporaryDirectory(dir=folder, prefix="bench-") as place:
         file = Path(place) / "module.record"
@@ -62,10 +73,18 @@ def run(
             client.call("module", 4).release()  # the first of everything
             for _ in range(rounds):
                 _measure(client, megabytes, file, times)
-            report.note(f"the file has {file.stat().st_size:,} bytes, on {_kind_of(place)}")
+            nbytes = file.stat().st_size
+            report.note(f"the file has {nbytes:,} bytes, on {_kind_of(place)}")
+        file.unlink()
+        _write_weights(Path(place) / "model.safetensors", megabytes)
+        loads = _measure_loads({OURS: safetensors.load, **loaders}, Path(place) / "model.safetensors", device, rounds)
     for name in (_BUILD, _EXPORT, _IMPORT, _ATTACH, _ADOPT, _PROMOTE):
         sample = Sample([times[name]])
         report.add(Row(name, {OURS: sample.p50}, samples={OURS: sample}))
+    medians = {name: sample.p50 for name, sample in loads.items()}
+    report.add(Row(_LOAD, medians, samples=loads))
+    report.add(Row("the same, in GB/s", {name: nbytes / 1e9 / median for name, median in medians.items()}, "number"))
+    report.add(Row("speed of import, as a part of that of load", {OURS: medians[OURS] / Sample([times[_IMPORT]]).p50}, "ratio"))
     report.add(
         Row("import, as a part of the build", {OURS: Sample([times[_IMPORT]]).p50 / Sample([times[_BUILD]]).p50}, "ratio")
     )
@@ -97,6 +116,63 @@ def _measure(client: Client, megabytes: int, file: Path, times: defaultdict[str,
         # The earlier generation is held, as by those who serve it: freeing its memory is no part of this.
         with client.adopt_candidate(record) as candidate, client.call("module", megabytes), timed(_PROMOTE):
             client.promote(candidate)
+
+
+def _loaders(device: str) -> dict[str, Callable[[Path, str], object]]:
+    """Return the loaders of others that are installed, for a GPU: on the host they map the file, and load nothing."""
+    found: dict[str, Callable[[Path, str], object]] = {}
+    if device == "cpu":
+        return found
+    if importlib.util.find_spec("safetensors"):
+        from safetensors.torch import load_file
+
+        found["safetensors.torch.load_file"] = load_file
+    if importlib.util.find_spec("fastsafetensors"):
+        found["fastsafetensors"] = _fast_load
+    return found
+
+
+def _fast_load(file: Path, device: str) -> object:
+    from fastsafetensors import fastsafe_open
+
+    with fastsafe_open([str(file)], nogds=True, device=f"cuda:{torch.cuda.current_device()}") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def _write_weights(file: Path, megabytes: int) -> None:
+    """Write tensors of 4 MiB, as the module has them."""
+    length = 4 << 20
+    count = megabytes // 4
+    header = {
+        f"layers.{n}.weight": {"dtype": "F32", "shape": [1024, 1024], "data_offsets": [n * length, (n + 1) * length]}
+        for n in range(count)
+    }
+    text = msgspec.json.encode(header)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for n in range(count):
+            opened.write(torch.full((1 << 20,), float(n)).numpy().tobytes())
+
+
+def _measure_loads(
+    loaders: dict[str, Callable[[Path, str], object]], file: Path, device: str, rounds: int
+) -> dict[str, Sample]:
+    """Load the file by each in turn, ``rounds`` times after a first one."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for number in range(rounds + 1):
+        for name, load in loaders.items():
+            begin = time.perf_counter()
+            loaded = load(file, device)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            if number:
+                times[name].append(time.perf_counter() - begin)
+            del loaded
+            gc.collect()
+            MAPPINGS.drain()
+            if device != "cpu":
+                torch.cuda.empty_cache()
+    return {name: Sample([values]) for name, values in times.items()}
 
 
 def _kind_of(folder: str) -> str:

@@ -166,6 +166,11 @@ class RecordBytes:
         """Whether it was closed, or adopted."""
         return self._closed
 
+    def copy_to(self, room: RecordBytes) -> None:
+        """Copy the bytes to a room for the same record, which may be on another device."""
+        for source, target in zip(self.segments, room.segments, strict=True):
+            source.copy_to(target)
+
     def _check_open(self) -> None:
         if self.closed:
             raise RecordError("the record was closed, or adopted already: export or allocate it again", reason="room")

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from shared_rpc.client.exported import ExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.errors import RecordError
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.copies import write_exactly
 from shared_rpc.memory.digests import DIGEST, PART, digest
+from shared_rpc.memory.file_reader import Part, PartError, place_in, read_parts, sink_to, write_exactly
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.peers import is_own_or_root, named
@@ -91,10 +91,6 @@ class _Layout:
             end = begin + info.nbytes
         #: Bytes of the whole file.
         self.nbytes = end
-
-    def of(self, segment: int) -> list[_Part]:
-        """Return the parts of one segment."""
-        return [part for part in self.parts if part.segment == segment]
 
 
 def save(client: RecordSource, object_id: str, path: str | os.PathLike[str]) -> RecordHeader:
@@ -203,20 +199,11 @@ def _write_data(fd: int, part: _Part, data: memoryview) -> bytes:
 
 
 class _FileSegment:
-    """The bytes of one segment in a file, which are checked when they are read."""
+    """One segment of a record in a file."""
 
-    def __init__(self, record: FileRecord, number: int, info: SegmentInfo) -> None:
+    def __init__(self, info: SegmentInfo) -> None:
         self.info = info
         self.nbytes = info.nbytes
-        self._record = record
-        self._number = number
-
-    def copy_to(self, target: SegmentBytes) -> None:
-        """Read the bytes into memory, straight where they are to be.
-
-        :raises RecordError: if they are not those that were written.
-        """
-        self._record._read(self._number, target)
 
     def _unmap(self) -> None:
         pass
@@ -248,7 +235,7 @@ class FileRecord(RecordBytes):
         except BaseException:
             self.close()
             raise
-        parts: Any = [_FileSegment(self, number, info) for number, info in enumerate(header.segments)]
+        parts: Any = [_FileSegment(info) for info in header.segments]
         super().__init__(header, parts, (), room=False)
 
     def close(self) -> None:
@@ -264,40 +251,35 @@ class FileRecord(RecordBytes):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _read(self, segment: int, target: SegmentBytes) -> None:
-        parts = self._layout.of(segment)
-        host = target.info.device == "cpu"
-        into: Any = target.buffer() if host else target.tensor()
-        staging = _staging(max(part.nbytes for part in parts)) if not host else None
-        for part in parts:
-            if staging is None:
-                self._read_part(part, into[part.start : part.start + part.nbytes])
-            else:
-                self._read_part(part, HOST.view(staging.data_ptr(), part.nbytes))
-                into[part.start : part.start + part.nbytes].copy_(staging[: part.nbytes])
+    def copy_to(self, room: RecordBytes) -> None:
+        """Read the segments, straight where they are to be.
 
-    def _read_part(self, part: _Part, view: memoryview) -> None:
-        done = 0
-        try:
-            while done < part.nbytes and (count := os.preadv(self._fd, [view[done:]], part.offset + done)):
-                done += count
-        except OSError as error:
-            raise RecordError(f"cannot read the record {self.path}: {error.strerror}", reason="unreadable") from error
-        expected = self._digests[part.number * DIGEST : (part.number + 1) * DIGEST]
-        # Of what is in memory now, whatever happens to the file meanwhile.
-        if done < part.nbytes or digest(view) != expected:
-            raise RecordError(
-                f"the record {self.path} is damaged: bytes {part.offset} to {part.offset + part.nbytes} are not those that "
-                f"were written. Export it again",
-                reason="damaged",
+        :raises RecordError: if they are not those that were written.
+        """
+        by_device: dict[str, list[Part]] = {}
+        for part in self._layout.parts:
+            mapping = room.segments[part.segment]._mapped().mapping
+            expected = self._digests[part.number * DIGEST : (part.number + 1) * DIGEST]
+            by_device.setdefault(mapping.info.device, []).append(
+                Part(self._fd, part.offset, part.nbytes, *place_in(mapping, part.start), expected)
             )
+        try:
+            for device, parts in by_device.items():
+                read_parts(parts, sink_to(device), _nothing)
+        except PartError as error:
+            if error.problem is not None and error.problem.errno:
+                raise RecordError(
+                    f"cannot read the record {self.path}: {error.problem.strerror}", reason="unreadable"
+                ) from error.problem
+            raise RecordError(
+                f"the record {self.path} is damaged: bytes {error.part.offset} to {error.part.offset + error.part.nbytes} are "
+                f"not those that were written. Export it again",
+                reason="damaged",
+            ) from None
 
 
-def _staging(nbytes: int) -> Any:
-    """Return host memory that a GPU copies from."""
-    import torch
-
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+def _nothing(_: Part) -> None:
+    """Take a part that was read, for which nobody waits."""
 
 
 def _check_file(path: str, status: os.stat_result) -> None:

@@ -1,9 +1,7 @@
 """Weights from safetensors files, read once, into the memory in which they are shared.
 
 ``load()`` reads a file, or the files of an index, straight into new segments. A module that is made of these tensors and
-returned by an endpoint is published as it lies there: nothing is copied, and the weights are never in memory twice. The files
-are read with read(2), in several threads, and not mapped: a file that is truncated during the read is an error here, and would
-end the process there (SIGBUS).
+returned by an endpoint is published as it lies there: nothing is copied, and the weights are never in memory twice.
 
 The format is 8 bytes with the length of a header, the header in JSON, and the tensors' bytes, so that no other package is
 needed (https://huggingface.co/docs/safetensors).
@@ -14,10 +12,8 @@ from __future__ import annotations
 import errno
 import math
 import os
-import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -27,8 +23,8 @@ import msgspec
 from shared_rpc.context import progress, raise_if_cancelled
 from shared_rpc.errors import CheckpointError
 from shared_rpc.memory.arena import pack
-from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.devices import device_id, torch_device
+from shared_rpc.memory.file_reader import READERS, Part, PartError, place_in, read_parts, sink_to
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 
 if TYPE_CHECKING:
@@ -61,8 +57,8 @@ _DTYPES = {
 _HEADER_LIMIT = 100_000_000
 #: Bytes that torch can count.
 _LARGEST = (1 << 63) - 1
-#: Bytes that are read at a time: enough for a disk's and a bus's full speed, few enough for a bar that moves.
-_PIECE = 16 << 20
+#: Bytes that a thread reads before it takes the next ones: few enough for a bar that moves.
+_PART = 16 << 20
 
 T = TypeVar("T")
 
@@ -83,7 +79,7 @@ def load(
     device: str = "auto",
     *,
     wanted: Callable[[str], bool] | None = None,
-    readers: int = 4,
+    readers: int = READERS,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a checkpoint, by name, into new memory that this process may share.
 
@@ -223,20 +219,10 @@ def _check_cover(path: Path, tensors: list[StoredTensor], start: int, size: int)
         raise CheckpointError(f"{path} has {size} bytes, and its header describes {end}: it is not the file that was written")
 
 
-class _Piece(NamedTuple):
-    """Bytes of a tensor, and their target address."""
-
-    tensor: StoredTensor
-    file: int
-    offset: int
-    address: int
-    nbytes: int
-
-
 def _fill(tensors: list[StoredTensor], device: str, readers: int) -> dict[str, torch.Tensor]:
     sizes, places = pack([tensor.nbytes for tensor in tensors])
     made: dict[str, torch.Tensor] = {}
-    pieces: list[_Piece] = []
+    parts: dict[Part, StoredTensor] = {}
     with ExitStack() as stack:
         files = {path: stack.enter_context(open(path, "rb")).fileno() for path in {tensor.file for tensor in tensors}}
         # Memory is made before the first byte is read, so that a lack of it is an error at once.
@@ -244,8 +230,8 @@ def _fill(tensors: list[StoredTensor], device: str, readers: int) -> dict[str, t
         for tensor, place in zip(tensors, places, strict=True):
             mapping = mappings[place.segment]
             made[tensor.name] = _over(mapping, place.offset, tensor)
-            pieces += _pieces(tensor, files[tensor.file], mapping.address + place.offset)
-        _read_all(pieces, device, readers)
+            parts |= dict.fromkeys(_parts(tensor, files[tensor.file], mapping, place.offset), tensor)
+        _read(parts, device, readers)
     return made
 
 
@@ -268,75 +254,27 @@ def _over(mapping: Mapping, offset: int, stored: StoredTensor) -> torch.Tensor:
         return tensor.set_(storage, 0, stored.shape, torch.empty(stored.shape, device="meta").stride())
 
 
-def _pieces(tensor: StoredTensor, file: int, address: int) -> Iterable[_Piece]:
-    for start in range(0, tensor.nbytes, _PIECE):
-        yield _Piece(tensor, file, tensor.offset + start, address + start, min(_PIECE, tensor.nbytes - start))
+def _parts(tensor: StoredTensor, file: int, mapping: Mapping, offset: int) -> Iterable[Part]:
+    for start in range(0, tensor.nbytes, _PART):
+        yield Part(file, tensor.offset + start, min(_PART, tensor.nbytes - start), *place_in(mapping, offset + start))
 
 
-def _read_all(pieces: list[_Piece], device: str, readers: int) -> None:
-    done, total = 0, sum(piece.nbytes for piece in pieces)
-    read = _read_to_host if device == "cpu" else _PinnedReader(device).read
-    progress(0, total, str(pieces[0].tensor.file) if pieces else "")
-    with ThreadPoolExecutor(readers, "shared-rpc-reader") as pool:
-        for piece in _in_order(pool, read, pieces, ahead=2 * readers):
-            raise_if_cancelled()
-            done += piece.nbytes
-            progress(done, total, str(piece.tensor.file))
+def _read(parts: dict[Part, StoredTensor], device: str, readers: int) -> None:
+    done, total = 0, sum(part.nbytes for part in parts)
 
+    def count(part: Part) -> None:
+        nonlocal done
+        raise_if_cancelled()
+        done += part.nbytes
+        progress(done, total, str(parts[part].file))
 
-def _in_order(
-    pool: ThreadPoolExecutor, read: Callable[[_Piece], None], pieces: Iterable[_Piece], ahead: int
-) -> Iterator[_Piece]:
-    """Read pieces in threads, and yield them in order. Only a few are submitted ahead: a process that ends waits for those."""
-    pending: deque[tuple[_Piece, Future[None]]] = deque()
+    progress(0, total, str(next(iter(parts.values())).file) if parts else "")
     try:
-        for piece in pieces:
-            pending.append((piece, pool.submit(read, piece)))
-            if len(pending) == ahead:
-                first, future = pending.popleft()
-                future.result()
-                yield first
-        for first, future in pending:
-            future.result()
-            yield first
-    finally:
-        for _, future in pending:
-            future.cancel()
-
-
-def _read_to_host(piece: _Piece, address: int | None = None) -> None:
-    view = HOST.view(piece.address if address is None else address, piece.nbytes)
-    done = 0
-    while done < piece.nbytes:
-        count = os.preadv(piece.file, [view[done:]], piece.offset + done)
-        if count == 0:
-            raise CheckpointError(
-                f"{piece.tensor.file} was truncated while it was read: tensor {piece.tensor.name!r} lacks its bytes from "
-                f"{piece.offset + done} on"
-            )
-        done += count
-
-
-class _PinnedReader:
-    """Reader to a GPU. Each thread has pinned memory and a stream of its own, so that one reads while another one copies."""
-
-    def __init__(self, device: str) -> None:
-        self._device = torch_device(device)
-        self._of_thread = threading.local()
-
-    def read(self, piece: _Piece) -> None:
-        """Read a piece, and copy it to the GPU. The copy is complete when this returns."""
-        import torch
-
-        from shared_rpc.codec.storages import bytes_at
-
-        with torch.cuda.device(self._device):
-            if not hasattr(self._of_thread, "pinned"):
-                self._of_thread.pinned = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
-                self._of_thread.stream = torch.cuda.Stream(self._device)
-            pinned, stream = self._of_thread.pinned, self._of_thread.stream
-            _read_to_host(piece, pinned.data_ptr())
-            with torch.cuda.stream(stream):
-                target = bytes_at(piece.address, piece.nbytes, self._device)
-                target.copy_(pinned[: piece.nbytes], non_blocking=True)
-            stream.synchronize()
+        read_parts(list(parts), sink_to(device), count, readers)
+    except PartError as error:
+        tensor, problem = parts[error.part], error.problem
+        if problem is None or problem.errno:
+            raise problem or error from None
+        raise CheckpointError(
+            f"{tensor.file} was truncated while it was read: tensor {tensor.name!r} lacks its last bytes: {problem.strerror}"
+        ) from None

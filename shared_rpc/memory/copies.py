@@ -7,8 +7,8 @@ a GPU's driver is :mod:`shared_rpc.memory.gpu_copies`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -17,14 +17,13 @@ import xxhash
 from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.digests import DIGEST, PART
+from shared_rpc.memory.file_reader import STEP, Part, PartError, Sink, host_sink, read_exactly, read_parts, write_exactly
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
 
 #: Mechanisms whose bytes need no GPU to be copied.
 ON_HOST: frozenset[Mechanism] = frozenset({"memfd", "file"})
 
-#: Bytes of a step between two descriptors: they are still in the processor's cache when they are written.
-_STEP = 4 << 20
 #: Bytes after which a file's disk is waited for.
 FLUSHED = 256 << 20
 
@@ -152,12 +151,19 @@ def copy_on_host(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
     :raises CopyCancelled: if it is not wanted any more.
     """
     made: list[Written] = []
-    buffer = memoryview(bytearray(min(_STEP, max((order.wanted.nbytes for order in orders), default=0))))
+    parts: dict[Part, CopyOrder] = {}
     with closing_all(made):
         for order in orders:
             target = order.target.duplicate() if order.target is not None else _host_segment(order.wanted)
             made.append(Written(target, b""))
-            made[-1] = Written(target, _copy(order, target, buffer, steps))
+            if order.source.info.mechanism == "file":
+                parts |= dict.fromkeys(parts_of(order, 0, target.fileno()), order)
+            else:
+                made[-1] = Written(target, _copy(order, target, steps))
+        if parts:
+            with writing(next(iter(parts.values())).wanted):
+                read_files(parts, host_sink, steps)
+        for order, (target, _) in zip(orders, made, strict=True):
             if order.wanted.mechanism == "memfd" and order.target is None:
                 HOST.seal(target.fileno(), order.wanted.access)
     return made
@@ -169,9 +175,10 @@ def _host_segment(wanted: SegmentInfo) -> Segment:
     return segment
 
 
-def _copy(order: CopyOrder, target: Segment, buffer: memoryview, steps: Steps) -> bytes:
-    """Copy the bytes of one segment in steps; return the digests of its parts, if it is or becomes a file."""
+def _copy(order: CopyOrder, target: Segment, steps: Steps) -> bytes:
+    """Copy the bytes of host memory in steps; return the digests of its parts, if they go to a file."""
     nbytes = order.wanted.nbytes
+    buffer = memoryview(bytearray(min(STEP, nbytes)))
     to_file = target.info.mechanism == "file"
     digests: list[bytes] = []
     for start in range(0, nbytes, PART):
@@ -186,34 +193,12 @@ def _copy(order: CopyOrder, target: Segment, buffer: memoryview, steps: Steps) -
             with writing(order.wanted):
                 write_exactly(target.fileno(), piece, offset)
         digests.append(found.digest())
-        if order.source.info.mechanism == "file":
-            check_part(order, start, end, digests[-1])
         if to_file and (end == nbytes or end % FLUSHED == 0):
             # What the disk refuses is noticed while the memory is still there.
             with writing(order.wanted):
                 os.fdatasync(target.fileno())
         steps.count(end - start)
     return b"".join(digests) if to_file else b""
-
-
-def read_exactly(fd: int, piece: memoryview, offset: int) -> None:
-    """Read so many bytes as are wanted.
-
-    :raises OSError: also if there are fewer.
-    """
-    done = 0
-    while done < len(piece):
-        count = os.preadv(fd, [piece[done:]], offset + done)
-        if not count:
-            raise OSError(0, f"it ends after {offset + done} bytes")
-        done += count
-
-
-def write_exactly(fd: int, piece: memoryview, offset: int) -> None:
-    """Write all bytes."""
-    done = 0
-    while done < len(piece):
-        done += os.pwrite(fd, piece[done:], offset + done)
 
 
 @contextmanager
@@ -240,15 +225,37 @@ def writing(wanted: SegmentInfo) -> Iterator[None]:
         ) from error
 
 
-def check_part(order: CopyOrder, start: int, end: int, found: bytes) -> None:
-    """Check the digest of a part that was read from a file.
-
-    :raises RecordError: if it is another one.
-    """
-    number = start // PART
-    if found != order.digest[number * DIGEST : (number + 1) * DIGEST]:
-        raise RecordError(
-            f"the copy of segment {order.wanted.name} in the spill directory is damaged: bytes {start} to {end} are not those "
-            f"that were written",
-            reason="damaged",
+def parts_of(order: CopyOrder, target: int, into: int = -1) -> list[Part]:
+    """Return the parts of a file, for a GPU's address or an offset in host memory."""
+    nbytes = order.wanted.nbytes
+    return [
+        Part(
+            order.source.fileno(),
+            start,
+            min(PART, nbytes - start),
+            target + start,
+            into,
+            order.digest[number * DIGEST : (number + 1) * DIGEST],
         )
+        for number, start in enumerate(range(0, nbytes, PART))
+    ]
+
+
+def read_files(parts: Mapping[Part, CopyOrder], sink: Callable[[], AbstractContextManager[Sink]], steps: Steps) -> None:
+    """Read the parts of copies in files, each with the order that it belongs to.
+
+    :raises RecordError: if a copy cannot be read, or does not have the bytes that were written.
+    :raises CopyCancelled: if the copies are not wanted any more.
+    """
+    try:
+        read_parts(list(parts), sink, lambda part: steps.count(part.nbytes))
+    except PartError as error:
+        part, order = error.part, parts[error.part]
+        if error.problem is not None:
+            with reading(order.source):
+                raise error.problem from None
+        raise RecordError(
+            f"the copy of segment {order.wanted.name} in the spill directory is damaged: bytes {part.offset} to "
+            f"{part.offset + part.nbytes} are not those that were written",
+            reason="damaged",
+        ) from None

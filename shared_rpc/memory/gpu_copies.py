@@ -10,36 +10,31 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple
+from contextlib import contextmanager
 
 import msgspec
 from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, check, relaxed_captures
+from shared_rpc.memory.backends.cuda import DriverError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import (
     FLUSHED,
     CopyOrder,
     Steps,
     Written,
-    check_part,
     closing_all,
-    read_exactly,
-    reading,
-    write_exactly,
+    parts_of,
+    read_files,
     writing,
 )
 from shared_rpc.memory.digests import PART, digest
+from shared_rpc.memory.file_reader import Part, sink_to, write_exactly
+from shared_rpc.memory.gpu_streams import PORTABLE, STREAMS, Stream, gpu, streams_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Mechanism, SegmentInfo
 
-#: Copies that are queued at once: while one runs, the memory of the next one is made.
-_STREAMS = 2
-#: CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTALLOC_PORTABLE (cuda.h): every context of the process may use the memory.
-_PORTABLE = 1
 #: Mechanisms of host memory, which stays mapped.
 _KEPT: frozenset[Mechanism] = frozenset({"host_vmm", "memfd"})
 
@@ -87,28 +82,28 @@ class GpuCopies:
     def _copy_all(self, orders: Sequence[CopyOrder], uuid: str, made: dict[int, Written], steps: Steps) -> None:
         """Make the segments of one GPU."""
         try:
-            with _streams(uuid) as streams:
-                for number, order in enumerate(orders):
-                    self._copy(order, uuid, streams, number % _STREAMS, made, steps)
-                for number in range(_STREAMS):
-                    streams[(len(orders) + number) % _STREAMS].finish()
+            with streams_of(uuid, PART) as streams:
+                files = [order for order in orders if order.source.info.mechanism == "file"]
+                self._read(files, uuid, streams[0], made, steps)
+                others = [order for order in orders if order not in files]
+                for number, order in enumerate(others):
+                    self._copy(order, uuid, streams, number % STREAMS, made, steps)
+                for number in range(STREAMS):
+                    streams[(len(others) + number) % STREAMS].finish()
         except DriverError as error:
             raise CapabilityError(f"cannot copy memory of GPU {uuid}: {error}") from error
 
     def _copy(
-        self, order: CopyOrder, uuid: str, streams: Sequence[_Stream], number: int, made: dict[int, Written], steps: Steps
+        self, order: CopyOrder, uuid: str, streams: Sequence[Stream], number: int, made: dict[int, Written], steps: Steps
     ) -> None:
         """Make one segment, and queue its bytes."""
         stream = streams[number]
         stream.finish()
         steps.check()
-        target = order.target.duplicate() if order.target is not None else self._create(order.wanted, uuid)
-        made[id(order)] = Written(target, b"")
+        target = self._target(order, uuid, made)
         if target.info.mechanism == "file":
             memory = self._map(order.source, uuid, stream, keep=False)
             made[id(order)] = Written(target, _to_file(order, memory, target, streams, steps))
-        elif order.source.info.mechanism == "file":
-            _from_file(order, self._map(target, uuid, stream, keep=False), streams, steps)
         else:
             nbytes = order.wanted.nbytes
             with _mapping_a_copy(order):
@@ -116,6 +111,22 @@ class GpuCopies:
             into = self._map(target, uuid, stream, keep=True)
             stream.copy(into, source, nbytes)
             stream.then(functools.partial(steps.count, nbytes))
+
+    def _read(self, orders: Sequence[CopyOrder], uuid: str, stream: Stream, made: dict[int, Written], steps: Steps) -> None:
+        """Make the segments of files."""
+        parts: dict[Part, CopyOrder] = {}
+        for order in orders:
+            steps.check()
+            memory = self._map(self._target(order, uuid, made), uuid, stream, keep=False)
+            parts |= dict.fromkeys(parts_of(order, memory), order)
+        read_files(parts, sink_to(uuid), steps)
+        stream.finish()
+
+    def _target(self, order: CopyOrder, uuid: str, made: dict[int, Written]) -> Segment:
+        """Return the segment that an order's bytes go to."""
+        target = order.target.duplicate() if order.target is not None else self._create(order.wanted, uuid)
+        made[id(order)] = Written(target, b"")
+        return target
 
     def _create(self, wanted: SegmentInfo, uuid: str) -> Segment:
         if wanted.mechanism == "host_vmm":
@@ -142,7 +153,7 @@ class GpuCopies:
         segment.info = msgspec.structs.replace(wanted, device="cpu", mechanism="memfd", nbytes=segment.info.nbytes)
         return segment
 
-    def _map(self, segment: Segment, uuid: str, stream: _Stream, *, keep: bool) -> int:
+    def _map(self, segment: Segment, uuid: str, stream: Stream, *, keep: bool) -> int:
         """Map a segment until the stream's copy has ended, and return its address.
 
         :param keep: whether host memory stays mapped, until its copy is gone.
@@ -186,86 +197,6 @@ class GpuCopies:
 
     def __len__(self) -> int:
         return len(self._mapped)
-
-
-class _Buffer(NamedTuple):
-    """Host memory that the driver has pinned, between a GPU and a file."""
-
-    address: int
-    view: memoryview
-
-
-class _Stream:
-    """A stream of a GPU, with what its queued copy needs. The GPU's context is current."""
-
-    def __init__(self) -> None:
-        self.handle = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        self._held: list[Callable[[], None]] = []
-        self._then: Callable[[], None] | None = None
-        self._buffer: _Buffer | None = None
-
-    @property
-    def buffer(self) -> _Buffer:
-        """Memory for a part of a file."""
-        if self._buffer is None:
-            address = int(check(driver.cuMemHostAlloc(PART, _PORTABLE)))
-            self._buffer = _Buffer(address, HOST.view(address, PART))
-        return self._buffer
-
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Queue a copy between any two kinds of memory."""
-        check(driver.cuMemcpyAsync(target, source, nbytes, self.handle))
-
-    def wait(self) -> None:
-        """Wait for the queued copies."""
-        check(driver.cuStreamSynchronize(self.handle))
-
-    def holds(self, release: Callable[[], None]) -> None:
-        """Have something called when the queued copies have ended."""
-        self._held.append(release)
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Have something called when the queued copies have succeeded."""
-        self._then = call
-
-    def finish(self) -> None:
-        """Wait for the queued copies, and let go of what they needed."""
-        self.wait()
-        self._release()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-
-    def _release(self) -> None:
-        while self._held:
-            self._held.pop()()
-
-    def close(self) -> None:
-        """End the stream, whatever has become of its copies."""
-        with suppress(DriverError):  # of the copies, or of a context that is broken
-            self.wait()
-        while self._held:
-            with suppress(DriverError):
-                self._release()
-        if self._buffer is not None:
-            driver.cuMemFreeHost(self._buffer.address)
-        driver.cuStreamDestroy(self.handle)
-
-
-@contextmanager
-def _streams(uuid: str) -> Iterator[list[_Stream]]:
-    """Yield streams of a GPU, whose context is current in the block."""
-    with _gpu(uuid).current(), relaxed_captures(), ExitStack() as stack:
-        streams = []
-        for _ in range(_STREAMS):
-            streams.append(_Stream())
-            stack.callback(streams[-1].close)
-        yield streams
-
-
-@functools.cache
-def _gpu(uuid: str) -> CudaBackend:
-    return CudaBackend(uuid)
 
 
 def _gpu_of(order: CopyOrder) -> str:
@@ -315,11 +246,11 @@ def _map_host_memory(segment: Segment, uuid: str) -> _Mapped:
         return _Mapped(address, functools.partial(backend.unmap, address, nbytes))
     address = HOST.map(fd, nbytes, "read_write")
     # Where the driver does not pin it, the driver copies through memory of its own.
-    pinned = driver.cuMemHostRegister(address, nbytes, _PORTABLE)[0] == driver.CUresult.CUDA_SUCCESS
+    pinned = driver.cuMemHostRegister(address, nbytes, PORTABLE)[0] == driver.CUresult.CUDA_SUCCESS
 
     def unmap() -> None:
         if pinned:
-            with _gpu(uuid).current():
+            with gpu(uuid).current():
                 driver.cuMemHostUnregister(address)
         HOST.unmap(address, nbytes)
 
@@ -330,18 +261,18 @@ def _parts(nbytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + PART, nbytes)) for start in range(0, nbytes, PART)]
 
 
-def _to_file(order: CopyOrder, memory: int, target: Segment, streams: Sequence[_Stream], steps: Steps) -> bytes:
+def _to_file(order: CopyOrder, memory: int, target: Segment, streams: Sequence[Stream], steps: Steps) -> bytes:
     """Write memory to a file; return the digests of its parts. While one part is written, the next one comes."""
     parts, digests = _parts(order.wanted.nbytes), []
 
     def fetch(number: int) -> None:
         start, end = parts[number]
-        stream = streams[number % _STREAMS]
+        stream = streams[number % STREAMS]
         stream.copy(stream.buffer.address, memory + start, end - start)
 
     fetch(0)
     for number, (start, end) in enumerate(parts):
-        stream = streams[number % _STREAMS]
+        stream = streams[number % STREAMS]
         stream.wait()
         if number + 1 < len(parts):
             fetch(number + 1)
@@ -353,18 +284,3 @@ def _to_file(order: CopyOrder, memory: int, target: Segment, streams: Sequence[_
                 os.fdatasync(target.fileno())
         steps.count(end - start)
     return b"".join(digests)
-
-
-def _from_file(order: CopyOrder, memory: int, streams: Sequence[_Stream], steps: Steps) -> None:
-    """Read a file to memory. While one part is on its way, the next one is read."""
-    for number, (start, end) in enumerate(_parts(order.wanted.nbytes)):
-        stream = streams[number % _STREAMS]
-        stream.wait()
-        piece = stream.buffer.view[: end - start]
-        with reading(order.source):
-            read_exactly(order.source.fileno(), piece, start)
-        check_part(order, start, end, digest(piece))
-        stream.copy(memory + start, stream.buffer.address, end - start)
-        steps.count(end - start)
-    for stream in streams:
-        stream.wait()

@@ -258,8 +258,7 @@ def given(
 
 
 def _copy(record: RecordBytes, room: RecordBytes) -> None:
-    for target, source in zip(room.segments, record.segments, strict=True):
-        source.copy_to(target)
+    record.copy_to(room)
     _synchronize(room)
 
 

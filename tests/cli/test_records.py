@@ -167,18 +167,21 @@ def test_an_import_that_is_interrupted_leaves_nothing(
 ) -> None:
     """Ctrl-C, or a kill, while the file is read: the room goes with the process."""
     path = tmp_path / "load.record"
-    with client.call("load", 8) as handle:
+    with client.call("load", 256) as handle:
         assert cli("export", handle.object_id, str(path)).code == 0
     client.invalidate_endpoint_cache("load")
     code = f"""
-import os
-from shared_rpc.extras import record_file
+import os, time
+from shared_rpc.memory import file_reader
 
-def stuck(*_):
-    print("reading", flush=True)
-    input()
+def slowly(*_):
+    if not begun:
+        begun.append(print("reading", flush=True))
+    time.sleep(0.2)
 
-record_file.FileRecord._read_part = stuck
+begun = []
+file_reader.read_exactly = slowly
+file_reader.STEP = 4096
 from shared_rpc.cli.app import main
 import sys
 sys.argv = ["shared-rpc", "import", {str(path)!r}]

@@ -70,7 +70,7 @@ EFFECTS = {
 #: What workers do besides.
 ON_GPUS = {
     "GpuCopies._create": "shared_rpc.memory.gpu_copies",
-    "_Stream.copy": "shared_rpc.memory.gpu_copies",
+    "Stream.copy": "shared_rpc.memory.gpu_streams",
 }
 
 
@@ -244,7 +244,7 @@ COPYING = [
     "before Copying._copy",
     "before GpuCopies.copy",
     "after GpuCopies._map",
-    "after _Stream.copy",
+    "after Stream.copy",
     "after Steps.count",
     "after GpuCopies.copy",
     "before Copying._answer",

@@ -376,7 +376,7 @@ def installed() -> Iterator[Driver]:
     """Have the library meet this driver in the block, also where it has met another one; yield what it knows."""
     global STATE
     ours = {f"shared_rpc.memory.backends.{name}" for name in ("cuda", "vmm", "host_vmm", "legacy_ipc", "pool_ipc")}
-    ours.add("shared_rpc.memory.gpu_copies")
+    ours |= {"shared_rpc.memory.gpu_copies", "shared_rpc.memory.gpu_streams"}
 
     def take_out() -> dict[str, types.ModuleType]:
         names = [name for name in sys.modules if name.partition(".")[0] == "cuda" or name in ours]

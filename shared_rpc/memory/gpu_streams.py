@@ -1,0 +1,130 @@
+"""Streams of a GPU on which memory is copied, beside torch's: by the driver alone, so that a process without torch has them."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
+
+from cuda.bindings import driver
+
+from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, check, relaxed_captures
+from shared_rpc.memory.backends.host import HOST
+
+#: Copies that are queued at once: while one runs, what the next one needs is made, or read.
+STREAMS = 2
+#: CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTALLOC_PORTABLE (cuda.h): every context of the process may use the memory.
+PORTABLE = 1
+
+
+@functools.cache
+def gpu(uuid: str) -> CudaBackend:
+    """Return a GPU, whose context this process has."""
+    return CudaBackend(uuid)
+
+
+class _Buffer(NamedTuple):
+    """Host memory that the driver has pinned, between a GPU and a file."""
+
+    address: int
+    view: memoryview
+
+
+class Stream:
+    """A stream of a GPU, with what its queued copy needs. The GPU's context is current.
+
+    :param nbytes: of its buffer.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.handle = check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        self._held: list[Callable[[], None]] = []
+        self._then: Callable[[], None] | None = None
+        self._buffer: _Buffer | None = None
+
+    @property
+    def buffer(self) -> _Buffer:
+        """Memory between the GPU and a file."""
+        if self._buffer is None:
+            address = int(check(driver.cuMemHostAlloc(self._nbytes, PORTABLE)))
+            self._buffer = _Buffer(address, HOST.view(address, self._nbytes))
+        return self._buffer
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Queue a copy between any two kinds of memory."""
+        check(driver.cuMemcpyAsync(target, source, nbytes, self.handle))
+
+    def wait(self) -> None:
+        """Wait for the queued copies."""
+        check(driver.cuStreamSynchronize(self.handle))
+
+    def holds(self, release: Callable[[], None]) -> None:
+        """Have something called when the queued copies have ended."""
+        self._held.append(release)
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have something called when the queued copies have succeeded."""
+        self._then = call
+
+    def finish(self) -> None:
+        """Wait for the queued copies, and let go of what they needed."""
+        self.wait()
+        self._release()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def _release(self) -> None:
+        while self._held:
+            self._held.pop()()
+
+    def close(self) -> None:
+        """End the stream, whatever has become of its copies."""
+        with suppress(DriverError):  # of the copies, or of a context that is broken
+            self.wait()
+        while self._held:
+            with suppress(DriverError):
+                self._release()
+        if self._buffer is not None:
+            driver.cuMemFreeHost(self._buffer.address)
+        driver.cuStreamDestroy(self.handle)
+
+
+@contextmanager
+def streams_of(uuid: str, nbytes: int) -> Iterator[list[Stream]]:
+    """Yield streams of a GPU, whose context is current in the block, with buffers of so many bytes."""
+    with gpu(uuid).current(), relaxed_captures(), ExitStack() as stack:
+        streams = []
+        for _ in range(STREAMS):
+            streams.append(Stream(nbytes))
+            stack.callback(streams[-1].close)
+        yield streams
+
+
+class _GpuSink:
+    """The way of a file's bytes to a GPU: while those in one buffer are copied there, the other one is filled."""
+
+    def __init__(self, streams: list[Stream]) -> None:
+        self._streams = deque(streams)
+
+    def buffer(self) -> memoryview:
+        self._streams.rotate()
+        self._streams[0].wait()
+        return self._streams[0].buffer.view
+
+    def write(self, target: int, _: int, data: memoryview) -> None:
+        self._streams[0].copy(target, self._streams[0].buffer.address, len(data))
+
+    def finish(self) -> None:
+        for stream in self._streams:
+            stream.wait()
+
+
+@contextmanager
+def gpu_sink(uuid: str, nbytes: int) -> Iterator[_GpuSink]:
+    """Yield a sink to a GPU, whose memory is mapped for writing, with buffers of so many bytes."""
+    with streams_of(uuid, nbytes) as streams:
+        yield _GpuSink(streams)
