@@ -12,19 +12,15 @@ from typing import Any
 
 from shared_rpc.integrations import transformers
 from shared_rpc.integrations.blocks import Library, Plan, block
-from shared_rpc.integrations.devices import check_device_map
-from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
+from shared_rpc.integrations.keys import digest_of
 from shared_rpc.integrations.loading import LoadRequest, library, release, versions_of
-from shared_rpc.integrations.models import ModelRequest, own_model
+from shared_rpc.integrations.models import HUB_OPTIONS, MEMORY_OPTIONS, ModelRequest, call_of, own_model
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["release", "shared"]
 
 #: Options that say how files are got, and not what is in them.
-_UNCOUNTED = {
-    *("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder", "disable_mmap"),
-    *("low_cpu_mem_usage", "max_memory", "use_flashpack", "flashpack_kwargs", "offload_state_dict"),
-}
+_UNCOUNTED = {*HUB_OPTIONS, *MEMORY_OPTIONS, "use_flashpack", "flashpack_kwargs"}
 #: Options that make a model of one process, and why.
 _REFUSED = {
     "parallel_config": "each process has a part of its own",
@@ -46,24 +42,12 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
 
     :raises Unshareable: if that cannot be shared.
     """
-    name, *arguments = args if args else (kwargs.pop("pretrained_model_name_or_path", None),)
-    for option, reason in _REFUSED.items():
-        if kwargs.get(option) is not None:
-            raise Unshareable(f"{option}={kwargs[option]!r:.200}: {reason}")
-    if cls.__module__ == "__main__":
-        raise Unshareable(f"its class is of the script, and the server has no such module: put {cls.__name__} into a file")
-    device_map = kwargs.pop("device_map", None)
-    check_device_map(device_map, device)
-    options = {option: value for option, value in kwargs.items() if value is not None}
-    wants_info = options.pop("output_loading_info", False)
-    checkpoint = source_of(name, options, "config.json")
-    if not checkpoint.is_local:
-        options["revision"] = checkpoint.content
-    build = ModelRequest(_key_of, cls, checkpoint, arguments, options, device, {})
+    call = call_of(cls, args, kwargs, device, _REFUSED)
+    build = ModelRequest(_key_of, cls, call.checkpoint, call.arguments, call.options, device, {})
 
     def finish(parts: dict[str, Any]) -> Any:
-        model, info = own_model(parts, device_map, device)
-        return (model, info) if wants_info else model
+        model, info = own_model(parts, call.device_map, device)
+        return (model, info) if call.wants_info else model
 
     versions = versions_of(("diffusers", "torch"))
     return Plan(LoadRequest(build.key(versions), versions, build), finish)

@@ -29,7 +29,7 @@ class Unshareable(Exception):
 
 
 class CheckpointChanged(RuntimeError):
-    """The files of a checkpoint are not those that a process asked for: they have changed meanwhile."""
+    """The files of a checkpoint are not those that a process asked for."""
 
 
 class Checkpoint(NamedTuple):
@@ -49,9 +49,9 @@ class Checkpoint(NamedTuple):
         return os.path.isabs(self.name)
 
     def check(self) -> None:
-        """Raise :class:`CheckpointChanged` if a folder's files are others by now."""
-        if self.is_local and _content_of(os.path.join(self.name, self.subfolder)) != self.content:
-            raise CheckpointChanged(f"the files in {os.path.join(self.name, self.subfolder)} have changed meanwhile")
+        """Raise :class:`CheckpointChanged` if the files of a local one have changed."""
+        if self.is_local and _content_of(self.name, self.subfolder) != self.content:
+            raise CheckpointChanged(f"files of {os.path.join(self.name, self.subfolder)} have changed while they were loaded")
 
 
 def source_of(name: Any, options: Mapping[str, Any], config_name: str) -> Checkpoint:
@@ -66,13 +66,13 @@ def source_of(name: Any, options: Mapping[str, Any], config_name: str) -> Checkp
         raise Unshareable(f"its name is {name!r}")
     if os.path.exists(name):
         path = os.path.realpath(name)
-        return Checkpoint(path, _content_of(os.path.join(path, subfolder)), subfolder)
+        return Checkpoint(path, _content_of(path, subfolder), subfolder)
     return Checkpoint(str(name), _commit_of(str(name), options, config_name), subfolder)
 
 
-def _content_of(path: str) -> str:
+def _content_of(path: str, subfolder: str) -> str:
     try:
-        return digest_of(files=files_of(path))
+        return digest_of(files=files_of(os.path.join(path, subfolder) if subfolder else path))
     except OSError as error:
         raise Unshareable(f"its files cannot be told: {error}") from error
 

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.integrations.devices import LoadDevice
-from shared_rpc.integrations.keys import Checkpoint
+from shared_rpc.integrations.devices import LoadDevice, check_device_map
+from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
 from shared_rpc.memory.devices import torch_device
 
-__all__ = ["CLASS_OPTIONS", "ModelRequest", "own_model"]
+__all__ = ["CLASS_OPTIONS", "HUB_OPTIONS", "MEMORY_OPTIONS", "Call", "ModelRequest", "call_of", "own_model"]
 
 #: Attributes of classes by which checkpoints are read, and which some libraries change while they load.
 CLASS_OPTIONS = ("base_model_prefix",)
+#: Options of every ``from_pretrained`` that say where files are, and how they come into memory, and not what is in them.
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder")
+MEMORY_OPTIONS = ("disable_mmap", "low_cpu_mem_usage", "max_memory", "offload_state_dict")
+
+
+class Call(NamedTuple):
+    """A call of ``from_pretrained`` that a server can carry out, as far as all libraries have the same options."""
+
+    name: Any
+    arguments: list[Any]
+    checkpoint: Checkpoint
+    options: dict[str, Any]
+    device_map: Any
+    wants_info: bool
+
+
+def call_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, refused: Mapping[str, str]) -> Call:
+    """Split the arguments of a call.
+
+    :param refused: options that make a model of one process, and why.
+    :raises Unshareable: if it cannot be shared.
+    """
+    name, *arguments = args if args else (kwargs.pop("pretrained_model_name_or_path", None),)
+    for option, reason in refused.items():
+        if kwargs.get(option) not in (None, False):
+            raise Unshareable(f"{option}={kwargs[option]!r:.200}: {reason}")
+    if cls.__module__ == "__main__":
+        raise Unshareable(f"its class is of the script, and the server has no such module: put {cls.__name__} into a file")
+    device_map = kwargs.pop("device_map", None)
+    check_device_map(device_map, device)
+    options = {option: value for option, value in kwargs.items() if value is not None}
+    wants_info = options.pop("output_loading_info", False)
+    checkpoint = source_of(name, options, "config.json")
+    if not checkpoint.is_local:
+        options["revision"] = checkpoint.content
+    return Call(name, arguments, checkpoint, options, device_map, wants_info)
 
 
 class ModelRequest(NamedTuple):

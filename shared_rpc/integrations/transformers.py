@@ -19,25 +19,22 @@ from torch import nn
 from shared_rpc.client.handle import Lease
 from shared_rpc.extras.materialize import Rename, materialize
 from shared_rpc.integrations.blocks import Library, Plan, block
-from shared_rpc.integrations.devices import check_device_map
-from shared_rpc.integrations.keys import Unshareable, digest_of, source_of
+from shared_rpc.integrations.keys import Unshareable, digest_of
 from shared_rpc.integrations.loading import LoadRequest, library, release, versions_of
-from shared_rpc.integrations.models import CLASS_OPTIONS, ModelRequest, own_model
+from shared_rpc.integrations.models import CLASS_OPTIONS, HUB_OPTIONS, MEMORY_OPTIONS, ModelRequest, call_of, own_model
 from shared_rpc.provider.provider import Provider
 
 __all__ = ["from_shared", "release", "shared"]
 
-#: Options that say where a configuration is, too.
-_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder")
 #: Options that say how files are got, and not what is in them.
 _UNCOUNTED = {
-    *(*_HUB, "use_auth_token", "tqdm_class", "disable_mmap", "low_cpu_mem_usage", "max_memory", "offload_state_dict"),
+    *(*HUB_OPTIONS, *MEMORY_OPTIONS, "use_auth_token", "tqdm_class"),
     *("_from_auto", "_from_pipeline", "_commit_hash", "trust_remote_code", "code_revision"),
 }
 #: Options of ``from_pretrained`` itself. All others are the configuration's, as far as it knows them.
 _OF_LOADING = {
     *("ignore_mismatched_sizes", "weights_only", "quantization_config", "variant", "adapter_kwargs", "adapter_name"),
-    *("generation_config", "key_mapping", "output_loading_info", "dtype", "torch_dtype", "attn_implementation"),
+    *("generation_config", "key_mapping", "dtype", "torch_dtype", "attn_implementation"),
 }
 #: Options that make a model of one process, and why.
 _REFUSED = {
@@ -133,34 +130,31 @@ def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -
 
     :raises Unshareable: if that cannot be shared.
     """
-    name, *arguments = args if args else (kwargs.pop("pretrained_model_name_or_path", None),)
-    _check(cls, kwargs)
-    device_map = kwargs.pop("device_map", None)
-    check_device_map(device_map, device)
-    options = {key: value for key, value in kwargs.items() if value is not None}
-    source = source_of(name, options, "config.json")
-    if not source.is_local:
-        options["revision"] = source.content
-    elif os.path.exists(os.path.join(source.name, source.subfolder, "adapter_config.json")):
+    if cls.__module__.partition(".")[0] == "transformers_modules":
+        raise Unshareable("trust_remote_code=True: its class is code of the checkpoint")
+    if library("transformers.integrations").is_deepspeed_zero3_enabled():
+        raise Unshareable("DeepSpeed's ZeRO 3 is on: each process has a part of its own")
+    call = call_of(cls, args, kwargs, device, _REFUSED)
+    source = call.checkpoint
+    if source.is_local and os.path.exists(os.path.join(source.name, source.subfolder, "adapter_config.json")):
         raise Unshareable("its folder has an adapter: load its base, and the adapter by peft")
-    options = _with_config(cls, name, options)
+    options = _with_config(cls, call.name, call.options)
     adapter = dict(options.pop("adapter_kwargs", {}))
     adapter_name = options.pop("adapter_name", "default")
-    wants_info = options.pop("output_loading_info", False)
     attention = _take_attention(cls, options)
     dtype = _take_dtype(options)
     given = {name: getattr(cls, name, None) for name in CLASS_OPTIONS}
     versions = versions_of(("transformers", "torch", *_quantisers(options)))
-    build = ModelRequest(_key_of, cls, source, arguments, {**options, "dtype": dtype}, device, given)
+    build = ModelRequest(_key_of, cls, source, call.arguments, {**options, "dtype": dtype}, device, given)
 
     def finish(parts: dict[str, Any]) -> Any:
-        model, info = own_model(parts, device_map, device)
-        model.name_or_path = model.config._name_or_path = str(name)
+        model, info = own_model(parts, call.device_map, device)
+        model.name_or_path = model.config._name_or_path = str(call.name)
         if attention is not None:
             model.set_attn_implementation(attention)
         if (adapter_path := adapter.pop("_adapter_model_path", None)) is not None:
             model.load_adapter(adapter_path, adapter_name=adapter_name, adapter_kwargs=adapter)
-        return (model, info) if wants_info else model
+        return (model, info) if call.wants_info else model
 
     return Plan(LoadRequest(build.key(versions), versions, build), finish)
 
@@ -174,25 +168,13 @@ def _key_of(build: ModelRequest, versions: dict[str, str]) -> str:
     return f"{cls.__name__} {build.checkpoint.name} {str(dtype).removeprefix('torch.')} {digest}"
 
 
-def _check(cls: Any, options: dict[str, Any]) -> None:
-    for option, reason in _REFUSED.items():
-        if options.get(option) not in (None, False):
-            raise Unshareable(f"{option}={options[option]!r:.200}: {reason}")
-    if cls.__module__ == "__main__":
-        raise Unshareable(f"its class is of the script, and the server has no such module: put {cls.__name__} into a file")
-    if cls.__module__.partition(".")[0] == "transformers_modules":
-        raise Unshareable("trust_remote_code=True: its class is code of the checkpoint")
-    if library("transformers.integrations").is_deepspeed_zero3_enabled():
-        raise Unshareable("DeepSpeed's ZeRO 3 is on: each process has a part of its own")
-
-
 def _with_config(cls: Any, name: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with a configuration, got as ``from_pretrained`` gets it, so that all ways to a model are one."""
     config = options.pop("config", None)
     if isinstance(config, library("transformers").PretrainedConfig):
         return {**options, "config": copy.deepcopy(config)}
-    of_loading = {key: options.pop(key) for key in (*_OF_LOADING, *(_UNCOUNTED - {*_HUB})) if key in options}
-    hub = {key: options.pop(key) for key in _HUB if key in options}
+    of_loading = {key: options.pop(key) for key in (*_OF_LOADING, *(_UNCOUNTED - {*HUB_OPTIONS})) if key in options}
+    hub = {key: options.pop(key) for key in HUB_OPTIONS if key in options}
     config, rest = cls.config_class.from_pretrained(config or name, return_unused_kwargs=True, **hub, **options)
     return {**of_loading, **hub, **rest, "config": config}
 

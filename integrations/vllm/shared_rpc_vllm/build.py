@@ -14,8 +14,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from shared_rpc.integrations.keys import Checkpoint, CheckpointChanged
 from shared_rpc_vllm.binding import tensors_of
-from shared_rpc_vllm.checkpoint import checkpoint_identity
 from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.layout import seated
 from shared_rpc_vllm.model import process, refuse_methods, warn_of_version
@@ -45,8 +45,10 @@ def build(request: Mapping[str, Any], device: torch.device) -> dict[str, torch.T
         with set_current_vllm_config(config):
             _prepare(device)
             found = _loaded(config, device)
-    if checkpoint_identity(arguments["model"], arguments["revision"]) != request["checkpoint"]:
-        raise NotShareable(f"the files of {arguments['model']} have changed while they were loaded: start the engine again")
+    try:
+        Checkpoint(*request["checkpoint"]).check()
+    except CheckpointChanged as error:
+        raise NotShareable(f"{error}: start the engine again") from error
     gc.collect()
     return found
 

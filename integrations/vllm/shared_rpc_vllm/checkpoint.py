@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-from shared_rpc.integrations.files import files_of
+from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
+from shared_rpc_vllm.errors import NotShareable
 
 __all__ = ["checkpoint_identity", "commit_of"]
 
 
-def checkpoint_identity(model: str, commit: str | None) -> list[Any]:
-    """Return what identifies a checkpoint, as plain data; equal in all processes of the host, and different after a change.
+def checkpoint_identity(model: str, commit: str | None) -> Checkpoint:
+    """Return what identifies a checkpoint: the same in all processes of the host, and another one after a change.
 
-    For a file or a folder these are facts about its files; for a name on a hub it is the commit.
+    :param commit: that of a name on a hub.
+    :raises NotShareable: if a folder's files cannot be read.
     """
-    return files_of(model) if os.path.exists(model) else [model, commit]
+    if not os.path.exists(model):
+        return Checkpoint(model, str(commit))
+    try:
+        return source_of(model, {}, "config.json")
+    except Unshareable as error:
+        raise NotShareable(f"{model}: {error}") from error
 
 
 def commit_of(model: str, revision: str | None) -> str | None:

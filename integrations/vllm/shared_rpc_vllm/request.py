@@ -73,7 +73,7 @@ def request_of(vllm_config: Any, layout: Mapping[str, tuple[int, int]], load_for
         arguments["enable_lora"] = True
     return {
         "arguments": arguments,
-        "checkpoint": checkpoint_identity(arguments["model"], arguments["revision"]),
+        "checkpoint": list(checkpoint_identity(arguments["model"], arguments["revision"])),
         "layout": {name: list(seat) for name, seat in sorted(layout.items())},
         "variables": deciding_variables(),
         "versions": _versions(),
