@@ -20,7 +20,6 @@ import msgspec
 from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.fd_store import FdStore
-from shared_rpc.broker.idle_exit import wait_until_idle
 from shared_rpc.broker.memory import RelayedMemory, WorkersMemory
 from shared_rpc.broker.spawning import Spawner
 from shared_rpc.broker.supervisor import WORKERS, Supervisor
@@ -47,11 +46,14 @@ from shared_rpc.server.state.objects import usage_of
 
 if TYPE_CHECKING:
     from shared_rpc.observability.exporter import Exporter
+import time
 
 _log = logging.getLogger("shared_rpc.broker")
 
 #: Seconds that :meth:`Broker.stop` waits for the thread.
 _STOP_TIMEOUT = 3.0
+#: The longest and the shortest time between two checks whether the broker is used, in seconds.
+_LONGEST, _SHORTEST = 30.0, 0.02
 
 
 @dataclass
@@ -495,3 +497,25 @@ def _only(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
+
+
+async def wait_until_idle(seconds: float, look: Callable[[], tuple[bool, int]]) -> None:
+    """Return when the server has been unused for that long: not earlier, and at most two looks later.
+
+    It looks ten times in ``seconds``, at least every 30 s. Between the last look and the return nothing happens on the loop.
+
+    :param look: returns whether the server is in use, and a number that changes with any use since the last look.
+    """
+    pause = max(min(seconds / 10, _LONGEST), _SHORTEST)
+    quiet_since: float | None = None
+    earlier = -1
+    while True:
+        used, count = look()
+        now = time.monotonic()
+        if used or count != earlier:
+            quiet_since, earlier = None, count
+        elif quiet_since is None:
+            quiet_since = now
+        elif now - quiet_since >= seconds:
+            return
+        await anyio.sleep(pause)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from shared_rpc import __version__
 from shared_rpc.cli.discovery import live_servers, the_server
-from shared_rpc.cli.extensions import Commands
 from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
-from shared_rpc.cli.processes import command_of
 from shared_rpc.cli.records import export_object, import_file
-from shared_rpc.cli.rendering import ago, as_json, complain, contents, copies_of, origin, several, size, table, tier_of
+from shared_rpc.cli.rendering import (
+    ago,
+    as_json,
+    command_of,
+    complain,
+    contents,
+    copies_of,
+    origin,
+    several,
+    size,
+    table,
+    tier_of,
+)
 from shared_rpc.cli.scripts import run, zygote_table
 from shared_rpc.cli.serving import reload, serve
 from shared_rpc.cli.stopping import stop
@@ -27,6 +39,35 @@ from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError, one_line
 from shared_rpc.protocol.infos import ServerInfo, SourceInfo, ZygoteInfo
 from shared_rpc.scripts.listing import live_zygotes
+
+_GROUP = "shared_rpc.cli"
+#: Commands that a known distribution has, and how to install that.
+_KNOWN = {"cluster": "pip install 'shared-rpc[ray]'"}
+
+
+class Commands(TyperGroup):
+    """The commands of this package, and those of other distributions, which are imported when they are used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands that are installed."""
+        return [*super().list_commands(ctx), *sorted(importlib.metadata.entry_points(group=_GROUP).names)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, None if there is none of that name.
+
+        :raises ConfigurationError: for one whose distribution is not installed.
+        """
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        for found in importlib.metadata.entry_points(group=_GROUP, name=cmd_name):
+            command: Any = typer.main.get_command(found.load())
+            command.name = cmd_name
+            return command
+        if cmd_name in _KNOWN:
+            raise ConfigurationError(f"the command {cmd_name!r} is not installed: {_KNOWN[cmd_name]}")
+        return None
+
 
 app = typer.Typer(
     name="shared-rpc",
@@ -321,3 +362,6 @@ for _panel, _commands in _PANELS.items():
     for _name, _command in _commands.items():
         # The words after a script's name are the script's arguments.
         app.command(_name, rich_help_panel=_panel, context_settings={"allow_interspersed_args": _name != "run"})(_command)
+
+
+__all__ = ["Commands"]

@@ -1,14 +1,16 @@
-"""Options and arguments that several commands take."""
+"""Options and arguments that several commands take, and amounts of memory as people write them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.memory.devices import check_name
 
 BasePath = Annotated[
     str | None,
@@ -21,6 +23,10 @@ Timeout = Annotated[
     typer.Option("--timeout", metavar="SECONDS", min=0, help="Maximum time to wait; 0 does not wait, no limit by default."),
 ]
 Arguments = list[str] | None
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
+_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_FRACTION = re.compile(r"\d*\.\d+")
 
 
 class Misuse(ConfigurationError):
@@ -54,3 +60,50 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+
+
+def in_bytes(option: str, text: str) -> int:
+    """Return ``512``, ``512M`` or ``1.5GiB`` in bytes.
+
+    :param option: the option with its value, for the error.
+    :raises ConfigurationError: for an invalid size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"{option}: use a number of bytes, or one with K, M, G or T")
+    number, unit = match.groups()
+    return int(float(number) * _UNITS[unit and unit.upper()])
+
+
+def amount_of(option: str, text: str) -> int | float:
+    """Return bytes, or a fraction: a number with a point and no unit is one, and any other is a size, see :func:`in_bytes`.
+
+    :param option: the option with its value, for the error.
+    :raises ConfigurationError: for an invalid amount.
+    """
+    if not _FRACTION.fullmatch(text.strip()):
+        return in_bytes(option, text)
+    if 0 < float(text) <= 1:
+        return float(text)
+    raise ConfigurationError(f"{option}: a fraction is more than 0 and at most 1.0; bytes are whole, or have a unit")
+
+
+def quotas_of(texts: Iterable[str]) -> dict[str, int | float]:
+    """Parse ``quotas`` of a server, from texts like ``cuda:0=0.8`` and ``cpu=8GiB``.
+
+    :raises ConfigurationError: for another form, see :func:`amount_of`, and for a device that is named twice.
+    """
+    quotas: dict[str, int | float] = {}
+    for text in texts:
+        option = f"--quota {text}"
+        device, equals, amount = (part.strip() for part in text.partition("="))
+        if not equals or not device:
+            raise ConfigurationError(f"{option}: write device=amount, as in cuda:0=0.8 or cpu=8GiB")
+        if device in quotas:
+            raise ConfigurationError(f"{option}: {device} has a quota already")
+        try:
+            check_name(device)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{option}: {error}") from None
+        quotas[device] = amount_of(option, amount)
+    return quotas

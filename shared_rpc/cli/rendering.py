@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -148,3 +150,20 @@ def task_object(info: TaskInfo) -> dict[str, Any]:
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value.is_integer() else f"{value:.2f}"
+
+
+def command_of(pid: int, *, folder: bool = True) -> str:
+    """Return the command line of a process in one line; ``""`` if it cannot be read.
+
+    A process that is about to end, or is the kernel's, has a name only: ``"[name]"``.
+
+    :param folder: whether to include the program's directory.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if not any(words):
+            return f"[{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()}]"
+    except OSError:
+        return ""
+    program, *arguments = (os.fsdecode(word) for word in words)
+    return " ".join([program if folder else os.path.basename(program), *arguments]).strip()

@@ -11,13 +11,12 @@ import typer
 
 from shared_rpc.cli.configuration import read_options
 from shared_rpc.cli.discovery import the_server
-from shared_rpc.cli.options import BasePath, Json, Misuse, Socket, as_misuse
+from shared_rpc.cli.options import BasePath, Json, Misuse, Socket, amount_of, as_misuse, in_bytes, quotas_of
 from shared_rpc.cli.rendering import as_json
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import check_name
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
-from shared_rpc.provider.amounts import amount_of, in_bytes, quotas_of
 from shared_rpc.server.joiner import check_cluster
 from shared_rpc.settings import CLUSTER_NAME, ClientCode, ServeOptions, checked_path, program
 
@@ -308,10 +307,10 @@ def serve(
 
 
 def _serve_in_process(target: str, options: ServeOptions) -> None:
-    from shared_rpc.lifecycle.hosting import set_host
     from shared_rpc.lifecycle.main_end import close_all, end_now_if_busy
     from shared_rpc.lifecycle.signals import wait_for_signal
     from shared_rpc.provider.app import load_providers
+    from shared_rpc.provider.runtime import set_host
 
     host = _InProcessHost(options)
     set_host(host)
@@ -350,7 +349,7 @@ class _InProcessHost:
 
     def adopt(self, provider: Provider) -> Runtime:
         """Start a provider's server, unless it runs, and return the provider's runtime."""
-        from shared_rpc.provider.overrides import override
+        from shared_rpc.provider.app import override
         from shared_rpc.provider.runtime import ServerRuntime
         from shared_rpc.server.server import Server
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from shared_rpc.cli.options import Json
+from shared_rpc.cli.options import Json, in_bytes
 from shared_rpc.cli.rendering import as_json, complain, table
 from shared_rpc.errors import SharedRPCError, one_line
-from shared_rpc.provider.amounts import in_bytes
 
 if TYPE_CHECKING:
     from shared_rpc.extras.verify import Report

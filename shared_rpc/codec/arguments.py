@@ -9,12 +9,11 @@ import torch
 
 from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.devices import check_devices
-from shared_rpc.codec.modes import without_modes
+from shared_rpc.codec.modes import keep_untraced, without_modes
 from shared_rpc.codec.placement import copy
 from shared_rpc.codec.single import copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
-from shared_rpc.codec.untraced import keep_untraced
 from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.chunk_references import ChunkReferences

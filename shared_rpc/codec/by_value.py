@@ -1,15 +1,24 @@
-"""Modules whose classes and functions travel as code, because no client could import them. Imports no torch."""
+"""Modules whose classes and functions travel as code, because no client could import them. Imports no torch.
+
+Of these, transformers looks for the classes of ``transformers_modules`` by their module: ``save_pretrained()`` copies the file
+of a class's module. So a client has a module of that name, with the file and the classes that came; it is run when the client
+itself loads that code.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from cloudpickle.cloudpickle import _PICKLE_BY_VALUE_MODULES
 
 from shared_rpc.forks import fork_safe_lock
 
+_PACKAGE = "transformers_modules."
 #: Hugging Face puts remote code into this module. ``__main__`` is cloudpickle's own.
 _names: set[str] = {"transformers_modules"}
 #: Names of modules, each with its submodules. Private, in cloudpickle 3.0 to 3.1: its public function takes loaded modules
@@ -39,3 +48,27 @@ def registered() -> Iterator[None]:
             yield
         finally:
             _REGISTRY.difference_update(added)
+
+
+def reduce_remote_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Add what :func:`_finish` needs to cloudpickle's reduction of a class, if it is one of those."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if not kind.__module__.startswith(_PACKAGE) or file is None or len(reduced) != 6:
+        return reduced
+    *rest, setter = reduced
+    rest[2] = (setter, rest[2], file)
+    return *rest, _finish
+
+
+def _finish(kind: type, state: tuple[Any, Any, str]) -> None:
+    setter, own, file = state
+    setter(kind, own)
+    module = sys.modules.get(kind.__module__)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(kind.__module__, file)
+        if spec is None:
+            return
+        module = sys.modules[kind.__module__] = importlib.util.module_from_spec(spec)
+        pickle_by_value(module)  # for every receiver
+    if "__transformers_module_hash__" not in vars(module):  # present once the code has run
+        setattr(module, kind.__qualname__, kind)

@@ -13,14 +13,13 @@ import torch
 
 from shared_rpc.codec.blocks import spans
 from shared_rpc.codec.buffers import buffers_of
-from shared_rpc.codec.modes import without_modes
+from shared_rpc.codec.modes import keep_untraced, without_modes
 from shared_rpc.codec.payload import dump_result
 from shared_rpc.codec.placement import Placement, copy, move
 from shared_rpc.codec.private import refuse_capture
 from shared_rpc.codec.single import FIRST, Copied, copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
-from shared_rpc.codec.untraced import keep_untraced
 from shared_rpc.errors import CodecError
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.forks import fork_safe_lock

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_rpc.codec import by_value
 from shared_rpc.codec.buffers import PickledBuffers
+from shared_rpc.codec.by_value import reduce_remote_class
 from shared_rpc.codec.devices import host_tensors, wrong_device
 from shared_rpc.codec.modules import (
     next_hook,
@@ -30,7 +31,6 @@ from shared_rpc.codec.modules import (
 )
 from shared_rpc.codec.paths import locate
 from shared_rpc.codec.refusals import PickleRefused, packed_for_the_cpu, refuse_kind, refuse_tensor
-from shared_rpc.codec.remote_code import reduce_remote_class
 from shared_rpc.codec.tensors import named
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.devices import device_id, torch_device

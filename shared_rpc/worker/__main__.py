@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.lifecycle.hosting import set_host
 from shared_rpc.lifecycle.main_end import close_all
 from shared_rpc.observability.logs import configure
 from shared_rpc.provider.app import load_providers
+from shared_rpc.provider.runtime import set_host
 from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.beginning import Beginning
 from shared_rpc.worker.host import WorkerHost

@@ -37,7 +37,7 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
-from shared_rpc.provider.overrides import override, socket_of
+from shared_rpc.provider.app import override, socket_of
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.runtime import Runtime
 from shared_rpc.settings import ServeOptions

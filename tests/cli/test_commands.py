@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from shared_rpc import Client, ClusterStatus, Provider, Server, __version__
 from shared_rpc.cli.app import app as program
 from shared_rpc.cli.doctor import examine
+from shared_rpc.cli.options import in_bytes
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.provider.amounts import in_bytes
 from tests.kit.commands import MODULE, Ran, cli
 from tests.kit.forks import run
 from tests.kit.processes import PYTHONPATH, ROOT, Child, sigstop

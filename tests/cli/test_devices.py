@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shared_rpc import Client, Provider, Server
+from shared_rpc.cli.options import quotas_of
 from shared_rpc.errors import ServerBusy
-from shared_rpc.provider.amounts import quotas_of
 from tests.kit.commands import MODULE, Ran, cli
 from tests.kit.processes import Child
 

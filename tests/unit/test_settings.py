@@ -16,7 +16,7 @@ import pytest
 from shared_rpc import PoolOptions, Provider
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.provider import provider as provider_module
-from shared_rpc.provider.overrides import override
+from shared_rpc.provider.app import override
 from shared_rpc.settings import (
     Role,
     ServeOptions,

@@ -11,8 +11,7 @@ from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from shared_rpc import Client
-from shared_rpc.cli.processes import command_of
-from shared_rpc.cli.rendering import several
+from shared_rpc.cli.rendering import command_of, several
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.protocol.infos import DeviceInfo, EndpointStatistics, ListedObjectInfo, RunInfo, ServerInfo, SessionInfo
 

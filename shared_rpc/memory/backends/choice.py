@@ -201,7 +201,7 @@ def _backend_for(device: str, mechanism: Mechanism) -> Backend:
 
             return PoolBackend(device)
         if mechanism == "host_vmm":
-            from shared_rpc.memory.backends.host_vmm import HostVmmBackend
+            from shared_rpc.memory.backends.vmm import HostVmmBackend
 
             return HostVmmBackend(device)
         from shared_rpc.memory.backends.vmm import VmmBackend
