@@ -8,15 +8,14 @@ import logging
 import os
 import select
 import sys
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 
 from shared_rpc.broker.broker import Broker
-from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.supervisor import WORKERS
 from shared_rpc.broker.systemd import inherit
-from shared_rpc.client.starting import LISTENING
+from shared_rpc.broker.worker import WorkerCommand
+from shared_rpc.client.starting import LISTENING, daemonize
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, SharedRPCError, WorkerCrashed
 from shared_rpc.lifecycle.signals import End, wait_for_signal
 from shared_rpc.memory.spill import SpillDirectory
@@ -62,7 +61,7 @@ def main() -> int:
         for path, names in broker.served().items():
             print(f"serving {', '.join(names) or 'no endpoints'} at {path}", flush=True)
         if report is not None:
-            report()
+            report(LISTENING)
         if exporter is not None:
             print(f"metrics at {exporter.url}", flush=True)
         return broker
@@ -79,31 +78,6 @@ def main() -> int:
         print(f"shared-rpc: {error}", file=sys.stderr)
         return 1
     return int(broker.failed)
-
-
-def daemonize(lock: int, pipe: int) -> Callable[[], None]:
-    """Continue as a daemon process, before there are threads; return what reports that it listens.
-
-    The process that was started ends: otherwise the broker would be a zombie one day, and belong to a process tree that some
-    tools end as a whole.
-
-    :param lock: a descriptor that is kept open until the end.
-    :param pipe: for the report; it ends with the process, and is like the lock not passed on to workers.
-    """
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    for fd in (lock, pipe):
-        os.set_inheritable(fd, False)
-
-    def listening() -> None:
-        with suppress(OSError):  # the process that started the daemon has ended
-            os.write(pipe, LISTENING.encode())
-        os.close(pipe)
-
-    with suppress(OSError):
-        os.write(pipe, f"{os.getpid()}\n".encode())
-    return listening
 
 
 def _say(text: str) -> None:

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Dispatcher, WorkerExecutor
 from shared_rpc.broker.fd_store import FdStore
 from shared_rpc.broker.memory import RelayedMemory, WorkersMemory
-from shared_rpc.broker.spawning import Spawner
-from shared_rpc.broker.supervisor import WORKERS, Supervisor
+from shared_rpc.broker.supervisor import WORKERS, Spawner, Supervisor
 from shared_rpc.broker.systemd import Inherited
-from shared_rpc.broker.worker import Handler, Worker
+from shared_rpc.broker.worker import Handler, Worker, WorkerCommand
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.execution.endpoints import Registry

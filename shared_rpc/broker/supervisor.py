@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
-import anyio.to_thread
+import anyio.abc
 
-from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.spawning import Spawner
-from shared_rpc.broker.worker import Handler, Worker
-from shared_rpc.broker.zygote import ForkedWorker, WorkerZygote
+from shared_rpc.broker.worker import ForkedWorker, Handler, Worker, WorkerCommand
+from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, SharedRPCError, WorkerCrashed, from_wire
+from shared_rpc.execution.child import Backoff
 from shared_rpc.observability.events import HOOKS, WorkerEnded, WorkerStarted
 from shared_rpc.observability.metrics import Numbers, Read
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
-
-__all__ = ["WORKERS", "Supervisor", "WorkerObserver"]
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -36,10 +34,37 @@ _GRACE = 0.6
 _SHORT = 10.0
 #: Seconds without an order after which a bare worker ends.
 _UNUSED = 10.0
-#: Seconds before another attempt where the system lets no thread begin.
-_NO_THREAD = 1.0
 #: Seconds before the first restart, and the most before any restart.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+
+
+class Spawner:
+    """Starts tasks of a group from callbacks of the loop. anyio needs the group's context, which ``add_reader`` does not keep.
+
+    The error of a task is logged and ends that task alone: the group is the broker, which holds every object. That of
+    :meth:`vital` ends the group.
+
+    Made in a task of the group.
+    """
+
+    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
+        self._tasks = tasks
+        self._context = contextvars.copy_context()
+
+    def __call__(self, function: Callable[..., Coroutine[Any, Any, Any]], *arguments: object) -> None:
+        """Start a task."""
+        self._context.copy().run(lambda: self._tasks.start_soon(_guarded, function, arguments))
+
+    def vital(self, function: Callable[..., Coroutine[Any, Any, Any]], *arguments: object) -> None:
+        """Start a task without which the broker is of no use: its error ends the broker."""
+        self._context.copy().run(lambda: self._tasks.start_soon(function, *arguments))
+
+
+async def _guarded(function: Callable[..., Coroutine[Any, Any, Any]], arguments: tuple[object, ...]) -> None:
+    try:
+        await function(*arguments)
+    except Exception:
+        _log.exception("a task of the broker failed, which goes on without it: %s", function.__qualname__)
 
 
 class WorkerObserver(Protocol):
@@ -91,9 +116,9 @@ class Supervisor:
         self._next: list[Worker] = []
         #: Replaced workers, which only finish their runs.
         self._old: list[Worker] = []
-        #: The worker without the app, None while there is none; and how many ended soon and by themselves, in succession.
+        #: The worker without the app, None while there is none; and the pauses before the next one, if it ended by itself.
         self._bare: Worker | None = None
-        self._bare_crashes = 0
+        self._bare_pauses: Backoff | None = None
         self._starting_bare = anyio.Lock()
         #: Restarts after crashes, by the worker's number.
         self.restarts: Counter[int] = Counter()
@@ -101,8 +126,7 @@ class Supervisor:
         self.crashes = 0
         self._crashes: deque[float] = deque(maxlen=_LIMIT)
         self._last: WorkerCrashed | None = None
-        #: Consecutive short-lived workers.
-        self._short_lives = 0
+        self._pauses = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _SHORT)
         self._stopped_until = 0.0
         #: Workers whose loading of the app is awaited.
         self._loaded: dict[Worker, asyncio.Future[None]] = {}
@@ -180,8 +204,8 @@ class Supervisor:
         """
         async with self._starting_bare:
             if self._bare is None:
-                if self._bare_crashes:
-                    await anyio.sleep(_pause(self._bare_crashes))
+                if self._bare_pauses is not None:
+                    await anyio.sleep(self._bare_pauses.pause)
                 if self._stopping:
                     raise WorkerCrashed("the broker is stopping")
                 self._bare = self._started(self._command.bare, self._count)
@@ -195,7 +219,7 @@ class Supervisor:
             if len(worker.requests) or worker.keeps_memory or left > 0:
                 await anyio.sleep(max(left, _UNUSED / 10))
             else:
-                self._bare, self._bare_crashes = None, 0
+                self._bare = self._bare_pauses = None
                 self._old.append(worker)
                 self.retire_old()
 
@@ -260,7 +284,7 @@ class Supervisor:
             self._spawn(self._clean_up, worker)
 
     async def _clean_up(self, worker: Worker) -> None:
-        crash = await _crash_of(worker)
+        crash = worker.crash()
         if worker.forked:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
         # Where a start or reload awaits the worker, that one raises the reason.
@@ -271,7 +295,8 @@ class Supervisor:
         if worker is self._bare:
             _log.error("%s", crash)
             self._bare = None
-            self._bare_crashes = self._bare_crashes + 1 if time.monotonic() - worker.started < _SHORT else 0
+            self._bare_pauses = self._bare_pauses or Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _SHORT)
+            self._bare_pauses.note(time.monotonic() - worker.started)
         if HOOKS.registered and worker.number < self._count:
             HOOKS.emit(
                 WorkerEnded(
@@ -309,7 +334,7 @@ class Supervisor:
         now = time.monotonic()
         self._crashes.append(now)
         self._last = crash
-        self._short_lives = self._short_lives + 1 if lived < _SHORT else 0
+        self._pauses.note(lived)
         if len(self._crashes) == _LIMIT and now - self._crashes[0] < _WINDOW:
             self._stopped_until = now + _WINDOW
             self._crashes.clear()
@@ -318,7 +343,7 @@ class Supervisor:
     async def _restart(self, number: int) -> None:
         """Start a worker in place of an ended one, after a pause; unless a reload comes first."""
         while True:
-            await anyio.sleep(max(_pause(self._short_lives), self._stopped_until - time.monotonic()))
+            await anyio.sleep(max(self._pauses.pause, self._stopped_until - time.monotonic()))
             if number in {worker.number for worker in self.workers} or self._stopping:
                 return
             self.restarts[number] += 1
@@ -440,21 +465,6 @@ WORKERS: Sequence[Read[Supervisor]] = (
     Read("worker_runs", "Runs of a worker.", "gauge", _runs, labels={"worker": ()}),
     Read("worker_resident_bytes", "Resident memory of a worker.", "gauge", _resident_bytes, labels={"worker": ()}),
 )
-
-
-def _pause(short_lives: int) -> float:
-    """Return the seconds before a start after so many short-lived workers in succession."""
-    return min(_FIRST_PAUSE * 2.0**short_lives, _LONGEST_PAUSE)
-
-
-async def _crash_of(worker: Worker) -> WorkerCrashed:
-    """Return how a worker ended, read in a thread, as soon as one can be started."""
-    while True:
-        try:
-            return await anyio.to_thread.run_sync(worker.crash)
-        except RuntimeError as error:
-            _log.error("cannot clean up after worker %d yet: %s; trying again in %g s", worker.pid, error, _NO_THREAD)
-            await anyio.sleep(_NO_THREAD)
 
 
 async def _all_done(loaded: list[asyncio.Future[None]]) -> None:

@@ -10,14 +10,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from shared_rpc.broker.child import Child, last_lines
-from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.requests import WorkerRequests
-from shared_rpc.broker.zygote import ForkedWorker
 from shared_rpc.errors import WorkerCrashed
+from shared_rpc.execution.child import Child, Process, last_lines
 from shared_rpc.execution.stream import FramedStream
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message
@@ -25,9 +24,8 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import WorkerInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.zygote.process import ForkedProcess
-
-__all__ = ["Handler", "Worker"]
+from shared_rpc.settings import ServeOptions, program
+from shared_rpc.zygote.process import WatchedProcess
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -40,6 +38,48 @@ _COUNTS = Path("/proc/vmstat")
 
 #: A function called with a message of a worker and the message's frame.
 Handler = Callable[["Worker", Any, Frame], None]
+#: The word in place of a target that starts a worker without an app.
+BARE = "--bare"
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """The command line of a broker's workers.
+
+    :param target: ``app.py``, ``package.module``, or either with ``:provider``.
+    """
+
+    target: str
+    options: ServeOptions = field(default_factory=ServeOptions)
+
+    @property
+    def bare(self) -> WorkerCommand:
+        """The command line of a worker without the app."""
+        return replace(self, target=BARE)
+
+    def words(self, number: int, fd: int) -> list[str]:
+        """Return the words for a worker's command line, behind the module's name.
+
+        :param number: which of the workers it is, from 0.
+        :param fd: its end of the socket pair.
+        """
+        return [self.target, "--fd", str(fd), "--number", str(number), *self.options.words]
+
+    def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
+        """Start a worker in a process group of its own: Ctrl-C at a terminal is for the broker. See :meth:`words`."""
+        words = program("shared_rpc.worker", *self.words(number, fd), "--parent", str(os.getpid()))
+        return subprocess.Popen(
+            words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0
+        )
+
+
+@dataclass(frozen=True)
+class ForkedWorker:
+    """A worker's process that began as a fork, its standard error, and this end of its socket pair."""
+
+    process: WatchedProcess
+    errors: IO[bytes]
+    link: socket.socket
 
 
 class Worker:
@@ -94,23 +134,24 @@ class Worker:
         self.forked = begun is not None
         #: Whether the worker has reported that the app is loaded.
         self.loaded = False
-        process: subprocess.Popen[bytes] | ForkedProcess
+        process: Process
+        errors: IO[bytes] | None
         if begun is not None:
-            process, ours = begun.process, begun.link
+            process, errors, ours = begun.process, begun.errors, begun.link
+            fd = begun.process.fileno()
         else:
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    process = command.start(number, theirs.fileno())
+                    process = new = command.start(number, theirs.fileno())
                 except BaseException:
                     ours.close()
                     raise
+            errors, fd = new.stderr, -1
         with ExitStack() as undo:
             undo.callback(ours.close)
-            self.child = Child(process, self._gone)
-            undo.callback(process.wait)
-            undo.callback(process.kill)
-            undo.callback(self.child.unwatch)
+            self.child = Child(process, errors, self._gone, fd=fd)
+            undo.callback(self.child.end, 0.0)
             self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
             #: Sends nothing to a worker that has ended.
             self.send = self._link.send
@@ -187,11 +228,7 @@ class Worker:
 
         :param until: the time at which its patience ends, by the monotonic clock.
         """
-        with suppress(subprocess.TimeoutExpired):
-            self.child.process.wait(max(until - time.monotonic(), 0))
-        self.child.kill()
-        self.child.process.wait()
-        self.child.unwatch()
+        self.child.end(until)
         self.state = "ended"
 
     def _hear(self, frame: Frame) -> None:

@@ -5,27 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import msgspec
 
-from shared_rpc.broker.child import Child, last_lines
-from shared_rpc.broker.command import WorkerCommand
+from shared_rpc.broker.worker import ForkedWorker, WorkerCommand
+from shared_rpc.execution.child import Child, last_lines
 from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.settings import environment, program
-from shared_rpc.zygote.framing import ROOM
-from shared_rpc.zygote.messages import Answer, Fork, Forked, ForkRefused, Preload, Ready, Request, Step, Unfit, answers, packed
-from shared_rpc.zygote.process import ForkedProcess, adopting, pss_of
-
-__all__ = ["ForkedWorker", "WorkerZygote"]
+from shared_rpc.zygote.process import WatchedProcess, pss_of
+from shared_rpc.zygote.wire import GO, ROOM, Lost, framed, length_of, unpacked
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -48,14 +45,6 @@ _FAILURES = 3
 _GAUGE = 5.0
 
 
-@dataclass(frozen=True)
-class ForkedWorker:
-    """A worker's process, and this end of its socket pair."""
-
-    process: ForkedProcess
-    link: socket.socket
-
-
 class _Failed(Exception):
     """A failure of a zygote; the text is the reason."""
 
@@ -64,18 +53,16 @@ class _Running:
     """A zygote's process, whose end the loop watches and never waits for.
 
     :param imports: the imports it was made with.
-    :raises OSError: if it cannot be started, or not be watched.
+    :raises OSError, RuntimeError: if it cannot be started, or not be watched.
     """
 
     def __init__(self, imports: Imports) -> None:
         self.imports = imports
         #: Called when the process has ended, unless :meth:`end` has ended it.
         self.lost: Callable[[], None] | None = None
-        self.gone = asyncio.Event()
         self.modules: frozenset[str] = frozenset()
         self.dropped: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
-        self._answers = answers()
         with ExitStack() as opened:
             self._socket, theirs = socket.socketpair()
             opened.enter_context(self._socket)
@@ -91,66 +78,83 @@ class _Running:
                     process_group=0,
                     bufsize=0,
                 )
-            self.child = Child(process, self._exited, passes_on=False)
+            self.child = Child(process, process.stderr, self._exited, passes_on=False)
             opened.pop_all()
 
     def _exited(self) -> None:
-        self.gone.set()
         if self.lost is not None:
             self.lost()
 
-    async def ask(self, request: Request, seconds: float, fds: Sequence[int] = ()) -> Answer:
-        """Ask for something. One at a time.
+    async def prepare(self, **request: Any) -> dict[str, Any]:
+        """Have it import modules; return the answer. See :meth:`shared_rpc.zygote.serving.Zygote.prepare`.
 
         :raises _Failed: if there is no answer; then it has been ended.
         """
+        return await self._exchange(self._socket, {"type": "Preload", **request}, _PREPARATION)
+
+    async def fork(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], socket.socket]:
+        """Have it fork a process; return the answer, and the connection to the watcher. One at a time.
+
+        :raises _Failed: if there is no answer; then it has been ended.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            ours.setblocking(False)
+            with theirs:
+                socket.send_fds(self._socket, [GO], [theirs.fileno()])
+            answer = await self._exchange(ours, {}, _PATIENCE)
+            if answer["type"] == "Greeting":
+                answer = await self._exchange(ours, request, _PATIENCE, fds)
+            if answer["type"] == "Forked":
+                await self._loop.sock_sendall(ours, GO)
+            return answer, ours
+        except BaseException:
+            ours.close()
+            raise
+
+    async def _exchange(
+        self, sock: socket.socket, request: dict[str, Any], seconds: float, fds: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Send a request, if there is one, and return the next message."""
         try:
             with anyio.fail_after(seconds):
-                data = packed(request)
-                sent = socket.send_fds(self._socket, [data], fds) if fds else 0
-                await self._loop.sock_sendall(self._socket, data[sent:])
-                while True:
-                    part = await self._loop.sock_recv(self._socket, 1 << 16)
-                    if not part:
-                        raise _Failed(await self._hung_up())
-                    answer = self._answers.feed(part)
-                    if answer is not None:
-                        return answer
+                data = framed(request) if request else b""
+                sent = socket.send_fds(sock, [data[:1]], fds) if fds else 0
+                await self._loop.sock_sendall(sock, data[sent:])
+                head = await self._exactly(sock, 4)
+                return unpacked(await self._exactly(sock, length_of(head)))
         except TimeoutError:
             self.end()
             raise _Failed(f"the zygote (pid {self.child.pid}) did not answer within {seconds:g} s") from None
-        except OSError as error:
-            why = await self._hung_up()
-            raise _Failed(f"{why}: {error}") from error
+        except (OSError, Lost) as error:
+            with anyio.move_on_after(_ENDING):
+                await self.child.gone.wait()
+            raise _Failed(f"{self.ended()}: {error}") from error
         except BaseException:
             self.end()
             raise
 
-    async def _hung_up(self) -> str:
-        """Return how the process has ended, which closed its socket; end it if it goes on."""
-        with anyio.move_on_after(_ENDING):
-            await self.gone.wait()
-        return self.ended()
+    async def _exactly(self, sock: socket.socket, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = await self._loop.sock_recv(sock, size - len(data))
+            if not part:
+                raise Lost("it hung up")
+            data += part
+        return data
 
     def ended(self) -> str:
         """End the process, if it has not ended; return how it has."""
         how = self.child.how()
-        text = last_lines(self.child.last_output()) if self.gone.is_set() else ""
+        text = last_lines(self.child.last_output()) if self.child.gone.is_set() else ""
         self.end()
         return f"the zygote (pid {self.child.pid}) {how}" + (f": {text}" if text else "")
 
     def end(self) -> None:
-        """Kill it. Forks of it live on. The kernel needs a while to free its memory, see :attr:`gone`."""
+        """Kill it. Forks of it live on. The kernel needs a while to free its memory."""
         self.lost = None
         self._socket.close()
         self.child.kill()
-
-    async def reap(self) -> None:
-        """Kill it, and wait until it has ended. A system call may hold it up, after which it ends."""
-        self.end()
-        with anyio.CancelScope(shield=True), anyio.move_on_after(_ENDING):
-            await self.gone.wait()
-        self.child.unwatch()
 
 
 class WorkerZygote:
@@ -209,7 +213,8 @@ class WorkerZygote:
         finally:
             self._end()
             for running in self._made:
-                await running.reap()
+                running.end()
+                await running.child.reap(_ENDING)
 
     def _end(self) -> None:
         if self._running is not None:
@@ -283,9 +288,10 @@ class WorkerZygote:
             running: _Running | None = None
             try:
                 running = _Running(imports)
-                self._made = [*(one for one in self._made if not one.gone.is_set()), running]
-                answer = await running.ask(self._preload(imports), _PREPARATION)
-            except (_Failed, OSError) as error:
+                self._made = [*(one for one in self._made if not one.child.gone.is_set()), running]
+                steps = [one for one in imports.steps if isinstance(one, dict) or _top(one) not in self._left_out]
+                answer = await running.prepare(steps=steps, own=imports.own, folders=imports.folders)
+            except (_Failed, OSError, RuntimeError) as error:
                 if running is not None:
                     running.end()
                 if self._running is None:
@@ -293,36 +299,28 @@ class WorkerZygote:
                 else:  # the present zygote has fewer modules and goes on
                     self._fail(f"cannot start a zygote with all imports of the app: {error}")
                 return
-            if isinstance(answer, Ready):
+            if answer["type"] == "Ready":
                 async with self._asking:
                     self._end()
-                    running.modules, running.dropped = frozenset(answer.modules), answer.dropped
+                    running.modules, running.dropped = frozenset(answer["modules"]), answer["dropped"]
                     self._running, self._state, self._why, self._gauged = running, "ready", "", (0.0, 0)
                     running.lost = self._lost
-                if running.gone.is_set():
+                if running.child.gone.is_set():
                     self._lost()
                     return
                 took = time.monotonic() - begin
-                _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, len(answer.modules), took)
-                for name, why in answer.dropped.items():
+                _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, len(running.modules), took)
+                for name, why in running.dropped.items():
                     _log.warning("the zygote does not import %s, which workers do: %s", name, why)
                 return
             running.end()
-            assert isinstance(answer, Unfit), "a zygote answers a preload with Ready or Unfit"
-            top = answer.module.partition(".")[0]
+            top = _top(answer["module"])
             if not top or top in self._left_out or top == "shared_rpc":
-                self._give_up(answer.why)
+                self._give_up(answer["why"])
                 return
-            self._left_out[top] = answer.why
-            _log.warning("the zygote does not import %s, which workers do: %s", top, answer.why)
+            self._left_out[top] = answer["why"]
+            _log.warning("the zygote does not import %s, which workers do: %s", top, answer["why"])
         self._give_up(f"{_ATTEMPTS} packages cannot be imported before a fork: {', '.join(self._left_out)}")
-
-    def _preload(self, imports: Imports) -> Preload:
-        steps: list[Step] = []
-        for step in imports.steps:
-            if isinstance(step, dict) or step.partition(".")[0] not in self._left_out:
-                steps.append(step)
-        return Preload(steps, imports.own, imports.folders)
 
     async def begin(self, number: int) -> ForkedWorker | None:
         """Start a worker as a fork; return None if it must be a new process."""
@@ -342,8 +340,16 @@ class WorkerZygote:
 
     async def _fork(self, running: _Running, number: int) -> ForkedWorker | None:
         supposed = msgspec.json.encode(_variables(running.imports)).decode()
-        words = ["-m", "shared_rpc.worker", *self._command.words(number, _LINK), "--forked", supposed]
-        request = Fork(words, environment(), [0, 1, 2, _LINK], folders=running.imports.first)
+        options = program("")[1:-2]
+        request = {
+            "type": "Fork",
+            "words": ["-m", "shared_rpc.worker", *self._command.words(number, _LINK), "--forked", supposed],
+            "options": options,
+            "variables": environment(),
+            "fds": [0, 1, 2, _LINK],
+            "folders": running.imports.first,
+            "blocked": [int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        }
         with ExitStack() as ours:
             with ExitStack() as theirs:
                 link, other = socket.socketpair()
@@ -356,29 +362,25 @@ class WorkerZygote:
                 theirs.callback(os.close, nothing)
                 folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 theirs.callback(os.close, folder)
-                with adopting():
-                    answer = await running.ask(request, _PATIENCE, [nothing, 1, writing, other.fileno(), folder])
-            if isinstance(answer, Forked):
-                _check_child(answer.pid)
+                answer, watcher = await running.fork(request, [nothing, 1, writing, other.fileno(), folder])
+            if answer["type"] == "Forked":
                 ours.pop_all()
-                return ForkedWorker(ForkedProcess(answer.pid, errors), link)
-        assert isinstance(answer, ForkRefused), "a zygote answers with Forked or ForkRefused"
-        if answer.stale:
-            _log.info("the zygote (pid %d) is replaced: %s", running.child.pid, answer.why)
+                return ForkedWorker(WatchedProcess(answer["pid"], watcher), errors, link)
+            watcher.close()
+        if answer.get("stale"):
+            _log.info("the zygote (pid %d) is replaced: %s", running.child.pid, answer["why"])
             self._end()
             self._left_out.clear()
-            self._state, self._why = "waiting", answer.why
+            self._state, self._why = "waiting", answer["why"]
             self._due.set()
         else:
-            _log.warning("a worker starts as a new process instead of a fork: %s", answer.why)
+            _log.warning("a worker starts as a new process instead of a fork: %s", answer.get("why", answer))
         return None
 
 
-def _check_child(pid: int) -> None:
-    try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        raise _Failed(f"the fork (pid {pid}) is no child of the broker: a process between them is a subreaper") from None
+def _top(module: str) -> str:
+    """Return the package that a module belongs to."""
+    return module.partition(".")[0]
 
 
 def _variables(imports: Imports) -> dict[str, str | None]:

@@ -7,22 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from shared_rpc.cli.rendering import size, table
-from shared_rpc.scripts.options import IDLE_EXIT, MODULE, PRELOAD, Script
 
 
 def run(
     words: Annotated[
         list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="A script, a directory or an archive; with -m a module.")
     ],
-    module: Annotated[bool, typer.Option(MODULE, help="Run a module, as 'python -m' does.")] = False,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as 'python -m' does.")] = False,
     preload: Annotated[
         list[str] | None,
-        typer.Option(PRELOAD, metavar="NAME", help="Import this installed package in the zygote; may be repeated."),
+        typer.Option("--preload", metavar="NAME", help="Import this installed package in the zygote; may be repeated."),
     ] = None,
     idle_exit: Annotated[
         float | None,
         typer.Option(
-            IDLE_EXIT,
+            "--idle-exit",
             metavar="SECONDS",
             min=0,
             help="Lifetime of the zygote without another script; 1800 by default.",
@@ -37,7 +36,7 @@ def run(
     zygote, 'shared-rpc ls' lists it, and 'shared-rpc stop --all' ends it. If a fork would not behave like 'python script.py',
     python itself runs the script, and a line on standard error gives the reason.
     """
-    from shared_rpc.scripts.command import launch
+    from shared_rpc.scripts.command import Script, launch
 
     launch(Script(words[0], tuple(words[1:]), module, tuple(preload or ()), idle_exit))
 

@@ -17,7 +17,7 @@ from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.own_files import check_directory, open_own
 from shared_rpc.settings import ServeOptions, program, server_environment
 
-__all__ = ["LISTENING", "ServerStarter", "listens", "log_path", "start_detached", "start_once"]
+__all__ = ["LISTENING", "ServerStarter", "daemonize", "listens", "log_path", "start_detached", "start_once"]
 
 _log = logging.getLogger("shared_rpc.server")
 
@@ -127,6 +127,31 @@ def start_detached(
                 os.close(fd)
     daemon, _, report = text.partition("\n")
     return int(daemon) if daemon.isdigit() else 0, report if in_time else None
+
+
+def daemonize(lock: int, pipe: int) -> Callable[[str], None]:
+    """Continue as a daemon process, before there are threads; return what reports that it listens, or why it does not.
+
+    The process that was started ends: otherwise the daemon would be a zombie one day, and belong to a process tree that some
+    tools end as a whole.
+
+    :param lock: a descriptor that is kept open until the end.
+    :param pipe: for the report; it ends with the process, and is like the lock not passed on to children.
+    """
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    for fd in (lock, pipe):
+        os.set_inheritable(fd, False)
+
+    def report(text: str) -> None:
+        with suppress(OSError):  # the process that started the daemon has ended
+            os.write(pipe, text.encode(errors="replace"))
+        os.close(pipe)
+
+    with suppress(OSError):
+        os.write(pipe, f"{os.getpid()}\n".encode())
+    return report
 
 
 def _inheritable() -> list[int]:

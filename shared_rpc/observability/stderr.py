@@ -14,8 +14,6 @@ from typing import IO
 _LINES, _WIDTH = 40, 500
 #: Bytes of one read.
 _CHUNK = 1 << 16
-#: Seconds of waiting for the end of the output: a grandchild may keep the pipe open.
-_PATIENCE = 0.2
 #: Seconds for the reader of the broker's own standard error to make room.
 _READER = 1.0
 
@@ -98,8 +96,12 @@ class Tail:
             self._lines.extend(line[:_WIDTH].decode(errors="replace") for line in lines[-_LINES:])
             self._rest = self._rest[:_WIDTH]
 
+    @property
+    def ended(self) -> bool:
+        """Whether no process can write to it any more, and all is read."""
+        return not self._thread.is_alive()
+
     def text(self) -> str:
-        """Return the last lines, when the process has ended."""
-        self._thread.join(_PATIENCE)
+        """Return the last lines."""
         with self._lock:
             return "\n".join([*self._lines, self._rest.decode(errors="replace")]).strip("\n")

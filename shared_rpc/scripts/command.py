@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getopt
 import os
 import resource
 import select
@@ -10,17 +11,14 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
-from shared_rpc.errors import ConfigurationError, one_line
+from shared_rpc.errors import ConfigurationError, ConnectError, one_line
 from shared_rpc.protocol.peers import foreign_owner, is_own, named, peer_of
 from shared_rpc.scripts.front import ignored_signals, is_in_background, stand_for
 from shared_rpc.scripts.key import interpreter_options, key_of, limits
-from shared_rpc.scripts.options import Script, parse
 from shared_rpc.settings import ScriptSettings, environment, resolve_base_path, script_settings
-from shared_rpc.zygote.framing import Incoming, Lost, framed, parts, unpacked
-
-__all__ = ["launch", "run_directly", "zygote_path"]
+from shared_rpc.zygote.wire import Lost, ask
 
 #: Seconds for a listening zygote's answer. It forks one script after another, in some ten milliseconds each.
 _PATIENCE = 20.0
@@ -28,8 +26,43 @@ _PATIENCE = 20.0
 _LOOK = 0.02
 
 
-class _Unavailable(Exception):
-    """No zygote can begin the script: the reason."""
+class Script(NamedTuple):
+    """The program that is to be run.
+
+    :param name: the path of a script, of a directory or archive with a ``__main__.py``; or a module's name.
+    :param arguments: the words behind it.
+    :param module: whether it is a module.
+    :param preload: modules that the zygote imports besides its usual ones.
+    :param idle_exit: seconds after which the zygote ends if nothing was run; None for the default.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    preload: tuple[str, ...] = ()
+    idle_exit: float | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """The command line for the interpreter, behind its own name and options."""
+        return [*(["-m"] if self.module else []), self.name, *self.arguments]
+
+
+def parse(words: list[str]) -> Script | None:
+    """Read the words behind ``run``; None for misuse and ``--help``, which need an explanation.
+
+    The library that reads those of the other commands takes too long to load.
+    """
+    try:
+        options, program = getopt.getopt(words, "m", ["preload=", "idle-exit="])
+        seconds = [float(value) for name, value in options if name == "--idle-exit"]
+    except (getopt.GetoptError, ValueError):
+        return None
+    if not program or not all(value >= 0 for value in seconds):
+        return None
+    preload = tuple(value for name, value in options if name == "--preload")
+    module = any(name == "-m" for name, _ in options)
+    return Script(program[0], tuple(program[1:]), module, preload, seconds[-1] if seconds else None)
 
 
 class _Gone(Exception):
@@ -56,12 +89,12 @@ def launch(script: Script) -> NoReturn:
         _check(script)
         run = _Run(script, environment())
         connection, pid = run.begin()
-    except Exception as why:  # any failure: the script must not suffer from it
-        if not isinstance(why, _Unavailable):
-            why = _Unavailable(f"{type(why).__name__}: {why}")
-        if str(why) and sys.stderr is not None:
+    except Exception as error:  # any failure: the script must not suffer from it
+        expected = isinstance(error, (ConfigurationError, ConnectError))
+        why = one_line(str(error) if expected else f"{type(error).__name__}: {error}")
+        if why and sys.stderr is not None:
             with suppress(OSError):
-                print(f"shared-rpc: runs without a zygote: {one_line(str(why))}", file=sys.stderr, flush=True)
+                print(f"shared-rpc: runs without a zygote: {why}", file=sys.stderr, flush=True)
         _become(script)
     stand_for(connection, pid, run.fds)
 
@@ -70,21 +103,20 @@ def _check(script: Script) -> None:
     """Find cases that only the interpreter itself can handle, or reports better."""
     if not script.module:
         if script.name == "-":
-            raise _Unavailable("a program from standard input has no path")
+            raise ConnectError("a program from standard input has no path")
         if not os.access(script.name, os.R_OK):
-            raise _Unavailable  # the interpreter has its own message
+            raise ConnectError("")  # the interpreter has its own message
     if sys.flags.inspect or sys.flags.interactive:
-        raise _Unavailable("the interpreter becomes interactive after the script (-i, PYTHONINSPECT)")
+        raise ConnectError("the interpreter becomes interactive after the script (-i, PYTHONINSPECT)")
     if not sys.executable:
-        raise _Unavailable("the interpreter does not know its own path")
+        raise ConnectError("the interpreter does not know its own path")
     if is_in_background():
-        raise _Unavailable(
+        raise ConnectError(
             "the terminal belongs to another job: if the script does not read it, start the script with '< /dev/null'"
         )
 
 
 def _become(script: Script) -> NoReturn:
-
     words = [sys.executable or "python3", *interpreter_options(), *script.words]
     try:
         os.execvp(words[0], words)
@@ -101,10 +133,7 @@ class _Run:
         _fill_gaps()
         self._script = script
         self._environ = environ
-        try:
-            settings = script_settings(environ)
-        except ConfigurationError as error:
-            raise _Unavailable(str(error)) from None
+        settings = script_settings(environ)
         self._settings = ScriptSettings(
             (*settings.preload, *script.preload), settings.idle_exit if script.idle_exit is None else script.idle_exit
         )
@@ -123,44 +152,42 @@ class _Run:
             except BaseException:
                 connection.close()
                 raise
-        raise _Unavailable(f"the zygotes at {self._path} end: {reason}")
+        raise ConnectError(f"the zygotes at {self._path} end: {reason}")
 
     def _connect(self) -> socket.socket:
         connection = _connected(self._path)
         if connection is None:
-            from shared_rpc.scripts.starting import NoZygote, start_zygote
+            from shared_rpc.scripts.starting import start_zygote
 
-            try:
-                start_zygote(self._path, self._settings, self._environ)
-            except NoZygote as error:
-                raise _Unavailable(str(error)) from None
+            start_zygote(self._path, self._settings, self._environ)
             connection = _connected(self._path)
             if connection is None:
-                raise _Unavailable(f"the zygote ended at once: see {self._path}.log")
+                raise ConnectError(f"the zygote ended at once: see {self._path}.log")
         peer = peer_of(connection)
         if not is_own(peer.uid):
             connection.close()
-            raise _Unavailable(f"pid {peer.pid} of another user ({named(peer.uid)}) listens at {self._path}")
+            raise ConnectError(f"pid {peer.pid} of another user ({named(peer.uid)}) listens at {self._path}")
         return connection
 
     def _ask(self, connection: socket.socket) -> int:
+        _await_greeting(connection)
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        request = {
+            "type": "Fork",
+            "words": self._script.words,
+            "options": interpreter_options(),
+            "variables": self._environ,
+            "fds": self.fds,
+            "umask": _umask(),
+            "limits": {limit: resource.getrlimit(limit) for limit in limits()},
+            "ignored": ignored_signals(),
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+            "idle_exit": self._settings.idle_exit,
+        }
         try:
-            message = {
-                "type": "Fork",
-                "words": self._script.words,
-                "options": interpreter_options(),
-                "variables": self._environ,
-                "fds": self.fds,
-                "umask": _umask(),
-                "limits": {limit: resource.getrlimit(limit) for limit in limits()},
-                "ignored": ignored_signals(),
-                "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-                "watched": True,
-                "idle_exit": self._settings.idle_exit,
-            }
-            self._exchange(connection, [])  # the greeting
-            answer = self._exchange(connection, parts(framed(message), [*self.fds, folder]))
+            answer = ask(connection, request, [*self.fds, folder])
+        except TimeoutError:
+            raise ConnectError(f"a fork of the zygote did not answer within {_PATIENCE:g} s") from None
         except (Lost, ConnectionError) as error:
             raise _Gone(str(error)) from None
         finally:
@@ -169,43 +196,27 @@ class _Run:
             case "Forked":
                 return int(answer["pid"])
             case "ForkRefused":
-                raise (_Gone if answer["stale"] else _Unavailable)(answer["why"])
-        raise _Unavailable(f"the fork ended before the script began: {answer}")
+                raise (_Gone if answer["stale"] else ConnectError)(answer["why"])
+        raise ConnectError(f"the fork ended before the script began: {answer}")
 
-    def _exchange(self, connection: socket.socket, pieces: list[tuple[bytes, list[int]]]) -> dict[str, Any]:
-        """Send a message, and wait for the answer; a zygote that is stopped has none."""
-        deadline = time.monotonic() + _PATIENCE
-        pid = peer_of(connection).pid
-        connection.setblocking(False)
-        incoming = Incoming(unpacked)
-        poll = select.poll()
-        try:
-            while True:
-                poll.register(connection, select.POLLIN | (select.POLLOUT if pieces else 0))
-                if not poll.poll(_LOOK * 1000):
-                    if _is_stopped(pid):
-                        raise _Unavailable(
-                            f"the zygote (pid {pid}) is stopped: resume it with 'kill -CONT {pid}', or end it with -KILL"
-                        )
-                    if time.monotonic() > deadline:
-                        raise _Unavailable(f"the zygote (pid {pid}) did not answer within {_PATIENCE:g} s")
-                with suppress(BlockingIOError):
-                    if pieces:
-                        data, fds = pieces[0]
-                        sent = socket.send_fds(connection, [data], fds) if fds else connection.send(data)
-                        pieces[:1] = [(data[sent:], [])] if sent < len(data) else []
-                with suppress(BlockingIOError):
-                    received = incoming.receive(connection)
-                    if received is not None:
-                        return received[0]
-        finally:
-            incoming.close()
+
+def _await_greeting(connection: socket.socket) -> None:
+    """Wait until the zygote has forked for this command, which one that is stopped does not."""
+    deadline = time.monotonic() + _PATIENCE
+    pid = peer_of(connection).pid
+    greeting = select.poll()
+    greeting.register(connection, select.POLLIN)
+    while not greeting.poll(_LOOK * 1000):
+        if _is_stopped(pid):
+            raise ConnectError(f"the zygote (pid {pid}) is stopped: resume it with 'kill -CONT {pid}', or end it with -KILL")
+        if time.monotonic() > deadline:
+            raise ConnectError(f"the zygote (pid {pid}) did not answer within {_PATIENCE:g} s")
 
 
 def _connected(path: str) -> socket.socket | None:
     """Return a connection to the process that listens there, None if none does."""
     if os.path.islink(path) and (owner := foreign_owner(path)) is not None:
-        raise _Unavailable(f"{path} is a link of another user ({named(owner)})")
+        raise ConnectError(f"{path} is a link of another user ({named(owner)})")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         # The kernel waits for a full backlog; it admits thousands.
@@ -216,7 +227,7 @@ def _connected(path: str) -> socket.socket | None:
         return None
     except OSError as error:
         connection.close()
-        raise _Unavailable(f"cannot connect to {path}: {error}") from None
+        raise ConnectError(f"cannot connect to {path}: {error}") from None
     return connection
 
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
 import signal
 import socket
 from contextlib import suppress
 from typing import NoReturn
 
-from shared_rpc.zygote.framing import GO, Incoming, Lost, unpacked
-
-__all__ = ["ignored_signals", "is_in_background", "stand_for"]
+from shared_rpc.zygote.wire import GO, code_of_ended
 
 #: si_code of signals that the kernel itself sends, such as those of a terminal; kill(2) sends 0. See sigaction(2).
 _SI_KERNEL = 0x80
@@ -34,7 +31,7 @@ def ignored_signals() -> list[int]:
 def is_in_background() -> bool:
     """Return whether standard input is the terminal of this process's session, and another process group has it now.
 
-    Who reads there is stopped by the kernel; a script in another session would not be.
+    A process that reads there is stopped by the kernel; a script in another session would not be.
     """
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
@@ -54,16 +51,16 @@ def stand_for(connection: socket.socket, pid: int, fds: list[int]) -> NoReturn:
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in fds:
         os.dup2(null, fd, inheritable=fd <= 2)
-    connection.setblocking(True)
+    connection.settimeout(None)
     with suppress(OSError):  # the watcher has just been killed
         connection.sendall(GO)
     # Only signals are waited for: a signal reports received data; see fcntl(2).
-    connection.setblocking(False)
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | fcntl.FASYNC)
-    incoming = Incoming(unpacked)
     while True:
-        _end_as(connection, incoming)
+        with suppress(BlockingIOError):
+            connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            _end_as(connection)
         info = signal.sigwaitinfo(everything)
         number = info.si_signo
         if number == signal.SIGIO and info.si_code != 0:
@@ -90,23 +87,11 @@ def _suffer(number: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [number])
 
 
-def _end_as(connection: socket.socket, incoming: Incoming[dict[str, object]]) -> None:
-    """End as the script has, if it has ended."""
-    code = -signal.SIGKILL
-    try:
-        received = None
-        while received is None:
-            received = incoming.receive(connection)
-        code = int(str(received[0]["code"]))
-    except BlockingIOError:
-        return
-    except (Lost, OSError):  # the watcher was killed, and the script with it
-        pass
+def _end_as(connection: socket.socket) -> NoReturn:
+    """End as the script has."""
+    code = code_of_ended(connection)
     if code >= 0:
         os._exit(code)
-    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    # No image of this process beside that of the script. Not 0: programs that read images from a pipe ignore that; see core(5).
-    resource.setrlimit(resource.RLIMIT_CORE, (min(soft, 1) if soft >= 0 else 1, hard))
     if -code not in (signal.SIGKILL, signal.SIGSTOP):
         _suffer(-code)
     os.kill(os.getpid(), -code)

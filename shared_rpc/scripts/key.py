@@ -16,8 +16,6 @@ from contextlib import suppress
 
 import shared_rpc
 
-__all__ = ["interpreter_options", "is_relative", "key_of", "limits"]
-
 #: Prefixes of variables that are read when the interpreter begins or a library is loaded: by Python, the loader and the C
 #: library, the thread pools of OpenMP and BLAS, torch and its libraries, CUDA, numpy, and libraries of Hugging Face.
 _PREFIXES = (
@@ -32,24 +30,25 @@ _PREFIXES = (
 _NAMES = frozenset({"HOME"})
 #: Lines of /proc/self/status: credentials, privileges given up for good, and the processors that size thread pools.
 _STATUS = frozenset({"Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Cpus_allowed", "Mems_allowed"})
-_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "pid_for_children", "time", "user", "uts")
 
 
 def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
     """Return the key of this process, for scripts that it runs: sixteen hexadecimal digits."""
     preload = sorted(set(preload))
+    unbuffered = any(getattr(stream, "write_through", False) for stream in (sys.stdout, sys.stderr))  # in none of the flags
+    lines = _content("/proc/self/status").splitlines()
     prefixes = (*_PREFIXES, *(f"{name.partition('.')[0].upper()}_" for name in preload))
     facts: list[object] = [
         # The package itself: a zygote talks to its own version only.
         (shared_rpc.__version__, os.path.dirname(shared_rpc.__file__)),
         (sys.executable, sys.version, sys.prefix, sys.base_prefix, _identity(os.path.realpath(sys.executable))),
-        (tuple(sys.flags), _is_unbuffered(), sorted(sys._xoptions.items(), key=str), sys.warnoptions),
+        (tuple(sys.flags), unbuffered, sorted(sys._xoptions.items(), key=str), sys.warnoptions),
         preload,
         sorted((name, value) for name, value in environ.items() if name in _NAMES or name.startswith(prefixes)),
         # The module site makes relative entries of the path absolute when the interpreter begins.
         _link("/proc/self/cwd") if is_relative(environ.get("PYTHONPATH", "")) else None,
-        _status(),
-        [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
+        [line for line in lines if line.startswith("Cap") or line.partition(":")[0] in _STATUS],
+        [_link(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
         _identity("/"),
         [_content(f"/proc/self/{name}") for name in ("personality", "oom_score_adj", "loginuid", "attr/current")],
         (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
@@ -67,11 +66,6 @@ def interpreter_options() -> list[str]:
     return before[:-1] if before[-1:] == ["-m"] else before
 
 
-def _is_unbuffered() -> bool:
-    """Return whether the interpreter writes unbuffered, which is in none of its flags."""
-    return any(getattr(stream, "write_through", False) for stream in (sys.stdout, sys.stderr))
-
-
 def limits() -> list[int]:
     """Return the resource limits that this system has."""
     return sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
@@ -80,11 +74,6 @@ def limits() -> list[int]:
 def is_relative(path: str) -> bool:
     """Return whether a variable such as PYTHONPATH has entries that depend on the working directory."""
     return bool(path) and any(not os.path.isabs(entry) for entry in path.split(os.pathsep))
-
-
-def _status() -> list[str]:
-    lines = _content("/proc/self/status").splitlines()
-    return [line for line in lines if line.startswith("Cap") or line.partition(":")[0] in _STATUS]
 
 
 def _content(path: str) -> str:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shared_rpc.protocol.peers import foreign_owner, is_own, peer_of
 from shared_rpc.settings import resolve_base_path
-from shared_rpc.zygote.framing import Incoming, Lost, framed, unpacked
-from shared_rpc.zygote.process import has_ended
-
-__all__ = ["live_zygotes", "stop_zygotes"]
+from shared_rpc.zygote.process import is_readable
+from shared_rpc.zygote.wire import Lost, ask
 
 #: Seconds for a zygote to answer, or to end.
 _PATIENCE = 2.0
@@ -30,7 +27,7 @@ def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
     for path, sock in _connections(base_path):
         try:
             found.append(_asked(sock, "TellState"))
-        except (OSError, Lost, ValueError) as error:
+        except (OSError, Lost) as error:
             passed_over(f"the zygote at {path} (pid {peer_of(sock).pid}) did not answer: {error}")
     return found
 
@@ -49,12 +46,12 @@ def stop_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
             continue
         try:
             facts = _asked(sock, "StopListening")
-            if not has_ended(pidfd, _PATIENCE):
+            if not is_readable(pidfd, _PATIENCE):
                 # A zygote has no state to lose.
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                has_ended(pidfd)
+                is_readable(pidfd)
             ended.append(facts)
-        except (OSError, Lost, ValueError) as error:
+        except (OSError, Lost) as error:
             passed_over(f"{path} (pid {pid}) did not answer as a zygote, and was not stopped: {error}")
         finally:
             os.close(pidfd)
@@ -77,24 +74,7 @@ def _connections(base_path: str | None) -> Iterator[tuple[str, socket.socket]]:
 
 
 def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
-    """Return the answer to a request without content.
-
-    :raises OSError: if there is none in time.
-    """
-    incoming = Incoming(unpacked)
-    asked = False
-    until = time.monotonic() + _PATIENCE
-    try:
-        while True:
-            sock.settimeout(max(until - time.monotonic(), 0.001))
-            received = incoming.receive(sock)
-            if received is None:
-                continue
-            if asked:
-                if received[0].get("kind") != "zygote":
-                    raise Lost("the answer is not a zygote's")
-                return {name: value for name, value in received[0].items() if name != "type"}
-            sock.sendall(framed({"type": what}))  # after the greeting
-            asked = True
-    finally:
-        incoming.close()
+    answer = ask(sock, {"type": what})
+    if answer.pop("type") != "ZygoteState":
+        raise Lost("the answer is not a zygote's")
+    return answer

@@ -4,30 +4,27 @@ server.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 import os
 import shlex
 import shutil
-import signal
 import subprocess
-import threading
 import time
 from typing import IO
 
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.execution.child import Backoff, Child
 from shared_rpc.forks import after_fork
-from shared_rpc.observability.stderr import Tail
 from shared_rpc.protocol.infos import JoinerInfo
 from shared_rpc.settings import CLUSTER_NAME, program, source_environment
-
-__all__ = ["Joiner", "check_cluster"]
 
 _log = logging.getLogger("shared_rpc.server")
 
 #: Seconds before the first restart, and the most before any.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-#: Seconds after which one that ends has been good for something: the next restart is a first one again.
+#: Seconds after which one that ends was of use: the next restart is a first one again.
 _LONG = 60.0
 #: Seconds between the request to end and SIGKILL.
 _GRACE = 0.3
@@ -63,7 +60,8 @@ def check_cluster(cluster: str) -> list[str]:
 
 
 class Joiner:
-    """Supervision of the process that joins a server to its cluster, in a thread of its own.
+    """Supervision of the process that joins a server to its cluster, on the server's loop, in the thread that goes on until
+    :meth:`close`: the kernel ends a child with the thread that started it.
 
     :param cluster: see :func:`check_cluster`.
     :param path: the server's socket.
@@ -73,68 +71,52 @@ class Joiner:
     def __init__(self, cluster: str, path: str) -> None:
         self.cluster = cluster
         self._words = [*check_cluster(cluster), "--socket", path]
-        self._stopping = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._child: Child | None = None
         #: Its output.
         self._output: IO[bytes] | None = None
+        self._pauses = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _LONG)
+        self._begun = 0.0
         self._starts = 0
         self._token = ""
         self._problem = ""
-        self._pid = os.getpid()
-        # The kernel ends a child with the thread that started it, which is to be this one.
-        self._thread = threading.Thread(target=self._run, name="shared-rpc-joiner", daemon=True)
         after_fork(self._abandon)
 
     def start(self, token: str) -> None:
-        """Begin. Returns at once.
+        """Begin, on the loop.
 
         :param token: proves to the server that it started the process.
         """
         self._token = token
-        self._thread.start()
+        self._start()
 
     def ask_to_stop(self) -> None:
         """Send the process SIGTERM, and start no other one. Returns at once; see :meth:`close`."""
-        if self._pid == os.getpid():
-            self._stopping.set()
-            process = self._process
-            if process is not None:
-                process.terminate()
+        self._stopping = True
+        if self._child is not None:
+            self._child.terminate()
 
     def close(self) -> None:
         """Wait for the process to end, after :meth:`ask_to_stop`, and kill it if it does not soon."""
-        if self._pid != os.getpid() or not self._thread.is_alive():
-            return
-        self._thread.join(_GRACE)
-        process = self._process
-        if process is not None:
-            process.kill()
-        self._thread.join(_GRACE)
+        child, self._child = self._child, None
+        if child is not None:
+            child.end(time.monotonic() + _GRACE)
 
     def info(self) -> JoinerInfo:
         """Describe it."""
-        process = self._process
-        return {"pid": process.pid if process is not None else None, "starts": self._starts, "problem": self._problem}
+        return {
+            "pid": self._child.pid if self._child is not None else None,
+            "starts": self._starts,
+            "problem": self._problem,
+        }
 
-    def _run(self) -> None:
-        pause = _FIRST_PAUSE
-        while not self._stopping.is_set():
-            begin = time.monotonic()
-            problem = self._once()
-            if self._stopping.is_set():
-                return
-            if time.monotonic() - begin >= _LONG:
-                pause = _FIRST_PAUSE
-            self._problem = problem
-            _log.error("%s; the next one is started in %g s", problem, pause)
-            self._stopping.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _once(self) -> str:
-        """Start the process, and wait for its end; return how it ended."""
+    def _start(self) -> None:
+        if self._stopping:
+            return
+        self._begun = time.monotonic()
         try:
             process = subprocess.Popen(
-                program("shared_rpc.zygote.attached", str(os.getpid()), *self._words),
+                program("shared_rpc.zygote.process", str(os.getpid()), *self._words),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -142,21 +124,29 @@ class Joiner:
                 start_new_session=True,
                 env=source_environment(self._token),
             )
-        except OSError as error:
-            return f"cannot start the joiner of the cluster: {error}"
-        self._starts += 1
-        assert process.stdout is not None, "its output is a pipe"
-        tail = Tail(process.stdout)
-        self._process, self._output = process, process.stdout
-        if self._stopping.is_set():  # the request may have come before there was a process
-            process.terminate()
-        code = process.wait()
-        self._process = self._output = None
-        last = tail.text().rsplit("\n", 1)[-1]
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the joiner of the cluster (pid {process.pid}) {how}{f': {last}' if last else ''}"
+            self._output = process.stdout
+            self._child = Child(process, process.stdout, self._ended)
+        except (OSError, RuntimeError) as error:
+            self._start_again(f"cannot start the joiner of the cluster: {error}")
+        else:
+            self._starts += 1
+
+    def _ended(self) -> None:
+        child, self._child = self._child, None
+        assert child is not None, "it was started"
+        last = child.last_output().rsplit("\n", 1)[-1]
+        self._start_again(f"the joiner of the cluster (pid {child.pid}) {child.how()}{f': {last}' if last else ''}")
+
+    def _start_again(self, problem: str) -> None:
+        if self._stopping:
+            return
+        self._problem = problem
+        self._pauses.note(time.monotonic() - self._begun)
+        _log.error("%s; the next one is started in %g s", problem, self._pauses.pause)
+        asyncio.get_running_loop().call_later(self._pauses.pause, self._start)
 
     def _abandon(self) -> None:
         """Close the copy of the pipe in a forked child: the joiner is the parent's."""
+        self._child = None
         if self._output is not None:
             self._output.close()

@@ -33,12 +33,13 @@ def main() -> None:
     app.add_argument("target", nargs="?")
     app.add_argument("--bare", action="store_true", help="Load no app.")
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--parent", type=int, help="In a new process: the pid of the broker.")
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--options", default="{}", help="ServeOptions as JSON.")
     parser.add_argument("--forked", help="In a fork: the variables that the app is supposed to set, as JSON.")
     words = parser.parse_args()
-    die_with_parent(words.parent)
+    if words.parent is not None:  # a fork ends with its watcher
+        die_with_parent(words.parent)
     beginning = Beginning(words.forked, sys.argv[1:])
     options = ServeOptions.of(words.options)
     if options.log_format is not None or options.log_level is not None:

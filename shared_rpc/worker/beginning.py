@@ -14,8 +14,8 @@ import msgspec
 
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.settings import program, watched_environment
-from shared_rpc.zygote.child import inherited_environment
-from shared_rpc.zygote.installed import file_of, is_installed, names_in
+from shared_rpc.zygote.child import inherited
+from shared_rpc.zygote.imports import file_of, is_installed, names_in
 
 _log = logging.getLogger("shared_rpc.worker")
 _PACKAGE = "shared_rpc"
@@ -93,7 +93,7 @@ class Beginning:
         sys.stdout.flush()
         sys.stderr.flush()
         os.set_inheritable(int(words[words.index("--fd") + 1]), True)
-        os.execve(sys.executable, program("shared_rpc.worker", *words), inherited_environment())
+        os.execve(sys.executable, program("shared_rpc.worker", *words), inherited)
 
 
 def _while_installed_is_imported(frame: FrameType | None) -> bool:

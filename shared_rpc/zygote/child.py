@@ -11,6 +11,7 @@ import linecache
 import os
 import pkgutil
 import random
+import resource
 import runpy
 import signal
 import sys
@@ -21,67 +22,37 @@ from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFil
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
-from zipimport import zipimporter
-
-import msgspec
 
 from shared_rpc.settings import change_environment, environment
-from shared_rpc.zygote.preloading import shadowed
 
-__all__ = [
-    "Identity",
-    "become",
-    "close_all_but",
-    "finish",
-    "inherited_environment",
-    "new_main",
-    "open_descriptors",
-    "own_path",
-    "run_program",
-    "set_title",
-    "shadowed_by",
-]
+#: In a fork, the environment that a new process would have begun with in its place: without what imports have changed of it.
+inherited: dict[str, str] = {}
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """The attributes that a fork does not have from its zygote.
-
-    :param fds: the numbers that its descriptors have; 0, 1 and 2 are among them.
-    :param variables: the environment.
-    :param inherited: the environment without what imports have changed of it, for a process that takes the place of the fork.
-    :param argv: ``sys.argv``.
-    :param path: ``sys.path``.
-    :param umask: None for the zygote's, as for the others.
-    :param ignored: signals that it ignores, as it would have inherited that.
-    :param group: whether it leads a process group of its own.
-    :param options: of the interpreter; None for the zygote's.
-    :param title: its command line behind the interpreter and the options, as other programs see it; by default ``argv``.
-    """
-
-    fds: Sequence[int]
-    argv: Sequence[str]
-    variables: Mapping[str, str]
-    path: Sequence[str]
-    umask: int | None = None
-    limits: Mapping[int, tuple[int, int]] = {}
-    ignored: Sequence[int] = ()
-    group: bool = True
-    options: Sequence[str] | None = None
-    title: Sequence[str] = ()
-    inherited: Mapping[str, str] | None = None
-
-
-def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: Iterable[int]) -> None:
+def become(
+    fds: Mapping[int, int],
+    *,
+    argv: Sequence[str],
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    path: Sequence[str],
+    mask: Iterable[int],
+    options: Sequence[str] = (),
+    kept: Iterable[int] = (),
+    umask: int | None = None,
+    limits: Mapping[int, tuple[int, int]] | None = None,
+    ignored: Iterable[int] = (),
+) -> None:
     """Make a process of its own of a fork. Once, in the fork, before anything else, while signals are held back.
 
-    The rule: *what a new process would have made for itself is made anew; what it would have inherited from whoever asked for
-    it is taken from there; what its imports would have made is kept.* So:
+    The rule: *what a new process would have made for itself is made anew; what it would have inherited from the process that
+    asked for it is taken from there; what its imports would have made is kept.* So:
 
     - made anew: the state of random number generators (``random`` does that itself, as ``tempfile`` does; numpy's and torch's
       global ones do not), the key of :mod:`multiprocessing`, standard streams with their buffers, caches of directories and of
       sources, the names of its main module and its command line;
     - inherited: descriptors, environment (with the time zone that the C library had read from it), working directory, umask,
-      resource limits, ignored signals, a process group;
+      resource limits, ignored signals;
     - kept: modules, atexit callbacks and logging handlers that imports registered (this process runs them, and its zygote,
       which ends without, does not), signal handlers that imports set, descriptors of devices without state. Objects of the
       imports stay frozen, see :func:`gc.freeze`: a collection that touched them would copy their memory.
@@ -89,50 +60,39 @@ def become(identity: Identity, fds: Sequence[int], kept: Iterable[int], mask: It
     Locks need nothing here: a zygote has one thread, which holds none when it forks; ``threading`` and ``logging`` have
     hooks for forks of their own. The hash seed is the zygote's, as in any fork.
 
-    :param fds: descriptors that came with the request, in the order of ``identity.fds``.
-    :param kept: further descriptors that stay open.
+    :param fds: descriptors, by the numbers that they get; 0, 1 and 2 are among them in a process that has standard streams.
+    :param words: its command line behind the interpreter and its ``options``, as other programs see it.
     :param mask: signals that are blocked when all is done.
+    :param kept: further descriptors that stay open.
+    :param umask: None for the zygote's.
+    :param ignored: signals that it ignores, as it would have inherited that.
     """
-    _place_descriptors(dict(zip(identity.fds, fds, strict=True)), kept)
-    if identity.group:
-        os.setpgid(0, 0)
-    _inherited.update(identity.inherited if identity.inherited is not None else identity.variables)
+    _place_descriptors(fds, kept)
     before = environment()
-    change_environment({**dict.fromkeys(before), **identity.variables})
-    if before.get("TZ") != identity.variables.get("TZ"):
+    change_environment({**dict.fromkeys(before), **variables})
+    if before.get("TZ") != variables.get("TZ"):
         time.tzset()
-    if identity.umask is not None:
-        os.umask(identity.umask)
-    if identity.limits:
-        import resource
-
-        for limit, values in identity.limits.items():
-            resource.setrlimit(limit, values)
-    _standard_streams()
+    if umask is not None:
+        os.umask(umask)
+    for limit, values in (limits or {}).items():
+        resource.setrlimit(limit, values)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = _stream(number, name, getattr(sys, name))
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     _seed()
     _forget_folders()
-    sys.argv[:] = identity.argv
-    sys.path[:] = identity.path
-    title = identity.title or identity.argv
-    set_title([sys.executable, *(identity.options or ()), *title])
-    words = _interpreter_words() if identity.options is None else [sys.executable, *identity.options]
-    sys.orig_argv[:] = [*words, *title]
+    sys.argv[:] = argv
+    sys.path[:] = path
+    sys.orig_argv[:] = [sys.executable, *options, *words]
+    set_title(sys.orig_argv)
     # 3.11 to 3.13 keep the zygote's id. Private; a new thread calls it itself: in 3.8 to 3.14.
     main: Any = threading.main_thread()
     main._set_native_id()
     signal.set_wakeup_fd(-1)
-    for number in identity.ignored:
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-#: See :func:`inherited_environment`.
-_inherited: dict[str, str] = {}
-
-
-def inherited_environment() -> dict[str, str]:
-    """Return the environment that a new process would have begun with in place of this fork."""
-    return dict(_inherited)
 
 
 def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:
@@ -145,33 +105,20 @@ def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:
     close_all_but({*wanted, *kept})
 
 
-def _standard_streams() -> None:
-    """Make new ones, as the interpreter does when it starts: with buffers of their own, and terminals by the line."""
-    for number, name, earlier in ((0, "stdin", sys.stdin), (1, "stdout", sys.stdout), (2, "stderr", sys.stderr)):
-        stream = _stream(number, name, earlier)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
-def _stream(number: int, name: str, earlier: Any) -> io.TextIOWrapper | None:
-    unbuffered = getattr(earlier, "write_through", False)
+def _stream(number: int, name: str, earlier: io.TextIOWrapper) -> io.TextIOWrapper | None:
+    """Make a standard stream, as the interpreter does when it starts: with a buffer of its own, and a terminal by the line."""
+    unbuffered = earlier.write_through
     try:
-        # As the interpreter does: open() chooses the buffer size by the kind of file. The file stays open.
-        buffering = 0 if unbuffered and number != 0 else -1
-        buffer: Any = os.fdopen(number, "rb" if number == 0 else "wb", buffering, closefd=False)
-    except OSError:
+        # open() chooses the buffer size by the kind of file. The file stays open.
+        mode, size = ("rb", -1) if number == 0 else ("wb", 0 if unbuffered else -1)
+        buffer: Any = open(number, mode, size, closefd=False)  # noqa: SIM115
+    except OSError:  # it is closed in the process that asked
         return None
     raw = getattr(buffer, "raw", buffer)
     raw.name = f"<{name}>"
-    stream = io.TextIOWrapper(
-        buffer,
-        encoding=earlier.encoding if earlier is not None else "utf-8",
-        errors=earlier.errors if earlier is not None else "strict",
-        newline="\n",
-        line_buffering=not unbuffered and (number == 2 or raw.isatty()),
-        write_through=unbuffered,
-    )
-    stream.mode = "r" if number == 0 else "w"  # type: ignore[misc]
+    by_line = not unbuffered and (number == 2 or raw.isatty())
+    stream = io.TextIOWrapper(buffer, earlier.encoding, earlier.errors, "\n", by_line, write_through=unbuffered)
+    stream.mode = mode[0]  # type: ignore[misc]
     return stream
 
 
@@ -190,12 +137,6 @@ def _seed() -> None:
         process.current_process().authkey = os.urandom(32)
 
 
-def _interpreter_words() -> list[str]:
-    """Return the interpreter and its options, which a fork has in common with its zygote."""
-    words = sys.orig_argv
-    return words[: next(index for index, word in enumerate(words) if word in ("-m", "-c"))]
-
-
 def _forget_folders() -> None:
     """Have directories and sources be read anew: the zygote may be hours old."""
     importlib.invalidate_caches()
@@ -212,9 +153,9 @@ def _forget_folders() -> None:
             vars(process)["ORIGINAL_DIR"] = None
 
 
-def own_path(words: Sequence[str]) -> list[str]:
+def own_path(options: Sequence[str], words: Sequence[str]) -> list[str]:
     """Return what the interpreter puts before all other directories of modules for a program, see :func:`run_program`."""
-    if sys.flags.safe_path:
+    if sys.flags.safe_path or "-P" in options:
         return []
     if words[0] == "-m":
         try:
@@ -227,18 +168,6 @@ def own_path(words: Sequence[str]) -> list[str]:
         return [os.path.dirname(os.path.realpath(words[0], strict=True))]
     except OSError:
         return [os.path.dirname(words[0])]
-
-
-def shadowed_by(path: Sequence[str]) -> str:
-    """Return a module that a new process would import from the :func:`own_path` of its program; empty for none."""
-    if found := shadowed(path):
-        return found
-    for entry in path:
-        importer = pkgutil.get_importer(entry)
-        if isinstance(importer, zipimporter):
-            names = {name.partition(".")[0] for name in sys.modules} - {"__main__"}
-            return next((f"{name} in {entry}" for name in sorted(names) if importer.find_spec(name) is not None), "")
-    return ""
 
 
 def _absolute(path: str) -> str:
@@ -266,14 +195,11 @@ def run_program(words: Sequence[str]) -> NoReturn:
 def _run_file(path: str) -> None:
     # Not by runpy.run_path(): its main module ends with the script's code, and a server goes on after that.
     main = vars(sys.modules["__main__"])
-    with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # None where it is no bytecode
-    loader = SourceFileLoader if code is None else SourcelessFileLoader
-    main.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
-    if code is None:
-        with io.open_code(path) as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, main)
+    compiled, source = SourcelessFileLoader("__main__", path), SourceFileLoader("__main__", path)
+    is_compiled = path.endswith(".pyc")
+    main.update(__file__=path, __cached__=None, __loader__=compiled if is_compiled else source)
+    code: Any = compiled.get_code("__main__") if is_compiled else None
+    exec(code or compile(source.get_data(path), path, "exec", dont_inherit=True), main)
 
 
 def new_main() -> None:
@@ -289,20 +215,16 @@ def new_main() -> None:
 
 
 def finish(main: Callable[[], object]) -> None:
-    """Call the program; show an error of it without the frames of this module, and end the process."""
+    """Call the program, and show its error without the frames of this module."""
     try:
         main()
     except SystemExit:
         raise
     except BaseException as error:
-        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        error = error.with_traceback(trace)
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-        if sys.version_info >= (3, 12):
-            sys.last_exc = error
-        sys.excepthook(type(error), error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         del trace  # this frame is a part of it: the program's objects would be collected late
         # The interpreter handles the error too, and chooses how to end: by SIGINT for a KeyboardInterrupt.
         sys.excepthook = lambda *_: None

@@ -1,33 +1,115 @@
-"""Processes that zygotes fork, their parents and their ends."""
+"""Processes that zygotes fork, their watchers and their ends.
+
+``python -m shared_rpc.zygote.process PARENT PROGRAM [ARGUMENTS]`` runs a program that ends with the process that started it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import resource
 import select
 import signal
+import socket
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import NoReturn
 
-__all__ = ["ForkedProcess", "adopting", "die_with_parent", "has_ended", "pss_of"]
+from shared_rpc.zygote.child import close_all_but, set_title
+from shared_rpc.zygote.wire import code_of_ended, framed, send
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 
 
-class ForkedProcess:
-    """A child that a zygote forked, with what a broker needs of :class:`subprocess.Popen`.
+def fork() -> int:
+    """Fork; return the process id in the parent, 0 in the child.
 
-    :param stderr: the reading end of a pipe.
+    :raises OSError: if the system has no room for another process.
+    """
+    with warnings.catch_warnings():
+        # From 3.12 on, Python warns if a process has native threads too; see safety.unsafe() for why those are harmless.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def fork_watched(client: socket.socket) -> None:
+    """Become the watcher of another fork, in a fork of the zygote; return only in that other fork, with signals blocked.
+
+    The watcher reports the end of its child to the client, and kills the child when the client has ended: neither of them needs
+    the zygote then.
+    """
+    # A session of its own, without a terminal: a script in another process group of the session can be stopped, see setpgid(2).
+    os.setsid()
+    client.settimeout(None)
+    watcher = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = fork()
+    except (OSError, MemoryError) as error:
+        refuse(client, f"cannot fork the zygote: {str(error) or 'out of memory'}")
+        os._exit(1)
+    if pid == 0:
+        die_with_parent(watcher)
+        os.setpgid(0, 0)
+        return
+    try:
+        _watch(pid, client)
+    finally:
+        os._exit(1)
+
+
+def refuse(client: socket.socket, why: str, stale: bool = False) -> None:
+    """Answer a request for a process that cannot be met."""
+    with suppress(OSError):
+        send(client, framed({"type": "ForkRefused", "why": why, "stale": stale}))
+
+
+def _watch(pid: int, client: socket.socket) -> NoReturn:
+    gc.disable()  # a collection would touch every object, and so copy its page
+    os.chdir("/")
+    close_all_but([0, 1, 2, client.fileno()])
+    set_title([sys.executable, "-m", "shared_rpc.zygote", "watches", str(pid)])
+    # A core dump of this process is useless.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    child = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(child, select.POLLIN)
+    poll.register(client, 0)  # the end of the connection: what the client sends is for the child
+    while True:
+        for fd, _ in poll.poll():
+            if fd == child:
+                # Not reaped before the client knows: until then no other process has its id, or that of its group.
+                how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                assert how is not None, "the child has ended"
+                code = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
+                with suppress(OSError):
+                    send(client, framed({"type": "Ended", "code": code}))
+                poll.unregister(child)
+            else:
+                with suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's program by now
+                    os.kill(pid, signal.SIGKILL)
+                os._exit(0)
+
+
+class WatchedProcess:
+    """A process that a zygote forked, with what a broker needs of :class:`subprocess.Popen`.
+
+    :param connection: to the watcher. It is readable when the process has ended.
     """
 
-    def __init__(self, pid: int, stderr: IO[bytes]) -> None:
+    def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
-        self.stderr = stderr
         #: As in :class:`subprocess.Popen`; None until it was waited for.
         self.returncode: int | None = None
+        self._connection = connection
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when the process has ended."""
+        return self._connection.fileno()
 
     def kill(self) -> None:
         """Send SIGKILL, if it was not waited for: until then no other process can have its id."""
@@ -41,51 +123,28 @@ class ForkedProcess:
         :raises subprocess.TimeoutExpired: if it has not ended within so many seconds.
         """
         if self.returncode is None:
-            if timeout is not None and not self._ended(timeout):
+            if timeout is not None and not is_readable(self.fileno(), timeout):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            try:
-                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            except ChildProcessError:  # other code has waited for all children: as Popen does
-                self.returncode = 0
+            self._connection.settimeout(None)
+            with self._connection:
+                self.returncode = code_of_ended(self._connection)
         return self.returncode
 
-    def _ended(self, seconds: float) -> bool:
-        pidfd = os.pidfd_open(self.pid)
-        try:
-            return has_ended(pidfd, seconds)
-        finally:
-            os.close(pidfd)
+
+def is_readable(fd: int, seconds: float | None = None) -> bool:
+    """Wait until there is something to read: with a pidfd, until the process has ended. Return whether there is."""
+    ready = select.poll()
+    ready.register(fd, select.POLLIN)
+    return bool(ready.poll(seconds * 1000 if seconds is not None else None))
 
 
-def has_ended(pidfd: int, seconds: float | None = None) -> bool:
-    """Wait for the end of a process, for so many seconds or for ever; return whether it has ended."""
-    ended = select.poll()
-    ended.register(pidfd, select.POLLIN)
-    return bool(ended.poll(seconds * 1000 if seconds is not None else None))
-
-
-def pss_of(pid: int | str = "self") -> int:
+def pss_of(pid: int) -> int:
     """Return a process's memory in bytes, with its share of memory common with its forks; 0 if it has ended. See proc(5)."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) << 10
     return 0
-
-
-@contextmanager
-def adopting() -> Iterator[None]:
-    """Have this process become the parent of processes below it whose parent ends meanwhile; see prctl(2).
-
-    Not for longer than needed: a process that adopts another must wait for its end.
-    """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "this process cannot become a subreaper (PR_SET_CHILD_SUBREAPER)")
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def die_with_parent(parent: int) -> None:
@@ -96,3 +155,12 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+if __name__ == "__main__":
+    # The kernel ends it: what was set here stays set while another program takes this process over.
+    die_with_parent(int(sys.argv[1]))
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        sys.exit(f"shared-rpc: cannot start {sys.argv[2]}: {error}")

@@ -11,10 +11,7 @@ import threading
 import time
 
 from shared_rpc.zygote.child import open_descriptors
-from shared_rpc.zygote.forking import fork
-from shared_rpc.zygote.process import has_ended
-
-__all__ = ["HARMLESS", "cuda_is_initialised", "try_fork", "unsafe"]
+from shared_rpc.zygote.process import fork, is_readable
 
 #: Devices without state, which processes may share.
 HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"})
@@ -93,7 +90,7 @@ def try_fork() -> str:
             os._exit(1)
     pidfd = os.pidfd_open(pid)
     try:
-        hangs = not has_ended(pidfd, _PATIENCE)
+        hangs = not is_readable(pidfd, _PATIENCE)
         if hangs:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -20,9 +20,10 @@ import pytest
 from shared_rpc.broker import memory as broker_memory
 from shared_rpc.broker import supervisor
 from shared_rpc.broker.broker import Broker
-from shared_rpc.broker.command import BARE, WorkerCommand
 from shared_rpc.broker.memory import RelayedMemory
+from shared_rpc.broker.worker import BARE, WorkerCommand
 from shared_rpc.errors import CapabilityError, RecordError, WorkerCrashed
+from shared_rpc.execution.child import Backoff
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.segments import Segment
@@ -531,7 +532,7 @@ def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
 ) -> None:
     """Each order starts two, each after a longer pause, and fails with how the last one ended."""
     pauses: list[int] = []
-    monkeypatch.setattr(supervisor, "_pause", lambda lives: pauses.append(lives) or 0.0)
+    monkeypatch.setattr(Backoff, "pause", property(lambda self: pauses.append(self._in_succession) or 0.0))
     monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand("--no-such-option", command.options)))
     for _ in range(2):
         with pytest.raises(WorkerCrashed, match="exited with code"):

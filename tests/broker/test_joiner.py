@@ -79,8 +79,8 @@ def test_a_joiner_that_ends_is_started_again(app: BrokerApp, program: str) -> No
     client.call("held", 1).release()
     info = source_of(client)
     assert (info["joiner"]["starts"], info["pid"] != first) == (2, True)
-    assert info["joiner"]["problem"].endswith(f"(pid {first}) ended by SIGKILL: the joiner of {client.socket_path} client")
-    broker.expect_error("ended by SIGKILL")
+    assert info["joiner"]["problem"].endswith(f"(pid {first}) was killed by SIGKILL: the joiner of {client.socket_path} client")
+    broker.expect_error("was killed by SIGKILL")
     assert client.get_statistics()["held"]["builds"] == 1
 
 

@@ -160,6 +160,18 @@ def test_without(app: ImpatientApp) -> None:
     assert not [pid for pid in children if b"shared_rpc.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+def test_a_watcher_that_is_killed(app: ImpatientApp) -> None:
+    """The kernel ends its worker, and another one takes the worker's place."""
+    app.start()
+    client = app.connect()
+    zygote_ready(client)
+    pid = replaced(client)
+    watcher = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(watcher, signal.SIGKILL)
+    assert is_fork(another_worker(client, pid))
+    assert not is_running(pid)
+
+
 # When something happens to the zygote.
 
 

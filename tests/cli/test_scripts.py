@@ -22,8 +22,8 @@ import pytest
 from shared_rpc import Client
 from shared_rpc.cli.app import app as commands
 from shared_rpc.scripts import command
+from shared_rpc.scripts.command import Script, parse
 from shared_rpc.scripts.key import key_of
-from shared_rpc.scripts.options import Script, parse
 from tests.kit.processes import ROOT, Child, eventually, python
 from tests.kit.scripts import RUN, WAITS, Outcome, Place
 

@@ -19,8 +19,7 @@ import pytest
 
 from shared_rpc.scripts.key import limits
 from shared_rpc.scripts.listing import stop_zygotes
-from shared_rpc.scripts.starting import _note_unfit
-from shared_rpc.zygote.framing import Incoming, Lost, framed, unpacked
+from shared_rpc.zygote.wire import Lost, framed, receive
 from tests.kit.attacker import STRANGER, needs_another_uid
 from tests.kit.processes import Child, eventually, sigstop
 from tests.kit.scripts import RUN, Place
@@ -262,7 +261,7 @@ def test_a_module_beside_the_script_comes_first(place: Place, name: str) -> None
     script = place.write(f"import {module}; print({module}.name)", "app/script.py")
     ran = place.run(script)
     assert ran.output == "mine\n"
-    assert "the script's path has another " in ran.errors
+    assert "the program's path has another " in ran.errors
 
 
 def test_a_module_in_an_archive_comes_first(place: Place) -> None:
@@ -274,7 +273,7 @@ def test_a_module_in_an_archive_comes_first(place: Place) -> None:
         archive.writestr("numpy.py", "name = 'mine'")
     ran = place.run("app.pyz")
     assert ran.output == "mine\n"
-    assert "the script's path has another " in ran.errors
+    assert "the program's path has another " in ran.errors
 
 
 # Descriptors, users, sockets.
@@ -441,10 +440,11 @@ def test_nonsense_does_not_end_a_zygote(place: Place, zygote: int, sent: bytes) 
         if sent:
             socket.send_fds(sock, [sent], [file.fileno()])
         sock.shutdown(socket.SHUT_WR)
-        incoming = Incoming(unpacked)
+        answers = []
         with pytest.raises((Lost, ConnectionResetError)):
             while True:
-                incoming.receive(sock)
+                answers.append(receive(sock)[0]["type"])
+    assert set(answers) <= {"Greeting", "ForkRefused"}
     eventually(lambda: len(links_of(zygote)) <= before)
     assert place.run(place.write(HAS_TORCH)).output == "True\n"
     assert zygote in [one["pid"] for one in place.zygotes()]
@@ -467,8 +467,6 @@ def put(path: str, kind: str) -> None:
         os.unlink(path)
     if kind == "pipe":
         os.mkfifo(path)
-    elif kind == "directory":
-        os.mkdir(path)
     else:
         Path(path).write_text("\x1b]0;owned\x07 by others")
 
@@ -477,36 +475,14 @@ def put(path: str, kind: str) -> None:
 def clean(ended_zygote: str) -> Iterator[None]:
     """Nothing of it is left for other tests."""
     yield
-    for path in (f"{ended_zygote}.unfit", f"{ended_zygote}.log"):
-        if os.path.isdir(path):
-            os.rmdir(path)
-        elif os.path.lexists(path):
-            os.unlink(path)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "directory", pytest.param("text", marks=needs_another_uid)])
-def test_the_reason_of_others_is_not_taken(place: Place, ended_zygote: str, clean: None, kind: str) -> None:
-    """What is no file of this user is neither waited for nor believed, and a zygote starts beside it."""
-    put(f"{ended_zygote}.unfit", kind)
-    if os.geteuid() == 0:
-        os.chown(f"{ended_zygote}.unfit", STRANGER, STRANGER)
-    ran = place.run(place.write(HAS_TORCH))
-    assert (ran.output, ran.errors) == ("True\n", "")
+    for path in (f"{ended_zygote}.spawn", f"{ended_zygote}.log"):
+        Path(path).unlink(missing_ok=True)
 
 
 def test_a_reason_has_no_control_characters(place: Place, ended_zygote: str, clean: None) -> None:
     """It is one line, whatever the file has."""
-    put(f"{ended_zygote}.unfit", "text")
+    Path(f"{ended_zygote}.spawn").write_text("1 lasting\n\x1b]0;owned\x07 by others")
     assert place.run(place.write(HAS_TORCH)).errors == f"{WITHOUT}]0;owned by others\n"
-
-
-def test_a_reason_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """A file that another name leads to is left as it is."""
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    (tmp_path / "s.zygote.unfit").symlink_to(precious)
-    _note_unfit(f"{tmp_path}/s.zygote", "no reason")
-    assert precious.read_text() == "precious"
 
 
 @pytest.mark.parametrize("kind", ["pipe", pytest.param("text", marks=needs_another_uid)])
@@ -622,7 +598,7 @@ def test_a_setting_that_is_none(place: Place) -> None:
 #: becomes one. Its command is at the other end of the socket with the number that is given.
 WATCHER = """
     import os, socket, sys
-    from shared_rpc.zygote.forking import fork_watched
+    from shared_rpc.zygote.process import fork_watched
 
     os.register_at_fork(after_in_parent=lambda: os.setresuid(65534, 65534, 65534))
     fork_watched(socket.socket(fileno=int(sys.argv[1])))
@@ -650,10 +626,7 @@ def test_the_end_of_a_script_that_has_become_another_user_s_is_reported(unruly: 
     """Its watcher needs no permission for that."""
     child, command = unruly
     child.tell("5")
-    received = None
-    while received is None:
-        received = Incoming(unpacked).receive(command)
-    assert received[0] == {"type": "Ended", "code": 5}
+    assert receive(command) == ({"type": "Ended", "code": 5}, [])
 
 
 def test_a_script_that_has_become_another_user_s_outlives_its_command(unruly: tuple[Child, socket.socket]) -> None:

@@ -20,10 +20,9 @@ import torch
 
 from shared_rpc import AsyncClient, errors
 from shared_rpc.broker import dispatch as dispatch_module
-from shared_rpc.broker.command import WorkerCommand
 from shared_rpc.broker.dispatch import Backlog
 from shared_rpc.broker.transfer import ForwardedTransfer
-from shared_rpc.broker.worker import Worker
+from shared_rpc.broker.worker import Worker, WorkerCommand
 from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Arguments
 from shared_rpc.memory.segments import Segment

@@ -34,13 +34,13 @@ from typing import Any, NoReturn
 import msgspec
 
 from shared_rpc.zygote import child as forked
-from shared_rpc.zygote.child import Identity, become, new_main, set_title
-from shared_rpc.zygote.forking import fork, fork_for_subreaper
-from shared_rpc.zygote.framing import ROOM
-from shared_rpc.zygote.process import adopting, die_with_parent
+from shared_rpc.zygote.child import become, new_main, set_title
+from shared_rpc.zygote.process import die_with_parent, fork
 from shared_rpc.zygote.safety import unsafe
+from shared_rpc.zygote.wire import ROOM
 from tests.kit import leaving
 from tests.kit.pages import collapse
+from tests.kit.subreaper import adopting, fork_for_subreaper
 
 __all__ = ["DRIVER", "NO_FORK_WARNING", "PYTHONPATH", "ROOT", "Popen", "run", "start_zygote", "stop_zygote"]
 
@@ -414,11 +414,15 @@ class _Born:
         ]
         argv = words if words[0] not in ("-c", "-m") else [words[0], *words[2:]]
         become(
-            Identity(fds=request.fds, argv=argv, variables=request.variables, path=path, group=False, title=words),
-            self._fds,
-            kept,
-            self._mask,
+            dict(zip(request.fds, self._fds, strict=True)),
+            argv=argv,
+            words=words,
+            variables=request.variables,
+            path=path,
+            mask=self._mask,
+            kept=kept,
         )
+        forked.inherited.update(request.variables)
         with leaving.noted():
             forked.finish(lambda: _run(words))
             raise SystemExit(0)

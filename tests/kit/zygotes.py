@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -13,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_rpc.zygote.framing import ROOM
-from shared_rpc.zygote.messages import Answer, Fork, Forked, Preload, Ready, Request, Step, answers, packed
-from shared_rpc.zygote.process import ForkedProcess, adopting
+from shared_rpc.scripts.starting import CODE
+from shared_rpc.zygote.imports import Step
+from shared_rpc.zygote.process import WatchedProcess
+from shared_rpc.zygote.wire import GO, ROOM, Lost, ask, framed, receive, send
 from tests.kit.processes import PYTHONPATH
 
 #: A module that tells as JSON what ``tell`` of it returns.
@@ -31,7 +31,7 @@ TELL = """
 class Forkling:
     """A fork: what it prints, and how it ends."""
 
-    def __init__(self, process: ForkedProcess, output: int, errors: int) -> None:
+    def __init__(self, process: WatchedProcess, output: int, errors: int) -> None:
         self.process = process
         self._output = os.fdopen(output, "rb")
         self._errors = os.fdopen(errors, "rb")
@@ -74,7 +74,7 @@ class Zygote:
         self.options = list(options)
         self.write("tell", TELL)
         ours, theirs = socket.socketpair()
-        words = ["-m", "shared_rpc.zygote", "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM]
+        words = ["-c", CODE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM]
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, *self.options, *words],
@@ -85,7 +85,7 @@ class Zygote:
                 cwd=folder,
                 env=self.environ,
             )
-        self.socket, self._answers = ours, answers()
+        self.socket = ours
         self._forks: list[Forkling] = []
 
     def write(self, module: str, code: str) -> Path:
@@ -94,32 +94,30 @@ class Zygote:
         path.write_text(textwrap.dedent(code))
         return path
 
-    def ask(self, request: Request, fds: list[int] | None = None) -> Answer:
-        """Its answer."""
-        data = packed(request)
-        sent = socket.send_fds(self.socket, [data], fds) if fds else 0
-        self.socket.sendall(data[sent:])
-        while True:
-            assert select.select([self.socket], [], [], 120)[0], "no answer"
-            part = self.socket.recv(1 << 16)
-            assert part, f"the zygote has hung up: {self.errors()}"
-            answer = self._answers.feed(part)
-            if answer is not None:
-                return answer
+    def ask(self, *steps: Step, **options: Any) -> dict[str, Any]:
+        """Its answer to a preload."""
+        send(self.socket, framed({"type": "Preload", "steps": steps, **options}))
+        self.socket.settimeout(120)
+        try:
+            return receive(self.socket)[0]
+        except Lost:
+            raise AssertionError(f"the zygote has hung up: {self.errors()}") from None
 
     def errors(self) -> str:
         """What it has written to standard error until its end."""
         assert self.process.stderr is not None
         return self.process.stderr.read().decode()
 
-    def prepare(self, *steps: Step, **options: Any) -> Ready:
+    def prepare(self, *steps: Step, **options: Any) -> dict[str, Any]:
         """Have it import modules, and be ready."""
-        answer = self.ask(Preload(list(steps), **options))
-        assert isinstance(answer, Ready), answer
+        answer = self.ask(*steps, **options)
+        assert answer["type"] == "Ready", answer
         return answer
 
-    def begin(self, module: str, *words: str, fds: Sequence[int] = (), at: int = 50, **options: Any) -> tuple[Answer, int, int]:
-        """Ask for a fork; the answer, and the reading ends of its standard output and error.
+    def begin(
+        self, module: str, *words: str, fds: Sequence[int] = (), at: int = 50, **options: Any
+    ) -> tuple[dict[str, Any], socket.socket, int, int]:
+        """Ask for a fork; the answer, the connection to its watcher, and the reading ends of its standard output and error.
 
         :param at: the number that the first of ``fds`` is to have: less ones may be those of libraries.
         """
@@ -127,29 +125,40 @@ class Zygote:
         errors, errors_end = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         folder = os.open(self.folder, os.O_PATH)
-        numbers = [0, 1, 2, *range(at, at + len(fds))]
+        request = {
+            "type": "Fork",
+            "words": ["-m", module, *words],
+            "options": self.options,
+            "variables": self.environ,
+            "fds": [0, 1, 2, *range(at, at + len(fds))],
+            "blocked": [],
+            **options,
+        }
+        ours, theirs = socket.socketpair()
+        ours.settimeout(120)
         try:
-            with adopting():
-                request = Fork(["-m", module, *words], self.environ, numbers, **options)
-                return self.ask(request, [nothing, output_end, errors_end, *fds, folder]), output, errors
+            with theirs:
+                socket.send_fds(self.socket, [GO], [theirs.fileno()])
+            return ask(ours, request, [nothing, output_end, errors_end, *fds, folder]), ours, output, errors
         finally:
             for fd in (nothing, folder, output_end, errors_end):
                 os.close(fd)
 
     def fork(self, module: str, *words: str, fds: Sequence[int] = (), **options: Any) -> Forkling:
         """A fork that runs a module."""
-        answer, output, errors = self.begin(module, *words, fds=fds, **options)
-        assert isinstance(answer, Forked), answer
-        with open(os.devnull, "rb") as nothing:
-            self._forks.append(Forkling(ForkedProcess(answer.pid, nothing), output, errors))
+        answer, watcher, output, errors = self.begin(module, *words, fds=fds, **options)
+        assert answer["type"] == "Forked", answer
+        watcher.sendall(GO)
+        self._forks.append(Forkling(WatchedProcess(answer["pid"], watcher), output, errors))
         return self._forks[-1]
 
-    def refused(self, module: str, **options: Any) -> Answer:
+    def refused(self, module: str, **options: Any) -> dict[str, Any]:
         """The answer to a request that is refused."""
-        answer, output, errors = self.begin(module, **options)
+        answer, watcher, output, errors = self.begin(module, **options)
+        watcher.close()
         os.close(output)
         os.close(errors)
-        assert not isinstance(answer, Forked)
+        assert answer["type"] == "ForkRefused"
         return answer
 
     def plain(self, module: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -134,7 +134,7 @@ def test_a_joiner_that_cannot_begin_is_told_of(
         assert info is not None and info["joiner"] is not None
         return info["joiner"]["problem"]
 
-    eventually(lambda: "ended with exit code 1: no cluster is there" in problem())
+    eventually(lambda: "exited with code 1: no cluster is there" in problem())
     assert "the next one is started in 0.5 s" in caplog.text
 
 

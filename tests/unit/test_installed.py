@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared_rpc.zygote import installed
-from shared_rpc.zygote.installed import is_installed
+from shared_rpc.zygote import imports
+from shared_rpc.zygote.imports import is_installed
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def test_code_of_packages_and_of_the_interpreter_is_installed(path: str) -> None
 @pytest.fixture
 def folders() -> Iterator[None]:
     """What the rule has found in ``sys.path`` is found again, before the test and after it."""
-    installed._folders.cache_clear()
+    imports._folders.cache_clear()
     yield
-    installed._folders.cache_clear()
+    imports._folders.cache_clear()
 
 
 @pytest.mark.parametrize("metadata", [True, False], ids=["pip's --target", "a person's"])

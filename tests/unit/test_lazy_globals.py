@@ -15,7 +15,7 @@ from shared_rpc.provider import app
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.spawn.target import target_of
 from shared_rpc.worker.beginning import Beginning
-from shared_rpc.zygote.preloading import Files, shadowed
+from shared_rpc.zygote.imports import Files, shadowed
 
 
 class Lazy:

@@ -20,10 +20,9 @@ import pytest
 from shared_rpc.broker import supervisor as supervisor_module
 from shared_rpc.broker import zygote as zygote_module
 from shared_rpc.broker.broker import Broker
-from shared_rpc.broker.command import WorkerCommand
-from shared_rpc.broker.spawning import Spawner
-from shared_rpc.broker.supervisor import Supervisor
-from shared_rpc.broker.zygote import ForkedWorker, WorkerZygote
+from shared_rpc.broker.supervisor import Spawner, Supervisor
+from shared_rpc.broker.worker import ForkedWorker, WorkerCommand
+from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, WorkerCrashed
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.protocol import worker as w
@@ -266,30 +265,6 @@ def test_workers_that_end_as_soon_as_they_have_loaded(run: Callable[..., None]) 
         assert await asyncio.gather(*reloads) == [[new]] * len(reloads)
 
     run(story)
-
-
-def test_a_worker_ends_where_no_thread_can_be_started(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The clean-up after it is tried again until there is a thread, and another worker takes its place."""
-    run_sync, attempts = anyio.to_thread.run_sync, itertools.count()
-
-    async def refuse(function: Callable[[], Any]) -> Any:
-        if next(attempts) < 2:
-            raise RuntimeError("can't start new thread")
-        return await run_sync(function)
-
-    monkeypatch.setattr(supervisor_module, "_NO_THREAD", 0.0)
-    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE", 0.0)
-
-    async def story(stage: Stage) -> None:
-        monkeypatch.setattr(anyio.to_thread, "run_sync", refuse)
-        stage.workers[0].kill("the test says so")
-        (await stage.made(2)).load()
-        await turns(lambda: stage.supervisor.workers == stage.workers[1:])
-
-    run(story)
-    assert "can't start new thread" in caplog.text
 
 
 def test_a_task_that_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import sys
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.server.server import App
-from shared_rpc.zygote.installed import names_in
+from shared_rpc.zygote.imports import names_in
 
 
 def target_of(provider: App) -> str:

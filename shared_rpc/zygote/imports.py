@@ -1,0 +1,182 @@
+"""Imports of a zygote: which code is installed, the imports in the order of a process that needed them, and changes on disk."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pkgutil
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from zipimport import zipimporter
+
+from shared_rpc.settings import change_environment, environment
+
+#: A step of a zygote's preparation: an import, or a change of environment variables (None removes one).
+Step = str | dict[str, str | None]
+#: Names of directories to which pip and Debian install packages.
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+
+
+def is_installed(path: str) -> bool:
+    """Return whether a path is the interpreter's own or a directory of installed packages, or lies below one.
+
+    Installed code does not change while a zygote that has imported it lives. Such a directory is named ``site-packages`` or
+    ``dist-packages``, or is an entry of ``sys.path`` that holds the metadata of distributions (``*.dist-info``), as
+    ``pip install --target`` makes it.
+    """
+    return not _PACKAGES.isdisjoint(path.split(os.sep)) or f"{path}/".startswith(_folders())
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    paths |= {*site.getsitepackages(), site.getusersitepackages(), *filter(None, sysconfig.get_config_vars("DESTSHARED"))}
+    paths |= {entry for entry in sys.path if os.path.basename(entry) in _PACKAGES or _has_metadata(entry)}
+    paths.add(f"{sys.base_prefix}/{sys.platlibdir}/python{sys.version_info.major}{sys.version_info.minor}.zip")
+    return tuple(sorted({f"{form}/" for path in paths for form in (path, os.path.realpath(path))}))
+
+
+def _has_metadata(entry: str) -> bool:
+    if not os.path.isabs(entry):
+        return False  # the working directory
+    with suppress(OSError):
+        return any(name.endswith(".dist-info") for name in os.listdir(entry))
+    return False
+
+
+def names_in(module: object) -> dict[str, Any]:
+    """Return the global names of an entry of ``sys.modules``. Reading an attribute of a lazy module would import it."""
+    try:
+        names = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return names if type(names) is dict else {}
+
+
+def file_of(module: object) -> str:
+    """Return the file of an entry of ``sys.modules``; empty if it has none."""
+    file = names_in(module).get("__file__")
+    return file if type(file) is str else ""
+
+
+@dataclass
+class Preloaded:
+    """The outcome of imports.
+
+    :param dropped: modules that could not be imported, and why.
+    :param variables: variables that modules set when they were imported, None for removed ones.
+    :param spoiled: why the process cannot be forked any more; empty if it can be.
+    :param module: the one whose import was the reason.
+    """
+
+    dropped: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str | None] = field(default_factory=dict)
+    spoiled: str = ""
+    module: str = ""
+
+
+def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], str]) -> Preloaded:
+    """Take the steps.
+
+    :param folders: directories whose modules are not imported.
+    :param check: returns after each import why the process cannot be forked any more.
+    """
+    done = Preloaded()
+    path = sys.path[:]
+    left_out = {os.path.realpath(folder) for folder in folders}
+    sys.path[:] = safe = [entry for entry in path if os.path.realpath(entry) not in left_out]
+    try:
+        for step in steps:
+            if isinstance(step, dict):
+                change_environment(step)
+                continue
+            if step in sys.modules:
+                continue
+            before = environment()
+            try:
+                importlib.import_module(step)
+            except BaseException as error:  # any exception is the module's, SystemExit too
+                done.dropped[step] = f"{type(error).__name__}: {error}"
+            after = environment()
+            done.variables |= {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
+            done.spoiled = check()
+            if done.spoiled:
+                done.module = step
+                break
+        return done
+    finally:
+        # Entries that the imports have added to the path stay.
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in safe)]
+
+
+def shadowed(folders: Iterable[str]) -> str:
+    """Return a file that a new process would import in place of a module that is imported; empty for none.
+
+    :param folders: directories or archives, in the order in which they are searched.
+    """
+    found: set[str] = set()
+    for folder in folders:
+        importer = pkgutil.get_importer(folder)
+        if isinstance(importer, zipimporter):
+            names = sorted({name.partition(".")[0] for name in sys.modules} - {"__main__"} - found)
+            if hidden := next((name for name in names if importer.find_spec(name) is not None), ""):
+                return f"{hidden} in {folder}"
+        try:
+            entries = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for entry in entries:
+            name, _, suffix = entry.partition(".")
+            module = sys.modules.get(name)
+            if module is None or name == "__main__" or name in found:
+                continue
+            path = os.path.join(folder, entry)
+            if suffix != "py" and not suffix.endswith("so") and not os.path.isfile(os.path.join(path, "__init__.py")):
+                continue
+            file = file_of(module)
+            if not file or not f"{os.path.realpath(file)}/".startswith(f"{os.path.realpath(path)}/"):
+                return path
+            found.add(name)
+    return ""
+
+
+def changeable() -> str:
+    """Return why an import may change at any time, without the zygote's client asking for it; empty if none does."""
+    own = os.path.dirname(os.path.dirname(__file__))  # this library
+    for name, module in list(sys.modules.items()):
+        file = file_of(module)
+        if os.path.isabs(file) and not file.startswith(own + os.sep) and not is_installed(file):
+            return (
+                f"the module {name} is not an installed package (its directory in sys.path has no *.dist-info) and may change "
+                f"at any time: {file}"
+            )
+    return ""
+
+
+class Files:
+    """The files of all modules that are imported, as they were."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, int, int]] = {}
+        for module in list(sys.modules.values()):
+            for name in {file_of(module), getattr(names_in(module).get("__spec__"), "origin", None)}:
+                if isinstance(name, str) and os.path.isabs(name) and (facts := _facts(name)) is not None:
+                    self._known[name] = facts
+
+    def changed(self) -> str:
+        """Return a file that has changed; empty for none."""
+        return next((name for name, facts in self._known.items() if _facts(name) != facts), "")
+
+
+def _facts(name: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(name)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,135 @@
+"""Messages on a zygote's sockets: JSON behind its length, descriptors with the first bytes.
+
+They stay on this host and in this version of the package. A message is an object, and ``type`` says which one:
+
+=================  ======================================================================================================
+``Preload``        to a broker's zygote, first: ``steps``, ``own``, ``folders``, ``needed``, see
+                   :meth:`~shared_rpc.zygote.serving.Zygote.prepare`; answered with ``Ready`` (``modules``, ``dropped``) or
+                   ``Unfit`` (``why``, and the ``module`` whose import was the reason)
+``Greeting``       to each client. Descriptors are sent after it: those sent to a stopped process stay open for as long
+``Fork``           to a fork of the zygote, which becomes the watcher of the requested process: see
+                   :class:`~shared_rpc.zygote.serving.Fork`; answered with ``Forked`` (``pid``) or ``ForkRefused`` (``why``;
+                   ``stale`` if any later request would be refused too). The process begins when it receives :data:`GO`
+``Ended``          from the watcher, last: ``code`` as :attr:`subprocess.Popen.returncode`
+``TellState``,     answered with ``ZygoteState``, see :class:`~shared_rpc.zygote.serving.Listener`; the second one ends the
+``StopListening``  zygote
+=================  ======================================================================================================
+
+A command of ``shared-rpc run`` loads this module: a person waits for it, so neither msgspec nor asyncio are imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: The longest message in bytes: execve(2) takes less.
+_LIMIT = 1 << 25
+_LENGTH = 4
+#: Descriptors of one sendmsg(2); the kernel's limit is 253 (SCM_MAX_FD).
+_FDS = 200
+#: The last word in the command line of a process that changes it: a new command line has only the memory of the old one.
+ROOM = "x" * 2000
+#: The byte by which a client lets a process begin that it was told is ready.
+GO = b"!"
+
+
+class Lost(Exception):
+    """A message that did not come whole."""
+
+
+def framed(message: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a message."""
+    data = json.dumps(message).encode()
+    return len(data).to_bytes(_LENGTH, "big") + data
+
+
+GREETING = framed({"type": "Greeting"})
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Return the message of a frame behind its length.
+
+    :raises Lost: if it is none.
+    """
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict) or "type" not in message:
+        raise Lost("received bytes that are no message")
+    return message
+
+
+def length_of(head: bytes) -> int:
+    """Return the length of a message whose frame begins with these bytes.
+
+    :raises Lost: if it is too long.
+    """
+    length = int.from_bytes(head[:_LENGTH], "big")
+    if length > _LIMIT:
+        raise Lost(f"a message of {length} bytes: the limit is {_LIMIT}")
+    return length
+
+
+def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
+    """Send a frame, and descriptors with it.
+
+    :raises OSError: as the socket does; TimeoutError is one.
+    """
+    for start in range(0, len(fds), _FDS):
+        socket.send_fds(sock, [data[:1]], fds[start : start + _FDS])
+        data = data[1:]
+    sock.sendall(data)
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Wait for a message; return it and its descriptors, which the caller owns.
+
+    :raises Lost: if the other side hung up, or not all that it sent could be taken.
+    :raises OSError: as the socket does; TimeoutError is one.
+    """
+    fds: list[int] = []
+    try:
+        return unpacked(_exactly(sock, length_of(_exactly(sock, _LENGTH, fds)), fds)), fds
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+
+
+def _exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes:
+    data = b""
+    while len(data) < size:
+        part, more, flags, _ = socket.recv_fds(sock, min(size - len(data), 1 << 16), 253, socket.MSG_CMSG_CLOEXEC)
+        fds += more
+        if flags & socket.MSG_CTRUNC:
+            raise Lost("file descriptors were lost: too many are open in this process (RLIMIT_NOFILE, ulimit -n)")
+        if not part:
+            raise Lost("the other side hung up")
+        data += part
+    return data
+
+
+def ask(sock: socket.socket, request: Mapping[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+    """Send a request when the zygote has greeted; return the answer, or what came in place of the greeting.
+
+    :raises Lost, OSError: as :func:`receive`.
+    """
+    first, _ = receive(sock)
+    if first["type"] != "Greeting":
+        return first
+    send(sock, framed(request), fds)
+    return receive(sock)[0]
+
+
+def code_of_ended(connection: socket.socket) -> int:
+    """Wait for the last message of a watcher; return the exit code, or the number of the signal below 0."""
+    try:
+        return int(receive(connection)[0]["code"])
+    except (Lost, OSError):  # the watcher was killed, and the process with it
+        return -signal.SIGKILL

@@ -1,0 +1,84 @@
+"""Forks of a process that are children of another one, which is above it in the tree of processes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shared_rpc.zygote.process import fork, is_readable
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def fork_for_subreaper() -> int:
+    """Fork a process that is a child of the nearest ancestor that is a subreaper; without one, of the system's first process.
+
+    That is how a program gets a child which it can wait for, whose exit status reaches it whatever becomes of the zygote, and
+    that can be made to end with it; see PR_SET_CHILD_SUBREAPER of prctl(2). A process between the two ends at once. (clone(2)
+    with CLONE_PARENT would need none, but passes by the hooks that Python and native libraries have for forks.)
+
+    Signals are held back meanwhile, and in the new process until it lets them come.
+
+    :returns: its process id; 0 in the process itself.
+    :raises OSError: if there is no room for another process.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    reading, writing = os.pipe()
+    born = False
+    try:
+        between = fork()
+        if between == 0:
+            try:
+                born = _fork_between(writing)
+            finally:
+                if not born:
+                    os._exit(1)
+            return 0
+        os.close(writing)
+        writing = -1
+        told = os.read(reading, 64)
+        os.waitpid(between, 0)  # from here on the new process has its final parent
+    finally:
+        if not born:
+            os.close(reading)
+            if writing >= 0:
+                os.close(writing)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    pid, _, error = told.partition(b" ")
+    if not pid.isdigit():
+        raise OSError(int(error) if error.isdigit() else 0, os.strerror(int(error)) if error.isdigit() else "the fork ended")
+    return int(pid)
+
+
+def _fork_between(writing: int) -> bool:
+    """Fork again, and end; returns True in the new process, when its parent is the one it keeps."""
+    between = os.pidfd_open(os.getpid())
+    try:
+        pid = fork()
+    except (OSError, MemoryError) as error:
+        os.write(writing, f"- {getattr(error, 'errno', errno.ENOMEM)}".encode())
+        return False
+    if pid:
+        os.write(writing, str(pid).encode())
+        return os._exit(0)
+    # The parent is signalled when the process has ended, and its children get their new parent before that.
+    return is_readable(between)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Have this process become the parent of processes below it whose parent ends meanwhile; see prctl(2).
+
+    Not for longer than needed: a process that adopts another must wait for its end.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "this process cannot become a subreaper (PR_SET_CHILD_SUBREAPER)")
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
