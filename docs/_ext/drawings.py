@@ -1,11 +1,14 @@
-"""``{drawing} name``: a figure that is drawn by code, in the colours of the page, light or dark."""
+"""``{drawing} name``: a figure of ``docs/drawings``, put into the page so that it has its colours, light or dark."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from docutils import nodes
-from figures import FIGURES
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+
+_FOLDER = Path(__file__).parent.parent / "drawings"
 
 
 class DrawingDirective(SphinxDirective):
@@ -16,10 +19,9 @@ class DrawingDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """See :class:`docutils.parsers.rst.Directive`."""
-        name = self.arguments[0]
-        if name not in FIGURES:
-            raise self.error(f"there is no drawing {name!r}; there are {', '.join(FIGURES)}")
-        figure = nodes.figure("", nodes.raw("", FIGURES[name]().svg(), format="html"), classes=["drawing"])
+        file = _FOLDER / f"{self.arguments[0]}.svg"
+        self.env.note_dependency(str(file))
+        figure = nodes.figure("", nodes.raw("", file.read_text(), format="html"), classes=["drawing"])
         if self.content:
             self.state.nested_parse(self.content, self.content_offset, caption := nodes.container())
             figure += nodes.caption("", "", *caption.children[0].children)
