@@ -1,8 +1,8 @@
 """The agent of a node: it answers the misses of its broker as the directory decides, and transfers records between brokers.
 
 It is an actor of Ray, and the broker is no child of it: either can be killed, and the other goes on. It runs no code of users,
-unpickles nothing of theirs, and needs no torch for host memory. Every order can be repeated, as after a restart of the agent or
-of the directory: what runs already is joined, what is done already is left as it is.
+unpickles nothing of theirs, and needs no torch for host memory. Ray repeats the calls that a lost agent or directory has not
+answered, so every order can be repeated: what runs already is joined, what is done already is left as it is.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from typing import Any, NamedTuple, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
 import msgspec
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from shared_rpc.client.exported import AsyncExportedRecord
 from shared_rpc.client.handle import AsyncHandle
@@ -38,30 +38,17 @@ from shared_rpc.operations.async_client import AsyncClient
 from shared_rpc.operations.records import held
 from shared_rpc.operations.sources import AsyncSource
 from shared_rpc.protocol import exported as x
-from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.infos import ClusterStatus, EndpointInfo
 from shared_rpc.protocol.sources import Miss
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.settings import change_environment
 from shared_rpc_ray.directory import Directory
-from shared_rpc_ray.membership import LOST, actor_name, find, find_or_create, first_line
-from shared_rpc_ray.memo import Memo
-from shared_rpc_ray.messages import (
-    AgentPlace,
-    Failed,
-    Group,
-    Holding,
-    Key,
-    Lost,
-    Receive,
-    SourceFailed,
-    Statement,
-    Version,
-    packed,
-    unpacked,
-)
-from shared_rpc_ray.transfer import Sending, digest_of, in_turn, part_nbytes, parts_of, take
+from shared_rpc_ray.membership import Tasks, actor_name, find, find_or_create, first_line, got
+from shared_rpc_ray.memo import read_memo, write_memo
+from shared_rpc_ray.messages import AgentPlace, Group, Held, Key, Lost, Receive, SourceFailed, Statement, Version
+from shared_rpc_ray.transfer import Sending, in_turn, part_nbytes, parts_of, take
 
 __all__ = ["NodeAgent"]
 
@@ -71,8 +58,8 @@ _log = logging.getLogger("shared_rpc_ray")
 _CONNECT = 1.0
 #: Seconds between two comparisons of what the broker holds with what it held, as it evicts and invalidates by itself.
 _LOOK = 2.0
-#: Seconds between two comparisons of the nodes' versions and devices.
-_CENSUS = 30.0
+#: How many of them there are for one comparison of the nodes' versions and devices.
+_CENSUS = 15
 #: Parts that a receiver has under way while it writes another one.
 _AHEAD = 2
 #: Seconds in which a source answers for a part, and Ray brings it.
@@ -83,22 +70,6 @@ _BUILD_APPEARS = 5.0
 _LINES = 1000
 #: Seconds before a lost directory is looked for again, at most.
 _PAUSE = 0.5
-
-
-class _Held(NamedTuple):
-    """A version that is current in the broker."""
-
-    version: Version
-    object_id: str
-    nbytes: int
-
-
-class _Offer(NamedTuple):
-    """A receiver's share in a record that is being sent."""
-
-    what: Hashable
-    sending: Sending
-    watch: asyncio.Task[None]
 
 
 class _Work:
@@ -123,27 +94,24 @@ class NodeAgent:
         self._facts = {**place.facts, "device": device}
         self._broker = f"{place.socket} (pid {info['pid']})"
         self._mover = place.mover
-        self._memo = Memo(place.socket)
-        self._held: dict[Key, _Held] = {}
-        #: Candidates by key and origin.
-        self._candidates: dict[tuple[Key, str], AsyncHandle[Any]] = {}
+        self._held: dict[Key, Held] = {}
+        #: The origin and the handle of each candidate.
+        self._candidates: dict[Key, tuple[str, AsyncHandle[Any]]] = {}
         #: Misses without an answer.
         self._misses: dict[Key, Miss] = {}
-        self._running: dict[Hashable, _Work] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        #: Records that are being sent, and offers to receivers by their numbers.
-        self._sendings: dict[Hashable, Sending] = {}
-        self._offers: dict[int, _Offer] = {}
-        self._offering = asyncio.Lock()
-        self._numbers = itertools.count(1)
+        #: Orders that are being carried out, by what is done, the key and the version.
+        self._running: dict[tuple[Any, ...], _Work] = {}
+        #: Records that are being sent, by object, size of parts and mover.
+        self._sendings: dict[tuple[str, int, str], Sending] = {}
+        self._exporting = asyncio.Lock()
         self._received = self._sent = self._nodes = 0
         self._others: set[tuple[str, ...]] = set()
-        self._lines: deque[tuple[int, str]] = deque(maxlen=_LINES)
-        self._has_lines = asyncio.Event()
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
         self._directory: Any = None
         self._joined = asyncio.Event()
         self._source: AsyncSource | None = None
-        self._spawn(self._run())
+        self._tasks = Tasks()
+        self._tasks.spawn(self._run())
 
     # Methods for the joiner.
 
@@ -151,34 +119,31 @@ class NodeAgent:
         """Return the Ray node that this agent runs on, and its broker."""
         return self._place.ray_node, self._broker
 
-    async def lines(self, after: int) -> list[tuple[int, str]]:
-        """Wait for lines for the server's log, with numbers above ``after``."""
-        while not (found := [line for line in self._lines if line[0] > after]):
-            self._has_lines.clear()
-            await self._has_lines.wait()
-        return found
+    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
+    async def line(self) -> str:
+        """Wait for the next line for the server's log. Fails with the agent's process: the joiner looks what is left of Ray."""
+        return await self._lines.get()
 
     # Methods for the directory.
 
     async def hold(self) -> None:
-        """Wait for ever: a call of this fails when this agent ends."""
+        """Wait for ever: a call of this fails when this agent ends for good."""
         await asyncio.Event().wait()
 
     async def state(self) -> Statement:
         """State what the broker holds, and which builds run here."""
+        versions = read_memo(self._place.socket)
         self._held = {
-            key: _Held(self._memo.versions.get(object_id, Version(0, object_id)), object_id, nbytes)
+            key: Held(versions.get(object_id, Version(0, object_id)), object_id, nbytes)
             for key, object_id, nbytes in await self._listed()
         }
-        self._memo.keep_only({found.object_id for found in self._held.values()})
-        holdings = tuple(Holding(key, found.version, found.nbytes) for key, found in self._held.items())
-        builds = tuple(what[1] for what in self._running if isinstance(what, tuple) and what[0] == "build")
-        return Statement(self._place.node, self._place.host, self._broker, self._facts, holdings, builds)
+        builds = tuple(what[1] for what in self._running if what[0] == "build")
+        return Statement(self._place.node, self._place.host, self._broker, self._facts, self._held, builds)
 
     async def doing(self) -> dict[str, Any]:
         """Return the bytes that have come and gone, and the orders that are being carried out."""
         doing = [{**work.doing, "seconds": time.monotonic() - work.since} for work in self._running.values()]
-        return {"received": self._received, "sent": self._all_sent(), "doing": doing}
+        return {"received": self._received, "sent": self._sent, "doing": doing}
 
     async def build(self, key: Key, number: int) -> tuple[str, int]:
         """Have the broker build what its callers miss; return the object's id and size."""
@@ -193,7 +158,10 @@ class NodeAgent:
     async def receive(self, order: Receive) -> None:
         """Receive a version from another node."""
         doing = {"what": "receive", "source": order.source, "nbytes": 0, "of": order.nbytes}
-        await self._once(("receive", order.key, order.version), doing, order.key, lambda: self._receive(order, doing))
+        if order.candidate:  # one that is still coming is of a directory that was lost
+            self._cancel_candidates(order.key, order.version)
+        what = ("candidate" if order.candidate else "receive", order.key, order.version)
+        await self._once(what, doing, order.key, lambda: self._receive(order, doing))
 
     async def promote(self, key: Key, version: Version) -> None:
         """Make a candidate the current object."""
@@ -201,12 +169,14 @@ class NodeAgent:
 
     async def discard(self, key: Key, version: Version) -> None:
         """Give up a candidate, or its receipt."""
-        work = self._running.get(("receive", key, version))
-        if work is not None:
-            work.task.cancel()
-        handle = self._candidates.pop((key, version.origin), None)
-        if handle is not None:
-            await handle.release()
+        self._cancel_candidates(key)
+        if self._has_candidate(key, version):
+            await self._candidates.pop(key)[1].release()
+
+    def _cancel_candidates(self, key: Key, wanted: Version | None = None) -> None:
+        for what, work in self._running.items():
+            if what[:2] == ("candidate", key) and what[2] != wanted:
+                work.task.cancel()
 
     async def invalidate(self, key: Key) -> None:
         """Drop a call's object."""
@@ -217,69 +187,60 @@ class NodeAgent:
 
     # Methods for other agents.
 
-    async def offer(
-        self, key: Key, version: Version, receiver: Any, store_nbytes: int, mover: str
-    ) -> tuple[int, bytes, int, str]:
-        """Get ready to send a version; return the offer's number, the record's header, the size of parts and the mover.
-
-        The offer ends with :meth:`end_offer`, or with the receiver.
-        """
+    async def offer(self, order: Receive, store_nbytes: int, mover: str) -> tuple[str, bytes, int, str]:
+        """Get ready to send a version; return the object's id, the record's header, the size of parts and the mover."""
+        await self._joined.wait()
+        key, version = order.key, order.version
         found = self._held.get(key)
-        handle = self._candidates.get((key, version.origin))
-        if handle is not None:
-            object_id = handle.object_id
+        if self._has_candidate(key, version):
+            object_id = self._candidates[key][1].object_id
         elif found is not None and found.version.origin == version.origin:
             object_id = found.object_id
         else:
             raise ClusterError(f"{self._place.node} has no version {version.number} of {key.cache_key}", reason="failed")
         nbytes = part_nbytes(min(store_nbytes, self._place.store_nbytes))
         mover = mover if mover == self._mover else "objects"
+        sending = await self._sending(object_id, nbytes, mover)
+        if order.again:
+            sending.drop()
+        return object_id, sending.record.header.to_bytes(), nbytes, mover
+
+    async def part(self, object_id: str, nbytes: int, mover: str, number: int) -> tuple[list[Any], bytes]:
+        """Return the reference of a part, in a list because Ray would resolve a bare one, and its digest."""
+        sending = await self._sending(object_id, nbytes, mover)
+        reference, digest = await sending.part(number)
+        self._sent += sending.parts[number].nbytes
+        return [reference], digest
+
+    async def _sending(self, object_id: str, nbytes: int, mover: str) -> Sending:
         what = (object_id, nbytes, mover)
-        async with self._offering:
+        async with self._exporting:
             if what not in self._sendings:
                 self._sendings[what] = Sending(await self._client.export(object_id), nbytes, mover)
-            sending, number = self._sendings[what], next(self._numbers)
-            sending.receivers.add(number)
-        watch = self._spawn(self._end_with(receiver, number))
-        self._offers[number] = _Offer(what, sending, watch)
-        return number, sending.record.header.to_bytes(), nbytes, mover
-
-    async def part(self, number: int, part: int) -> list[Any]:
-        """Return the reference of a part, see :meth:`Sending.part`."""
-        offer = self._offers.get(number)
-        if offer is None:
-            raise ClusterError("the offer has ended", reason="failed")
-        return await offer.sending.part(part)
-
-    async def end_offer(self, number: int) -> bytes:
-        """End an offer, and return the digest of the record."""
-        offer = self._offers.pop(number, None)
-        if offer is None:
-            return b""
-        if offer.watch is not asyncio.current_task():
-            offer.watch.cancel()
-        digest = offer.sending.digest()
-        offer.sending.receivers.discard(number)
-        if not offer.sending.receivers and self._sendings.pop(offer.what, None) is not None:
-            self._sent += offer.sending.sent
-            await offer.sending.close()
-        return digest
-
-    async def _end_with(self, receiver: Any, number: int) -> None:
-        with contextlib.suppress(*LOST):
-            await receiver.hold.remote()
-        await self.end_offer(number)
+            return self._sendings[what]
 
     # Methods for users.
 
-    async def key_of(self, endpoint: str, args: bytes | None, kwargs: bytes | None) -> Key:
-        """Return the key of a call; without arguments, one of the endpoint that is no call's.
+    async def key_of(self, endpoint: str, call: tuple[bytes, bytes] | None) -> Key:
+        """Return the key of a call, whose arguments are as they travel; without one, a key that is no call's.
 
         :raises EndpointNotFound: if the broker has no such endpoint.
         :raises ConfigurationError: if the call is not cached.
         """
-        cache_key = await self._client._run(self._cache_key(endpoint, args, kwargs))
-        return self._key_in(await self._client.list_endpoints(), endpoint, cache_key)
+        endpoints = await self._client.list_endpoints()
+        if endpoint not in endpoints:
+            raise EndpointNotFound(f"{self._broker} of {self._place.node} has no endpoint {endpoint!r}")
+        spec = msgspec.convert(endpoints[endpoint], EndpointSpec)
+        cache_key: str | None = ""
+        if call is not None:
+            arguments = decode_call(*map(msgspec.Raw, call))
+            cache_key = key_of(spec, *arguments) if spec.cache and spec.managed else None
+        if cache_key is None:
+            raise ConfigurationError(
+                f"this call of {endpoint!r} is no object that a cluster shares: share the endpoint with managed=True and "
+                f"cache=True, or with a cache_format_key"
+            )
+        return self._key_in(endpoints, endpoint, cache_key)
 
     # Lifecycle.
 
@@ -288,41 +249,35 @@ class NodeAgent:
         try:
             async with self._client.source() as self._source, asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen(self._source))
-                tasks.create_task(self._stay_joined())
                 tasks.create_task(self._look_regularly())
         except* Exception as group:
             errors = ", ".join(sorted({f"{type(error).__name__}: {error}" for error in _leaves(group)}))
             self._say(f"the agent ends: {errors}")
             _log.warning("the agent of %s ends: %s", self._place.socket, errors)
-        with contextlib.suppress(*LOST, ClusterError, TimeoutError):
+        with contextlib.suppress(Lost, ClusterError, TimeoutError):
             async with asyncio.timeout(2.0):
                 directory = find(actor_name(self._place.cluster, "directory"))
-                await directory.leave.remote(self._place.node, "its broker has ended")
+                await got(directory.leave.remote(self._place.node, "its broker has ended"))
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def _listen(self, source: AsyncSource) -> None:
         async for miss in source:
             key = Key(miss.endpoint, miss.cache_key, Group(miss.fingerprint, **self._facts))
             self._misses[key] = miss
-            self._spawn(self._answer(key, miss))
+            self._tasks.spawn(self._answer(key, miss))
         raise ClusterError("the broker has another source of records, or none", reason="replaced")
 
-    async def _stay_joined(self) -> None:
-        """Stay registered with the directory; register again when it is replaced."""
-        while True:
-            try:
-                name = actor_name(self._place.cluster, "directory")
-                directory = find_or_create(Directory, name, self._place.ray_node, self._place.cluster, soft=True)
-                await directory.join.remote(await self.state(), ray.get_runtime_context().current_actor)
-                self._directory = directory
-                self._joined.set()
-                await self._compare()
-                await self._publish()
-                await directory.hold.remote(self._place.node)
-            except LOST as error:
-                _log.info("the directory is lost: %s", error)
-            self._joined.clear()
-            await asyncio.sleep(_PAUSE * random.random())
+    async def _join(self) -> None:
+        """Register with the directory, which is created where there is none. Ray restarts it; it finds its agents then.
+
+        :raises Lost: if it is gone for good: the next attempt creates another one.
+        """
+        name = actor_name(self._place.cluster, "directory")
+        directory = find_or_create(Directory, name, self._place.ray_node, self._place.cluster, soft=True)
+        await got(directory.join.remote(await self.state(), ray.get_runtime_context().current_actor))
+        self._directory = directory
+        self._joined.set()
+        await self._compare()
 
     async def _answer(self, key: Key, miss: Miss) -> None:
         """Ask the directory for what callers miss, until the miss has an answer."""
@@ -331,47 +286,48 @@ class NodeAgent:
         while self._misses.get(key) is miss:
             await self._joined.wait()
             try:
-                await self._directory.want.remote(self._place.node, key)
+                await got(self._directory.want.remote(self._place.node, key))
                 if self._misses.get(key) is miss and key in self._held:
                     await self._answer_from(miss, self._held[key].object_id)
                     return
-            except LOST:
-                await asyncio.sleep(0.1)
-            except (RayTaskError, SharedRPCError) as error:
-                cause: Any = getattr(error, "cause", error)
-                if isinstance(cause, Lost):
-                    await asyncio.sleep(0.1)
-                    continue
-                found = unpacked(cause.payload, str(cause)) if isinstance(cause, Failed) else ClusterError(str(cause))
+            except Lost:  # it is gone for good, or does not know this node
+                await asyncio.sleep(_PAUSE * random.random())
+                with contextlib.suppress(Lost, RayError):
+                    await self._join()
+            except Exception as error:
                 if self._misses.get(key) is miss:
                     del self._misses[key]
                 with contextlib.suppress(ClusterError):  # it has an answer
-                    await self._source.fail(miss, found)
+                    await self._source.fail(miss, error if isinstance(error, SharedRPCError) else ClusterError(str(error)))
 
     async def _look_regularly(self) -> None:
-        """Report what the broker has dropped or replaced by itself, and publish the status."""
-        compared = time.monotonic()
-        while True:
-            await asyncio.sleep(_LOOK)
-            known = dict(self._held)
-            listed = {key: object_id for key, object_id, _ in await self._listed()}
-            for key, found in known.items():
-                if self._held.get(key) is found and listed.get(key) != found.object_id and not self._is_busy(key):
-                    del self._held[key]
-                    if self._joined.is_set():
-                        self._directory.dropped.remote(self._place.node, key, found.version)
-            if self._joined.is_set() and time.monotonic() - compared > _CENSUS:
-                compared = time.monotonic()
-                with contextlib.suppress(*LOST):
+        """Stay registered; report what the broker has dropped or replaced by itself, and publish the status."""
+        for number in itertools.count():
+            try:
+                if not self._joined.is_set():
+                    await self._join()
+                elif number % _CENSUS == 0:
                     await self._compare()
+                known = dict(self._held)
+                listed = {key: object_id for key, object_id, _ in await self._listed()}
+                for key, found in known.items():
+                    if self._held.get(key) is found and listed.get(key) != found.object_id and not self._is_busy(key):
+                        del self._held[key]
+                        self._directory.dropped.remote(self._place.node, key, found.version)
+            except (Lost, RayError) as error:
+                _log.info("the directory is lost: %s", error)
+                self._joined.clear()
+            for what in [what for what, sending in self._sendings.items() if sending.is_idle()]:
+                await self._sendings.pop(what).close()
             await self._publish()
+            await asyncio.sleep(_LOOK if self._joined.is_set() else _PAUSE * random.random())
 
     def _is_busy(self, key: Key) -> bool:
-        return any(isinstance(what, tuple) and key in what for what in self._running)
+        return any(what[1] == key for what in self._running)
 
     async def _compare(self) -> None:
         """Count the nodes, and name once each kind that cannot share records with this one, and why."""
-        nodes = await self._directory.facts.remote()
+        nodes = await got(self._directory.facts.remote())
         self._nodes = len(nodes)
         for node, facts in nodes.items():
             kind = tuple(facts.values())
@@ -392,46 +348,41 @@ class NodeAgent:
             nodes=self._nodes,
             objects=len(self._held),
             bytes_received=self._received,
-            bytes_sent=self._all_sent(),
+            bytes_sent=self._sent,
             activity=[_described(work.doing) for work in self._running.values()],
         )
         with contextlib.suppress(SharedRPCError):  # if the broker has ended, the source notices it
             await self._source.report(status)
 
-    def _all_sent(self) -> int:
-        return self._sent + sum(sending.sent for sending in self._sendings.values())
-
     def _say(self, line: str) -> None:
         """Print a line in the server's log."""
-        self._lines.append((self._lines[-1][0] + 1 if self._lines else 1, line))
-        self._has_lines.set()
+        if self._lines.qsize() == _LINES:
+            self._lines.get_nowait()
+        self._lines.put_nowait(line)
 
     # Orders.
 
-    async def _once(self, what: Hashable, doing: dict[str, Any], key: Key, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def _once(self, what: tuple[Any, ...], doing: dict[str, Any], key: Key, work: Callable[[], Awaitable[Any]]) -> Any:
         """Carry an order out, or join it if it runs already."""
         if what not in self._running:
             doing |= {"endpoint": key.endpoint, "cache_key": key.cache_key}
             running = self._running[what] = _Work(doing)
-            running.task = self._spawn(self._carried_out(what, key, work))
+            running.task = self._tasks.spawn(self._carried_out(what, key, work))
         return await asyncio.shield(self._running[what].task)
 
-    async def _carried_out(self, what: Hashable, key: Key, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def _carried_out(self, what: tuple[Any, ...], key: Key, work: Callable[[], Awaitable[Any]]) -> Any:
         try:
             return await work()
         except (ConnectError, ConnectionClosed) as error:
             raise Lost(f"the broker of {self._place.node} does not answer: {error}") from None
-        except RemoteError as error:
-            raise Failed(str(error), packed(error), endpoint=True) from None
-        except SharedRPCError as error:
+        except RemoteError:
+            raise
+        except (SourceFailed, SharedRPCError) as error:
             self._say(f"{key.cache_key} failed here: {type(error).__name__}: {error}")
-            raise Failed(f"{type(error).__name__}: {error}", packed(error)) from None
-        except SourceFailed as error:
-            self._say(f"{key.cache_key} failed here: {error}")
             raise
         finally:
             del self._running[what]
-            self._spawn(self._publish())
+            self._tasks.spawn(self._publish())
 
     async def _build(self, key: Key, number: int) -> tuple[str, int]:
         """Have the broker build the object of a miss. A run that an earlier agent has begun is awaited."""
@@ -458,22 +409,32 @@ class NodeAgent:
         """Note that a version is current in the broker."""
         object_id = object_id or version.origin
         info = await self._client.get_object_info(object_id)
-        self._held[key] = _Held(version, object_id, info["nbytes"])
-        self._memo.note(object_id, version)
+        self._held[key] = Held(version, object_id, info["nbytes"])
+        write_memo(self._place.socket, {held.object_id: held.version for held in self._held.values()})
         return object_id, info["nbytes"]
 
     async def _prepare(self, key: Key, payload: bytes) -> tuple[str, int]:
         args, kwargs = msgspec.msgpack.decode(payload, type=tuple[bytes, bytes])
-        handle = await self._client._run(self._candidate(key.endpoint, args, kwargs), timeout=None)
-        self._candidates[key, handle.object_id] = handle
+        handle = await self._client._run(_candidate(key.endpoint, args, kwargs))
+        await self._keep_candidate(key, handle.object_id, handle)
         return handle.object_id, (await self._client.get_object_info(handle.object_id))["nbytes"]
 
+    def _has_candidate(self, key: Key, version: Version) -> bool:
+        return key in self._candidates and self._candidates[key][0] == version.origin
+
+    async def _keep_candidate(self, key: Key, origin: str, handle: AsyncHandle[Any]) -> None:
+        """Keep the candidate of a key, in place of one that a refresh without an end has left."""
+        _, earlier = self._candidates.get(key, ("", None))
+        self._candidates[key] = origin, handle
+        if earlier is not None:
+            await earlier.release()
+
     async def _promote(self, key: Key, version: Version) -> None:
-        handle = self._candidates.pop((key, version.origin), None)
-        if handle is None:
+        if not self._has_candidate(key, version):
             if key in self._held and self._held[key].version == version:
                 return
             raise ClusterError("the candidate is not there any more", reason="failed")
+        _, handle = self._candidates.pop(key)
         try:
             generation = await self._client.promote(handle)
             await self._note(key, version, generation.object_id)
@@ -494,8 +455,7 @@ class NodeAgent:
 
     async def _receive(self, order: Receive, doing: dict[str, Any]) -> None:
         key, version = order.key, order.version
-        what = (key, version.origin)
-        if what in self._candidates:
+        if self._has_candidate(key, version):
             if not order.candidate:
                 await self._promote(key, version)
             return
@@ -503,7 +463,7 @@ class NodeAgent:
             return
         async with await self._received_room(order, doing) as room:
             if order.candidate:
-                self._candidates[what] = await self._client.adopt_candidate(room)
+                await self._keep_candidate(key, version.origin, await self._client.adopt_candidate(room))
             else:
                 await self._note(key, version, await self._adopt(key, room))
 
@@ -525,21 +485,19 @@ class NodeAgent:
     async def _received_room(self, order: Receive, doing: dict[str, Any]) -> AsyncExportedRecord:
         """Return a room of the broker with the bytes of a version.
 
-        :raises SourceFailed: if the source could not send it, or its digest differs.
+        :raises SourceFailed: if the source could not send it, or a digest differs.
         """
-        mover, this = self._mover, ray.get_runtime_context().current_actor
+        mover = self._mover
         try:
-            async with self._offered(order, this) as (number, header, nbytes, mover):
-                room = await self._client.allocate(RecordHeader.from_bytes(header))
-                try:
-                    digests = await self._take_parts(order.agent, number, room, nbytes, mover, doing)
-                    async with asyncio.timeout(_ANSWER):
-                        if digest_of(digests) != await order.agent.end_offer.remote(number):
-                            raise SourceFailed(f"the digests do not fit: what arrived from {order.source} is damaged")
-                    return room
-                except BaseException:
-                    await room.close()
-                    raise
+            async with asyncio.timeout(_ANSWER):
+                object_id, header, nbytes, mover = await order.agent.offer.remote(order, self._place.store_nbytes, mover)
+            room = await self._client.allocate(RecordHeader.from_bytes(header))
+            try:
+                await self._take_parts(order, (object_id, nbytes, mover), room, doing)
+                return room
+            except BaseException:
+                await room.close()
+                raise
         except TimeoutError as error:
             raise SourceFailed(f"{order.source} has not answered in {_ANSWER:g} s") from error
         except RayError as error:
@@ -549,49 +507,39 @@ class NodeAgent:
             cause = getattr(error, "cause", None)
             raise SourceFailed(f"{order.source} failed: {cause or first_line(error)}") from error
 
-    @contextlib.asynccontextmanager
-    async def _offered(self, order: Receive, this: Any) -> AsyncIterator[tuple[int, bytes, int, str]]:
-        async with asyncio.timeout(_ANSWER):
-            offer = await order.agent.offer.remote(order.key, order.version, this, self._place.store_nbytes, self._mover)
-        try:
-            yield offer
-        finally:
-            with contextlib.suppress(*LOST):
-                order.agent.end_offer.remote(offer[0])
-
     async def _take_parts(
-        self, source: Any, number: int, room: AsyncExportedRecord, nbytes: int, mover: str, doing: dict[str, Any]
-    ) -> list[bytes]:
-        """Receive all parts, a few at a time, and return their digests."""
+        self, order: Receive, what: tuple[str, int, str], room: AsyncExportedRecord, doing: dict[str, Any]
+    ) -> None:
+        """Receive all parts, a few at a time."""
+        _, nbytes, mover = what
         parts = parts_of([segment.info for segment in room.segments], nbytes)
-        digests = [b""] * len(parts)
-        waiting = in_turn(len(parts), number)
+        waiting = in_turn(len(parts))
         under_way: deque[tuple[int, asyncio.Task[Any]]] = deque()
 
-        async def fetched(index: int) -> Any:
+        async def fetched(number: int) -> tuple[Any, bytes]:
             async with asyncio.timeout(_ANSWER):
-                [reference] = await source.part.remote(number, index)
-                return await reference if mover == "objects" else reference
+                [reference], digest = await order.agent.part.remote(*what, number)
+                return (await reference if mover == "objects" else reference), digest
 
         def ask_ahead() -> None:
-            while len(under_way) <= _AHEAD and (index := next(waiting, None)) is not None:
-                under_way.append((index, asyncio.create_task(fetched(index))))
+            while len(under_way) <= _AHEAD and (number := next(waiting, None)) is not None:
+                under_way.append((number, asyncio.create_task(fetched(number))))
 
         try:
             ask_ahead()
             while under_way:
-                index, task = under_way[0]
-                given = await task
+                number, task = under_way[0]
+                given, digest = await task
                 under_way.popleft()
                 ask_ahead()
-                digests[index] = await _uninterrupted(asyncio.to_thread(take, given, room, parts[index], mover))
+                if digest != await _uninterrupted(asyncio.to_thread(take, given, room, parts[number], mover)):
+                    raise SourceFailed(f"the digests do not fit: what arrived from {order.source} is damaged")
                 del given, task
-                doing["nbytes"] += parts[index].nbytes
-                self._received += parts[index].nbytes
+                doing["nbytes"] += parts[number].nbytes
+                self._received += parts[number].nbytes
         finally:
             for _, task in under_way:
                 task.cancel()
-        return digests
 
     # The broker.
 
@@ -608,41 +556,13 @@ class NodeAgent:
     def _key_in(self, endpoints: dict[str, EndpointInfo], endpoint: str, cache_key: str) -> Key:
         return Key(endpoint, cache_key, Group(endpoints[endpoint]["fingerprint"], **self._facts))
 
-    def _cache_key(self, endpoint: str, args: bytes | None, kwargs: bytes | None) -> Operation[str]:
-        """Return the cache key of a call, whose arguments are as they travel."""
-        reply = yield from ask(Request(m.ListEndpoints(), "list_endpoints", again=True), m.Endpoints)
-        spec = next((found for found in reply.endpoints if found.name == endpoint), None)
-        if spec is None:
-            raise EndpointNotFound(f"{self._broker} of {self._place.node} has no endpoint {endpoint!r}")
-        if args is None or kwargs is None:
-            return ""
-        found = key_of(spec, *decode_call(msgspec.Raw(args), msgspec.Raw(kwargs))) if spec.cache and spec.managed else None
-        if found is None:
-            raise ConfigurationError(
-                f"this call of {endpoint!r} is no object that a cluster shares: share the endpoint with managed=True and "
-                f"cache=True, or with a cache_format_key"
-            )
-        return found
 
-    def _candidate(self, endpoint: str, args: bytes, kwargs: bytes) -> Operation[Any]:
-        """Return a handle of a candidate that the broker builds."""
-        what = f"prepare({endpoint!r})"
-        message = x.PrepareCandidate(endpoint, msgspec.Raw(args), msgspec.Raw(kwargs), sealed=True)
-        reply = yield from ask(Request(message, what), x.Candidate)
-        return (yield from held(reply.generation))
-
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        """Log the exception of a background task."""
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, (Lost, Failed, SourceFailed, SharedRPCError, *LOST)):
-            _log.error("the agent failed", exc_info=error)
+def _candidate(endpoint: str, args: bytes, kwargs: bytes) -> Operation[Any]:
+    """Return a handle of a candidate that the broker builds."""
+    what = f"prepare({endpoint!r})"
+    message = x.PrepareCandidate(endpoint, msgspec.Raw(args), msgspec.Raw(kwargs), sealed=True)
+    reply = yield from ask(Request(message, what), x.Candidate)
+    return (yield from held(reply.generation))
 
 
 async def _uninterrupted(work: Awaitable[Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -13,7 +13,9 @@ import typer
 from shared_rpc.cli.options import Arguments, Json, keywords
 from shared_rpc.cli.rendering import as_json, lasted, several, size, table
 from shared_rpc.errors import one_line
-from shared_rpc_ray.client import Change, Cluster
+
+if TYPE_CHECKING:
+    from shared_rpc_ray import Change, Cluster
 
 __all__ = ["app"]
 
@@ -27,6 +29,8 @@ Call = Annotated[Arguments, typer.Argument(help="key=value for each argument of 
 @contextmanager
 def _connected(name: str | None, address: str | None) -> Iterator[Cluster]:
     """Connect to a cluster. Ray's own output, as of a node that has died, goes to standard error."""
+    from shared_rpc_ray import Cluster  # here, as it imports Ray
+
     with redirect_stdout(sys.stderr), Cluster(name, address=address) as cluster:
         yield cluster
 
@@ -119,7 +123,7 @@ def _versions(key: dict[str, Any]) -> list[str]:
 
 def _state(key: dict[str, Any]) -> str:
     words = [f"{node} builds" for node in (key["building"],) if node]
-    words += [f"{word}: {', '.join(key[word])}" for word in ("receiving", "waiting") if key[word]]
+    words += [f"waiting: {', '.join(key['waiting'])}"] if key["waiting"] else []
     words += ["is refreshed"] if key["refreshing"] else []
     words += [f"left out: {node}: {reason}" for node, reason in key["left_out"].items()]
     words += [f"built apart for each {', '.join(key['differs'])}"] if key["differs"] else []

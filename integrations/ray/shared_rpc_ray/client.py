@@ -5,44 +5,27 @@ An agent computes the key of a call, and the directory does the rest; nothing of
 
 from __future__ import annotations
 
-import importlib
-import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import msgspec
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from shared_rpc.client.replies import raise_error
-from shared_rpc.errors import ClusterError, DeadlineExceeded, EndpointNotFound
+from shared_rpc.errors import ClusterError, DeadlineExceeded, EndpointNotFound, RemoteError, to_wire
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.values import DtypeRef, encode_call, lower_call, refuse
-from shared_rpc_ray.messages import Key, KeyResult
+from shared_rpc_ray.membership import actor_name, connect, find, first_line, named
+from shared_rpc_ray.messages import Change, Key, Lost
 from shared_rpc_ray.settings import cluster_settings
 
 __all__ = ["Change", "Cluster", "invalidate", "invalidate_endpoint", "refresh", "status"]
 
-#: Seconds for which a directory that does not answer may be about to be made anew.
+#: Seconds for the directory's status: it may be starting again.
 _PATIENCE = 10.0
-
-
-class Change(msgspec.Struct, frozen=True):
-    """Outcome of a refresh or an invalidation of one call, for nodes of one kind.
-
-    ``kind`` are the device and the versions that the nodes have in common; a call is built for each kind by itself.
-    ``version`` is the cluster's number of what is current now, None after an invalidation. It was done on ``nodes``;
-    ``left_out`` has the other nodes that had the object, with the reason for each: they get the current version as soon as
-    they can. ``error`` says why nothing has changed, ``""`` otherwise.
-    """
-
-    endpoint: str
-    cache_key: str
-    kind: dict[str, str]
-    version: int | None
-    nodes: tuple[str, ...]
-    left_out: dict[str, str]
-    error: str = ""
 
 
 class Cluster:
@@ -53,30 +36,22 @@ class Cluster:
     :param name: None for ``SHARED_TENSOR_CLUSTER``, or ``"default"``.
     :param address: of Ray; None for ``RAY_ADDRESS``, or this machine's.
     :param timeout: seconds that a request may take, None for no limit.
-    :raises ClusterError: if Ray is not installed or does not answer.
+    :raises ClusterError: if Ray does not answer.
     """
 
     def __init__(self, name: str | None = None, *, address: str | None = None, timeout: float | None = 600.0) -> None:
         settings = cluster_settings()
         self.name = settings.name if name is None else name
         self._timeout = timeout
-        try:
-            import ray
-
-            membership = importlib.import_module("shared_rpc_ray.membership")
-        except ImportError as error:
-            raise ClusterError(f"shared_rpc_ray needs Ray: {error}. Install it with: pip install 'shared-rpc[ray]'") from error
-        self._ray: Any = ray
-        self._membership: Any = membership
         self._connected = not ray.is_initialized()
         if self._connected:
-            membership.connect(settings.address if address is None else address)
+            connect(settings.address if address is None else address)
 
     def close(self) -> None:
         """End the connection to Ray, if it was made here."""
         if self._connected:
             self._connected = False
-            self._ray.shutdown()
+            ray.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -89,19 +64,15 @@ class Cluster:
 
         ``nodes`` has for each node its broker, device and versions, the bytes it has ``sent`` and ``received``, and what it is
         ``doing``. ``keys`` has for each call its current ``version`` and the ``nodes`` that have it with the version of each,
-        the nodes that are ``building``, ``receiving`` and ``waiting``, and those ``left_out``, with the reasons.
+        the nodes that are ``building`` and ``waiting``, and those ``left_out``, with the reasons.
 
         :raises ClusterError: at once for a cluster without nodes, and if its directory does not answer in 10 s.
         """
-        until = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                return {"cluster": self.name, **cast("dict[str, Any]", self._got(self._directory().status.remote()))}
-            except (*self._membership.LOST, ClusterError) as error:
-                self._nodes()
-                if time.monotonic() >= until:
-                    raise ClusterError(f"the directory of cluster {self.name!r} does not answer: {error}") from error
-                time.sleep(_PATIENCE / 50)
+        self._nodes()
+        try:
+            return cast("dict[str, Any]", _got(self._directory().status.remote(), _PATIENCE))
+        except (Lost, DeadlineExceeded) as error:
+            raise ClusterError(f"the directory of cluster {self.name!r} does not answer: {error}") from error
 
     def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Change:
         """Build a new version of a cached call's object once, bring it to every node that has one, and make it current there.
@@ -116,10 +87,10 @@ class Cluster:
         :raises ConfigurationError: if the call is not managed and cached.
         :raises ClusterError: if no node of that kind could build it, and for a cluster without nodes.
         """
-        first, *_ = self._refreshed(endpoint, args, kwargs)
-        if first.error:
-            _raise(first)
-        return _change(first)
+        [(change, error), *_] = self._refreshed(endpoint, args, kwargs)
+        if error is not None:
+            _raise(change, error)
+        return change
 
     def refresh_all(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
         """Behave as :meth:`refresh`; return the outcomes for all kinds of nodes, that of the asked node's kind first.
@@ -139,17 +110,16 @@ class Cluster:
         self._asked(endpoint, None)
         return _changes(self._results("invalidate", endpoint, None))
 
-    def _refreshed(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[KeyResult]:
-        """Refresh a call's object; return the results for all kinds of nodes, that of the asked node's kind first."""
+    def _refreshed(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Change, Exception | None]]:
+        """Refresh a call's object; return the outcomes for all kinds of nodes, that of the asked node's kind first."""
         encoded = _encoded(args, kwargs)
         node, key = self._asked(endpoint, encoded)
-        results = self._results("refresh", node, key, msgspec.msgpack.encode(encoded))
-        return sorted(results, key=lambda result: result.key != key)
+        return self._results("refresh", node, key, msgspec.msgpack.encode(encoded))
 
-    def _results(self, method: str, *arguments: Any) -> list[KeyResult]:
+    def _results(self, method: str, *arguments: Any) -> list[tuple[Change, Exception | None]]:
         try:
-            return list(cast("tuple[KeyResult, ...]", self._got(getattr(self._directory(), method).remote(*arguments))))
-        except self._membership.LOST as error:
+            return list(_got(getattr(self._directory(), method).remote(*arguments), self._timeout))
+        except Lost as error:
             raise ClusterError(
                 f"the directory was lost, and with it the answer; 'shared-rpc cluster status' shows what is current: {error}"
             ) from error
@@ -161,12 +131,12 @@ class Cluster:
         :raises ClusterError: if there are no agents.
         """
         names = self._nodes()
-        here = f"{self._ray.util.get_node_ip_address()}:"
+        here = f"{ray.util.get_node_ip_address()}:"
         for name in sorted(names, key=lambda name: not name.startswith(here)):
             try:
-                agent = self._membership.find(self._membership.actor_name(self.name, "agent", name))
-                return name, cast(Key, self._got(agent.key_of.remote(endpoint, *(encoded or (None, None)))))
-            except (*self._membership.LOST, ClusterError, EndpointNotFound):
+                agent = find(actor_name(self.name, "agent", name))
+                return name, cast(Key, _got(agent.key_of.remote(endpoint, encoded), self._timeout))
+            except (Lost, ClusterError, EndpointNotFound):
                 continue  # it was lost just now, or has another app
         raise EndpointNotFound(f"no node of cluster {self.name!r} has an endpoint {endpoint!r}: {', '.join(sorted(names))}")
 
@@ -175,26 +145,31 @@ class Cluster:
 
         :raises ClusterError: if there are none.
         """
-        names = self._membership.named(self.name, "agent")
+        names = named(self.name, "agent")
         if not names:
             raise ClusterError(
                 f"cluster {self.name!r} has no nodes: start brokers with 'shared-rpc serve app.py --cluster "
                 f"{self.name}', or name another cluster (SHARED_TENSOR_CLUSTER)"
             )
-        return list(names)
-
-    def _got(self, reference: Any) -> Any:
-        """Return the result of an actor's method; an exception is that of the method itself."""
-        ray = self._ray
-        try:
-            return ray.get(reference, timeout=self._timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            raise DeadlineExceeded(f"the cluster did not answer in {self._timeout:g} s; what it does goes on") from error
-        except ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        return names
 
     def _directory(self) -> Any:
-        return self._membership.find(self._membership.actor_name(self.name, "directory"))
+        return find(actor_name(self.name, "directory"))
+
+
+def _got(reference: Any, timeout: float | None) -> Any:
+    """Return the result of an actor's method; an exception is that of the method itself.
+
+    :raises Lost: if the actor is gone for good. Ray repeats the call at one that it restarts.
+    """
+    try:
+        return ray.get(reference, timeout=timeout)
+    except GetTimeoutError as error:
+        raise DeadlineExceeded(f"the cluster did not answer in {timeout:g} s; what it does goes on") from error
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except RayError as error:
+        raise Lost(first_line(error)) from error
 
 
 def _encoded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, bytes]:
@@ -209,29 +184,19 @@ def _leaf(value: Any, path: str) -> DtypeRef:
     refuse(value, path)
 
 
-def _changes(results: list[KeyResult]) -> list[Change]:
-    if results and all(result.error for result in results):
-        _raise(results[0])
-    return list(map(_change, results))
+def _changes(outcomes: list[tuple[Change, Exception | None]]) -> list[Change]:
+    if outcomes and all(error is not None for _, error in outcomes):
+        change, error = outcomes[0]
+        assert error is not None, "all have one"
+        _raise(change, error)
+    return [change for change, _ in outcomes]
 
 
-def _change(result: KeyResult) -> Change:
-    return Change(
-        result.key.endpoint,
-        result.key.cache_key,
-        {name: getattr(result.key.group, name) for name in ("device", "python", "torch", "shared_rpc")},
-        result.version.number if result.version is not None else None,
-        result.nodes,
-        dict(result.left_out),
-        result.error,
-    )
-
-
-def _raise(result: KeyResult) -> None:
-    if not result.payload:
-        raise ClusterError(f"{result.key.cache_key} has no new version: {result.error}", reason="failed")
-    code, text, detail, pickled = msgspec.msgpack.decode(result.payload, type=tuple[str, str, dict[str, str], bytes])
-    raise_error(m.Error(code, text, detail, endpoint_raised=bool(pickled)), Frame(0, 0, b"", pickled))
+def _raise(change: Change, error: Exception) -> NoReturn:
+    """Raise why nothing has changed: an endpoint's exception with its own type, where that can be rebuilt."""
+    if isinstance(error, RemoteError):
+        raise_error(m.Error(*to_wire(error), endpoint_raised=bool(error.pickled)), Frame(0, 0, b"", error.pickled))
+    raise ClusterError(f"{change.cache_key} has no new version: {error}", reason="failed") from error
 
 
 def _once(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

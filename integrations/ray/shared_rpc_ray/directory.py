@@ -1,7 +1,7 @@
 """Directory of a cluster: an actor that knows who holds what, has one node build a key, and changes versions over.
 
-All methods run in one event loop. A pending call of an agent's method is the lease on what it does: it fails when the agent's
-process or node is lost. Rules:
+All methods run in one event loop. A pending call of an agent's method is the lease on what it does: Ray repeats it when it
+restarts the agent, and it fails when the agent is gone for good. Rules:
 
 - One node at a time builds a key, the first that asks; the others wait for the same task. A builder that is lost, or fails for
   reasons of its own, is replaced by the next node that waits, :data:`BUILDERS` times in all. An exception of the endpoint goes
@@ -9,25 +9,23 @@ process or node is lost. Rules:
 - A node that misses what others hold receives it. It does not build for itself: a second build need not have the same bits.
 - A refresh has two phases. One node builds a candidate and the holders receive it; then all that have it promote it. A node
   that fails is left out and named, and receives the current version as soon as it can. Refreshes of a key queue up.
-- The highest version is current. What nodes hold is what they state: the directory stores nothing, and asks all agents after a
-  restart. Until they have answered, it decides nothing.
+- The highest version is current, unless it was invalidated; nodes that hold another one receive it, or drop theirs. What nodes
+  hold is what they state: the directory stores nothing, and asks all agents after a restart. Until they have answered, it
+  decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayTaskError
-
-from shared_rpc.errors import ClusterError, SharedRPCError
-from shared_rpc_ray.membership import LOST, actor_name, find, first_line, named
-from shared_rpc_ray.messages import Failed, Key, KeyResult, Lost, Receive, SourceFailed, Statement, Version
+from shared_rpc.errors import ClusterError, RemoteError, SharedRPCError
+from shared_rpc_ray.membership import Tasks, actor_name, find, got, named
+from shared_rpc_ray.messages import FACTS, Change, Key, Lost, Receive, SourceFailed, Statement, Version
 
 __all__ = ["Directory"]
 
@@ -37,23 +35,25 @@ _log = logging.getLogger("shared_rpc_ray")
 BUILDERS = 3
 #: Attempts to bring a version to a node.
 _TRANSFERS = 5
-#: Seconds in which Ray restarts an agent whose process has ended: what it was doing is tried again then.
-_GRACE = 15.0
 #: Seconds for which a new directory waits for the agents to state what they hold.
 _RECOVERY = 10.0
 #: Seconds that a node may take to receive a candidate, and to promote or invalidate.
 _PREPARE, _PROMOTE = 600.0, 30.0
 #: Seconds before a node that was left out is tried again: the first time, and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 300.0
+#: Nodes that have left, of which the reason is known.
+_GONE = 20
+
+#: Outcome of a change for one key, with the exception if it failed.
+_Outcome = tuple[Change, Exception | None]
 
 
 @dataclass(eq=False)
 class _Member:
-    """A node that has joined, and the end of its membership."""
+    """A node that has joined."""
 
     agent: Any
     statement: Statement
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(eq=False)
@@ -67,33 +67,54 @@ class _Entry:
     #: The task of the build that is running, and its node.
     build: asyncio.Task[None] | None = None
     builder: str = ""
-    #: Nodes whose callers wait, and those that receive, with their sources.
-    waiting: Counter[str] = field(default_factory=Counter)
-    receiving: dict[str, str] = field(default_factory=dict)
+    #: Nodes whose callers wait.
+    waiting: set[str] = field(default_factory=set)
     #: Nodes without the current version, and why; and those that are about to get it.
     left_out: dict[str, str] = field(default_factory=dict)
     mending: set[str] = field(default_factory=set)
     #: One refresh or invalidation at a time. Refreshes that wait for it, by their arguments.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    queued: dict[bytes, asyncio.Task[KeyResult]] = field(default_factory=dict)
+    queued: dict[bytes, asyncio.Task[_Outcome]] = field(default_factory=dict)
     next_number: int = 1
-    #: Versions below this number were invalidated.
+    #: Versions below this number were invalidated, and these, which may have no number.
     valid_from: int = 0
+    invalid: set[Version] = field(default_factory=set)
 
     def number(self) -> int:
         """Return the number of the next build."""
         self.next_number += 1
         return self.next_number - 1
 
+    def settle(self) -> None:
+        """Make the highest version that a node holds the current one."""
+        dropped = range(1, self.valid_from)
+        valid = {held for held in self.holders.values() if held.number not in dropped} - self.invalid
+        self.version = max(valid, default=None)
+
     def lose(self, node: str) -> None:
-        """Forget what a node holds; the highest version that others hold is current then."""
+        """Forget what a node holds."""
         self.left_out.pop(node, None)
         if self.holders.pop(node, None) is not None:
-            self.version = max(self.holders.values(), default=None)
+            self.settle()
+
+    def invalidate(self) -> None:
+        """Let no version be current that was built until now."""
+        self.valid_from, self.invalid = self.next_number, set(self.holders.values())
+        self.settle()
 
     def current_holders(self) -> list[str]:
         """Return the nodes that hold the current version."""
         return [node for node, version in self.holders.items() if version == self.version]
+
+    def change(
+        self, version: Version | None, nodes: Iterable[str], left_out: dict[str, str], error: Exception | None = None
+    ) -> _Outcome:
+        """Return the outcome of a change."""
+        key = self.key
+        kind = {name: getattr(key.group, name) for name in FACTS}
+        number = version.number if version is not None else None
+        text = str(error) if error is not None else ""
+        return Change(key.endpoint, key.cache_key, kind, number, tuple(sorted(nodes)), left_out, text), error
 
 
 class Directory:
@@ -103,23 +124,24 @@ class Directory:
         self._cluster = cluster
         self._members: dict[str, _Member] = {}
         self._entries: dict[Key, _Entry] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._gone: dict[str, str] = {}
+        self._tasks = Tasks()
         self._recovered = asyncio.Event()
-        self._spawn(self._recover())
+        self._tasks.spawn(self._recover())
 
     async def _recover(self) -> None:
-        """Ask the agents of the cluster what they hold and build."""
+        """Ask the agents of the cluster what they hold and build. One that is slow is taken in when it answers."""
 
         async def ask(name: str) -> None:
             agent = find(actor_name(self._cluster, "agent", name))
-            self._take(await agent.state.remote(), agent)
+            statement = await got(agent.state.remote())
+            if name not in self._members:
+                self._take(statement, agent)
 
         try:
-            asked = [ask(name) for name in await asyncio.to_thread(named, self._cluster, "agent")]
-            await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), _RECOVERY)
-        except TimeoutError:
-            _log.warning("some agents did not state what they hold in %g s", _RECOVERY)
+            asked = [self._tasks.spawn(ask(name)) for name in await asyncio.to_thread(named, self._cluster, "agent")]
+            if asked and (await asyncio.wait(asked, timeout=_RECOVERY))[1]:
+                _log.warning("some agents did not state what they hold in %g s", _RECOVERY)
         finally:
             self._recovered.set()
 
@@ -129,12 +151,6 @@ class Directory:
         """Take a node in, or back."""
         await self._recovered.wait()
         self._take(statement, agent)
-
-    async def hold(self, node: str) -> None:
-        """Wait until a node is no member any more. A call of this fails when the directory ends."""
-        member = self._members.get(node)
-        if member is not None:
-            await member.gone.wait()
 
     async def leave(self, node: str, reason: str) -> None:
         """Take a node out."""
@@ -154,13 +170,13 @@ class Directory:
         """Have a node get an object that it misses: from a node that holds it, or by a build, here or there.
 
         :raises Lost: if the node is no member (any more).
-        :raises Failed: if the endpoint raised, or no node could build it.
-        :raises ClusterError: if it could not be brought to the node.
+        :raises RemoteError: if the endpoint raised.
+        :raises SharedRPCError: if no node could build it, or it could not be brought to the node.
         """
         await self._recovered.wait()
         entry = self._entry(key)
         entry.lose(node)
-        entry.waiting[node] += 1
+        entry.waiting.add(node)
         failures: dict[str, str] = {}
         try:
             while entry.version is None or entry.holders.get(node) != entry.version:
@@ -169,52 +185,51 @@ class Directory:
                 if entry.current_holders():
                     try:
                         await self._bring(entry, node)
-                    except ClusterError:
+                    except ClusterError as error:
                         if entry.current_holders():
+                            entry.left_out[node] = str(error)
                             raise
                     continue
                 if len(failures) >= BUILDERS:
                     why = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
                     raise ClusterError(f"{len(failures)} nodes could not build {key.cache_key}: {why}", reason="failed")
                 if entry.build is None:
-                    entry.build, entry.builder = self._spawn(self._build(entry, node)), node
+                    entry.build, entry.builder = self._tasks.spawn(self._build(entry, node)), node
                 builder, build = entry.builder, entry.build
                 try:
                     await asyncio.shield(build)
-                except (Lost, Failed) as error:
-                    if isinstance(error, Failed) and (error.endpoint or builder == node):
+                except (Lost, SharedRPCError) as error:
+                    if isinstance(error, RemoteError) or (builder == node and not isinstance(error, Lost)):
                         raise
                     failures[builder] = str(error)
-        except (ClusterError, Failed) as error:
-            if not isinstance(error, Failed):
-                entry.left_out[node] = str(error)
-            raise
         finally:
-            entry.waiting -= Counter([node])
+            entry.waiting.discard(node)
 
     # Methods for users.
 
-    async def refresh(self, node: str, key: Key, payload: bytes) -> tuple[KeyResult, ...]:
-        """Refresh a call for each group of nodes that holds it; where none does, a node builds it."""
+    async def refresh(self, node: str, key: Key, payload: bytes) -> list[_Outcome]:
+        """Refresh a call for each group of nodes that holds it, that of the key first; where none does, a node builds it."""
         await self._recovered.wait()
         entries = self._held(key.endpoint, key.cache_key) or [self._entry(key)]
-        return tuple(await asyncio.gather(*(self._queue_refresh(entry, node, payload) for entry in entries)))
+        entries.sort(key=lambda entry: entry.key != key)
+        return await asyncio.gather(*(self._queue_refresh(entry, node, payload) for entry in entries))
 
-    async def invalidate(self, endpoint: str, cache_key: str | None) -> tuple[KeyResult, ...]:
+    async def invalidate(self, endpoint: str, cache_key: str | None) -> list[_Outcome]:
         """Invalidate a call, or all calls of an endpoint, on every node."""
         await self._recovered.wait()
-        return tuple(await asyncio.gather(*map(self._invalidate, self._held(endpoint, cache_key))))
+        return await asyncio.gather(*map(self._invalidate, self._held(endpoint, cache_key)))
 
     async def status(self) -> dict[str, Any]:
         """Return what the cluster has and does, as plain data."""
         await self._recovered.wait()
         members = dict(self._members)
-        doing = await self._each(members, lambda node: members[node].agent.doing.remote(), 2.0)
+        doing = await self._each(members, lambda node: got(members[node].agent.doing.remote()), 2.0)
         nodes = {}
         for node, member in members.items():
             found = doing[node] if isinstance(doing[node], dict) else {"received": None, "sent": None, "doing": []}
             nodes[node] = {"broker": member.statement.broker, **member.statement.facts, **found}
         return {
+            "cluster": self._cluster,
             "nodes": nodes,
             "left": dict(self._gone),
             "bytes_moved": sum(found["received"] or 0 for found in nodes.values()),
@@ -226,73 +241,47 @@ class Directory:
     def _take(self, statement: Statement, agent: Any) -> None:
         """Replace all that is known of a node by its statement."""
         node = statement.node
-        earlier = self._members.get(node)
         member = self._members[node] = _Member(agent, statement)
-        if earlier is not None:
-            earlier.gone.set()
         self._gone.pop(node, None)
-        self._spawn(self._watch(node, member))
+        self._tasks.spawn(self._watch(node, member))
         for entry in self._entries.values():
             entry.lose(node)
-        for holding in statement.holdings:
-            entry = self._entry(holding.key)
-            if 0 < holding.version.number < entry.valid_from:
-                self._spawn(self._ask(node, "invalidate", holding.key))
-                continue
-            self._hold(entry, node, holding.version, holding.nbytes)
+        for key, held in statement.held.items():
+            self._hold(self._entry(key), node, held.version, held.nbytes)
         for key in statement.builds:
             entry = self._entry(key)
             if entry.build is None and not entry.holders:
-                entry.build, entry.builder = self._spawn(self._build(entry, node)), node
+                entry.build, entry.builder = self._tasks.spawn(self._build(entry, node)), node
 
     async def _watch(self, node: str, member: _Member) -> None:
-        """Wait for the end of an agent. One that Ray restarts joins again, and is another member then."""
-        until = float("inf")
-        reason = f"its agent has ended, and did not come back in {_GRACE:g} s"
-        while self._members.get(node) is member and time.monotonic() < until:
-            try:
-                await member.agent.hold.remote()
-            except ActorUnavailableError:
-                until = min(until, time.monotonic() + _GRACE)
-                await asyncio.sleep(0.5)
-            except Exception as error:
-                reason = first_line(error)
-                break
-        if self._members.get(node) is member:
-            self._left(node, reason)
+        """Wait until an agent is gone for good."""
+        try:
+            await got(member.agent.hold.remote())
+        except Lost as error:
+            if self._members.get(node) is member:
+                self._left(node, str(error))
 
     def _left(self, node: str, reason: str) -> None:
-        member = self._members.pop(node, None)
-        if member is None:
+        if self._members.pop(node, None) is None:
             return
-        member.gone.set()
         self._gone[node] = reason
-        while len(self._gone) > 20:
-            self._gone.popitem(last=False)
+        while len(self._gone) > _GONE:
+            del self._gone[next(iter(self._gone))]
         for entry in self._entries.values():
             entry.lose(node)
 
     async def _ask(self, node: str, method: str, *arguments: Any) -> Any:
-        """Call an agent's method, again when Ray has restarted the agent: all of them can be repeated.
+        """Call an agent's method.
 
-        :raises Lost: if the node has left, or the agent does not come back.
+        :raises Lost: if the node has left, or is lost.
         """
-        until = float("inf")
-        while True:
-            member = self._members.get(node)
+        member = self._members.get(node)
+        try:
             if member is None:
-                raise Lost(f"{node} was lost: {self._gone.get(node, 'it has left')}")
-            try:
-                return await getattr(member.agent, method).remote(*arguments)
-            except ActorUnavailableError as error:
-                until = min(until, time.monotonic() + _GRACE)
-                if time.monotonic() > until:
-                    raise Lost(f"{node} was lost: {first_line(error)}") from error
-                await asyncio.sleep(0.2)
-            except LOST as error:
-                self._left(node, first_line(error))
-            except RayTaskError as error:
-                raise (error.cause if isinstance(error.cause, Exception) else Failed(first_line(error))) from None
+                raise Lost(self._gone.get(node, "it has left"))
+            return await got(getattr(member.agent, method).remote(*arguments))
+        except Lost as error:
+            raise Lost(f"{node} was lost: {error}") from error
 
     # Keys.
 
@@ -307,13 +296,14 @@ class Directory:
         ]
 
     def _hold(self, entry: _Entry, node: str, version: Version, nbytes: int) -> None:
-        """Note that a node holds a version, and bring the highest one to those that hold another."""
+        """Note that a node holds a version."""
         if node not in self._members:
             return
         entry.holders[node] = version
         entry.next_number = max(entry.next_number, version.number + 1)
-        if entry.version is None or version > entry.version:
-            entry.version, entry.nbytes = version, nbytes
+        entry.settle()
+        if entry.version == version:
+            entry.nbytes = nbytes
         self._mend(entry)
 
     def _mend(self, entry: _Entry) -> None:
@@ -322,23 +312,30 @@ class Directory:
                 entry.left_out.pop(node, None)
             elif node not in entry.mending:
                 entry.mending.add(node)
-                self._spawn(self._mend_node(entry, node))
+                self._tasks.spawn(self._mend_node(entry, node))
 
     async def _mend_node(self, entry: _Entry, node: str) -> None:
-        """Bring the current version to a node that holds another one, however often it fails."""
+        """Bring the current version to a node that holds another one, or have it drop that, however often it fails."""
         pause = _FIRST_PAUSE
         try:
             while True:
                 await asyncio.sleep(pause)
-                if entry.holders.get(node) in (None, entry.version) or node not in self._members:
+                if entry.holders.get(node) in (None, entry.version):
                     return
                 try:
-                    await self._bring(entry, node)
-                except (ClusterError, Lost) as error:
+                    await (self._drop(entry, node) if entry.version is None else self._bring(entry, node))
+                except (Lost, SharedRPCError) as error:
                     entry.left_out[node] = str(error)
                 pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
             entry.mending.discard(node)
+
+    async def _drop(self, entry: _Entry, node: str) -> None:
+        """Have a node drop a version that was invalidated."""
+        held = entry.holders[node]
+        await self._ask(node, "invalidate", entry.key)
+        if entry.holders.get(node) == held:
+            entry.lose(node)
 
     async def _build(self, entry: _Entry, node: str) -> None:
         number = entry.number()
@@ -359,7 +356,14 @@ class Directory:
         self._hold(entry, node, version, entry.nbytes)
 
     async def _receive(
-        self, entry: _Entry, node: str, version: Version, nbytes: int, sources: Callable[[], Iterable[str]], **more: bool
+        self,
+        entry: _Entry,
+        node: str,
+        version: Version,
+        nbytes: int,
+        sources: Callable[[], Iterable[str]],
+        *,
+        candidate: bool = False,
     ) -> None:
         failed: Counter[str] = Counter()
         problem = "no node that holds it is left"
@@ -368,49 +372,44 @@ class Directory:
                 found = [source for source in sources() if source in self._members and source != node]
                 if not found or node not in self._members:
                     break
-                busy = Counter(entry.receiving.values())
                 host = self._members[node].statement.host
-                # A source that is sending already has parts in the store.
-                source = min(
-                    found, key=lambda name: (failed[name], self._members[name].statement.host != host, -busy[name], name)
-                )
-                entry.receiving[node] = source
-                agent = self._members[source].agent
+                # All receivers of a host prefer one source: the parts that it has put are in the store then.
+                source = min(found, key=lambda name: (failed[name], self._members[name].statement.host != host, name))
+                order = Receive(entry.key, version, nbytes, source, self._members[source].agent, candidate, bool(failed))
                 try:
-                    await self._ask(node, "receive", Receive(entry.key, version, nbytes, source, agent, **more))
+                    await self._ask(node, "receive", order)
                     return
                 except SourceFailed as error:
                     failed[source] += 1
                     problem = f"{source}: {error}"
-        except (Lost, Failed, SharedRPCError) as error:
+        except (Lost, SharedRPCError) as error:
             raise ClusterError(str(error), reason="failed") from error
-        finally:
-            entry.receiving.pop(node, None)
         raise ClusterError(f"{entry.key.cache_key} could not be received: {problem}", reason="failed")
 
     # Changes.
 
-    def _queue_refresh(self, entry: _Entry, node: str, payload: bytes) -> Awaitable[KeyResult]:
+    def _queue_refresh(self, entry: _Entry, node: str, payload: bytes) -> Awaitable[_Outcome]:
         if payload not in entry.queued:
-            entry.queued[payload] = self._spawn(self._refresh(entry, node, payload))
+            entry.queued[payload] = self._tasks.spawn(self._refresh(entry, node, payload))
         return asyncio.shield(entry.queued[payload])
 
-    async def _refresh(self, entry: _Entry, node: str, payload: bytes) -> KeyResult:
+    async def _refresh(self, entry: _Entry, node: str, payload: bytes) -> _Outcome:
         async with entry.lock:
             entry.queued.pop(payload, None)
             holders = list(entry.holders) or [node]
-            failures: dict[str, str] = {}
+            failures: dict[str, Exception] = {}
             for builder in sorted(holders, key=lambda name: name != node)[:BUILDERS]:
                 number = entry.number()
                 try:
                     origin, nbytes = await self._ask(builder, "prepare", entry.key, number, payload)
                     break
-                except (Lost, Failed) as error:
-                    failures[builder] = str(error)
-                    if isinstance(error, Failed) and error.endpoint:
-                        return KeyResult(entry.key, None, (), failures, str(error), error.payload)
+                except (Lost, SharedRPCError) as error:
+                    failures[builder] = error
+                    if isinstance(error, RemoteError):
+                        return entry.change(None, (), _texts(failures), error)
             else:
-                return KeyResult(entry.key, None, (), failures, "; ".join(failures.values()) or "its nodes were lost")
+                problem = "; ".join(_texts(failures).values())
+                return entry.change(None, (), _texts(failures), ClusterError(f"no node could build it: {problem}"))
             version = Version(number, origin)
             ready = [builder]
 
@@ -420,29 +419,28 @@ class Directory:
 
             others = [name for name in entry.holders if name != builder]
             outcomes = await self._each(others, prepare, _PREPARE)
-            failures |= {name: str(found) for name, found in outcomes.items() if isinstance(found, BaseException)}
-            outcomes = await self._each(list(ready), lambda name: self._ask(name, "promote", entry.key, version), _PROMOTE)
-            promoted = tuple(name for name, found in outcomes.items() if not isinstance(found, BaseException))
-            failures |= {name: str(found) for name, found in outcomes.items() if isinstance(found, BaseException)}
+            outcomes |= await self._each(list(ready), lambda name: self._ask(name, "promote", entry.key, version), _PROMOTE)
+            failures = {name: found for name, found in (failures | outcomes).items() if isinstance(found, Exception)}
             for name in failures.keys() & self._members.keys():
-                self._spawn(self._ask(name, "discard", entry.key, version))
+                self._tasks.spawn(self._ask(name, "discard", entry.key, version))
+            promoted = outcomes.keys() - failures.keys()
             if not promoted:
-                return KeyResult(entry.key, None, (), failures, f"no node could promote it: {'; '.join(failures.values())}")
-            entry.left_out.update({name: reason for name, reason in failures.items() if name in entry.holders})
+                problem = "; ".join(_texts(failures).values())
+                return entry.change(None, (), _texts(failures), ClusterError(f"no node could promote it: {problem}"))
+            entry.left_out.update({name: str(reason) for name, reason in failures.items() if name in entry.holders})
             for name in promoted:
                 self._hold(entry, name, version, nbytes)
-            return KeyResult(entry.key, version, tuple(sorted(promoted)), failures)
+            return entry.change(version, promoted, _texts(failures))
 
-    async def _invalidate(self, entry: _Entry) -> KeyResult:
+    async def _invalidate(self, entry: _Entry) -> _Outcome:
         async with entry.lock:
-            entry.valid_from = entry.next_number
+            entry.invalidate()
             holders = list(entry.holders)
-            outcomes = await self._each(holders, lambda name: self._ask(name, "invalidate", entry.key), _PROMOTE)
-            entry.holders.clear()
-            entry.left_out.clear()
-            entry.version = None
-            failed = {name: str(found) for name, found in outcomes.items() if isinstance(found, BaseException)}
-            return KeyResult(entry.key, None, tuple(sorted(set(holders) - failed.keys())), failed)
+            outcomes = await self._each(holders, lambda name: self._drop(entry, name), _PROMOTE)
+            failures = {name: found for name, found in outcomes.items() if isinstance(found, Exception)}
+            entry.left_out.update({name: str(reason) for name, reason in failures.items() if name in entry.holders})
+            self._mend(entry)
+            return entry.change(None, set(holders) - failures.keys(), _texts(failures))
 
     # Helpers.
 
@@ -459,18 +457,6 @@ class Directory:
         outcomes = await asyncio.gather(*map(limited, found), return_exceptions=True)
         return dict(zip(found, outcomes, strict=True))
 
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, (Lost, Failed, SourceFailed, SharedRPCError)):
-            _log.error("the directory failed", exc_info=error)
-
     def _shown(self, entry: _Entry) -> dict[str, Any]:
         key, number = entry.key, entry.version.number if entry.version is not None else None
         groups = [other.group for other in self._entries if (other.endpoint, other.cache_key) == (key.endpoint, key.cache_key)]
@@ -484,8 +470,11 @@ class Directory:
             "nbytes": entry.nbytes if number is not None else None,
             "nodes": {node: version.number for node, version in sorted(entry.holders.items())},
             "building": entry.builder or None,
-            "receiving": sorted(entry.receiving),
             "waiting": sorted(entry.waiting),
             "refreshing": entry.lock.locked(),
             "left_out": dict(entry.left_out),
         }
+
+
+def _texts(failures: dict[str, Exception]) -> dict[str, str]:
+    return {name: str(error) for name, error in failures.items()}

@@ -14,12 +14,16 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+
+import ray
+from ray.exceptions import RayError
 
 from shared_rpc.errors import ClusterError, SharedRPCError
 from shared_rpc.settings import source_token
+from shared_rpc_ray.agent import NodeAgent
+from shared_rpc_ray.membership import actor_name, alive_nodes, connect, find_or_create, node_of
 from shared_rpc_ray.messages import FACTS, AgentPlace
-from shared_rpc_ray.settings import MOVERS, ClusterSettings, cluster_settings, facts_here
+from shared_rpc_ray.settings import cluster_settings, facts_here
 
 __all__ = ["main"]
 
@@ -32,38 +36,31 @@ _RAY_PAUSE = 2.0
 def main(words: list[str] | None = None) -> int:
     """Join, and stay joined; return the exit code when Ray is gone."""
     parser = argparse.ArgumentParser(prog="python -m shared_rpc_ray.join", description="Make a server part of a cluster.")
+    parser.add_argument("--socket", required=True, help="the server's socket")
+    parser.add_argument("--name", help="the cluster's name; SHARED_TENSOR_CLUSTER by default")
+    parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help=f"replaces one of {FACTS}")
+    options = parser.parse_args(words)
     try:
-        settings = cluster_settings()
-        parser.add_argument("--socket", required=True, help="the server's socket")
-        parser.add_argument("--name", default=settings.name, help="the cluster's name (SHARED_TENSOR_CLUSTER)")
-        parser.add_argument("--address", default=settings.address, help="Ray's address (RAY_ADDRESS)")
-        parser.add_argument("--node", default=settings.node, help="the Ray node's id, where the machine has several")
-        parser.add_argument("--mover", default=settings.mover, choices=MOVERS, help="what carries the bytes")
-        parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help=f"replaces one of {FACTS}")
-        options = parser.parse_args(words)
-        facts = facts_here(options.fact)
-        return _stay(options.socket, ClusterSettings(options.name, options.address, options.node, options.mover), facts)
+        _stay(options.socket, options.name, facts_here(options.fact))
     except SharedRPCError as error:
         _print(str(error))
-        return 1
+    return 1
 
 
 def _print(line: str) -> None:
     print(f"cluster: {line}", flush=True)
 
 
-def _stay(socket: str, settings: ClusterSettings, facts: dict[str, str]) -> int:
-    try:
-        from shared_rpc_ray import membership
-    except ImportError as error:
-        raise ClusterError(f"Ray cannot be imported: {error}. Install it with: pip install 'shared-rpc[ray]'") from error
+def _stay(socket: str, name: str | None, facts: dict[str, str]) -> None:
+    """Have an agent until its Ray node is lost."""
+    settings = cluster_settings()
     logging.getLogger("ray").setLevel(logging.ERROR)
-    _connect(membership, settings.address)
+    _wait_for_ray(settings.address)
     # Ray's own handler writes a stack trace into the server's log.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ray_node = membership.node_of(settings.node)
+    ray_node = node_of(settings.node)
     place = AgentPlace(
-        cluster=settings.name,
+        cluster=name or settings.name,
         node=f"{ray_node.address}:{socket}",
         host=ray_node.address,
         ray_node=ray_node.id,
@@ -76,20 +73,20 @@ def _stay(socket: str, settings: ClusterSettings, facts: dict[str, str]) -> int:
     )
     printed = ""
     while True:
-        problem = _with_agent(membership, place)
-        if place.ray_node not in membership.alive_nodes():
+        problem = _with_agent(place)
+        if place.ray_node not in alive_nodes():
             raise ClusterError(f"Ray node {place.ray_node} is lost, and with it this server's place in the cluster")
-        if problem and problem != printed:
+        if problem != printed:
             _print(problem)
         printed = problem
         time.sleep(_PAUSE)
 
 
-def _connect(membership: Any, address: str) -> None:
+def _wait_for_ray(address: str) -> None:
     waits = False
     while True:
         try:
-            membership.connect(address)
+            return connect(address)
         except ClusterError as error:
             if not isinstance(error.__cause__, ConnectionError):
                 raise
@@ -97,20 +94,13 @@ def _connect(membership: Any, address: str) -> None:
                 _print(f"{error}; waiting for one")
             waits = True
             time.sleep(_RAY_PAUSE)
-        else:
-            return
 
 
-def _with_agent(membership: Any, place: AgentPlace) -> str:
-    """Create or find the agent, and print its messages until it ends; return why it did."""
-    import ray
-
-    from shared_rpc_ray.agent import NodeAgent
-
+def _with_agent(place: AgentPlace) -> str:
+    """Create or find the agent, and print its messages until its process ends; return why it did."""
     # Only an actor with this option takes tensors by Ray's own transports; it imports torch.
     options = {"enable_tensor_transport": True} if place.mover == "nixl" else {}
-    name = membership.actor_name(place.cluster, "agent", place.node)
-    agent = membership.find_or_create(NodeAgent, name, place.ray_node, place, **options)
+    agent = find_or_create(NodeAgent, actor_name(place.cluster, "agent", place.node), place.ray_node, place, **options)
     try:
         ray_node, broker = ray.get(agent.describe.remote())
         if ray_node != place.ray_node:
@@ -120,13 +110,9 @@ def _with_agent(membership: Any, place: AgentPlace) -> str:
                 f"(SHARED_TENSOR_BASE_PATH)"
             )
         _print(f"{broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {ray_node}")
-        number = 0
         while True:
-            lines = ray.get(agent.lines.remote(number))
-            number = lines[-1][0]
-            for _, line in lines:
-                _print(line)
-    except membership.LOST as error:
+            _print(ray.get(agent.line.remote()))
+    except RayError as error:
         # The first line says what has ended; the last one is the error of an agent that could not begin.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"the agent has ended: {' … '.join(dict.fromkeys((lines[0], lines[-1])))}"

@@ -2,57 +2,75 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Coroutine
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import (
-    ActorUnschedulableError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RaySystemError,
-    RuntimeEnvSetupError,
-    WorkerCrashedError,
-)
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shared_rpc.errors import ClusterError
+from shared_rpc.errors import ClusterError, SharedRPCError
+from shared_rpc_ray.messages import Lost, SourceFailed
 
 __all__ = [
-    "LOST",
     "NAMESPACE",
     "RayNode",
+    "Tasks",
     "actor_name",
     "alive_nodes",
     "connect",
     "find",
     "find_or_create",
     "first_line",
+    "got",
     "named",
     "node_of",
 ]
 
+_log = logging.getLogger("shared_rpc_ray")
+
 #: Of all actors of this library.
 NAMESPACE = "shared_rpc"
-
-#: What a call of an actor ends with that is gone, or for a while. An unschedulable actor's error is no RayActorError.
-LOST = (
-    RayActorError,
-    ActorUnschedulableError,
-    NodeDiedError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RaySystemError,
-    RuntimeEnvSetupError,
-    WorkerCrashedError,
-)
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+async def got(reference: Awaitable[Any]) -> Any:
+    """Return the result of an actor's method; an exception is that of the method itself.
+
+    :raises Lost: if the actor is gone for good. Ray repeats the call at one that it restarts.
+    """
+    try:
+        return await reference
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except RayError as error:
+        raise Lost(first_line(error)) from error
+
+
+class Tasks:
+    """Background tasks of an actor. An exception that none of them should have is logged."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Begin a task."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, (Lost, SourceFailed, SharedRPCError)):
+            _log.error("a background task failed", exc_info=error)
 
 
 class RayNode(NamedTuple):
@@ -145,9 +163,10 @@ def find(name: str) -> Any:
 def find_or_create(kind: type, name: str, node: str, *arguments: Any, soft: bool = False, **options: Any) -> Any:
     """Return the actor of a name. Where there is none, it is created on a node, and outlives its creator.
 
-    Ray restarts it when its process ends. If the node is lost, the actor is gone, or with ``soft`` moves to another node.
+    Ray restarts it when its process ends, and repeats the calls that it has not answered. If the node is lost, the actor is
+    gone, or with ``soft`` moves to another node.
     """
-    remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=10_000, **options)(kind)
+    remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1, max_concurrency=10_000, **options)(kind)
     strategy = NodeAffinitySchedulingStrategy(node, soft=soft)
     return remote.options(
         name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, scheduling_strategy=strategy

@@ -1,40 +1,30 @@
-"""Data that the directory and the agents send to each other."""
+"""Data that the directory and the agents send to each other. Errors of this library travel as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from shared_rpc.errors import ClusterError, RemoteError, SharedRPCError, from_wire, to_wire
-
 __all__ = [
     "FACTS",
     "AgentPlace",
-    "Failed",
+    "Change",
     "Group",
-    "Holding",
+    "Held",
     "Key",
-    "KeyResult",
     "Lost",
     "Receive",
     "SourceFailed",
     "Statement",
     "Version",
-    "packed",
-    "unpacked",
 ]
 
 #: Facts that nodes must have in common to use each other's records, apart from the endpoint's code.
 FACTS = ("device", "python", "torch", "shared_rpc")
 
 
-class _Plain(msgspec.Struct, frozen=True):
-    """Base of the messages."""
-
-
-class Group(_Plain, frozen=True, order=True):
+class Group(msgspec.Struct, frozen=True, order=True):
     """Facts that nodes must have in common to use each other's records of an endpoint.
 
     ``fingerprint`` is that of the endpoint's definition, ``device`` a kind: ``"cpu"`` or the GPU's model, ``python`` the
@@ -48,7 +38,7 @@ class Group(_Plain, frozen=True, order=True):
     shared_rpc: str
 
 
-class Key(_Plain, frozen=True, order=True):
+class Key(msgspec.Struct, frozen=True, order=True):
     """A call, and the group of nodes that builds it once."""
 
     endpoint: str
@@ -56,7 +46,7 @@ class Key(_Plain, frozen=True, order=True):
     group: Group
 
 
-class Version(_Plain, frozen=True, order=True):
+class Version(msgspec.Struct, frozen=True, order=True):
     """A build of a key: a number that grows, 0 for a build that no directory ordered, and the id of the object that was built.
 
     The origin distinguishes two builds of one number, which are possible if the directory was restarted while nodes were away.
@@ -66,15 +56,15 @@ class Version(_Plain, frozen=True, order=True):
     origin: str
 
 
-class Holding(_Plain, frozen=True):
-    """A version that is current in a node's broker."""
+class Held(msgspec.Struct, frozen=True):
+    """A version that is current in a node's broker, as which object."""
 
-    key: Key
     version: Version
+    object_id: str
     nbytes: int
 
 
-class Statement(_Plain, frozen=True):
+class Statement(msgspec.Struct, frozen=True):
     """Everything that a directory needs to know of a node: its facts, what it holds, and which builds run there.
 
     ``host`` is equal for nodes between which bytes need no network. ``broker`` names the broker's socket and pid.
@@ -84,38 +74,44 @@ class Statement(_Plain, frozen=True):
     host: str
     broker: str
     facts: dict[str, str]
-    holdings: tuple[Holding, ...] = ()
-    builds: tuple[Key, ...] = ()
+    held: dict[Key, Held]
+    builds: tuple[Key, ...]
 
 
-class Receive(_Plain, frozen=True):
-    """Order to receive a version from another node's agent, as a candidate or as the current object."""
+class Receive(msgspec.Struct, frozen=True):
+    """Order to receive a version from another node's agent, as a candidate or as the current object.
+
+    ``again`` if an earlier attempt failed: the source is to put into the store again what it has put there.
+    """
 
     key: Key
     version: Version
     nbytes: int
     source: str
     agent: Any
-    candidate: bool = False
+    candidate: bool
+    again: bool
 
 
-class KeyResult(_Plain, frozen=True):
-    """Outcome of a refresh or an invalidation for one key.
+class Change(msgspec.Struct, frozen=True):
+    """Outcome of a refresh or an invalidation of one call, for nodes of one kind.
 
-    :param version: the current one; None after an invalidation, or where the request failed.
-    :param nodes: those where it was done; ``left_out`` has the others, with the reason for each.
-    :param error: why it failed, ``""`` if it did not; ``payload`` is the exception, see :func:`packed`.
+    ``kind`` are the device and the versions that the nodes have in common; a call is built for each kind by itself.
+    ``version`` is the cluster's number of what is current now, None after an invalidation. It was done on ``nodes``;
+    ``left_out`` has the other nodes that had the object, with the reason for each: they get the current version, or drop
+    theirs, as soon as they can. ``error`` says why nothing has changed, ``""`` otherwise.
     """
 
-    key: Key
-    version: Version | None
+    endpoint: str
+    cache_key: str
+    kind: dict[str, str]
+    version: int | None
     nodes: tuple[str, ...]
-    left_out: Mapping[str, str]
+    left_out: dict[str, str]
     error: str = ""
-    payload: bytes = b""
 
 
-class AgentPlace(_Plain, frozen=True):
+class AgentPlace(msgspec.Struct, frozen=True):
     """Parameters of an agent.
 
     :param node: the node's unique name in the cluster.
@@ -142,36 +138,8 @@ class AgentPlace(_Plain, frozen=True):
 
 
 class Lost(Exception):
-    """A node, or its broker, was lost while it did something for the directory."""
-
-
-class Failed(Exception):
-    """Failure of an order at a node, with the exception in packed form; ``endpoint`` if the endpoint raised it."""
-
-    def __init__(self, text: str, payload: bytes = b"", endpoint: bool = False) -> None:
-        super().__init__(text, payload, endpoint)
-        self.payload = payload
-        self.endpoint = endpoint
-
-    def __str__(self) -> str:
-        return str(self.args[0])
+    """An actor, or the broker beside it, was lost while it did something for another one."""
 
 
 class SourceFailed(Exception):
     """A source could not send a version, or what arrived was damaged: another attempt may succeed."""
-
-
-def packed(error: SharedRPCError) -> bytes:
-    """Return an error as it travels to the callers at other nodes: only they unpickle an endpoint's own exception."""
-    return msgspec.msgpack.encode((*to_wire(error), getattr(error, "pickled", b"")))
-
-
-def unpacked(payload: bytes, text: str) -> SharedRPCError:
-    """Return the error of :func:`packed`; of a text alone a :class:`ClusterError`."""
-    if not payload:
-        return ClusterError(text, reason="failed")
-    code, message, detail, pickled = msgspec.msgpack.decode(payload, type=tuple[str, str, dict[str, str], bytes])
-    error = from_wire(code, message, detail)
-    if isinstance(error, RemoteError):
-        error.pickled = pickled
-    return error

@@ -1,14 +1,16 @@
 """Transfer of a record from the agent of one node to those of others, through Ray's object store.
 
 A record is cut into *parts*. Its holder puts a part into the store when the first receiver asks for it, and answers with the
-reference; further receivers get the same reference, and Ray pulls the part from any node that has it. The holder keeps the
-references of the last :data:`WINDOW` parts only, so a small store suffices for a record of any size.
+reference and a digest; further receivers get the same reference, and Ray pulls the part from any node that has it. The holder
+keeps the references of the last :data:`WINDOW` parts only, so a small store suffices for a record of any size.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pickle
+import random
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ import xxhash
 from shared_rpc.client.exported import AsyncExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["Part", "Sending", "digest_of", "in_turn", "part_nbytes", "parts_of", "take"]
+__all__ = ["Part", "Sending", "in_turn", "part_nbytes", "parts_of", "take"]
 
 #: Bytes of a part at most. A part costs Ray some milliseconds; while one is written, others travel.
 _LARGEST_PART = 16 << 20
@@ -27,6 +29,8 @@ _SMALLEST_PART = 1 << 20
 _SHARE = 32
 #: Parts of a record that its holder keeps in the store for further receivers.
 WINDOW = 4
+#: Seconds for which a record is kept open, with its last parts, for the next request. A request after that opens it again.
+_IDLE = 5.0
 
 
 class Part(NamedTuple):
@@ -51,24 +55,20 @@ def parts_of(segments: Sequence[SegmentInfo], nbytes: int) -> list[Part]:
     ]
 
 
-def in_turn(count: int, receiver: int) -> Iterator[int]:
+def in_turn(count: int) -> Iterator[int]:
     """Yield the numbers of the parts, window by window, in an order of the receiver's own.
 
     Receivers that begin at different parts of a window have something to send to each other; see :class:`Sending` for why they
     do not leave the window.
     """
+    first = random.randrange(WINDOW)
     for start in range(0, count, WINDOW):
         size = min(WINDOW, count - start)
-        yield from (start + (receiver + index) % size for index in range(size))
-
-
-def digest_of(digests: Sequence[bytes]) -> bytes:
-    """Return the digest of a record, from those of its parts."""
-    return xxhash.xxh3_128_digest(b"".join(digests))
+        yield from (start + (first + index) % size for index in range(size))
 
 
 class Sending:
-    """A record that is being sent. It is kept open until the last receiver has left.
+    """A record that is being sent, whoever asks for its parts.
 
     :param record: taken over.
     :param nbytes: bytes of a part.
@@ -77,49 +77,48 @@ class Sending:
 
     def __init__(self, record: AsyncExportedRecord, nbytes: int, mover: str) -> None:
         self.record = record
-        self.nbytes = nbytes
         self.mover = mover
-        self.receivers: set[int] = set()
-        self.sent = 0
-        self._parts = parts_of([segment.info for segment in record.segments], nbytes)
-        self._digests = [b""] * len(self._parts)
-        #: References of parts by their numbers, the least recently put first.
-        self._kept: dict[int, asyncio.Future[Any]] = {}
+        self._used = time.monotonic()
+        self.parts = parts_of([segment.info for segment in record.segments], nbytes)
+        #: References and digests of parts by their numbers, the least recently put first.
+        self._kept: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
 
-    async def part(self, number: int) -> list[Any]:
-        """Return the reference of a part, in a list: Ray would resolve a bare one."""
+    async def part(self, number: int) -> tuple[Any, bytes]:
+        """Return the reference of a part, and the digest of its bytes."""
+        self._used = time.monotonic()
         if number not in self._kept:
             self._kept[number] = asyncio.ensure_future(asyncio.to_thread(self._put, number))
             while len(self._kept) > WINDOW:
                 del self._kept[next(iter(self._kept))]
         kept = self._kept[number]
         try:
-            return [await asyncio.shield(kept)]
+            return await asyncio.shield(kept)
         except BaseException:
             if self._kept.get(number) is kept and kept.done():
                 del self._kept[number]  # the store may have room later
             raise
 
-    def digest(self) -> bytes:
-        """Return the digest of the record as it was sent: of no use to a receiver that has not asked for all parts."""
-        return digest_of(self._digests)
+    def is_idle(self) -> bool:
+        """Return whether nobody has asked for a part in the last :data:`_IDLE` seconds."""
+        return time.monotonic() - self._used > _IDLE and all(kept.done() for kept in self._kept.values())
+
+    def drop(self) -> None:
+        """Put the parts again for the requests from here on."""
+        self._kept.clear()
 
     async def close(self) -> None:
         """Drop the parts, and release the record."""
-        self._kept.clear()
+        self.drop()
         await self.record.close()
 
-    def _put(self, number: int) -> Any:
-        part = self._parts[number]
+    def _put(self, number: int) -> tuple[Any, bytes]:
+        part = self.parts[number]
         segment = self.record.segments[part.segment]
-        self.sent += part.nbytes
         if self.mover == "nixl":
             tensor = _slice(segment, part)
-            self._digests[number] = _tensor_digest(tensor)
-            return ray.put(tensor, _tensor_transport="nixl")
+            return ray.put(tensor, _tensor_transport="nixl"), _tensor_digest(tensor)
         data = _host_bytes(segment, part)
-        self._digests[number] = xxhash.xxh3_128_digest(data)
-        return ray.put(_Bytes(data))
+        return ray.put(_Bytes(data)), xxhash.xxh3_128_digest(data)
 
 
 def take(given: Any, room: RecordBytes, part: Part, mover: str) -> bytes:

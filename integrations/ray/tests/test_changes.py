@@ -75,6 +75,21 @@ def test_what_is_invalidated_is_built_again_by_whoever_calls_next(cluster: Sites
     assert len(cluster.builds(name)) == 2
 
 
+def test_a_node_that_fails_an_invalidation_drops_its_object_later(cluster: Sites, name: str, users: Cluster) -> None:
+    """It is named, and serves its stale object no longer than it has to."""
+    third = cluster.sites[2]
+    [before, *_] = loading(cluster.sites, name)
+    refused = cluster.hold("refuse", third)
+    try:
+        [change] = users.invalidate("load_model", name)
+        assert set(change.left_out) == {third.node} and "not today" in change.left_out[third.node]
+        assert third.load(name).digest == before.digest
+    finally:
+        refused.unlink()
+    until(lambda: not cluster.key(name)["nodes"], "it has dropped it")
+    assert third.load(name).digest != before.digest
+
+
 def test_damaged_parts_come_from_another_node(cluster: Sites, name: str) -> None:
     """The digest of a part does not fit: nobody gets a damaged object, and whoever has sent it is asked no more."""
     first, second, third = cluster.sites
@@ -122,8 +137,9 @@ def test_an_endpoint_that_no_node_has_is_named(cluster: Sites, users: Cluster) -
     """So is a call that is not cached."""
     with pytest.raises(EndpointNotFound, match="no_such"):
         users.refresh("no_such")
-    with pytest.raises(ClusterError, match="has no nodes"):
-        Cluster("another").refresh("load_model")
+    for ask in (lambda another: another.refresh("load_model"), Cluster.status):
+        with pytest.raises(ClusterError, match="has no nodes"):
+            ask(Cluster("another"))
 
 
 def test_a_call_with_memory_among_its_arguments_is_refused(users: Cluster) -> None:

@@ -1,75 +1,73 @@
-"""What a cluster's client makes of the answers of its agents. No Ray."""
+"""What a cluster's client and ``shared-rpc cluster`` make of the outcomes of a change. No Ray."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+import json
+from typing import Any
 
-import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from shared_rpc.errors import ClusterError
-from shared_rpc_ray.client import Cluster
-from shared_rpc_ray.messages import Group, Key, KeyResult, Version
+from shared_rpc_ray import Change, Cluster
+from shared_rpc_ray import cli as commands
+from shared_rpc_ray.messages import Group, Key
 
-HERE = Key("load", "load()", Group("f", "cpu", "3.11", "2.11", "0.1"))
-THERE = msgspec.structs.replace(HERE, group=msgspec.structs.replace(HERE.group, device="cuda"))
-FAILED = KeyResult(HERE, None, (), {}, "ValueError: no such weights", b"")
-DONE = KeyResult(THERE, Version(2, "d"), ("b",), {}, "", b"")
-
-
-class Remote(NamedTuple):
-    """A method of an actor, whose answer is there at once."""
-
-    answer: Any
-
-    def remote(self, *_: Any) -> Any:
-        """Return the answer itself in place of a reference."""
-        return self.answer
+SAID = "(raylet) The node with node id: 7c8e has been marked dead"
+DONE = Change("load", "load()", {"device": "cuda"}, 2, ("a",), {})
+SLOW = Change("load", "load()", {"device": "cpu"}, 2, ("a",), {"b": "it was too slow"})
+FAILED = Change("load", "load()", {"device": "cpu"}, None, (), {}, "no such weights")
+ERROR = ClusterError(FAILED.error)
 
 
-def cluster(results: list[KeyResult], nodes: list[str]) -> Cluster:
-    """A cluster whose agents answer a refresh with these results."""
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A cluster without a connection, in whose process Ray says something whenever it is used."""
     made = Cluster.__new__(Cluster)
-    made.name, made._timeout = "c", None
-    actors = {"agent": SimpleNamespace(key_of=Remote(HERE))}
-    if nodes:
-        actors["directory"] = SimpleNamespace(refresh=Remote(results))
 
-    def find(name: str) -> Any:
-        if name not in actors:
-            raise ClusterError(f"there is no {name}")
-        return actors[name]
+    def said(*_: Any, **__: Any) -> Any:
+        print(SAID)
+        return made
 
-    exceptions = SimpleNamespace(GetTimeoutError=TimeoutError, RayTaskError=KeyError)
-    address = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
-    made._ray = SimpleNamespace(get=lambda reference, timeout: reference, exceptions=exceptions, util=address)
-    made._membership = SimpleNamespace(
-        named=lambda *_: nodes, find=find, actor_name=lambda _, role, *__: role, LOST=(ConnectionError,)
-    )
+    made.close = said  # type: ignore[method-assign]
+    monkeypatch.setattr("shared_rpc_ray.client.Cluster", said)
+    monkeypatch.setattr(made, "_asked", lambda *_: ("a", Key("load", "load()", Group("f", "cpu", "3.11", "2.11", "0.1"))))
+    monkeypatch.setattr(made, "status", lambda: said() and {"cluster": "c", "nodes": {}, "left": {}, "keys": []})
     return made
 
 
-def test_a_refresh_that_failed_is_raised() -> None:
-    """For the kind of nodes that was asked, whatever became of others."""
+def outcomes(cluster: Cluster, *changes: Change) -> None:
+    """Have changes end so."""
+    cluster._results = lambda *_: print(SAID) or [(change, ERROR if change.error else None) for change in changes]  # type: ignore[method-assign, func-returns-value]
+
+
+def test_a_refresh_that_failed_for_the_asked_kind_is_raised(cluster: Cluster) -> None:
+    """Whatever became of other kinds of nodes; for all kinds, where it failed everywhere."""
+    outcomes(cluster, FAILED, DONE)
     with pytest.raises(ClusterError, match="no such weights"):
-        cluster([DONE, FAILED], ["a"]).refresh("load")
-
-
-def test_a_refresh_of_all_kinds_has_the_failed_ones() -> None:
-    """The asked node's kind is the first."""
-    changes = cluster([DONE, FAILED], ["a"]).refresh_all("load")
-    assert [(change.version, change.error) for change in changes] == [(None, FAILED.error), (2, "")]
-
-
-def test_a_refresh_that_failed_everywhere_is_raised() -> None:
-    """There is no outcome to return."""
+        cluster.refresh("load")
+    assert cluster.refresh_all("load") == [FAILED, DONE]
+    outcomes(cluster, FAILED, FAILED)
     with pytest.raises(ClusterError, match="no such weights"):
-        cluster([FAILED], ["a"]).refresh_all("load")
+        cluster.refresh_all("load")
 
 
-def test_the_status_of_a_cluster_without_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its directory is not waited for: there is none."""
-    monkeypatch.setattr("shared_rpc_ray.client.time.sleep", lambda _: pytest.fail("it waits"))
-    with pytest.raises(ClusterError, match="cluster 'c' has no nodes"):
-        cluster([], []).status()
+@pytest.mark.parametrize("change", [SLOW, FAILED], ids=["left-out", "failed"])
+@pytest.mark.parametrize("words", [["refresh", "load"], ["invalidate", "load"]], ids=" ".join)
+def test_a_command_that_did_not_reach_all_nodes_fails(cluster: Cluster, words: list[str], change: Change) -> None:
+    """The exit code is 1, and what was done is printed."""
+    outcomes(cluster, DONE, change)
+    ran = CliRunner().invoke(commands.app, words)
+    assert ran.exit_code == 1
+    assert "version 2 is current" in ran.stdout and (change.error or "too slow") in ran.stdout
+
+
+@pytest.mark.parametrize("words", [["status"], ["refresh", "load"], ["invalidate", "load", "size=1"]], ids=" ".join)
+def test_what_ray_prints_is_no_output(cluster: Cluster, words: list[str]) -> None:
+    """Programs read that: it goes to standard error."""
+    outcomes(cluster, DONE)
+    ran = CliRunner().invoke(commands.app, [*words, "--json"])
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    assert found["cluster"] == "c" if words == ["status"] else found[0]["cache_key"] == "load()"
+    assert set(ran.stderr.splitlines()) == {SAID}

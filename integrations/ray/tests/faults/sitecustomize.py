@@ -1,7 +1,8 @@
 """Faults of transfers in the agents of the tests, which have this folder in PYTHONPATH: parts are held up, damaged or refused.
 
 Files of a folder say which, and begin with the id of a node. ``-give`` and ``-take`` hold parts up, ``-damage`` changes a byte
-of those that are sent, ``-refuse`` has none written. One with a number holds up after so many parts, or damages so many.
+of those that are sent, ``-refuse`` has none written and no object invalidated. One with a number holds up after so many parts,
+or damages so many.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ def _hold(what: str) -> None:
 
 
 def _patch() -> None:
+    from shared_rpc.errors import ClusterError
+    from shared_rpc.operations.async_client import AsyncClient
     from shared_rpc_ray import transfer
 
-    put, take = transfer.Sending._put, transfer.take
+    put, take, invalidate = transfer.Sending._put, transfer.take, AsyncClient.invalidate_object
 
     def held_put(self: transfer.Sending, number: int) -> Any:
         _hold("give")
@@ -55,6 +58,11 @@ def _patch() -> None:
             raise OSError("not today")
         return take(given, room, part, mover)
 
+    async def refused(self: AsyncClient, object_id: str) -> int:
+        if _path("refuse").exists():
+            raise ClusterError("not today")
+        return await invalidate(self, object_id)
+
     def damaged(self: transfer._Bytes, data: Any) -> None:
         if _is_first(_path("damage"), False):  # its digest was computed before
             data = bytearray(data)
@@ -64,6 +72,7 @@ def _patch() -> None:
     begin = transfer._Bytes.__init__
     transfer.Sending._put, transfer.take = held_put, held_take  # type: ignore[method-assign]
     transfer._Bytes.__init__ = damaged  # type: ignore[method-assign]
+    AsyncClient.invalidate_object = refused  # type: ignore[method-assign, assignment]
 
 
 class _Finder:
