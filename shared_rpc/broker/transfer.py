@@ -25,7 +25,6 @@ class ForwardedTransfer(SessionTransfer):
         #: Chunks of the client's pools, by the worker that has them.
         self._lent: dict[int, Worker] = {}
         self._returned: list[int] = []
-        self._wanted: dict[Callable[[], None], None] = {}
         #: Workers with an unanswered request to return chunks.
         self._asked: set[Worker] = set()
         #: Chunks of results, by the worker whose pool has them.
@@ -57,7 +56,7 @@ class ForwardedTransfer(SessionTransfer):
             if self._lent.get(chunk) is worker:
                 del self._lent[chunk]
                 self._returned.append(chunk)
-        if self._returned and self._wanted:
+        if self._returned:
             self._tell()
 
     def release(self, numbers: Iterable[int]) -> None:
@@ -115,22 +114,10 @@ class ForwardedTransfer(SessionTransfer):
         chunks, self._returned = self._returned, []
         return chunks
 
-    def freed(self) -> list[int]:
-        """Return the client's chunks that workers have returned, and notify waiters."""
-        chunks, self._returned = self._returned, []
-        if chunks and self._wanted:
-            self._tell()
-        return chunks
-
     def put_back(self, chunks: Iterable[int]) -> None:
         """Keep chunks for the next reply."""
         self._returned += chunks
         self._tell()
-
-    def _tell(self) -> None:
-        wanted, self._wanted = self._wanted, {}
-        for told in wanted:
-            told()
 
     def await_chunks(self, told: Callable[[], None]) -> None:
         """Call back when chunks have come back, and ask workers for them."""
@@ -143,10 +130,6 @@ class ForwardedTransfer(SessionTransfer):
         for worker in set(self._lent.values()) - self._asked:
             self._asked.add(worker)
             worker.send(w.AwaitChunks(self.key, self.session))
-
-    def unsubscribe(self, told: Callable[[], None]) -> None:
-        """Call back no more."""
-        self._wanted.pop(told, None)
 
     def info(self) -> PoolInfo:
         """Describe the workers' pools for the session's results."""
@@ -162,4 +145,3 @@ class ForwardedTransfer(SessionTransfer):
         for segment, _ in self._segments.values():
             segment.close()
         self._segments.clear()
-        self._wanted.clear()

@@ -14,8 +14,6 @@ from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.infos import PoolInfo
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["SessionTransfer", "Transfers"]
-
 #: The limit of arenas of one client; a pool that doubles as it grows has a dozen.
 _MAX_ARENAS = 64
 
@@ -26,6 +24,8 @@ class SessionTransfer(ABC):
     def __init__(self) -> None:
         #: The client's arenas, by the client's ids.
         self._arenas: dict[str, Segment] = {}
+        #: What :meth:`await_chunks` is to call.
+        self._wanted: dict[Callable[[], None], None] = {}
 
     def add_arena(self, info: SegmentInfo, fd: int) -> Segment:
         """Take a client's new arena, and return another descriptor of it. The received one belongs to the transfer.
@@ -71,9 +71,12 @@ class SessionTransfer(ABC):
     def returned(self) -> list[int]:
         """Return the client's chunks to return now."""
 
-    @abstractmethod
     def freed(self) -> list[int]:
         """Return :meth:`returned`, to be sent with a reply. Waiters are notified too: they are the same client's."""
+        chunks = self.returned()
+        if chunks:
+            self._tell()
+        return chunks
 
     @abstractmethod
     def put_back(self, chunks: Iterable[int]) -> None:
@@ -83,9 +86,14 @@ class SessionTransfer(ABC):
     def await_chunks(self, told: Callable[[], None]) -> None:
         """Call ``told``, from any thread, when there are or may be chunks for :meth:`returned`."""
 
-    @abstractmethod
     def unsubscribe(self, told: Callable[[], None]) -> None:
         """Forget the function given to :meth:`await_chunks`."""
+        self._wanted.pop(told, None)
+
+    def _tell(self) -> None:
+        for told in [*self._wanted]:
+            if self._wanted.pop(told, "called") is None:  # another thread may notify too
+                told()
 
     @abstractmethod
     def info(self) -> PoolInfo:
@@ -96,6 +104,7 @@ class SessionTransfer(ABC):
         for segment in self._arenas.values():
             segment.close()
         self._arenas.clear()
+        self._wanted.clear()
 
 
 TransferT_co = TypeVar("TransferT_co", bound=SessionTransfer, covariant=True)

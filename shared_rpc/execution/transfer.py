@@ -14,8 +14,6 @@ from shared_rpc.memory.records import ChunkSink
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.infos import PoolInfo
 
-__all__ = ["ServerTransfer", "transfers_of"]
-
 #: Seconds between two looks at a GPU that cannot be waited for, because one of its streams is being captured.
 _AGAIN = 0.05
 
@@ -43,8 +41,6 @@ class ServerTransfer(SessionTransfer):
         self.sent: set[str] = set()
         #: Results that wait for memory of the pool: the owner of each, and a function to call when some may be free.
         self._parked: dict[object, Callable[[], None]] = {}
-        #: Waiters for chunks of the client's pool: called from another thread.
-        self._wanted: dict[Callable[[], None], None] = {}
         self._looking = False
         #: The server's loop, once a result is parked.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -99,25 +95,11 @@ class ServerTransfer(SessionTransfer):
             self._looking = True
             FINALIZER.submit(self._look)
 
-    def unsubscribe(self, told: Callable[[], None]) -> None:
-        self._wanted.pop(told, None)
-
     def returned(self) -> list[int]:
         return self.references.pop_returned()
 
     def put_back(self, chunks: Iterable[int]) -> None:
         self.references.release(chunks)
-
-    def freed(self) -> list[int]:
-        chunks = self.references.pop_returned() if self.references.free else []
-        if chunks:
-            self._tell()
-        return chunks
-
-    def _tell(self) -> None:
-        for told in [*self._wanted]:
-            if self._wanted.pop(told, "called") is None:
-                told()
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
@@ -164,7 +146,6 @@ class ServerTransfer(SessionTransfer):
     def close(self) -> None:
         super().close()
         self._parked.clear()
-        self._wanted.clear()
         self.references.close()
         self.own.close()
         # For a GPU this waits for the device.

@@ -63,7 +63,7 @@ class Hosted:
 def given_back(hosted: Hosted | None, session: str) -> list[int]:
     """Return chunks of the client's that can go back to it."""
     transfer = hosted.transfers.find(session) if hosted is not None else None
-    return transfer.returned() if transfer is not None and transfer.references.free else []
+    return transfer.returned() if transfer is not None else []
 
 
 class WorkerHost:
