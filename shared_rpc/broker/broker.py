@@ -25,8 +25,8 @@ from shared_rpc.broker.systemd import Inherited
 from shared_rpc.broker.worker import Handler, Worker, WorkerCommand
 from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
+from shared_rpc.execution.coroutines import run_loop
 from shared_rpc.execution.endpoints import Registry
-from shared_rpc.execution.loop import run_loop
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.spill import SpillDirectory

@@ -14,7 +14,7 @@ from shared_rpc.errors import CapabilityError, ProtocolError, SharedRPCError, Wo
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import CopyOrder, Steps, Written, closing_all, on_host
-from shared_rpc.memory.digests import DIGEST, PART
+from shared_rpc.memory.file_reader import DIGEST, PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import close_all

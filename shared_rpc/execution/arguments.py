@@ -18,8 +18,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
 
-__all__ = ["read_arguments"]
-
 SegmentOf = Callable[[str], Segment | None]
 
 

@@ -1,21 +1,24 @@
-"""``async def`` endpoints: each runs as a task of the server's loop."""
+"""The event loop of a server or a worker, and ``async def`` endpoints, each a task of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import importlib.util
 import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+
+import anyio
 
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import SharedRPCError, TaskCancelled
 from shared_rpc.execution.forks import one_process
 from shared_rpc.execution.outcomes import Failure
 
-__all__ = ["Coroutines"]
-
+#: Whether uvloop is installed.
+USES_UVLOOP = importlib.util.find_spec("uvloop") is not None
 #: Seconds between two cancellations of a coroutine that continues.
 _AGAIN = 0.02
 
@@ -109,3 +112,8 @@ async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunC
     finally:
         del begin  # it refers to the arguments, and a kept error may keep this frame
     return None
+
+
+def run_loop(main: Callable[[], Awaitable[None]]) -> None:
+    """Run a coroutine function in a new event loop of this thread: uvloop's where it is installed."""
+    anyio.run(main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})

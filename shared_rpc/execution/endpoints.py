@@ -24,19 +24,6 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFo
 from shared_rpc.protocol.specs import EndpointSpec, Parameter
 from shared_rpc.protocol.values import DtypeRef, canonical, lower
 
-__all__ = [
-    "KEY_LIMIT",
-    "Endpoint",
-    "Registry",
-    "bind",
-    "cache_key",
-    "check_chain",
-    "describe",
-    "identity_of",
-    "key_of",
-    "takes",
-]
-
 _NAME = re.compile(r"[A-Za-z_][\w.\-]{0,199}")
 #: Characters of an unknown name that an error shows.
 _SHOWN = 100

@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.forks import after_fork
 
-__all__ = ["end_if_forked", "one_process"]
-
 
 def end_if_forked(pid: int, error: BaseException | None = None) -> None:
     """End this process if it is another one than the endpoint began in, as the interpreter would at the end of a program.

@@ -28,8 +28,6 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.protocol.infos import ExecutorInfo
 
-__all__ = ["InProcessExecutor"]
-
 
 class InProcessExecutor:
     """Endpoints in this process: ``def`` in daemon threads, ``async def`` on the server's loop.

@@ -8,8 +8,6 @@ from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import devices_of, facts_of
 
-__all__ = ["check_when_full", "resolve_host_quota", "resolve_quotas"]
-
 
 def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:
     """Return the quotas that a server was given, in bytes by device id.

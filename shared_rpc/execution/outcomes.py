@@ -13,8 +13,6 @@ from typing import Any
 from shared_rpc.errors import CapabilityError, RemoteError, SharedRPCError, class_of, text_of, to_wire
 from shared_rpc.memory.records import Record
 
-__all__ = ["AwaitingRoom", "Completed", "Failure"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 #: Bytes. An exception that pickles larger carries data, and arrives as a RemoteError.

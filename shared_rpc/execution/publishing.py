@@ -21,7 +21,6 @@ from shared_rpc.protocol.records import EMPTY_TABLE
 if TYPE_CHECKING:
     from shared_rpc.codec.results import Soon
 
-__all__ = ["Publisher", "failure", "guarded", "let_go", "load", "loads_soon"]
 
 #: Seconds of copying a result on the loop, above which a thread copies results.
 _PATIENCE = 100e-6

@@ -12,8 +12,6 @@ import msgspec
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.protocol.tasks import Progress
 
-__all__ = ["Reporter"]
-
 #: Reports that are all sent, before they are thinned out.
 _BURST = 100
 #: Seconds between two reports from then on; a report that was held back is sent after as long.

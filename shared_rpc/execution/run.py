@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar
 from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol.specs import EndpointSpec
 
-__all__ = ["CallArguments", "Run"]
-
 W = TypeVar("W")
 
 #: The arguments for an executor: lowered, or the live ``(args, kwargs)`` of a caller in this process.

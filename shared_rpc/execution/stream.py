@@ -15,8 +15,6 @@ from shared_rpc.protocol.frames import Frame, Limits
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.socket import FdOwner, FrameSocket
 
-__all__ = ["FramedStream"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 #: Reads of one stream before other streams get their turn, and frames whose answers are sent in one write.

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from shared_rpc.client.exported import ExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.errors import RecordError
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.digests import DIGEST, PART, digest
-from shared_rpc.memory.file_reader import Part, PartError, place_in, read_parts, sink_to, write_exactly
+from shared_rpc.memory.file_reader import DIGEST, PART, Part, PartError, digest, place_in, read_parts, sink_to, write_exactly
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.peers import is_own_or_root, named

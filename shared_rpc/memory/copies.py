@@ -16,8 +16,18 @@ import xxhash
 
 from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.digests import DIGEST, PART
-from shared_rpc.memory.file_reader import STEP, Part, PartError, Sink, host_sink, read_exactly, read_parts, write_exactly
+from shared_rpc.memory.file_reader import (
+    DIGEST,
+    PART,
+    STEP,
+    Part,
+    PartError,
+    Sink,
+    host_sink,
+    read_exactly,
+    read_parts,
+    write_exactly,
+)
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 #: Bytes that a thread reads at a time: they are in the processor's cache still when they are hashed and copied.
 STEP = 4 << 20
+#: Bytes of a part, which has a digest of its own; and bytes of a digest.
+PART = 64 << 20
+DIGEST = 16
 #: Threads that read, where the caller does not say how many.
 READERS = 8
 
@@ -210,3 +213,11 @@ def write_exactly(fd: int, piece: memoryview, offset: int) -> None:
     done = 0
     while done < len(piece):
         done += os.pwrite(fd, piece[done:], offset + done)
+
+
+def digest(*pieces: bytes | memoryview) -> bytes:
+    """Return the xxh3_128 of some bytes after one another."""
+    found = xxhash.xxh3_128()
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()

@@ -29,8 +29,7 @@ from shared_rpc.memory.copies import (
     read_files,
     writing,
 )
-from shared_rpc.memory.digests import PART, digest
-from shared_rpc.memory.file_reader import Part, sink_to, write_exactly
+from shared_rpc.memory.file_reader import PART, Part, digest, sink_to, write_exactly
 from shared_rpc.memory.gpu_streams import PORTABLE, STREAMS, Stream, gpu, streams_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Mechanism, SegmentInfo

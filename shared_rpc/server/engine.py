@@ -16,8 +16,8 @@ from typing import TypeVar
 import anyio
 
 from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.execution.coroutines import run_loop
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.execution.loop import run_loop
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.server.core import Core

@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, EndpointNotFound, ProtocolError, SharedRPCError, to_wire
 from shared_rpc.execution.arguments import read_arguments
+from shared_rpc.execution.coroutines import run_loop
 from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.execution.limits import resolve_quotas
-from shared_rpc.execution.loop import run_loop
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.execution.stream import FramedStream

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from shared_rpc import Client, Provider, Server
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import ConnectionClosed
-from shared_rpc.execution import loop as loop_module
+from shared_rpc.execution import coroutines
 from shared_rpc.execution.stream import FramedStream
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
@@ -67,7 +67,7 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Both kinds of event loop that a server runs on: they see the end of a connection in ways of their own."""
     if request.param == "uvloop":
         pytest.importorskip("uvloop")
-    monkeypatch.setattr(loop_module, "USES_UVLOOP", request.param == "uvloop")
+    monkeypatch.setattr(coroutines, "USES_UVLOOP", request.param == "uvloop")
 
 
 @pytest.fixture

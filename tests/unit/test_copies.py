@@ -16,7 +16,7 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, RecordError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
-from shared_rpc.memory.digests import DIGEST, PART
+from shared_rpc.memory.file_reader import DIGEST, PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from tests.kit.blocking_memory import BlockingMemory
