@@ -32,6 +32,7 @@ from shared_rpc.client.suspension import Suspensions, lease_ended
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError
 from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.run import CallArguments
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Descriptor, Segment
@@ -49,8 +50,8 @@ from shared_rpc.protocol.tasks import TaskInfo
 from shared_rpc.server.core import Core
 from shared_rpc.server.engine import Engine
 from shared_rpc.server.requests import Lowered
-from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.state.objects import StoredObject
+from shared_rpc.server.waiting import Delivery, Waiter
 
 T = TypeVar("T")
 
@@ -240,7 +241,10 @@ class _LocalCaller:
             return self.reply(msgspec.structs.replace(message, segments=infos), stored.record.skeleton, tuple(owners))
         if stored is not None:
             value = _value_of(stored, value)
-        return self._end(Reply(message, _NO_FRAME, live=True, value=value))
+        sent = self._end(Reply(message, _NO_FRAME, live=True, value=value))
+        if not sent and self.lease is not None:
+            self.lease.give_back()
+        return sent
 
     def notify(self, message: m.Message) -> None:
         assert isinstance(message, m.TaskUpdate), "other messages are no updates"

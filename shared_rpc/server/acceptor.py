@@ -74,7 +74,7 @@ class Acceptor:
             clients=silent + len({one.session_id for one in self._connections if one.session is not None} - apart),
             leases=len(leases) - sum(leases.count(session) for session in apart),
             tasks=tasks["pending"] + tasks["running"],
-            running=len(self._core.runs.calls),
+            running=len(self._core.state.runs),
         )
 
     async def serve(self) -> None:

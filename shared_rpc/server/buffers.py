@@ -15,10 +15,11 @@ from shared_rpc.protocol.buffers import Extent
 from shared_rpc.protocol.infos import DeviceInfo
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable, list_of_tensors
 from shared_rpc.protocol.specs import DeviceSpec
-from shared_rpc.server.requests import Caller, handles
-from shared_rpc.server.runs import Delivery, Waiter, tell
+from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
+from shared_rpc.server.tiers import Tiers
+from shared_rpc.server.waiting import Delivery
 
 #: Seconds. A century: timers do not take more.
 _LONGEST = 100 * 365 * 86400.0
@@ -27,8 +28,9 @@ _LONGEST = 100 * 365 * 86400.0
 class Buffers:
     """Requests about buffers and devices. On the loop only."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, tiers: Tiers) -> None:
         self._state = state
+        self._tiers = tiers
         self.table = state.buffers
         #: Buffers that are being allocated.
         self._coming = 0
@@ -60,7 +62,6 @@ class Buffers:
 
         It has descriptors of its own, and the memory is mapped as it was shared.
         """
-        waiter = caller.wait()
         found = {segment_id: self._state.objects.segment(segment_id) for segment_id in message.segment_ids}
         unknown = [segment_id[:100] for segment_id, segment in found.items() if segment is None]
         if unknown:
@@ -74,23 +75,23 @@ class Buffers:
         except BaseException:
             record.close()
             raise
-        _deliver(waiter, stored)
+        _deliver(caller, stored)
 
     @handles(m.GetBuffer)
-    def get(self, caller: Caller, message: m.GetBuffer) -> None:
+    def get(self, caller: Caller, message: m.GetBuffer) -> Answer:
         """Hand a buffer out, at once if it is on its device.
 
         :raises BufferNotFound: if it is not listed.
         """
-        self.deliver(caller.wait(), message.object_id)
+        return self.deliver(caller, message.object_id)
 
-    def deliver(self, waiter: Waiter, object_id: str) -> None:
+    def deliver(self, caller: Caller, object_id: str) -> Answer:
         """Deliver a buffer, see :meth:`get`."""
-        listed, tiers = self.table.listed(object_id), self._state.tiers
-        if listed is not None and (listed.cold or tiers.must_wait(waiter, listed)):
-            tiers.when_warm(waiter, listed, lambda: self.deliver(waiter, object_id))
-        else:
-            _deliver(waiter, self.table.get(waiter.session, object_id))
+        return self._tiers.serve(
+            caller,
+            lambda: self.table.listed(object_id),
+            lambda stored: _deliver(caller, self.table.get(caller.session, object_id)),
+        )
 
     @handles(m.FreeBuffer)
     def free(self, caller: Caller, message: m.FreeBuffer) -> m.Count:
@@ -128,8 +129,8 @@ class Buffers:
         return Record(ONE_TENSOR, msgspec.msgpack.encode(table), segments, extent.nbytes, device, private_nbytes=0)
 
 
-def _deliver(waiter: Waiter, stored: StoredObject) -> None:
-    tell(waiter, Delivery(stored.record, None, stored, True))
+def _deliver(caller: Caller, stored: StoredObject) -> None:
+    caller.deliver(Delivery(stored.record, None, stored, True))
 
 
 def _whole(segments: Sequence[Segment]) -> Record:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import suppress
 
-from shared_rpc.errors import ConfigurationError, ConnectionClosed
+from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.endpoints import check_chain, identity_of, key_of, takes
 from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.run import CallArguments
 from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
 from shared_rpc.memory.records import Arguments
 from shared_rpc.observability.events import HOOKS
@@ -21,9 +21,10 @@ from shared_rpc.protocol.values import count_args, decode_call
 from shared_rpc.server.generations import Generations, refreshable
 from shared_rpc.server.observing import Observed
 from shared_rpc.server.requests import Caller, Lowered, handles
-from shared_rpc.server.runs import CallArguments, Delivery, Waiter, close_arguments, tell
+from shared_rpc.server.runs import Runs, close_arguments
 from shared_rpc.server.shared import State
 from shared_rpc.server.tasks import Tasks
+from shared_rpc.server.waiting import Delivery, Waiter, gone, tell
 
 
 class Calls:
@@ -32,9 +33,11 @@ class Calls:
     :param transfers: the pools of sessions.
     """
 
-    def __init__(self, state: State, generations: Generations, tasks: Tasks, transfers: Transfers[SessionTransfer]) -> None:
+    def __init__(
+        self, state: State, runs: Runs, generations: Generations, tasks: Tasks, transfers: Transfers[SessionTransfer]
+    ) -> None:
         self._state = state
-        self._runs = state.runs
+        self._runs = runs
         self._generations = generations
         self._tasks = tasks
         self._transfers = transfers
@@ -51,24 +54,14 @@ class Calls:
         waiter.on_out_of_memory = caller.out_of_memory
         try:
             spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
-            if spec.execution == "task":
-                self._call_task(waiter, spec, key, arguments, chain)
+            if spec.execution == "task" and self._state.objects.current(key) is None:
+                self._tasks.call(waiter, self._tasks.submit(spec, key, arguments, chain, waiter, kept=False))
                 return
         except BaseException as error:
             close_arguments(arguments)
             tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
             return
         self._runs.enter(waiter, spec, key, arguments, chain)
-
-    def _call_task(
-        self, waiter: Waiter, spec: EndpointSpec, key: str | None, arguments: CallArguments, chain: frozenset[str]
-    ) -> None:
-        def again() -> None:
-            self._call_task(waiter, spec, key, arguments, chain)
-
-        if not self._runs.answer_from_cache(waiter, spec, key, arguments, chain, again):
-            task = self._tasks.submit(spec, key, arguments, chain, waiter, kept=False)
-            self._tasks.watch(waiter, task)
 
     @handles(g.Refresh)
     def refresh(self, caller: Caller, message: g.Refresh) -> None:
@@ -194,13 +187,13 @@ class Calls:
         return m.Count(self._drop_key(stored.cache_key))
 
     def _drop_key(self, key: str) -> int:
-        self._runs.calls.detach(key=key)
+        self._state.runs.detach(key=key)
         return self._state.objects.invalidate(key=key)
 
     def drop(self, endpoint: str) -> int:
         """Drop all cached results of an endpoint, and keep its runs that go on out of the cache."""
         self._state.registry.get(endpoint)
-        self._runs.calls.detach(endpoint=endpoint)
+        self._state.runs.detach(endpoint=endpoint)
         return self._state.objects.invalidate(endpoint=endpoint)
 
     def _bound(
@@ -209,7 +202,7 @@ class Calls:
         """Return the spec and the key of a call, which counts and is observed from here on."""
         try:
             if self._state.stopped:
-                raise ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")
+                raise gone("came")
             spec = self._state.registry.find(endpoint) or self._state.registry.get(endpoint)
             key = count = None
             if lowered is None and isinstance(arguments, Arguments):

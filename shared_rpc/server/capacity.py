@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
-from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.state.clock import Clock
@@ -95,8 +93,8 @@ class Reservation:
 
 
 @dataclass(eq=False, slots=True)
-class _Request:
-    """One request in the queue: for ``sizes``, in bytes by device, or for an object to be on its devices.
+class Request:
+    """One request, in the queue until it is granted: for ``sizes``, in bytes by device, or for an object to be on its devices.
 
     ``reservation`` has what was reserved at once, on devices without a quota. ``patient``: whether it waits where nothing that
     could give way is enough.
@@ -139,7 +137,6 @@ class Capacity:
 
     :param wake_within: called when :meth:`expire` is to be called in so many seconds.
     :param pid_of: the process behind a session, for people.
-    :param mover: returns what moves objects between tiers.
     :param limits: the quotas in bytes, by device.
     :param when_full: whether requests without capacity wait until something has been evicted, or are refused.
     :param host_quota: bytes of host copies, None for any amount.
@@ -152,7 +149,6 @@ class Capacity:
         clock: Clock,
         wake_within: Callable[[float], None],
         pid_of: Callable[[str], int],
-        mover: Callable[[], Mover],
         limits: Mapping[str, int],
         *,
         when_full: Literal["evict", "refuse"] = "refuse",
@@ -163,16 +159,15 @@ class Capacity:
         self._clock = clock
         self._wake_within = wake_within
         self._pid_of = pid_of
-        self._mover = mover
+        #: Moves objects between tiers.
+        self.mover: Mover
         self._host_limit = host_quota
         self.evicts = when_full == "evict"
         #: Bytes that are reserved, by device.
         self._taken: Counter[str] = Counter()
         #: Requests that wait, the first one first; and those of them that have an owner outside.
-        self._queue: OrderedDict[_Request, None] = OrderedDict()
-        self._asked: dict[Hashable, _Request] = {}
-        #: The tasks of :meth:`ask`.
-        self._tasks: dict[Hashable, asyncio.Task[None]] = {}
+        self._queue: OrderedDict[Request, None] = OrderedDict()
+        self._asked: dict[Hashable, Request] = {}
         #: Objects that could not be moved: until when they are left alone, and why.
         self._failed: dict[str, tuple[float, str]] = {}
         self._waking = False
@@ -228,8 +223,8 @@ class Capacity:
         :raises CapabilityError: if there can never be so much.
         :raises ServerBusy: if there is none, and requests do not wait; or if it never has capacity beside pinned objects.
         """
-        request = self._enter(owner, sizes, None, descriptors, totals or {}, first=first, patient=patient)
-        with await self._granted(request) as reservation:
+        request = self.enter(owner, sizes, descriptors=descriptors, totals=totals, first=first, patient=patient)
+        with await self.granted(request) as reservation:
             yield reservation
 
     async def reserve_for(self, owner: Hashable, stored: StoredObject, *, first: bool = False) -> Reservation:
@@ -237,7 +232,7 @@ class Capacity:
 
         That is empty if the object is on its devices, or being restored for another request.
         """
-        return await self._granted(self._enter(owner, {}, stored, 0, {}, first=first))
+        return await self.granted(self.enter(owner, {}, stored, first=first))
 
     def take(self, sizes: Mapping[str, int], descriptors: int = 0, totals: Mapping[str, int] | None = None) -> Reservation:
         """Reserve memory that is there now; cached objects without holders are dropped for it.
@@ -315,69 +310,25 @@ class Capacity:
         if sizes:
             self.changed()
 
-    # Requests that are answered by a call: of parts that are no coroutines.
-
-    def ask(
-        self,
-        owner: Hashable,
-        sizes: Mapping[str, int],
-        granted: Callable[[Reservation], None],
-        refused: Callable[[Failure], None],
-        *,
-        descriptors: int = 0,
-        first: bool = False,
-    ) -> None:
-        """Reserve memory, see :meth:`reserve`. One of the callbacks is called once, perhaps at once, or ``owner`` leaves."""
-        try:
-            request = self._enter(owner, sizes, None, descriptors, {}, first=first)
-        except SharedRPCError as error:
-            _answer(functools.partial(refused, Failure.of(error)))
-            return
-        if request.granted:
-            _answer(functools.partial(granted, request.reservation))
-            return
-
-        async def wait() -> None:
-            try:
-                reservation = await self._granted(request)
-                call = functools.partial(granted, reservation)
-            except SharedRPCError as error:
-                call = functools.partial(refused, Failure.of(error))
-            self._tasks.pop(owner, None)
-            _answer(call)
-
-        self._tasks[owner] = asyncio.get_running_loop().create_task(wait())
-
-    def leave(self, owner: Hashable) -> bool:
-        """Forget a request of :meth:`ask`; False if there is none."""
-        task = self._tasks.pop(owner, None)
-        if task is None:
-            return False
-        task.cancel()
-        self._leave(self._asked[owner])
-        return True
-
-    def stop(self) -> None:
-        """Answer no request of :meth:`ask` any more."""
-        for owner in tuple(self._tasks):
-            self.leave(owner)
-
     # The queue.
 
-    def _enter(
+    def enter(
         self,
         owner: Hashable,
         sizes: Mapping[str, int],
-        stored: StoredObject | None,
-        descriptors: int,
-        totals: Mapping[str, int],
+        stored: StoredObject | None = None,
         *,
-        first: bool,
+        descriptors: int = 0,
+        totals: Mapping[str, int] | None = None,
+        first: bool = False,
         patient: bool = True,
-    ) -> _Request:
-        """Queue a request, unless it is granted or refused at once."""
+    ) -> Request:
+        """Queue a request, unless it is granted or refused at once; for the parameters and errors see :meth:`reserve`.
+
+        :meth:`granted` is to be awaited, unless the request is granted when this returns.
+        """
         at_once = sizes if not self.evicts else {name: sizes[name] for name in sizes.keys() - self._limits.keys()}
-        request = _Request(owner, self.take(at_once, descriptors, totals), sizes, stored, patient)
+        request = Request(owner, self.take(at_once, descriptors, totals), sizes, stored, patient)
         if not self.evicts:
             request.granted = True
             return request
@@ -395,7 +346,8 @@ class Capacity:
             raise
         return request
 
-    async def _granted(self, request: _Request) -> Reservation:
+    async def granted(self, request: Request) -> Reservation:
+        """Wait until a request is granted. It leaves the queue if it is refused, or this is cancelled."""
         try:
             while not request.granted:
                 await request.changed.wait()
@@ -406,13 +358,13 @@ class Capacity:
             raise
         return request.reservation
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: Request) -> None:
         """Take a request out of the queue that is refused or not wanted any more."""
         self._forget(request)
         request.reservation.release()
         self.changed()
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: Request) -> None:
         self._queue.pop(request, None)
         if self._asked.get(request.owner) is request:
             del self._asked[request.owner]
@@ -465,7 +417,7 @@ class Capacity:
         devices = _by_device(_infos(self._objects.group(stored))).keys()
         return any(self._needs(request).keys() & devices for request in self._queue)
 
-    def _needs(self, request: _Request) -> dict[str, int]:
+    def _needs(self, request: Request) -> dict[str, int]:
         """Return the bytes that a request needs, by each device with a quota that it has to do with.
 
         An object that is gone needs nothing: whoever asked for it will find that out.
@@ -475,11 +427,11 @@ class Capacity:
             if self._objects.get(request.stored.object_id) is not request.stored:
                 return {}
             sizes = _by_device(_infos(self._objects.group(request.stored)))
-            there = not request.stored.cold or self._mover().direction(request.stored) == "up"
+            there = not request.stored.cold or self.mover.direction(request.stored) == "up"
             missing = {} if there else sizes
         return {device: missing.get(device, 0) for device, nbytes in sizes.items() if nbytes and device in self._limits}
 
-    def _serve(self, request: _Request) -> None:
+    def _serve(self, request: Request) -> None:
         """Grant a request if it is its turn and there is capacity; else have something give way for it.
 
         :raises ServerBusy, CapabilityError: if it is refused.
@@ -492,14 +444,14 @@ class Capacity:
         while not request.granted:
             needs = self._needs(request)
             self._check(needs)
-            if request.stored is not None and self._mover().direction(request.stored) == "down":
+            if request.stored is not None and self.mover.direction(request.stored) == "down":
                 return  # it comes back from there
             # An object that is there needs no capacity, however full its devices are.
             lack = Counter({device: nbytes - self._free(device) for device, nbytes in needs.items() if nbytes})
             if not +lack:
                 self._grant(request, needs)
                 return
-            lack -= self._mover().frees()
+            lack -= self.mover.frees()
             if not lack:
                 return
             if not (self._make_way_on_host(lack[HOST]) if HOST in lack else self._make_way(lack)):
@@ -507,7 +459,7 @@ class Capacity:
                     raise ServerBusy(f"there is no capacity for {lack.total()} bytes of host copies now")
                 return
 
-    def _grant(self, request: _Request, needs: Mapping[str, int]) -> None:
+    def _grant(self, request: Request, needs: Mapping[str, int]) -> None:
         joining = [other for other in self._queue if other.stored is not None and other.stored is request.stored]
         for other in {request, *joining}:
             other.granted = True
@@ -560,7 +512,7 @@ class Capacity:
             return False
         for one, to in plan:
             if to is not None:
-                self._mover().give_way(one.group, to)
+                self.mover.give_way(one.group, to)
             else:
                 for stored in one.group:
                     self._objects.unlist(stored)
@@ -576,7 +528,7 @@ class Capacity:
                 break
             lack -= copies.nbytes
             if copies.cold:
-                self._mover().give_way(copies.group, "file")
+                self.mover.give_way(copies.group, "file")
             else:
                 self._drop_copies(copies.group)
         return True
@@ -587,7 +539,7 @@ class Capacity:
             return None
         waiting = sum(request.sizes.get(HOST, 0) for request in self._queue)
         copies = sum(copies.nbytes for copies in self._requested_last(self._host_copies()))
-        return self._free(HOST) - waiting + self._mover().frees()[HOST] + copies
+        return self._free(HOST) - waiting + self.mover.frees()[HOST] + copies
 
     def _requested_last(self, found: Iterable[_One]) -> list[_One]:
         """Return what can be moved now; what a request waits for comes last."""
@@ -597,7 +549,7 @@ class Capacity:
 
     def _candidates(self) -> Iterator[_Candidate]:
         """Yield what can leave its devices: neither used nor pinned, and not being moved."""
-        mover = self._mover()
+        mover = self.mover
         for group in self._groups():
             if group[0].cold or any(mover.is_moving(stored) for stored in group):
                 continue
@@ -627,7 +579,7 @@ class Capacity:
 
     def _host_copies(self) -> Iterator[_HostCopies]:
         """Yield the host copies that can be dropped, and those that can go to files; none of objects that are being moved."""
-        mover, copies = self._mover(), self._objects.copies
+        mover, copies = self.mover, self._objects.copies
         for group in self._groups() if copies.nbytes("host") else ():
             if any(mover.is_moving(stored) for stored in group):
                 continue
@@ -770,7 +722,7 @@ class Capacity:
 
     def _state(self, stored: StoredObject) -> str:
         active = self._leases.active(stored.object_id)
-        pids = sorted({self._pid_of(session) for session in self._mover().users(stored)})
+        pids = sorted({self._pid_of(session) for session in self.mover.users(stored)})
         if pids:
             return f"which pid {', '.join(map(str, pids[:_SHOWN]))} {'uses' if len(pids) == 1 else 'use'}"
         if stored.pinned:
@@ -778,17 +730,9 @@ class Capacity:
         holders = sorted({self._pid_of(session) for session in self._leases.holders(stored.object_id) - active})
         if holders:
             return f"which pid {', '.join(map(str, holders[:_SHOWN]))} suspended"
-        if self._mover().is_moving(stored):
+        if self.mover.is_moving(stored):
             return "which is being moved"
         return "which a task keeps until it is fetched" if active else "which nobody uses"
-
-
-def _answer(call: Callable[[], None]) -> None:
-    """Answer a request: an error of its part must not affect the others."""
-    try:
-        call()
-    except Exception:
-        _log.exception("the callback of a request for capacity failed")
 
 
 _One = TypeVar("_One", _Candidate, _HostCopies)

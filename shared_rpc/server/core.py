@@ -37,7 +37,7 @@ from shared_rpc.server.holdings import Holdings
 from shared_rpc.server.observing import Listeners
 from shared_rpc.server.records import Records
 from shared_rpc.server.requests import Caller, Lowered, Requests, handles
-from shared_rpc.server.runs import Runs, Waiter
+from shared_rpc.server.runs import Runs
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.shared import State
 from shared_rpc.server.sources import Sources
@@ -46,10 +46,12 @@ from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.sources import SourceTable
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.server.tiers import Tiers
+from shared_rpc.server.waiting import Signal, Waiter
 from shared_rpc.settings import ServeOptions
 
 if TYPE_CHECKING:
@@ -116,71 +118,59 @@ class Core:
         self.leases = LeaseTable(self._told.given, self._told.ended)
         self.objects = ObjectStore(self.leases, clock, self._dropped, options.max_bytes, self._added, descriptors)
         self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session, options.client_code)
-        buffers = BufferTable(self.objects, self.leases, clock)
-        memory = memory or DeviceMemory(device)
         self.capacity = Capacity(
             self.objects,
             self.leases,
             clock,
             self._sweeper.wake_within,
             self.sessions.pid_of,
-            lambda: self.tiers,
             quotas or {},
             when_full=options.when_full,
             host_quota=resolve_host_quota(options.host_quota),
         )
+        missed = Signal()
         self.state = state = State(
             self.server_id,
             device,
             clock,
             registry,
             executor,
-            memory,
+            memory or DeviceMemory(device),
             self.objects,
             self.leases,
-            buffers,
+            BufferTable(self.objects, self.leases, clock),
             self.sessions,
             self.capacity,
+            self._told,
+            SourceTable(clock, options.source_grace, missed.set, expected=self._joiner is not None),
             self._sweeper.wake_within,
         )
-        self.tiers = state.tiers = Tiers(
-            self.objects,
-            self.leases,
-            self.capacity,
-            memory,
-            spill,
-            self.sessions.pid_of,
-            state.settle,
-            executor.reclaim,
-            self._told.moved,
-        )
         self.release, self.stored = state.release, state.stored
-        self.buffers = Buffers(state)
-        self.generations = Generations(state, self.buffers)
-        self.records = Records(state, self.generations)
-        self.sources = Sources(state, self.records, joiner=self._joiner, grace=options.source_grace)
-        self.runs = state.runs = Runs(
-            executor,
-            self.objects,
-            self.leases,
-            state.settle,
-            self.capacity,
-            self.generations.announce,
-            self.sources.ask,
-            self.sources.unasked,
-            self.tiers,
-            self.server_id,
-        )
+        self.tiers = Tiers(state, spill)
+        self.buffers = Buffers(state, self.tiers)
+        self.generations = Generations(state, self.tiers, self.buffers)
+        self.records = Records(state, self.tiers, self.generations)
+        self.runs = Runs(state, self.tiers, self.generations)
+        self.sources = Sources(state, self.runs, self.records, missed, self._joiner)
         # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
         first = int(clock.now() * 1e6) if server_id is not None else 1
         table: TaskTable[Waiter] = TaskTable(
             self.server_id, clock, self._forget_task, result_ttl=options.result_ttl, capacity=options.max_tasks, first=first
         )
-        self.tasks = Tasks(state, table, lambda: self._sweeper.wake_within(options.result_ttl), self.waits_for)
-        self.calls = Calls(state, self.generations, self.tasks, transfers)
-        self.holdings = Holdings(state, self.generations)
+        self.tasks = Tasks(state, self.runs, self.tiers, table, lambda: state.wake_within(options.result_ttl), self.waits_for)
+        self.calls = Calls(state, self.runs, self.generations, self.tasks, transfers)
+        self.holdings = Holdings(state, self.tiers, self.generations)
         self.requests = Requests(
-            self, self.calls, self.holdings, self.tasks, self.buffers, self.generations, self.records, self.sources
+            state.waits,
+            self,
+            self.calls,
+            self.holdings,
+            self.tasks,
+            self.tiers,
+            self.buffers,
+            self.generations,
+            self.records,
+            self.sources,
         )
         self._began = clock.now()
         self.started_at = clock.unix(self._began)
@@ -214,8 +204,7 @@ class Core:
         """Release every waiter and drop every object. Calls that come later are refused."""
         self.state.stopped = True
         self.runs.stop()
-        self.capacity.stop()
-        self.requests.stop()
+        self.state.waits.stop()
         self.tiers.stop()
         if self._joiner is not None:
             self._joiner.ask_to_stop()
@@ -224,7 +213,7 @@ class Core:
 
     def close(self) -> None:
         """End the threads: the loop has ended."""
-        self.tiers.close()
+        self.state.memory.close()
         if self._joiner is not None:
             self._joiner.close()
 
@@ -299,10 +288,7 @@ class Core:
         """Forget a waiter that no longer waits; it is not notified any more."""
         if waiter.observed is not None:
             waiter.observed.left()
-        self.tasks.leave(waiter)
         self.runs.leave(waiter)
-        self.tiers.leave(waiter)
-        self.requests.leave(waiter)
 
     def waits_for(self, waiter: Waiter, users: dict[str, str] | None = None) -> str:
         """Return which capacity a waiter waits for and who has it, for people; ``""`` if it does not wait for any.
@@ -310,8 +296,7 @@ class Core:
         :param users: see :meth:`Capacity.why`.
         """
         # The deadline of a wait for a task is not the task's: it goes on, and its info says what it waits for.
-        task = waiter.task.waiter if waiter.task is not None and not waiter.task.kept else None
-        owners = [waiter, waiter.run, task.run if task is not None else None]
+        owners = [waiter, waiter.run, waiter.behind, waiter.behind.run if waiter.behind is not None else None]
         return next((why for owner in owners if owner is not None and (why := self.capacity.why(owner, users))), "")
 
     def end_session(self, session: str, *, clean: bool = True) -> None:
@@ -341,7 +326,7 @@ class Core:
             if objects == "all" or (objects == "changed" and spec.name in changed):
                 dropped += self.calls.drop(spec.name)
             elif spec.name in changed:
-                self.runs.calls.detach(endpoint=spec.name)
+                self.state.runs.detach(endpoint=spec.name)
         self.registry.replace(specs)
         return {"endpoints": list(new), "changed": sorted(changed), "dropped": dropped}
 
@@ -395,7 +380,7 @@ class Core:
             "descriptors": self.objects.descriptors.info(),
             "leases": len(self.leases),
             "pools": self.transfers.info(),
-            "running": len(self.runs.calls),
+            "running": len(self.state.runs),
             "tasks": self.tasks.table.counts(),
             "socket_path": self.socket_path,
             "uptime": self._clock.now() - self._began,

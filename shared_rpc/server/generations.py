@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from collections import OrderedDict
-from collections.abc import Callable
 from itertools import takewhile
 
 from shared_rpc.errors import ConfigurationError, RefreshError, StaleHandleError
@@ -12,11 +11,12 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.buffers import Buffers
-from shared_rpc.server.requests import Caller, handles
-from shared_rpc.server.runs import Delivery, Waiter, tell
+from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import TASK_SESSION
+from shared_rpc.server.tiers import Tiers
+from shared_rpc.server.waiting import Delivery, Signal
 
 #: Keys whose latest generation is remembered for subscribers: a subscriber that asks too rarely misses the oldest ones.
 _REMEMBERED = 4096
@@ -44,15 +44,16 @@ class Generations:
     is slow: it gets the latest generation of each key, when it asks.
     """
 
-    def __init__(self, state: State, buffers: Buffers) -> None:
+    def __init__(self, state: State, tiers: Tiers, buffers: Buffers) -> None:
         self._state = state
+        self._tiers = tiers
         self._objects = state.objects
         self._buffers = buffers
         #: The latest generation of each key with its position, in order of positions.
         self._latest: OrderedDict[str, tuple[int, Generation]] = OrderedDict()
         self._position = 0
-        #: Set, and replaced, with every announcement.
-        self._news = asyncio.Event()
+        #: Set with every announcement.
+        self._news = Signal()
 
     def announce(self, stored: StoredObject) -> None:
         """Announce that an object is the current one of its key. The first one is no news: no client has an earlier one."""
@@ -65,7 +66,6 @@ class Generations:
         if len(self._latest) > _REMEMBERED:
             self._latest.popitem(last=False)
         self._news.set()
-        self._news = asyncio.Event()
 
     @handles(g.AwaitRefreshes)
     async def wait(self, caller: Caller, message: g.AwaitRefreshes) -> g.Refreshes:
@@ -123,41 +123,41 @@ class Generations:
         return self.of(stored)
 
     @handles(g.GetLatest)
-    def get_latest(self, caller: Caller, message: g.GetLatest) -> None:
+    def get_latest(self, caller: Caller, message: g.GetLatest) -> Answer:
         """Deliver the current object of an object's key with a lease, at once if it is on its device.
 
         :raises StaleHandleError: if the server does not own the object, or nothing of its key is current.
         """
-        self._deliver_latest(caller.wait(), message)
 
-    def _deliver_latest(self, waiter: Waiter, message: g.GetLatest) -> None:
-        stored = self._state.stored(message.object_id)
-        current = self._objects.lookup(stored.cache_key) if stored.cache_key is not None else stored
-        if current is None:
-            raise StaleHandleError(
-                f"{stored.cache_key} was invalidated and has no current generation: call the endpoint again",
-                reason="invalidated",
-            )
-        self._deliver(waiter, current, lambda: self._deliver_latest(waiter, message))
+        def latest() -> StoredObject:
+            stored = self._state.stored(message.object_id)
+            current = self._objects.lookup(stored.cache_key) if stored.cache_key is not None else stored
+            if current is None:
+                raise StaleHandleError(
+                    f"{stored.cache_key} was invalidated and has no current generation: call the endpoint again",
+                    reason="invalidated",
+                )
+            return current
+
+        return self._tiers.serve(caller, latest, functools.partial(self._lend, caller))
 
     @handles(g.GetObject)
-    def get_object(self, caller: Caller, message: g.GetObject) -> None:
+    def get_object(self, caller: Caller, message: g.GetObject) -> Answer:
         """Hand an object out that is there, current or not, with a lease; at once if it is on its device.
 
         :raises StaleHandleError: if the server does not own the object any more.
         """
-        self._deliver_object(caller.wait(), message)
-
-    def _deliver_object(self, waiter: Waiter, message: g.GetObject) -> None:
         stored = self._objects.get(message.object_id)
         if stored is not None and stored.kind == "buffer":
-            self._buffers.deliver(waiter, message.object_id)
-            return
+            return self._buffers.deliver(caller, message.object_id)
+        return self._tiers.serve(caller, lambda: self._found(message), functools.partial(self._lend, caller))
+
+    def _found(self, message: g.GetObject) -> StoredObject:
+        stored = self._objects.get(message.object_id)
         if stored is not None:
             if stored.listed and stored.cache_key is not None:
                 self._objects.lookup(stored.cache_key)  # this counts as an access
-            self._deliver(waiter, stored, lambda: self._deliver_object(waiter, message))
-            return
+            return stored
         current = self._objects.lookup(message.cache_key)
         if current is not None:
             raise StaleHandleError(
@@ -171,13 +171,9 @@ class Generations:
             reason="object_gone",
         )
 
-    def _deliver(self, waiter: Waiter, stored: StoredObject, again: Callable[[], None]) -> None:
-        tiers = self._state.tiers
-        if stored.cold or tiers.must_wait(waiter, stored):
-            tiers.when_warm(waiter, stored, again)
-            return
-        self._state.leases.grant(waiter.session, stored.object_id)
-        tell(waiter, Delivery(stored.record, stored.live, stored, True))
+    def _lend(self, caller: Caller, stored: StoredObject) -> None:
+        self._state.leases.grant(caller.session, stored.object_id)
+        caller.deliver(Delivery(stored.record, stored.live, stored, True))
 
     def retire(self, object_id: str, endpoint: str | None) -> list[StoredObject]:
         """Free superseded objects without holders, of an endpoint or the one with this id; return the held ones.

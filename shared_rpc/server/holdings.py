@@ -8,7 +8,6 @@ from shared_rpc.memory.revisions import new_page, read_only
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import ListedObjectInfo, ObjectInfo
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.capacity import Capacity
@@ -16,6 +15,7 @@ from shared_rpc.server.generations import Generations
 from shared_rpc.server.requests import Caller, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import OBJECT_ID, ObjectStore, StoredObject
+from shared_rpc.server.tiers import Tiers
 
 #: Objects of one page: some hundred bytes each, and more for each of its holders.
 _PAGE = 1000
@@ -24,8 +24,9 @@ _PAGE = 1000
 class Holdings:
     """Requests about objects that are there. On the server's loop only."""
 
-    def __init__(self, state: State, generations: Generations) -> None:
+    def __init__(self, state: State, tiers: Tiers, generations: Generations) -> None:
         self._state = state
+        self._tiers = tiers
         self._generations = generations
 
     @handles(m.Release)
@@ -72,9 +73,9 @@ class Holdings:
     def info_of(self, stored: StoredObject) -> ObjectInfo:
         """Describe an object."""
         state = self._state
-        holders, active = state.leases.holders(stored.object_id), state.tiers.active(stored.object_id)
+        holders, active = state.leases.holders(stored.object_id), self._tiers.active(stored.object_id)
         info = stored.info(state.server_id, len(holders), len(active), state.clock)
-        info["copies"], moving = state.tiers.info(stored)
+        info["copies"], moving = self._tiers.info(stored)
         if moving is not None:
             info["moving"] = moving
         if stored.candidate and not stored.invalidated:
@@ -101,43 +102,6 @@ class Holdings:
         page, memory = _page_of(self._state.objects, self._state.capacity, message.object_id, local=caller.local)
         with page:
             caller.reply(g.RevisionPage(page.info, memory), owners=(page.owner,))
-
-    # Tiers.
-
-    @handles(t.Suspend)
-    def suspend(self, caller: Caller, message: t.Suspend) -> m.Count:
-        """Make the session's leases on objects inactive."""
-        return m.Count(self._state.tiers.suspend(caller.session, message.object_ids))
-
-    @handles(t.Resume)
-    def resume(self, caller: Caller, message: t.Resume) -> None:
-        """Make a lease active, and hand out the object's memory when it is on its device."""
-
-        def answer(stored: StoredObject) -> None:
-            segments = stored.record.segments
-            reply = t.Resumed(stored.generation, [segment.info for segment in segments], self._state.server_id)
-            caller.reply(reply, owners=tuple(segment.owner for segment in segments))
-
-        self._state.tiers.resume(caller.wait(), message.object_id, answer)
-
-    @handles(t.Evict)
-    def evict(self, caller: Caller, message: t.Evict) -> None:
-        """Move an object, or all of an endpoint, to a lower tier."""
-        self._check_target(message.target)
-        tiers = self._state.tiers
-        tiers.evict(caller.wait(), message.target, message.to, lambda moves: caller.reply(t.Moved(moves)))
-
-    @handles(t.Restore)
-    def restore(self, caller: Caller, message: t.Restore) -> None:
-        """Bring an object, or all of an endpoint, back to its device."""
-        self._check_target(message.target)
-        self._state.tiers.restore(caller.wait(), message.target, lambda moves: caller.reply(t.Moved(moves)))
-
-    def _check_target(self, target: str) -> None:
-        if OBJECT_ID.fullmatch(target):
-            self._state.stored(target)
-        else:
-            self._state.registry.get(target)
 
 
 def _page_of(objects: ObjectStore, capacity: Capacity, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:

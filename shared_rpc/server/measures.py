@@ -48,7 +48,7 @@ def _runs(state: Literal["running", "asked", "queued"]) -> _Read:
     return _sums(
         lambda core: (
             (run.spec.name, 1)
-            for run in core.runs.calls
+            for run in core.state.runs
             if state == ("running" if run.running else "asked" if run.miss else "queued")
         )
     )

@@ -20,7 +20,7 @@ from shared_rpc.protocol.records import Access
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.generations import Generations
-from shared_rpc.server.requests import Caller, Lowered, handles
+from shared_rpc.server.requests import Answer, Caller, Lowered, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.records import (
@@ -35,6 +35,7 @@ from shared_rpc.server.state.records import (
     moved,
     tensors_of,
 )
+from shared_rpc.server.tiers import Tiers
 
 
 @functools.cache
@@ -55,31 +56,26 @@ def installed_versions() -> Versions:
 class Records:
     """Requests about records. On the server's loop only."""
 
-    def __init__(self, state: State, generations: Generations) -> None:
+    def __init__(self, state: State, tiers: Tiers, generations: Generations) -> None:
         self._state = state
+        self._tiers = tiers
         self._generations = generations
 
     @handles(x.ExportObject)
-    def export(self, caller: Caller, message: x.ExportObject) -> None:
+    def export(self, caller: Caller, message: x.ExportObject) -> Answer:
         """Describe an object's record, and grant the session a lease on it; at once if the object is on its device.
 
         :raises BufferNotFound: if it is a buffer that cannot be got any more.
         :raises CapabilityError: if its value lies in no shared memory.
         """
-        state = self._state
 
-        def exported() -> None:
-            stored = state.stored(message.object_id)
+        def exported(stored: StoredObject) -> None:
             header = self._header(caller.session, stored)
             owners = tuple(segment.owner for segment in stored.record.segments)
             if not caller.reply(x.Exported(stored.object_id, stored.generation), header.to_bytes(), owners):
-                state.release(caller.session, [stored.object_id])
+                self._state.release(caller.session, [stored.object_id])
 
-        stored = state.stored(message.object_id)
-        if stored.cold:
-            state.tiers.when_warm(caller.wait(), stored, exported)
-        else:
-            exported()
+        return self._tiers.serve(caller, lambda: self._state.stored(message.object_id), exported)
 
     def _header(self, session: str, stored: StoredObject) -> RecordHeader:
         record = stored.record
@@ -170,7 +166,7 @@ class Records:
             key,
             record,
             spec.idle_ttl,
-            run=state.runs.calls.number(),
+            run=state.runs.number(),
             listed=current,
             managed=spec.managed,
             adopted=True,

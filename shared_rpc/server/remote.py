@@ -15,6 +15,7 @@ import msgspec
 from shared_rpc.errors import CapabilityError, DeadlineExceeded, ProtocolError, ServerBusy, SharedRPCError
 from shared_rpc.execution.arguments import read_arguments
 from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.run import CallArguments
 from shared_rpc.execution.stream import FramedStream
 from shared_rpc.lifecycle.collector import paused
 from shared_rpc.memory.segments import Descriptor
@@ -28,9 +29,9 @@ from shared_rpc.protocol.frames import CLIENT, HELLO, Frame
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.protocol.socket import FdOwner
 from shared_rpc.server.core import Core
-from shared_rpc.server.runs import CallArguments, Delivery, Waiter
 from shared_rpc.server.sessions import Session
 from shared_rpc.server.state.descriptors import STALLED
+from shared_rpc.server.waiting import Delivery, Waiter
 
 __all__ = ["RemoteClient"]
 
@@ -294,7 +295,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         self._client.send(m.OutOfPoolMemory(why), self._number)
 
     def notify(self, message: m.Message) -> None:
-        if not self._client.stream.full:
+        if self._client.waiting.get(self._number) is self and not self._client.stream.full:
             self._client.send(message, self._number)
 
     def reply(self, message: m.Message, payload: bytes = b"", owners: tuple[Descriptor, ...] = ()) -> bool:
@@ -330,11 +331,11 @@ class RemoteCaller(msgspec.Struct, eq=False):
             self.fail(outcome)
             return True
         record, stored = outcome.record, outcome.stored
-        assert record is not None and self._waiter is not None, "a result for another process has a record"
+        assert record is not None, "a result for another process has a record"
         transfer, sent = self.core.transfers.find(self.session), self._client.sent
         message = m.Result(
             **record.body(sent),
-            freed=transfer.freed() if transfer is not None and self._waiter.pooled else [],
+            freed=transfer.freed() if transfer is not None and self._waiter is not None and self._waiter.pooled else [],
             object_id=stored.object_id if stored is not None else "",
             generation=stored.generation if stored is not None else 1,
             managed=outcome.managed,

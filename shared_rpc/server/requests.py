@@ -1,23 +1,21 @@
 """Requests: who asks, which method answers, and the tasks of those that wait.
 
 A handler is a method of the part of the server that does the work, marked by :func:`handles`. Its return value is the answer;
-None if it answers by the caller itself. One that waits is ``async def``, and has a task: the asker's leaving cancels that.
+None if it answers by the caller itself. One that waits returns a coroutine, as ``async def`` does: the asker's leaving cancels
+that.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import inspect
-import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from shared_rpc.errors import ConnectionClosed, ProtocolError
+from shared_rpc.errors import ProtocolError
 from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.run import CallArguments
 from shared_rpc.memory.segments import Descriptor
 from shared_rpc.protocol import messages as m
-from shared_rpc.server.runs import CallArguments, Delivery, Waiter, tell
+from shared_rpc.server.waiting import Delivery, Waiter, Waits
 
 #: The arguments of a call as plain data: by position, by name.
 Lowered = tuple[Sequence[Any], dict[str, Any]]
@@ -89,8 +87,9 @@ class Caller(Protocol):
 
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Any])
 
-#: Answers a request, now or later.
-Handler = Callable[[Caller, Any], m.Message | None]
+#: The answer to a request: now, later, or None where the handler answers by itself.
+Answer = m.Message | Coroutine[Any, Any, m.Message | None] | None
+Handler = Callable[[Caller, Any], Answer]
 
 #: The attribute of a method that names the kind of message it answers.
 _HANDLED = "_handled_message"
@@ -107,23 +106,21 @@ def handles(kind: type[m.Message]) -> Callable[[HandlerT], HandlerT]:
 
 
 class Requests:
-    """The handlers of a server, and the tasks of requests that wait. On its loop only.
+    """The handlers of a server. On its loop only.
 
+    :param waits: has the coroutines of requests that wait.
     :param parts: the objects whose methods answer.
     """
 
-    def __init__(self, *parts: object) -> None:
-        self._tasks: dict[Waiter, asyncio.Task[None]] = {}
-        self._stopped = False
+    def __init__(self, waits: Waits, *parts: object) -> None:
+        self._waits = waits
         handlers: dict[type[m.Message], Handler] = {}
         for part in parts:
             for name, method in vars(type(part)).items():
                 kind = getattr(method, _HANDLED, None)
                 if kind is not None:
                     assert kind not in handlers, f"{kind.__name__} has a handler already"
-                    bound = getattr(part, name)
-                    waits = inspect.iscoroutinefunction(method)
-                    handlers[kind] = functools.partial(self._begin, bound) if waits else bound
+                    handlers[kind] = getattr(part, name)
         self.handlers: Mapping[type[m.Message], Handler] = handlers
 
     def answer(self, caller: Caller, message: m.Message) -> None:
@@ -133,56 +130,33 @@ class Requests:
             if handler is None:
                 raise ProtocolError(f"{type(message).__name__} is no message of a client")
             reply = handler(caller, message)
-            if reply is not None:
+            if isinstance(reply, m.Message):
                 caller.reply(reply)
+            elif reply is not None:
+                self._begin(caller, reply)
         except Exception as error:
             caller.fail(_unexpected(caller, error))
 
-    def _begin(self, handler: Callable[[Caller, Any], Awaitable[m.Message | None]], caller: Caller, message: m.Message) -> None:
-        if self._stopped:
-            raise _gone()
-        waiter = caller.wait()
-        work = self._answer(handler, caller, waiter, message)
-        self._tasks[waiter] = asyncio.get_running_loop().create_task(work)
-
-    async def _answer(
-        self,
-        handler: Callable[[Caller, Any], Awaitable[m.Message | None]],
-        caller: Caller,
-        waiter: Waiter,
-        message: m.Message,
-    ) -> None:
+    def _begin(self, caller: Caller, work: Coroutine[Any, Any, m.Message | None]) -> None:
         try:
-            reply = await handler(caller, message)
+            waiter = caller.wait()
+            self._waits.begin(waiter, self._answer(caller, waiter, work))
+        except BaseException:
+            work.close()
+            raise
+
+    async def _answer(self, caller: Caller, waiter: Waiter, work: Coroutine[Any, Any, m.Message | None]) -> None:
+        if waiter not in self._waits:  # it left before this began
+            work.close()
+            return
+        try:
+            reply = await work
             if reply is not None:
                 caller.reply(reply)
         except Exception as error:
             caller.fail(_unexpected(caller, error))
-        finally:
-            self._tasks.pop(waiter, None)
-
-    def leave(self, waiter: Waiter) -> None:
-        """Cancel the task of a request whose asker no longer waits."""
-        task = self._tasks.pop(waiter, None)
-        if task is not None:
-            task.cancel()
-
-    def stop(self) -> None:
-        """Cancel all tasks; the askers, and later ones, get an error."""
-        self._stopped = True
-        for waiter in tuple(self._tasks):
-            self.leave(waiter)
-            tell(waiter, Failure.of(_gone()))
-
-    def __len__(self) -> int:
-        """Count the requests that have a task."""
-        return len(self._tasks)
 
 
 def _unexpected(caller: Caller, error: Exception) -> Failure:
     """Return the failure of a request whose handler raised."""
     return Failure.unexpected(error, f"the handler of request {caller.name} of session {caller.session} failed")
-
-
-def _gone() -> ConnectionClosed:
-    return ConnectionClosed(f"the server (pid {os.getpid()}) was stopped")

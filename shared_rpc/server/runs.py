@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import logging
-import os
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 
-from shared_rpc.errors import ConnectionClosed
-from shared_rpc.execution.executor import Executor
+from shared_rpc.errors import SharedRPCError, StaleHandleError
 from shared_rpc.execution.freeing import frees_are_pending, until_freed
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import CallArguments, Run
@@ -24,15 +19,16 @@ from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.observability.statistics import Statistics
 from shared_rpc.protocol.infos import ProgressInfo, RunInfo
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.protocol.tasks import Progress, TaskInfo
-from shared_rpc.server.capacity import Capacity, Reservation
-from shared_rpc.server.observing import Observed
-from shared_rpc.server.state.leases import LeaseTable
-from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.runs import RunTable
-from shared_rpc.server.state.tasks import TASK_SESSION, Task
+from shared_rpc.protocol.tasks import Progress
+from shared_rpc.server.capacity import Request, Reservation
+from shared_rpc.server.generations import Generations
+from shared_rpc.server.shared import State
+from shared_rpc.server.state.objects import StoredObject
+from shared_rpc.server.state.tasks import TASK_SESSION
+from shared_rpc.server.tiers import Tiers
+from shared_rpc.server.waiting import Delivery, Waiter, gone, tell
 
-__all__ = ["CallArguments", "Delivery", "Restorer", "Runs", "Waiter", "close_arguments", "tell"]
+__all__ = ["Runs", "close_arguments"]
 
 _log = logging.getLogger("shared_rpc.server")
 
@@ -40,146 +36,34 @@ _log = logging.getLogger("shared_rpc.server")
 _KNOWN_SIZES = 1 << 14
 
 
-@dataclass(slots=True)
-class Delivery:
-    """The outcome of a call for one waiter. The record is borrowed while the delivery is handled.
-
-    ``stored`` is the object where the server keeps it; with ``managed`` the waiter's session holds a lease on it now.
-    """
-
-    record: Record | None
-    live: Any
-    stored: StoredObject | None
-    managed: bool
-
-
-@dataclass(eq=False, slots=True)
-class Waiter:
-    """A waiter for an outcome: its session, and where the outcome goes.
-
-    :param local: whether it is a caller in this process, which can use the live value.
-    :param keeps: whether its session is to hold the result, managed or not: it is a task.
-    :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it, nor what
-        another call's run will bring; ``arguments`` then identifies its arguments, None if nothing does.
-    :param prepares: whether it wants a new result as a candidate, and its session is to hold that.
-    :param looks: whether it only wants to know how a task ends, and takes no result; its outcome is its last event.
-    :param claims: of a waiter that looks: whether its session holds the result, so that it can be fetched then.
-    :param on_begin: called when the work starts.
-    :param on_progress: called with the endpoint's progress.
-    :param on_out_of_memory: called with why, if the result has to wait for memory.
-    :param inner: whether it is the call of an endpoint that runs: it goes before others that wait for capacity: what
-        they wait for may be what that endpoint uses.
-    :param pooled: whether it takes a result that lies in its session's pool.
-    :param on_event: of a waiter for a task: called with every change.
-    :param request_id: identifies its request in logs and errors.
-    :param observed: its call, if there is a hook.
-    """
-
-    session: str
-    deliver: Callable[[Delivery | Failure], object]
-    local: bool = False
-    keeps: bool = False
-    refreshes: bool = False
-    arguments: str | None = None
-    prepares: bool = False
-    looks: bool = False
-    claims: bool = False
-    on_begin: Callable[[], None] | None = None
-    on_progress: Callable[[Progress], None] | None = None
-    on_out_of_memory: Callable[[str], None] | None = None
-    inner: bool = False
-    pooled: bool = False
-    on_event: Callable[[TaskInfo], None] | None = None
-    request_id: str = ""
-    observed: Observed | None = field(default=None, repr=False)
-    run: Run[Waiter] | None = field(default=None, repr=False)
-    task: Task[Waiter] | None = field(default=None, repr=False)
-
-
-class Restorer(Protocol):
-    """The restoration of cold objects."""
-
-    def when_warm(
-        self,
-        waiter: Waiter,
-        stored: StoredObject,
-        then: Callable[[], None],
-        otherwise: Callable[[Failure | None], None] | None = None,
-        *,
-        rebuilds: bool = False,
-    ) -> None:
-        """Call ``then`` when a cold object is on its device. The waiter gets errors, also of ``then``, unless it leaves before.
-
-        :param otherwise: called in place of ``then``, if that is not: with the failure, or None if the waiter has left.
-        :param rebuilds: whether ``then`` is called too where the object cannot be restored any more, and was dropped.
-        """
-
-    def must_wait(self, waiter: Waiter, stored: StoredObject) -> bool:
-        """Return whether a waiter that is to use an object has to ask for it by :meth:`when_warm`, though it is on its device.
-
-        That is so while others wait for capacity there, so that the objects in use come to rest.
-        """
-
-    def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter that no longer waits."""
-
-
 class Runs:
     """All runs of a server. On its loop only.
 
-    :param settle: called with the ids of objects whose leases changed, or which were added.
-    :param capacity: is reserved before a result is kept, and before it is built again; its error becomes the outcome.
-    :param listed: called with an object that the cache lists from now on.
-    :param ask: called with a run whose object a source of records may have; True if it waits for that, see :meth:`begin`.
-    :param unasked: called with a run that waits for a source, and is dropped.
-    :param restorer: restores results that are cold.
-    :param server_id: the server's, for events.
+    :param tiers: restores results that are cold.
+    :param generations: announces the results that the cache lists.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        objects: ObjectStore,
-        leases: LeaseTable,
-        settle: Callable[[str], None],
-        capacity: Capacity,
-        listed: Callable[[StoredObject], None],
-        ask: Callable[[Run[Waiter]], bool],
-        unasked: Callable[[Run[Waiter]], None],
-        restorer: Restorer,
-        server_id: str,
-    ) -> None:
-        self.calls: RunTable[Waiter] = RunTable()
+    def __init__(self, state: State, tiers: Tiers, generations: Generations) -> None:
+        self.calls = state.runs
         self.statistics = Statistics()
-        self._executor = executor
-        self._objects = objects
-        self._leases = leases
-        self._settle = settle
-        self._capacity = capacity
-        #: Results that wait for capacity to be kept, by their runs.
-        self._awaiting: dict[Run[Waiter], Completed] = {}
+        self._state = state
+        self._executor = state.executor
+        self._objects = state.objects
+        self._capacity = state.capacity
+        self._tiers = tiers
+        self._generations = generations
         #: What the latest results of keys took, in bytes by device: a result that is built anew takes as much.
         self._sizes: OrderedDict[str, dict[str, int]] = OrderedDict()
-        self._listed = listed
-        self._ask = ask
-        self._unasked = unasked
-        self._restorer = restorer
-        self._server_id = server_id
-        #: Runs that wait until memory is freed.
-        self._tasks: set[asyncio.Task[None]] = set()
         #: For each serialized endpoint, the run whose turn it is, and the runs in line after it.
         self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
 
     def stop(self) -> None:
         """Release every waiter."""
-        for outcome in self._awaiting.values():
-            self._discard(outcome.record)
-        self._awaiting.clear()
-        gone = Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped before the call ended"))
+        failure = Failure.of(gone("ended"))
         for run in self.calls:
             if not run.over and not run.running:
                 self._withdraw(run)
-            self._close(run, gone)
+            self._close(run, failure)
         self._lines.clear()
 
     def enter(
@@ -189,9 +73,62 @@ class Runs:
 
         :param arguments: descriptors in them belong to this object now.
         """
+        stored = self._objects.lookup(key) if key is not None and not (waiter.refreshes or waiter.prepares) else None
+        if stored is None or key is None:
+            self._build(waiter, spec, key, arguments, chain)
+        elif stored.tier == "device" and not (
+            self._objects.contended and not waiter.inner and self._tiers.must_wait(waiter.session, stored)
+        ):
+            self._hit(waiter, spec, stored)
+            close_arguments(arguments)
+        else:
+            self._state.waits.begin(waiter, self._enter_warm(waiter, stored, spec, key, arguments, chain))
+
+    async def _enter_warm(
+        self,
+        waiter: Waiter,
+        stored: StoredObject | None,
+        spec: EndpointSpec,
+        key: str,
+        arguments: CallArguments,
+        chain: frozenset[str],
+    ) -> None:
+        """Answer with the cached result of a key when it is on its device; one that cannot be restored is built again."""
+        unused: CallArguments | None = arguments
+        try:
+            if waiter not in self._state.waits:  # it left before this began
+                return
+            while stored is not None:
+                try:
+                    async with self._tiers.warm(waiter, stored, first=waiter.inner):
+                        stored = self._objects.lookup(key)
+                        if stored is not None and not stored.cold:
+                            self._hit(waiter, spec, stored)
+                            return
+                except StaleHandleError as error:
+                    _log.debug("%s is built again: %s", key, error)
+                    stored = self._objects.lookup(key)
+            unused = None
+            self._build(waiter, spec, key, arguments, chain)
+        except Exception as error:
+            self.statistics.of(spec.name)["errors"] += 1
+            tell(waiter, Failure.unexpected(error, f"the result of {spec.name}() cannot be restored"))
+        finally:
+            if unused is not None:
+                close_arguments(unused)
+
+    def _hit(self, waiter: Waiter, spec: EndpointSpec, stored: StoredObject) -> None:
+        """Answer from the cache."""
+        self.statistics.of(spec.name)["hits"] += 1
+        if waiter.observed is not None:
+            waiter.observed.how = "hit"
+        self._deliver([waiter], spec, stored.record, stored.live, stored)
+
+    def _build(
+        self, waiter: Waiter, spec: EndpointSpec, key: str | None, arguments: CallArguments, chain: frozenset[str]
+    ) -> None:
+        """Join a run, or start one."""
         fresh = waiter.refreshes or waiter.prepares
-        if key is not None and not fresh and self.answer_from_cache(waiter, spec, key, arguments, chain):
-            return
         if spec.singleflight and (key is not None or waiter.refreshes) and not waiter.prepares:
             run = self.calls.join_refresh(waiter.arguments, waiter) if waiter.refreshes else self.calls.join(key, waiter)
             if run is not None:
@@ -220,9 +157,17 @@ class Runs:
             created_at=time.time(),
         )
         self.calls.open(run)
-        if spec.managed and key is not None and not waiter.refreshes and self._ask(run):
-            return
-        self.begin(run)
+        if not (spec.managed and key is not None and not waiter.refreshes and self._is_miss(run)):
+            self.begin(run)
+
+    def _is_miss(self, run: Run[Waiter]) -> bool:
+        """Put a run to the source of records; False if there is none, and it is to be built here."""
+        misses = self._state.misses
+        if misses.ask(run) is None:
+            return False
+        if misses.source is None:
+            self._state.wake_within(misses.grace)
+        return True
 
     def begin(self, run: Run[Waiter]) -> None:
         """Build what the source of records was asked for. The place of a serialized endpoint's run in line is from here on."""
@@ -230,34 +175,36 @@ class Runs:
             self._start(run)
 
     def _start(self, run: Run[Waiter]) -> None:
-        """Have a run's work done, once there is capacity for what its key's latest result took."""
-        sizes = self._sizes.get(run.key or run.former_key or "")
-        if sizes is None or not self._capacity.evicts:
+        """Have a run's work done, once there is capacity for what its key's latest result took, and memory that is free."""
+        sizes = self._sizes.get(run.key or run.former_key or "") if self._capacity.evicts else None
+        request = None
+        if sizes is not None:
+            try:
+                request = self._capacity.enter(run, sizes, first=any(waiter.inner for waiter in run.waiters))
+            except SharedRPCError as error:
+                self._not_begun(run, Failure.of(error))
+                return
+        if request is not None and request.granted:
+            run.reservation, request = request.reservation, None
+        if request is not None or (not run.pooled and frees_are_pending()):
+            self._state.waits.begin(run, self._start_later(run, request))
+        else:
             self._execute(run)
+
+    async def _start_later(self, run: Run[Waiter], request: Request | None) -> None:
+        try:
+            if request is not None:
+                run.reservation = await self._capacity.granted(request)
+            await until_freed()
+        except SharedRPCError as error:
+            self._not_begun(run, Failure.of(error))
             return
-
-        def granted(reservation: Reservation) -> None:
-            run.reservation = reservation
+        if run.over:  # it was withdrawn before this began
+            self._end_reservation(run)
+        else:
             self._execute(run)
-
-        inner = any(waiter.inner for waiter in run.waiters)
-        self._capacity.ask(run, sizes, granted, functools.partial(self._not_begun, run), first=inner)
 
     def _execute(self, run: Run[Waiter]) -> None:
-        """Have the executor do a run's work, when there is memory for a result that gets its own."""
-        if not run.pooled and frees_are_pending():
-            task = asyncio.get_running_loop().create_task(self._execute_when_freed(run))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        else:
-            self._execute_now(run)
-
-    async def _execute_when_freed(self, run: Run[Waiter]) -> None:
-        await until_freed()
-        if not run.over:
-            self._execute_now(run)
-
-    def _execute_now(self, run: Run[Waiter]) -> None:
         """Have the executor do a run's work. Where it cannot, the run has ended: perhaps no request waits for its start."""
         try:
             self._executor.start(run, self)
@@ -306,63 +253,33 @@ class Runs:
         if run.progress is not None and waiter.on_progress is not None:
             waiter.on_progress(run.progress)
 
-    def answer_from_cache(
-        self,
-        waiter: Waiter,
-        spec: EndpointSpec,
-        key: str | None,
-        arguments: CallArguments,
-        chain: frozenset[str],
-        again: Callable[[], None] | None = None,
-    ) -> bool:
-        """Deliver the cached result of a key, if there is one: now, or when it is restored.
-
-        :param arguments: descriptors in them belong to this object then.
-        :param again: called when it is restored, or lost; by default :meth:`enter`.
-        """
-        stored = self._objects.lookup(key) if key is not None else None
-        if stored is None:
-            return False
-        if stored.tier != "device" or (self._objects.contended and self._restorer.must_wait(waiter, stored)):
-            again = again or functools.partial(self.enter, waiter, spec, key, arguments, chain)
-            self._restorer.when_warm(
-                waiter, stored, again, functools.partial(self._not_restored, spec, arguments), rebuilds=True
-            )
-            return True
-        self.statistics.of(spec.name)["hits"] += 1
-        if waiter.observed is not None:
-            waiter.observed.how = "hit"
-        self._deliver([waiter], spec, stored.record, stored.live, stored)
-        close_arguments(arguments)
-        return True
-
-    def _not_restored(self, spec: EndpointSpec, arguments: CallArguments, failure: Failure | None) -> None:
-        close_arguments(arguments)
-        if failure is not None:
-            self.statistics.of(spec.name)["errors"] += 1
-
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that no longer waits. Work that has not begun is dropped with its last."""
         run, waiter.run = waiter.run, None
         if run is None:
-            self._restorer.leave(waiter)
+            self._state.waits.leave(waiter)
             return
         unwanted = self.calls.leave(run, waiter)
-        if run in self._awaiting:
+        if run.over:
             if not run.waiters:
                 self._give_up_result(run)
         elif unwanted:
             self.drop(run)
-        elif not run.waiters and not run.over and not run.miss:
+        elif not run.waiters and not run.miss:
             self._abandon(run)
+
+    def _give_up_result(self, run: Run[Waiter]) -> None:
+        """Drop the result of a run without waiters, if it waits for capacity: it must not hold up other requests."""
+        if self._state.waits.leave(run):
+            self.calls.close(run)
 
     def _withdraw(self, run: Run[Waiter]) -> None:
         """Take a run back that has not begun."""
         run.over = True
         if run.miss:
-            self._unasked(run)
-        if not self._capacity.leave(run):
-            self._executor.withdraw(run)
+            self._state.misses.remove(run)
+        self._state.waits.leave(run)
+        self._executor.withdraw(run)
         self._end_reservation(run)
         close_arguments(run.arguments)
 
@@ -391,7 +308,7 @@ class Runs:
         if HOOKS.registered:
             HOOKS.emit(
                 BuildStarted(
-                    server_id=self._server_id,
+                    server_id=self._state.server_id,
                     endpoint=run.spec.name,
                     request_id=run.request_id,
                     cached=run.key is not None,
@@ -435,7 +352,7 @@ class Runs:
         if HOOKS.registered:
             HOOKS.emit(
                 BuildFinished(
-                    server_id=self._server_id,
+                    server_id=self._state.server_id,
                     endpoint=run.spec.name,
                     request_id=run.request_id,
                     cached=run.key is not None,
@@ -471,17 +388,19 @@ class Runs:
             if record is not None:
                 record.close()
             return
-        self._awaiting[run] = outcome
         sizes, descriptors = self._capacity.needs_of(record)
-        self._capacity.ask(
-            run,
-            sizes,
-            functools.partial(self._keep, run),
-            functools.partial(self._refuse, run),
-            descriptors=descriptors,
-            first=had_turn or any(waiter.inner for waiter in waiters),
-        )
-        if not run.waiters:
+        first = had_turn or any(waiter.inner for waiter in waiters)
+        try:
+            request = self._capacity.enter(run, sizes, descriptors=descriptors, first=first)
+        except SharedRPCError as error:
+            self._discard(record)
+            self._close(run, Failure.of(error))
+            return
+        if request.granted:
+            self._keep(run, outcome, record, request.reservation)
+            return
+        self._state.waits.begin(run, self._keep_later(run, outcome, record, request))
+        if not waiters:
             self._give_up_result(run)
 
     def _end_reservation(self, run: Run[Waiter]) -> bool:
@@ -491,30 +410,30 @@ class Runs:
             reservation.release()
         return reservation is not None
 
-    def _give_up_result(self, run: Run[Waiter]) -> None:
-        """Drop the result of a run without waiters, if it waits for capacity: it must not hold up other requests."""
-        outcome = self._awaiting.pop(run, None)
-        if outcome is not None:
-            self._capacity.leave(run)
-            self.calls.close(run)
-            self._discard(outcome.record)
-
-    def _refuse(self, run: Run[Waiter], refusal: Failure) -> None:
-        """End a run whose result cannot be kept."""
-        self._discard(self._awaiting.pop(run).record)
-        self._close(run, refusal)
+    async def _keep_later(self, run: Run[Waiter], outcome: Completed, record: Record, request: Request) -> None:
+        """Keep the result of a run when there is capacity for it."""
+        kept = False
+        try:
+            reservation = await self._capacity.granted(request)
+            if run in self.calls.runs:
+                kept = True
+                self._keep(run, outcome, record, reservation)
+            else:  # it was given up before this began
+                reservation.release()
+        except SharedRPCError as error:
+            self._close(run, Failure.of(error))
+        finally:
+            if not kept:
+                self._discard(record)
 
     def _discard(self, record: Record | None) -> None:
         if record is not None:
             record.close()
         self._executor.reclaim()
 
-    def _keep(self, run: Run[Waiter], reservation: Reservation) -> None:
+    def _keep(self, run: Run[Waiter], outcome: Completed, record: Record, reservation: Reservation) -> None:
         """Keep the result of a run, for which there is capacity."""
-        outcome = self._awaiting.pop(run)
-        spec, key, record = run.spec, run.key, outcome.record
-        assert record is not None, "a result without a record takes no memory"
-        waiters = self.calls.close(run)
+        spec, key = run.spec, run.key
         if self._capacity.evicts and (key or run.former_key):
             self._remember(key or run.former_key or "", record)
         reservation.release()
@@ -533,10 +452,10 @@ class Runs:
             pinned=spec.pinned,
         )
         stored.invalidated = run.invalidated
-        self._deliver(waiters, spec, record, outcome.live, stored)
+        self._deliver(self.calls.close(run), spec, record, outcome.live, stored)
         if stored.listed:
-            self._listed(stored)
-        self._settle(stored.object_id)
+            self._generations.announce(stored)
+        self._state.settle(stored.object_id)
 
     def _remember(self, key: str, record: Record) -> None:
         """Note what a key's result took."""
@@ -561,23 +480,12 @@ class Runs:
             # All leases before any delivery: a waiter that releases its lease at once must not drop the others' object.
             for waiter in waiters:
                 if (managed and not waiter.refreshes) or waiter.keeps or waiter.prepares:
-                    self._leases.grant(waiter.session, stored.object_id)
+                    self._state.leases.grant(waiter.session, stored.object_id)
         if len(waiters) > 1:
             # Tasks last: a task's lease may be all that keeps the record, and its delivery may end that lease.
             waiters = sorted(waiters, key=lambda waiter: waiter.keeps)
         for waiter in waiters:
             tell(waiter, Delivery(record, live, stored, managed and not waiter.refreshes))
-
-
-def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
-    """Deliver. An error of one waiter must not affect the next one, nor end the server."""
-    waiter.run = None
-    if waiter.observed is not None:
-        waiter.observed.told(outcome)
-    try:
-        waiter.deliver(outcome)
-    except Exception:
-        _log.exception("the callback of a waiter of session %s failed", waiter.session)
 
 
 def _info(run: Run[Waiter], epoch: float) -> RunInfo:

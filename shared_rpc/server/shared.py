@@ -10,13 +10,15 @@ from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
 from shared_rpc.execution.executor import Executor
 from shared_rpc.server.capacity import Capacity
-from shared_rpc.server.runs import Runs
+from shared_rpc.server.observing import Listeners
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.tiers import Tiers
+from shared_rpc.server.state.runs import RunTable
+from shared_rpc.server.state.sources import SourceTable
+from shared_rpc.server.waiting import Waiter, Waits
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +26,8 @@ class State:
     """The tables of one server, and what its parts ask of each other. On the server's loop only.
 
     :param device: the id of the device that results live on.
+    :param events: reports what happens to objects and leases.
+    :param misses: the runs that wait for a source of records.
     :param wake_within: has expired entries dropped in so many seconds at the latest.
     """
 
@@ -38,10 +42,11 @@ class State:
     buffers: BufferTable
     sessions: Sessions
     capacity: Capacity
+    events: Listeners
+    misses: SourceTable[Waiter]
     wake_within: Callable[[float], None]
-    #: Restores objects that are cold.
-    tiers: Tiers = field(init=False)
-    runs: Runs = field(init=False)
+    runs: RunTable[Waiter] = field(default_factory=RunTable)
+    waits: Waits = field(default_factory=Waits)
     stopped: bool = False
 
     def stored(self, object_id: str) -> StoredObject:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
 import os
@@ -23,9 +22,10 @@ from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.server.records import Records
 from shared_rpc.server.requests import Caller, handles
-from shared_rpc.server.runs import Delivery, Waiter
+from shared_rpc.server.runs import Runs
 from shared_rpc.server.shared import State
-from shared_rpc.server.state.sources import OpenMiss, SourceTable
+from shared_rpc.server.state.sources import OpenMiss
+from shared_rpc.server.waiting import Delivery, Signal, Waiter
 
 if TYPE_CHECKING:
     from shared_rpc.server.joiner import Joiner
@@ -48,43 +48,21 @@ class Sources:
     """The source of records of a server, one at a time. On its loop only.
 
     :param records: checks and takes the records of answers.
+    :param changed: set by the table of misses.
     :param joiner: starts sources, so that one is expected from the server's start on.
     """
 
-    def __init__(
-        self,
-        state: State,
-        records: Records,
-        *,
-        joiner: Joiner | None,
-        grace: float,
-    ) -> None:
+    def __init__(self, state: State, runs: Runs, records: Records, changed: Signal, joiner: Joiner | None) -> None:
         #: Known to processes that this server starts, see :meth:`attach`.
         self.token = make_token()
         self._state = state
+        self._runs = runs
         self._records = records
         self._joiner = joiner
-        self._table: SourceTable[Waiter] = SourceTable(state.clock, grace, expected=joiner is not None)
+        self._table = state.misses
         #: Whether a source was attached, or is expected: otherwise there is nothing to tell.
         self._known = joiner is not None
-        #: Set, and replaced, when there are new misses, or another source or none.
-        self._changed = asyncio.Event()
-
-    # For runs.
-
-    def ask(self, run: Run[Waiter]) -> bool:
-        """Put a run to the source; False if it is to be built here."""
-        miss = self._table.ask(run)
-        if miss is None:
-            return False
-        if self._table.source is None:
-            self._state.wake_within(self._table.grace)
-        self._wake()
-        return True
-
-    def unasked(self, run: Run[Waiter]) -> None:
-        """Forget the miss of a run that is dropped."""
-        self._table.remove(run)
+        self._changed = changed
 
     # For the source.
 
@@ -109,7 +87,6 @@ class Sources:
             _log.warning(
                 "pid %d is the source of records now, in place of pid %d", pid_of(caller.session), pid_of(earlier.session)
             )
-        self._wake()
         return s.SourceAttached(source.number, self._state.server_id)
 
     @handles(s.AwaitMisses)
@@ -132,7 +109,7 @@ class Sources:
         waiter = self._leased(caller)
         run = self._table.answer(caller.session, message.source, message.miss).run
         self._join(waiter, run)
-        self._state.runs.begin(run)
+        self._runs.begin(run)
 
     @handles(s.AdoptMiss)
     def adopt(self, caller: Caller, message: s.AdoptMiss) -> None:
@@ -144,7 +121,7 @@ class Sources:
         def take(record: Record) -> None:
             run = self._table.answer(session, message.source, message.miss).run
             self._join(waiter, run)
-            self._state.runs.adopt(run, record)
+            self._runs.adopt(run, record)
 
         self._records.answer(session, header, message.buffers, spec, take)
 
@@ -153,7 +130,7 @@ class Sources:
         """Answer a miss with an error."""
         error = from_wire(message.code, message.text, message.detail)
         failure = Failure(message.code, message.text, message.detail, message.pickled, error)
-        self._state.runs.fail(self._table.answer(caller.session, message.source, message.miss).run, failure)
+        self._runs.fail(self._table.answer(caller.session, message.source, message.miss).run, failure)
         return m.Count(1)
 
     @handles(s.ReportStatus)
@@ -211,7 +188,7 @@ class Sources:
         if late:
             _log.warning("no source of records for %g s: %s are built here", self._table.grace, ", ".join(_names(late)))
         for miss in late:
-            self._state.runs.begin(miss.run)
+            self._runs.begin(miss.run)
         return left
 
     @property
@@ -240,10 +217,6 @@ class Sources:
         waiter.run = run
         run.waiters[waiter] = None
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     def _shown(self, miss: OpenMiss[Waiter]) -> Miss:
         run = miss.run
         key = run.key or run.former_key
@@ -252,8 +225,7 @@ class Sources:
 
     def _lose(self, why: str) -> None:
         for miss in self._table.lose():
-            self._state.runs.drop(miss.run)
-        self._wake()
+            self._runs.drop(miss.run)
         waiting = len(self._table)
         if waiting:
             _log.warning("the source of records %s: %d misses wait %g s for another one", why, waiting, self._table.grace)

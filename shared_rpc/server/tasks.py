@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 import msgspec
 
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
 from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.run import CallArguments
 from shared_rpc.observability.events import HOOKS, TaskChanged
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
-from shared_rpc.server.requests import Caller, handles
-from shared_rpc.server.runs import CallArguments, Delivery, Waiter, close_arguments, tell
+from shared_rpc.server.requests import Answer, Caller, handles
+from shared_rpc.server.runs import Runs, close_arguments
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import TASK_SESSION, Task, TaskTable
+from shared_rpc.server.tiers import Tiers
+from shared_rpc.server.waiting import Delivery, Waiter, tell
 
 __all__ = ["Tasks"]
 
@@ -28,6 +34,20 @@ _log = logging.getLogger("shared_rpc.server")
 _EXCEPTION_LIMIT = 1 << 14
 #: Tasks in one page.
 _PAGE = 1000
+
+
+@dataclass(eq=False, slots=True)
+class Watcher:
+    """A request that waits for a task's end, and is notified of every change before by ``changed``.
+
+    ``holds``: whether its session is to hold the result from the end on. ``held`` is the id of that object then.
+    """
+
+    session: str
+    changed: Callable[[TaskInfo], None] | None
+    holds: bool
+    held: str = ""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Tasks:
@@ -40,13 +60,16 @@ class Tasks:
     def __init__(
         self,
         state: State,
+        runs: Runs,
+        tiers: Tiers,
         table: TaskTable[Waiter],
         changed: Callable[[], None],
         waits_for: Callable[[Waiter, dict[str, str]], str],
     ) -> None:
         self.table = table
         self._state = state
-        self._runs = state.runs
+        self._runs = runs
+        self._tiers = tiers
         self._changed = changed
         self._waits_for = waits_for
 
@@ -95,26 +118,67 @@ class Tasks:
         return m.TaskIs(self.info(self.table.get(message.task_id)))
 
     @handles(m.WaitTask)
-    def wait_for(self, caller: Caller, message: m.WaitTask) -> None:
-        """Answer when a task has ended, and report its changes before."""
-        waiter = caller.wait()
+    async def wait(self, caller: Caller, message: m.WaitTask) -> None:
+        """Answer when a task has ended, and report its changes before.
 
-        def show(outcome: Delivery | Failure) -> None:
-            if self._state.stopped and isinstance(outcome, Failure):
-                caller.fail(outcome)  # no watcher will ask for more
-            else:
-                caller.reply(m.TaskIs(self.table.get(message.task_id).info))
+        :raises TaskError: if the task is not known.
+        :raises DeadlineExceeded: with ``poll``, if it has not ended.
+        """
+        task = self.table.get(message.task_id)
+        if message.poll and not task.finished:
+            raise DeadlineExceeded(f"task {message.task_id} of {task.info.endpoint!r} is still {task.info.status}")
+
+        def changed(info: TaskInfo) -> None:
+            if not (message.look and info.status.finished):  # that is the answer
+                caller.notify(m.TaskUpdate(info))
 
         if message.events:
-            waiter.on_event = lambda info: caller.notify(m.TaskUpdate(info))
-        if message.look:
-            waiter.looks, waiter.claims, waiter.deliver = True, message.claim, show
-        self.wait(waiter, message.task_id, poll=message.poll)
+            changed(self.info(task))
+        holds = message.claim or not message.look
+        watcher = self._watch(task, caller.session, changed if message.events else None, holds=holds)
+        if not message.look:
+            await self._take(caller.waiter, task, watcher)
+            return
+        async with self._end_of(task, watcher):
+            if caller.reply(m.TaskIs(task.info)):
+                watcher.held = ""  # what it claimed is the session's
 
     @handles(m.FetchTask)
-    def fetch_for(self, caller: Caller, message: m.FetchTask) -> None:
-        """Answer with a task's result."""
-        self.fetch(caller.wait(), message.task_id, message.claimed)
+    def fetch(self, caller: Caller, message: m.FetchTask) -> Answer:
+        """Answer with a task's result; one that the session claimed is there though the task may have expired since.
+
+        :raises TaskError: if the task is not known, or has not ended.
+        """
+        claimed = self._state.objects.get(message.claimed)
+        if claimed is not None and caller.session in self._state.leases.holders(message.claimed):
+            return self._fetch(caller, claimed, message.task_id, message.claimed)
+        task = self.table.get(message.task_id)
+        if not task.finished:
+            raise TaskError(
+                f"task {message.task_id} of {task.info.endpoint!r} is {task.info.status}, and has no result yet: use "
+                f"wait_for_task()",
+                reason="unfinished",
+            )
+        if task.failure is not None:
+            caller.fail(task.failure)
+            return None
+        return self._fetch(caller, self._result(task), message.task_id, "")
+
+    def _fetch(self, caller: Caller, stored: StoredObject, task_id: str, claimed: str) -> Answer:
+        if stored.cold:
+            return self._fetch_cold(caller, stored, task_id, claimed)
+        self._give(caller, stored, task_id)
+        self._state.release(caller.session, [claimed] if claimed else [])
+        return None
+
+    async def _fetch_cold(self, caller: Caller, stored: StoredObject, task_id: str, claimed: str) -> None:
+        if not claimed:  # another taker ends the task's lease
+            self._state.leases.grant(caller.session, stored.object_id)
+        try:
+            async with self._tiers.warm(caller.waiter, stored):
+                self._give(caller, stored, task_id)
+        finally:
+            self._state.release(caller.session, [stored.object_id])
 
     @handles(m.ListTasks)
     def list_page(self, caller: Caller, message: m.ListTasks) -> m.TaskPage:
@@ -142,61 +206,79 @@ class Tasks:
         why = self._waits_for(task.waiter, users) if task.waiter is not None else ""
         return msgspec.structs.replace(task.info, waits_for=why) if why else task.info
 
-    def wait(self, waiter: Waiter, task_id: str, *, poll: bool = False) -> None:
-        """Tell the waiter how the task ends, at once where it has ended, and before that of every change.
+    # Requests that wait for a task's end.
 
-        :param poll: do not wait.
-        :raises TaskError: if the task is not known.
-        :raises DeadlineExceeded: with ``poll``, if it has not ended.
-        """
-        task = self.table.get(task_id)
-        if poll and not task.finished:
-            raise DeadlineExceeded(f"task {task_id} of {task.info.endpoint!r} is still {task.info.status}")
-        self.watch(waiter, task)
+    def call(self, waiter: Waiter, task: Task[Waiter]) -> None:
+        """Answer a call when the task behind it has ended. The task is dropped with its last call, if it has not begun."""
+        waiter.behind = task.waiter
+        watcher = self._watch(task, waiter.session, None, holds=True)
+        self._state.waits.begin(waiter, self._answer(waiter, task, watcher))
 
-    def fetch(self, waiter: Waiter, task_id: str, claimed: str = "") -> None:
-        """Tell the waiter how the task ended.
+    async def _answer(self, waiter: Waiter, task: Task[Waiter], watcher: Watcher) -> None:
+        try:
+            await self._take(waiter, task, watcher)
+        except Exception as error:
+            tell(waiter, Failure.unexpected(error, f"the result of task {task.info.task_id} cannot be delivered"))
 
-        :param claimed: the object that its session claimed, if it did; it is there though the task may have expired since.
-        :raises TaskError: if the task is not known, or has not ended.
-        """
-        stored = self._state.objects.get(claimed)
-        if stored is not None and waiter.session in self._state.leases.holders(claimed):
-            if stored.cold:
-                self._state.tiers.when_warm(waiter, stored, lambda: self.fetch(waiter, task_id, claimed))
-                return
-            if stored.managed:
-                self._state.leases.grant(waiter.session, claimed)
-            tell(waiter, Delivery(stored.record, stored.live, stored, stored.managed))
-            self._state.release(waiter.session, [claimed])
-            self._state.release(f"{TASK_SESSION}{task_id}", [claimed])
-            return
-        task = self.table.get(task_id)
-        if not task.finished:
-            raise TaskError(
-                f"task {task_id} of {task.info.endpoint!r} is {task.info.status}, and has no result yet: use wait_for_task()",
-                reason="unfinished",
-            )
-        self.watch(waiter, task)
-
-    def watch(self, waiter: Waiter, task: Task[Waiter]) -> None:
-        """Wait for a task that is at hand, see :meth:`wait`."""
-        if waiter.on_event is not None and not (waiter.looks and task.finished):
-            waiter.on_event(self.info(task))
+    def _watch(self, task: Task[Waiter], session: str, changed: Callable[[TaskInfo], None] | None, *, holds: bool) -> Watcher:
+        watcher = Watcher(session, changed, holds)
+        task.watchers[watcher] = None
         if task.finished:
-            self._deliver(task, [waiter])
-        else:
-            waiter.task = task
-            task.watchers[waiter] = None
+            self._end_watches(task)
+        return watcher
 
-    def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter. A task that only a call was waiting for, and which has not begun, is dropped."""
-        task, waiter.task = waiter.task, None
-        if task is None or task.finished:
-            return
-        task.watchers.pop(waiter, None)
-        if not task.kept and not task.watchers and task.info.status is TaskStatus.PENDING:
-            self.cancel(task)
+    @contextlib.asynccontextmanager
+    async def _end_of(self, task: Task[Waiter], watcher: Watcher) -> AsyncIterator[None]:
+        """Wait until a task has ended. A watcher that holds the result does so during the block."""
+        try:
+            await watcher.ended.wait()
+            yield
+        finally:
+            if watcher.held:
+                self._state.release(watcher.session, [watcher.held])
+            if not task.finished:
+                del task.watchers[watcher]
+                if not task.kept and not task.watchers and task.info.status is TaskStatus.PENDING:
+                    self.cancel(task)
+
+    async def _take(self, waiter: Waiter, task: Task[Waiter], watcher: Watcher) -> None:
+        """Deliver how a task ended."""
+        async with self._end_of(task, watcher):
+            if task.failure is not None:
+                tell(waiter, task.failure)
+                return
+            stored = self._result(task)
+            async with self._tiers.warm(waiter, stored) if stored.cold else contextlib.nullcontext():
+                self._give(waiter, stored, task.info.task_id)
+
+    def _give(self, taker: Caller | Waiter, stored: StoredObject, task_id: str) -> None:
+        """Deliver a result. It is kept by the client then, not by the task."""
+        if stored.managed:
+            self._state.leases.grant(taker.session, stored.object_id)
+        taker.deliver(Delivery(stored.record, stored.live, stored, stored.managed))
+        self._state.release(f"{TASK_SESSION}{task_id}", [stored.object_id])
+
+    def _result(self, task: Task[Waiter]) -> StoredObject:
+        stored = self._state.objects.get(task.info.object_id or "")
+        if stored is None:
+            raise TaskError(
+                f"the result of task {task.info.task_id} was fetched, and not kept since: call {task.info.endpoint!r} again; "
+                f"managed handles and the cache keep a result longer",
+                reason="released",
+            )
+        return stored
+
+    def _end_watches(self, task: Task[Waiter]) -> None:
+        """Wake those who wait for a task, which has ended. They hold the result: another one may take it before."""
+        watchers, task.watchers = task.watchers, {}
+        stored = self._state.objects.get(task.info.object_id or "")
+        for watcher in watchers:
+            if watcher.holds and stored is not None:
+                watcher.held = stored.object_id
+                self._state.leases.grant(watcher.session, stored.object_id)
+            watcher.ended.set()
+
+    # The ends of tasks.
 
     def cancel(self, task: Task[Waiter]) -> bool:
         """Cancel a task, or ask it to stop where it runs; False if it had ended.
@@ -228,7 +310,7 @@ class Tasks:
             return
         assert outcome.stored is not None, "a task's result is a stored object"
         self._change(task, TaskStatus.COMPLETED, object_id=outcome.stored.object_id)
-        self._deliver(task, task.watchers)
+        self._end_watches(task)
         if not task.kept:
             self.forget(task)
 
@@ -239,52 +321,7 @@ class Tasks:
         else:
             self._change(task, TaskStatus.FAILED, error_type=failure.type_name, error_message=failure.text)
         task.failure = failure
-        self._deliver(task, task.watchers)
-
-    def _deliver(self, task: Task[Waiter], waiters: Iterable[Waiter]) -> None:
-        """Report how the task ended. A fetched result is kept by the client, not by the task."""
-        waiters, task.watchers = list(waiters), {}
-        outcome = task.failure or self._result(task)
-        takers = [waiter for waiter in waiters if not waiter.looks]
-        if isinstance(outcome, Delivery) and outcome.stored is not None and outcome.stored.cold:
-            for waiter in takers:
-                self._deliver_warm(task, waiter, outcome.stored)
-            takers, waiters = [], [waiter for waiter in waiters if waiter.looks]
-        if isinstance(outcome, Delivery) and outcome.stored is not None:
-            for waiter in waiters:
-                if waiter.claims or (outcome.managed and not waiter.looks):
-                    self._state.leases.grant(waiter.session, outcome.stored.object_id)
-        for waiter in waiters:
-            waiter.task = None
-            tell(waiter, outcome)
-        if takers and isinstance(outcome, Delivery):
-            self.forget(task)
-
-    def _deliver_warm(self, task: Task[Waiter], waiter: Waiter, stored: StoredObject) -> None:
-        """Deliver a cold result when it is restored. Its session holds it until then: another taker ends the task's lease."""
-
-        def release(failure: Failure | None = None) -> None:
-            self._state.release(waiter.session, [stored.object_id])
-
-        def then() -> None:
-            self._deliver(task, [waiter])
-            release()
-
-        waiter.task = None
-        self._state.leases.grant(waiter.session, stored.object_id)
-        self._state.tiers.when_warm(waiter, stored, then, release)
-
-    def _result(self, task: Task[Waiter]) -> Delivery | Failure:
-        stored = self._state.objects.get(task.info.object_id or "")
-        if stored is None:
-            return Failure.of(
-                TaskError(
-                    f"the result of task {task.info.task_id} was fetched, and not kept since: call "
-                    f"{task.info.endpoint!r} again; managed handles and the cache keep a result longer",
-                    reason="released",
-                )
-            )
-        return Delivery(stored.record, stored.live, stored, stored.managed)
+        self._end_watches(task)
 
     def forget(self, task: Task[Waiter]) -> None:
         """Give up the result of a task that has expired, or whose result was fetched."""
@@ -318,9 +355,9 @@ class Tasks:
         self._notify_watchers(task)
 
     def _notify_watchers(self, task: Task[Waiter]) -> None:
-        for waiter in tuple(task.watchers):
-            if waiter.on_event is not None and not (waiter.looks and task.finished):
+        for watcher in tuple(task.watchers):
+            if watcher.changed is not None:
                 try:
-                    waiter.on_event(self.info(task))
+                    watcher.changed(self.info(task))
                 except Exception:
-                    _log.exception("the callback of a waiter of session %s for a task failed", waiter.session)
+                    _log.exception("the callback of a watcher of session %s for a task failed", watcher.session)

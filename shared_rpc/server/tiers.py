@@ -1,8 +1,8 @@
 """Tiers of a server's objects: which sessions have them active, and the moves of their bytes between tiers.
 
 An object is evicted when no session has it active: there is a copy of it in a lower tier then, made first if need be, and the
-memory on its device goes. It is restored, once for all who ask, when anyone needs it: whatever gives an object out asks
-:meth:`Tiers.when_warm` first, if the object is cold. While the copy for an eviction is being made the object is warm still, and
+memory on its device goes. It is restored, once for all who ask, when anyone needs it: whatever gives an object out does that
+inside :meth:`Tiers.warm`, if the object is cold. While the copy for an eviction is being made the object is warm still, and
 given out at once: then it is not evicted.
 """
 
@@ -14,21 +14,19 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import anyio
 
 from shared_rpc.errors import (
     CapabilityError,
-    ConnectionClosed,
     RecordError,
     ServerBusy,
     SharedRPCError,
     StaleHandleError,
 )
-from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.freeing import until_freed
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.copies import LowerCopy
@@ -36,12 +34,14 @@ from shared_rpc.memory.revisions import settled_revision
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.events import MoveReason
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo, MovingInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo, Tier
-from shared_rpc.server.capacity import BELOW, HOST, Below, Capacity, Reservation
-from shared_rpc.server.runs import Waiter, tell
-from shared_rpc.server.state.leases import LeaseTable
-from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.capacity import BELOW, HOST, Below, Reservation
+from shared_rpc.server.requests import Answer, Caller, handles
+from shared_rpc.server.shared import State
+from shared_rpc.server.state.objects import OBJECT_ID, StoredObject
 from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.state.tiers import LOWER, STALE, is_good, next_tier, outlives_use
 
@@ -87,83 +87,31 @@ class Move:
         self.done, self.total = done, total
 
 
-class _Waiting(NamedTuple):
-    """A request that waits for a move: its task, and what is called if it leaves."""
-
-    task: asyncio.Task[None]
-    left: Callable[[Failure | None], None] | None
-
-
 class Tiers:
-    """The tiers of all objects of a server. On its loop only; bytes are copied in threads.
+    """The tiers of all objects of a server, and the requests that move objects. On its loop only.
 
-    :param memory: copies, and makes memory.
     :param spill: where files are made, None if objects are not moved to files.
-    :param pid_of: the process behind a session, for people.
-    :param settle: called with the ids of objects that fewer sessions have active.
-    :param reclaim: called when memory was given up that the executor may have mapped.
-    :param moved: called with every object that has changed its tier.
     """
 
-    def __init__(
-        self,
-        objects: ObjectStore,
-        leases: LeaseTable,
-        capacity: Capacity,
-        memory: DeviceMemory,
-        spill: SpillDirectory | None,
-        pid_of: Callable[[str], int],
-        settle: Callable[..., None],
-        reclaim: Callable[[], None],
-        moved: Callable[..., None],
-    ) -> None:
-        self._objects = objects
-        self._leases = leases
-        self._capacity = capacity
-        self._memory = memory
+    def __init__(self, state: State, spill: SpillDirectory | None) -> None:
+        self._state = state
+        self._objects = state.objects
+        self._leases = state.leases
+        self._capacity = state.capacity
+        self._memory = state.memory
         self._spill = spill
-        self._pid_of = pid_of
-        self._settle = settle
-        self._reclaim = reclaim
-        self._moved = moved
         #: Held while a copy is made for later.
         self._copying_ahead = asyncio.Lock()
         #: The moves under way, by their objects.
         self._moves: dict[str, Move] = {}
         #: Objects that are about to be given out: how often. They stay on their devices until then.
         self._kept: Counter[str] = Counter()
-        #: Requests that wait for moves, or for capacity.
-        self._waiting: dict[Waiter, _Waiting] = {}
-        #: The waiter whose request is being answered.
-        self._served: Waiter | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._stopped = False
+        self._capacity.mover = self
 
     def stop(self) -> None:
-        """Notify all waiters, and end all moves. Later requests are refused."""
-        self._stopped = True
+        """End all moves."""
         for move in self._moves.values():
             move.cancel()
-        for task in self._tasks:
-            task.cancel()
-        waiting = dict(self._waiting)
-        self._waiting.clear()
-        for waiter, (_, left) in waiting.items():
-            if left is not None:
-                left(_gone())
-            tell(waiter, _gone())
-
-    def close(self) -> None:
-        """End the memory's threads: the loop has ended."""
-        self._memory.close()
-
-    def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter that no longer waits. The evictions that it has asked for end."""
-        waiting = self._waiting.pop(waiter, None)
-        if waiting is not None:
-            waiting.task.cancel()
-            if waiting.left is not None:
-                waiting.left(None)
 
     def info(self, stored: StoredObject) -> tuple[dict[Tier, int], MovingInfo | None]:
         """Return the bytes of an object's good copies by tier, and its move that goes on."""
@@ -182,100 +130,77 @@ class Tiers:
         """Return the sessions that have an object active. A task's has nothing mapped, and never has."""
         return [session for session in self._leases.active(object_id) if not session.startswith(TASK_SESSION)]
 
-    def suspend(self, session: str, object_ids: Iterable[str]) -> int:
-        """Make the session's leases on these objects inactive; return how many of them were active."""
-        suspended = [object_id for object_id in object_ids if self._leases.suspend(session, object_id)]
-        self._settle(*suspended)
-        return len(suspended)
+    @handles(t.Suspend)
+    def suspend(self, caller: Caller, message: t.Suspend) -> m.Count:
+        """Make the session's leases on these objects inactive; the count is of those that were active."""
+        suspended = [object_id for object_id in message.object_ids if self._leases.suspend(caller.session, object_id)]
+        self._state.settle(*suspended)
+        return m.Count(len(suspended))
 
-    def resume(self, waiter: Waiter, object_id: str, answer: Callable[[StoredObject], object]) -> None:
-        """Make the lease of the waiter's session on an object active, and call ``answer`` when the object is on its device.
+    @handles(t.Resume)
+    def resume(self, caller: Caller, message: t.Resume) -> Answer:
+        """Make the lease of the session on an object active, and hand out its memory when it is on its device.
 
         :raises StaleHandleError: if the session has no lease on it.
         """
-        stored = self._objects.get(object_id)
-        if stored is None or waiter.session not in self._leases.holders(object_id):
-            raise StaleHandleError(
-                f"object {object_id[:100]} cannot be resumed: "
-                + ("the server has no such object" if stored is None else "the session has no lease on it any more"),
-                reason="object_gone" if stored is None else "released",
-            )
-        if stored.cold or self.must_wait(waiter, stored):
-            self.when_warm(waiter, stored, lambda: self.resume(waiter, object_id, answer), reason="resume")
-            return
-        self._leases.resume(waiter.session, object_id)
-        answer(stored)
+        session, object_id = caller.session, message.object_id
+
+        def held() -> StoredObject:
+            stored = self._objects.get(object_id)
+            if stored is None or session not in self._leases.holders(object_id):
+                raise StaleHandleError(
+                    f"object {object_id[:100]} cannot be resumed: "
+                    + ("the server has no such object" if stored is None else "the session has no lease on it any more"),
+                    reason="object_gone" if stored is None else "released",
+                )
+            return stored
+
+        def hand_out(stored: StoredObject) -> None:
+            self._leases.resume(session, object_id)
+            segments = stored.record.segments
+            reply = t.Resumed(stored.generation, [segment.info for segment in segments], self._state.server_id)
+            caller.reply(reply, owners=tuple(segment.owner for segment in segments))
+
+        return self.serve(caller, held, hand_out, reason="resume")
 
     # Cold objects that are needed.
 
-    def when_warm(
+    def serve(
         self,
-        waiter: Waiter,
-        stored: StoredObject,
-        then: Callable[[], None],
-        otherwise: Callable[[Failure | None], None] | None = None,
+        caller: Caller,
+        find: Callable[[], StoredObject],
+        use: Callable[[StoredObject], object],
         *,
-        rebuilds: bool = False,
         reason: MoveReason = "use",
-    ) -> None:
-        """Call ``then`` when a cold object is on its device, see :class:`Restorer`.
+    ) -> Answer:
+        """Use an object for a request: now if it is on its device, otherwise when it is restored.
 
-        :param reason: for events.
+        :param find: returns the object. It is asked again then, when the object may be another one.
+        :param use: answers the caller.
         """
+        stored = find()
+        if self.must_wait(caller.session, stored):
+            return self._serve_warm(caller, find, use, reason)
+        use(stored)
+        return None
 
-        async def serve() -> None:
-            try:
-                async with self.warm(waiter, stored, first=waiter.inner, reason=reason):
-                    self._serve(waiter, then)
-            except StaleHandleError as error:
-                if not rebuilds:
-                    raise
-                _log.debug("%s is built again: %s", _named(stored), error)
-                self._serve(waiter, then)
-
-        self._wait(waiter, serve, otherwise)
-
-    def must_wait(self, waiter: Waiter, stored: StoredObject) -> bool:
-        """Return whether a waiter has to ask for an object that is on its device, see :meth:`Restorer.must_wait`."""
-        if not self._objects.contended or waiter.inner or waiter is self._served:
-            return False
-        return self._capacity.must_wait(waiter.session, stored)
-
-    def _serve(self, waiter: Waiter, then: Callable[[], None]) -> None:
-        """Answer a waiter whose object is on its device, and must not leave before it is given out."""
-        self._waiting.pop(waiter, None)
-        earlier, self._served = self._served, waiter
-        try:
-            then()
-        except Exception as error:
-            tell(waiter, _failure_of(error))
-        finally:
-            self._served = earlier
-
-    def _wait(
-        self, waiter: Waiter, work: Callable[[], Awaitable[None]], left: Callable[[Failure | None], None] | None = None
+    async def _serve_warm(
+        self, caller: Caller, find: Callable[[], StoredObject], use: Callable[[StoredObject], object], reason: MoveReason
     ) -> None:
-        """Have a waiter wait for some work; it gets the work's error.
+        stored = find()
+        while True:
+            async with self.warm(caller.waiter, stored, reason=reason):
+                stored = find()
+                if not stored.cold:
+                    use(stored)
+                    return
 
-        :param left: called with that, or with None if the waiter leaves before.
+    def must_wait(self, session: str, stored: StoredObject) -> bool:
+        """Return whether a session that is to use an object has to ask for it by :meth:`warm`.
+
+        That is so too while others wait for capacity on its device, so that the objects in use come to rest.
         """
-        if self._stopped:
-            if left is not None:
-                left(_gone())
-            tell(waiter, _gone())
-            return
-
-        async def attempt() -> None:
-            try:
-                await work()
-            except Exception as error:
-                failure = _failure_of(error)
-                if self._waiting.pop(waiter, None) is not None:
-                    if left is not None:
-                        left(failure)
-                    tell(waiter, failure)
-
-        self._waiting[waiter] = _Waiting(self._begin(attempt()), left)
+        return stored.tier != "device" or (self._objects.contended and self._capacity.must_wait(session, stored))
 
     @contextlib.asynccontextmanager
     async def warm(
@@ -309,7 +234,7 @@ class Tiers:
                     move = None
                 elif (move := self._moves_of(stored)) is None:
                     move = self._enter(self._objects.group(stored), "device", "up")
-                    self._begin(self._restored(move, stored, reason, reservation, made))
+                    self._state.waits.begin(move, self._restored(move, stored, reason, reservation, made))
                     reservation = None
                 if reservation is not None:
                     reservation.release()
@@ -323,7 +248,7 @@ class Tiers:
                 self._kept[stored.object_id] -= 1
             if not self._kept[stored.object_id]:
                 del self._kept[stored.object_id]
-            self._settle()
+            self._state.settle()
 
     async def _restored(
         self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation | None, made: list[MoveInfo]
@@ -340,52 +265,46 @@ class Tiers:
 
     # Moves that are asked for.
 
-    def evict(self, waiter: Waiter, target: str, to: str, answer: Callable[[list[MoveInfo]], object]) -> None:
-        """Evict an object, or all of an endpoint, and call ``answer`` with those that have changed their tiers.
+    @handles(t.Evict)
+    async def evict(self, caller: Caller, message: t.Evict) -> t.Moved:
+        """Move an object, or all of an endpoint, to a lower tier; the answer lists those that have changed theirs."""
+        return await self._move(message.target, lambda stored: self.move_down(stored, message.to))
 
-        :param target: an object's id or an endpoint's name.
-        :param to: ``"host"``, ``"file"``, or ``""`` for the next tier that the server has.
-        """
-        self._ask(waiter, target, lambda stored: self.move_down(stored, to), answer)
-
-    def restore(self, waiter: Waiter, target: str, answer: Callable[[list[MoveInfo]], object]) -> None:
-        """Restore an object, or all of an endpoint; see :meth:`evict`."""
+    @handles(t.Restore)
+    async def restore(self, caller: Caller, message: t.Restore) -> t.Moved:
+        """Bring an object, or all of an endpoint, back to its device; see :meth:`evict`."""
 
         async def move_up(stored: StoredObject) -> list[MoveInfo]:
-            async with self.warm(waiter, stored, reason="request") as moves:
+            async with self.warm(caller.waiter, stored, reason="request") as moves:
                 return moves
 
-        self._ask(waiter, target, move_up, answer)
+        return await self._move(message.target, move_up)
 
-    def _ask(
-        self,
-        waiter: Waiter,
-        target: str,
-        move: Callable[[StoredObject], Coroutine[Any, Any, list[MoveInfo]]],
-        answer: Callable[[list[MoveInfo]], object],
-    ) -> None:
+    async def _move(self, target: str, move: Callable[[StoredObject], Awaitable[list[MoveInfo]]]) -> t.Moved:
+        """Move the objects of a target, which is an object's id or an endpoint's name.
+
+        :raises StaleHandleError, EndpointNotFound: if there is none.
+        """
+        if OBJECT_ID.fullmatch(target):
+            self._state.stored(target)
+        else:
+            self._state.registry.get(target)
         one = self._objects.get(target)
-        targets = [one] if one is not None else [each for each in self._objects if each.endpoint == target != ""]
-
-        async def move_all() -> None:
-            moved: list[MoveInfo] = []
-            refusals: list[SharedRPCError] = []
-            for stored in targets:
-                try:
-                    moved += await move(stored)
-                except SharedRPCError as error:
-                    refusals.append(error)
-            if refusals:
-                raise _together(refusals, len(moved))
-            if self._waiting.pop(waiter, None) is not None:
-                answer(moved)
-
-        self._wait(waiter, move_all)
+        moved: list[MoveInfo] = []
+        refusals: list[SharedRPCError] = []
+        for stored in [one] if one is not None else [each for each in self._objects if each.endpoint == target != ""]:
+            try:
+                moved += await move(stored)
+            except SharedRPCError as error:
+                refusals.append(error)
+        if refusals:
+            raise _together(refusals, len(moved))
+        return t.Moved(moved)
 
     async def move_down(self, stored: StoredObject, to: str = "", reason: MoveReason = "request") -> list[MoveInfo]:
         """Evict an object, with those that share its memory; return those that have changed their tiers.
 
-        :param to: see :meth:`evict`.
+        :param to: ``"host"``, ``"file"``, or ``""`` for the next tier that the server has.
         :raises ServerBusy: if a session has one of them active, if one is pinned, or if they are written to all the time.
         :raises CapabilityError: if there is no lower tier for them, or no capacity there.
         """
@@ -428,7 +347,7 @@ class Tiers:
             self._evictable(group, to)
             before = stored.tier
             self._objects.evict(group, tier)
-        self._reclaim()
+        self._state.executor.reclaim()
         return self._told(group, before, copied, began, reason)
 
     @contextlib.asynccontextmanager
@@ -471,7 +390,8 @@ class Tiers:
 
     def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
         """Begin to move a group down."""
-        self._begin(self._give_way(self._enter(group, to, "down"), to))
+        move = self._enter(group, to, "down")
+        self._state.waits.begin(move, self._give_way(move, to))
 
     async def _give_way(self, move: Move, to: Below) -> None:
         try:
@@ -485,8 +405,8 @@ class Tiers:
 
     def copy_ahead(self, stored: StoredObject) -> None:
         """Copy an object in the background, for a later eviction, where it has a lower tier."""
-        if stored.record.segments and not self._stopped:
-            self._begin(self._copy_ahead(stored))
+        if stored.record.segments and not self._state.stopped:
+            self._state.waits.begin(object(), self._copy_ahead(stored))
 
     async def _copy_ahead(self, stored: StoredObject) -> None:
         try:
@@ -507,12 +427,6 @@ class Tiers:
             _log.info("%s is not copied ahead of its eviction: %s", _named(stored), error)
 
     # One move.
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _keeps(self, stored: StoredObject) -> bool:
         return self._objects.get(stored.object_id) is stored
@@ -591,7 +505,7 @@ class Tiers:
             where = "" if stored is group[0] else f", whose memory {_named(group[0])} shares,"
             if stored.pinned:
                 raise ServerBusy(f"{_named(stored)}{where} cannot be evicted: its endpoint was shared with pinned=True")
-            pids = sorted({self._pid_of(session) for session in self.active(stored.object_id)})
+            pids = sorted({self._state.sessions.pid_of(session) for session in self.active(stored.object_id)})
             if pids:
                 raise ServerBusy(
                     f"{_named(stored)}{where} cannot be evicted while it is in use by pid {', '.join(map(str, pids))}: suspend "
@@ -754,7 +668,7 @@ class Tiers:
             )
             facts = moves[-1]
             _log.info("%s is in tier %r, %d bytes were copied", _named(stored), stored.tier, facts["copied"])
-            self._moved(
+            self._state.events.moved(
                 stored,
                 before,
                 stored.tier,
@@ -801,7 +715,3 @@ def _together(refusals: Sequence[SharedRPCError], moved: int) -> SharedRPCError:
 def _failure_of(error: Exception) -> Failure:
     """Return the failure of a move; one that is not the library's own is logged: a failing driver, for example."""
     return Failure.unexpected(error, "a move between tiers failed")
-
-
-def _gone() -> Failure:
-    return Failure.of(ConnectionClosed(f"the server (pid {os.getpid()}) was stopped"))

@@ -744,7 +744,7 @@ def test_those_who_went_away_are_not_waited_for(server: Server, client: Client) 
     listener.expect("listens")
 
     def waiting() -> int:
-        return server.engine.ask(lambda core: len(core.requests))
+        return server.engine.ask(lambda core: len(core.state.waits))
 
     eventually(lambda: waiting() == 1)
     listener.kill()

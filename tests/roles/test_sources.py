@@ -410,7 +410,7 @@ def test_a_server_that_stops_ends_all_waits(
     calls = [threads.submit(client.call, "load", key) for key in (1, 2)]
     next(source), next(source)
     waiting = threads.submit(next, source)
-    eventually(lambda: server.engine.ask(lambda core: len(core.requests) > 0))
+    eventually(lambda: server.engine.ask(lambda core: len(core.state.waits) > 0))
     server.stop()
     for wait in (*calls, waiting):
         assert isinstance(wait.exception(10), ConnectionClosed)
@@ -419,7 +419,7 @@ def test_a_server_that_stops_ends_all_waits(
 def test_closing_a_source_ends_its_iteration(source: Source, server: Server, threads: ThreadPoolExecutor) -> None:
     """In another thread; closing twice is harmless."""
     iteration = threads.submit(list, source)
-    eventually(lambda: server.engine.ask(lambda core: len(core.requests) > 0))
+    eventually(lambda: server.engine.ask(lambda core: len(core.state.waits) > 0))
     source.close()
     assert iteration.result(10) == []
     source.close()

@@ -740,7 +740,7 @@ def test_an_object_that_is_dropped_while_it_is_evicted(client: Client, server: S
         assert lowering.begun.wait(30)
         second = pool.submit(client.restore, client.list_objects()[0]["object_id"])
         third = pool.submit(client.evict, "model")
-        eventually(lambda: server.engine.ask(lambda core: len(core.tiers._waiting)) == 2)
+        eventually(lambda: server.engine.ask(lambda core: len(core.state.waits)) == 2)
         assert client.invalidate_endpoint_cache("model") == 1
         lowering.open.set()
         assert (first.result(), second.result(), third.result()) == ([], [], [])

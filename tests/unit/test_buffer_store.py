@@ -31,7 +31,7 @@ class Buffers(Shelf):
     def __init__(self, max_bytes: int | None = None, capacity: int = 100, **limits: int) -> None:
         super().__init__(max_bytes)
         self.table = BufferTable(self.store, self.leases, self.clock, capacity=capacity)
-        self.capacity = Capacity(self.store, self.leases, self.clock, Mock(), lambda session: ord(session) - 96, Mock(), limits)
+        self.capacity = Capacity(self.store, self.leases, self.clock, Mock(), lambda session: ord(session) - 96, limits)
 
     def make(
         self,

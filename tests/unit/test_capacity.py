@@ -8,6 +8,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -74,10 +75,10 @@ class World(Shelf):
             self.clock,
             lambda seconds: None,
             ord,
-            lambda: self,
             limits,
             **{"when_full": "evict", "host_quota": host_limit, **options},
         )
+        self.capacity.mover = self
         self.limits = limits
         self.tiers: dict[str, tuple[Below, ...]] = {}
         self.moves: list[Move] = []
@@ -517,26 +518,26 @@ def test_a_request_without_patience_is_refused(world: World) -> None:
         world.loop.run_until_complete(ask())
 
 
-def test_the_wait_of_a_part_without_coroutines(world: World) -> None:
-    """It is answered by a call, at once or later, and leaves at once."""
+def test_a_request_is_granted_when_it_enters_or_later(world: World) -> None:
+    """One that has to wait leaves the queue when its wait is cancelled."""
     stored = world.put("x", {GPU: 60}, active="b")
-    granted: list[Reservation] = []
-    refused: list[Any] = []
+    one, two, three = (world.turn(partial(world.capacity.enter, str(n), {GPU: n})) for n in (40, 60, 20))
+    assert (one.granted, two.granted, three.granted, len(world.capacity)) == (True, False, False, 2)
 
-    def ask(owner: str, nbytes: int) -> None:
-        world.turn(lambda: world.capacity.ask(owner, {GPU: nbytes}, granted.append, refused.append))
+    async def leave() -> None:
+        wait = asyncio.create_task(world.capacity.granted(three))
+        await asyncio.sleep(0)
+        wait.cancel()
 
-    ask("one", 40)
-    ask("two", 60)
-    ask("three", 20)
-    assert len(granted) == 1 and len(world.capacity) == 2
-    assert world.turn(lambda: (world.capacity.leave("three"), len(world.capacity))) == (True, 1)
-    assert not world.turn(lambda: world.capacity.leave("three"))
+    later = world.turn(lambda: world.loop.create_task(world.capacity.granted(two)))
+    world.loop.run_until_complete(leave())
+    world.turn()
+    assert len(world.capacity) == 1
     world.suspend("b", stored)
     world.end()
-    assert len(granted) == 2 and world.capacity.used(GPU) == 100
-    ask("four", 101)
-    assert [failure.code for failure in refused] == [CapabilityError.code]
+    assert later.result().sizes == {GPU: 60} and world.capacity.used(GPU) == 100
+    with pytest.raises(CapabilityError):
+        world.turn(lambda: world.capacity.enter("4", {GPU: 101}))
 
 
 # Host copies.

@@ -136,10 +136,7 @@ class BufferTable:
 
         :raises BufferNotFound: if it is not listed, or not any more.
         """
-        terms, stored = self._current(object_id), self._objects.get(object_id)
-        if terms is None or stored is None:
-            reason = self._reasons.get(object_id, "unknown")
-            raise BufferNotFound(f"buffer {object_id[:100]} is not available: {_REASONS[reason]}", reason=reason)
+        stored, terms = self.listed(object_id), self._terms[object_id]
         self._leases.grant(session, object_id)
         stored.last_accessed_at = self._clock.now()
         if terms.linger:
@@ -152,10 +149,16 @@ class BufferTable:
                 self._objects.notify(stored)
         return stored
 
-    def listed(self, object_id: str) -> StoredObject | None:
-        """Return a listed buffer, None for any other. That is no access."""
+    def listed(self, object_id: str) -> StoredObject:
+        """Return a listed buffer. That is no access.
+
+        :raises BufferNotFound: if it is not listed, or not any more.
+        """
         stored = self._objects.get(object_id)
-        return stored if stored is not None and self._current(object_id) is not None else None
+        if stored is None or self._current(object_id) is None:
+            reason = self._reasons.get(object_id, "unknown")
+            raise BufferNotFound(f"buffer {object_id[:100]} is not available: {_REASONS[reason]}", reason=reason)
+        return stored
 
     def free(self, object_id: str) -> bool:
         """Unlist a buffer; False if it was not listed, or not any more."""

@@ -12,6 +12,7 @@ A *miss* is a run that waits for the source's answer. Rules:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -51,13 +52,17 @@ class SourceTable(Generic[W]):
     """The source, if there is one, and the misses without an answer; ``W`` is the type of the runs' waiters.
 
     :param grace: seconds that misses wait for a source.
+    :param changed: called when there is a new miss, or another source or none.
     :param expected: whether a source will be attached soon after the server's start.
     """
 
-    def __init__(self, clock: Clock, grace: float, *, expected: bool = False) -> None:
+    def __init__(
+        self, clock: Clock, grace: float, changed: Callable[[], None] = lambda: None, *, expected: bool = False
+    ) -> None:
         self.grace = grace
         self.source: Attachment | None = None
         self._clock = clock
+        self._changed = changed
         self._misses: dict[int, OpenMiss[W]] = {}
         self._numbers = itertools.count(1)
         self._attachments = itertools.count(1)
@@ -68,6 +73,7 @@ class SourceTable(Generic[W]):
         """Make a session the source, in place of an earlier one; all misses are put to it."""
         self.source = Attachment(next(self._attachments), session, self._clock.unix(self._clock.now()))
         self._take_back()
+        self._changed()
         return self.source
 
     def lose(self) -> list[OpenMiss[W]]:
@@ -79,6 +85,7 @@ class SourceTable(Generic[W]):
         unwanted = [miss for miss in self._misses.values() if not miss.run.waiters]
         for miss in unwanted:
             self.remove(miss.run)
+        self._changed()
         return unwanted
 
     def find(self, session: str, number: int) -> Attachment:
@@ -108,6 +115,7 @@ class SourceTable(Generic[W]):
         miss = OpenMiss(next(self._numbers), run, now)
         run.miss = miss.number
         self._misses[miss.number] = miss
+        self._changed()
         return miss
 
     def offer(self, after: int) -> list[OpenMiss[W]]:

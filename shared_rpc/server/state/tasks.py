@@ -45,18 +45,18 @@ _SHOWN = 2000
 
 @dataclass(eq=False, slots=True)
 class Task(Generic[W]):
-    """One task. ``watchers`` are notified of every change.
+    """One task. ``watchers`` wait for its end, and are notified of every change.
 
     ``kept``: its result waits to be fetched; that of the task behind a call does not, whose caller gets it at once.
     ``ended_at`` is on the table's clock. ``waiter`` waits for the task's run, None once that has ended; it is opaque here, as
-    is ``failure``.
+    are the watchers and ``failure``.
     """
 
     info: TaskInfo
     number: int
     kept: bool
     ended_at: float = 0.0
-    watchers: dict[W, None] = field(default_factory=dict)
+    watchers: dict[Any, None] = field(default_factory=dict)
     waiter: W | None = None
     failure: Any = None
 
@@ -72,7 +72,7 @@ class Task(Generic[W]):
 
 
 class TaskTable(Generic[W]):
-    """All tasks of a server; ``W`` is the type of watchers.
+    """All tasks of a server; ``W`` is the type of their waiters.
 
     :param issuer: the prefix of these tasks' ids, the server's id.
     :param on_forget: called with every finished task that is forgotten.
