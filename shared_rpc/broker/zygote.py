@@ -78,12 +78,8 @@ class _Running:
                     process_group=0,
                     bufsize=0,
                 )
-            self.child = Child(process, process.stderr, self._exited, passes_on=False)
+            self.child = Child(process, process.stderr, lambda: self.lost and self.lost(), passes_on=False)
             opened.pop_all()
-
-    def _exited(self) -> None:
-        if self.lost is not None:
-            self.lost()
 
     async def prepare(self, **request: Any) -> dict[str, Any]:
         """Have it import modules; return the answer. See :meth:`shared_rpc.zygote.serving.Zygote.prepare`.
@@ -340,11 +336,10 @@ class WorkerZygote:
 
     async def _fork(self, running: _Running, number: int) -> ForkedWorker | None:
         supposed = msgspec.json.encode(_variables(running.imports)).decode()
-        options = program("")[1:-2]
         request = {
             "type": "Fork",
             "words": ["-m", "shared_rpc.worker", *self._command.words(number, _LINK), "--forked", supposed],
-            "options": options,
+            "options": program("")[1:-2],
             "variables": environment(),
             "fds": [0, 1, 2, _LINK],
             "folders": running.imports.first,

@@ -10,9 +10,10 @@ def main() -> None:
     """Run the command line."""
     if sys.argv[1:2] == ["run"]:
         # A person waits for the script: the other commands are not loaded for it, nor what parses them.
-        from shared_rpc.scripts.command import run_directly
+        from shared_rpc.scripts.command import launch, parse
 
-        run_directly(sys.argv[2:])
+        if (script := parse(sys.argv[2:])) is not None:
+            launch(script)
     _open_standard_streams()
     from shared_rpc.cli.app import main as commands
 

@@ -43,7 +43,7 @@ class Child:
     """
 
     def __init__(
-        self, process: Process, output: IO[bytes] | None, ended: Callable[[], None], passes_on: bool = True, fd: int = -1
+        self, process: Process, output: IO[bytes] | None, ended: Callable[[], object], passes_on: bool = True, fd: int = -1
     ) -> None:
         self.pid = process.pid
         #: Set when it has ended and was reaped.

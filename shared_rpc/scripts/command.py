@@ -69,18 +69,6 @@ class _Gone(Exception):
     """An end of the zygote, past or announced: another zygote may run the script."""
 
 
-def run_directly(words: list[str]) -> None:
-    """Run the script of the words behind ``run``. Returns only if they need an explanation."""
-    script = parse(words)
-    if script is not None:
-        launch(script)
-
-
-def zygote_path(base_path: str, key: str) -> str:
-    """Return the path where the zygote of a key listens."""
-    return f"{base_path}-{key}.zygote"
-
-
 def launch(script: Script) -> NoReturn:
     """Run a script, and end as it does."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -108,8 +96,6 @@ def _check(script: Script) -> None:
             raise ConnectError("")  # the interpreter has its own message
     if sys.flags.inspect or sys.flags.interactive:
         raise ConnectError("the interpreter becomes interactive after the script (-i, PYTHONINSPECT)")
-    if not sys.executable:
-        raise ConnectError("the interpreter does not know its own path")
     if is_in_background():
         raise ConnectError(
             "the terminal belongs to another job: if the script does not read it, start the script with '< /dev/null'"
@@ -117,7 +103,7 @@ def _check(script: Script) -> None:
 
 
 def _become(script: Script) -> NoReturn:
-    words = [sys.executable or "python3", *interpreter_options(), *script.words]
+    words = [sys.executable, *interpreter_options(), *script.words]
     try:
         os.execvp(words[0], words)
     except OSError as error:
@@ -137,7 +123,7 @@ class _Run:
         self._settings = ScriptSettings(
             (*settings.preload, *script.preload), settings.idle_exit if script.idle_exit is None else script.idle_exit
         )
-        self._path = zygote_path(resolve_base_path(None, environ), key_of(environ, self._settings.preload))
+        self._path = f"{resolve_base_path(None, environ)}-{key_of(environ, self._settings.preload)}.zygote"
 
     def begin(self) -> tuple[socket.socket, int]:
         """Have the script made, ready to begin: the connection to its watcher, and its process id."""

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shared_rpc.settings import resolve_base_path
 from shared_rpc.zygote.process import is_readable
 from shared_rpc.zygote.wire import Lost, ask
 
-#: Seconds for a zygote to answer, or to end.
+#: Seconds for a zygote to answer.
 _PATIENCE = 2.0
 
 
@@ -26,7 +27,7 @@ def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
     found = []
     for path, sock in _connections(base_path):
         try:
-            found.append(_asked(sock, "TellState"))
+            found.append(_state_of(sock))
         except (OSError, Lost) as error:
             passed_over(f"the zygote at {path} (pid {peer_of(sock).pid}) did not answer: {error}")
     return found
@@ -45,12 +46,11 @@ def stop_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
         except OSError:  # the process has just ended
             continue
         try:
-            facts = _asked(sock, "StopListening")
-            if not is_readable(pidfd, _PATIENCE):
-                # A zygote has no state to lose.
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                is_readable(pidfd)
-            ended.append(facts)
+            ended.append(_state_of(sock))
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # a zygote has no state to lose
+            is_readable(pidfd)
+            with suppress(OSError):
+                os.unlink(path)
         except (OSError, Lost) as error:
             passed_over(f"{path} (pid {pid}) did not answer as a zygote, and was not stopped: {error}")
         finally:
@@ -73,8 +73,8 @@ def _connections(base_path: str | None) -> Iterator[tuple[str, socket.socket]]:
                 yield path, sock
 
 
-def _asked(sock: socket.socket, what: str) -> dict[str, Any]:
-    answer = ask(sock, {"type": what})
+def _state_of(sock: socket.socket) -> dict[str, Any]:
+    answer = ask(sock, {"type": "TellState"})
     if answer.pop("type") != "ZygoteState":
         raise Lost("the answer is not a zygote's")
     return answer

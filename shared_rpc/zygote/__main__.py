@@ -60,7 +60,7 @@ def _listen(options: argparse.Namespace) -> Callable[[], NoReturn] | None:
         report(f"a zygote that has imported {', '.join(needed)} cannot be forked: {answer['why']}")
         return None
     try:
-        listener = Listener(options.listen, needed, options.idle_exit)
+        listener = Listener(options.listen, options.detach, needed, options.idle_exit)
     except ConfigurationError as error:
         report(str(error))
         return None

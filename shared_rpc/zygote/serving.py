@@ -31,8 +31,6 @@ _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _PATIENCE = 10.0
 #: Seconds between two checks that the socket's file still exists.
 _LOOK = 2.0
-#: What a fork writes for the zygote: that it is to end; else the seconds that it is to live on.
-_END = "end"
 
 
 class Fork(TypedDict, total=False):
@@ -68,11 +66,15 @@ class Control:
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
         return socket.socket(fileno=fds[0]) if fds else None
 
+    def leave(self) -> None:
+        """In a fork: close the zygote's own descriptors, which are to be closed when it has ended."""
+        self._socket.close()
+
     def note(self, request: Fork) -> None:
         """In a fork: have the zygote count a process."""
 
     def end(self) -> None:
-        """In a fork: have the zygote end, and another one take its place at once. A broker does that itself."""
+        """In a fork: end the zygote, so that another one can take its place at once. A broker does that itself."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """In a fork: answer a request that is none for a process."""
@@ -152,6 +154,7 @@ class Zygote:
     def _hear(self, client: socket.socket, door: Control) -> Callable[[], NoReturn]:
         """Answer one request, in a fork; return the program in another one, whose watcher the first one is."""
         client = socket.socket(fileno=client.detach())
+        door.leave()
         try:
             client.settimeout(_PATIENCE)
             send(client, GREETING)
@@ -238,16 +241,17 @@ class Listener(Control):
     """The socket of a zygote that serves all processes of its user, and its time.
 
     :param path: where it listens.
+    :param lock: a descriptor that it keeps while it lives.
     :param preloaded: names of modules, for people.
     :param idle_exit: seconds without a request, until one says something else.
     :raises ConfigurationError: if the path cannot be used.
     """
 
-    def __init__(self, path: str, preloaded: list[str], idle_exit: float) -> None:
+    def __init__(self, path: str, lock: int, preloaded: list[str], idle_exit: float) -> None:
         from shared_rpc.server.listener import bind_socket
 
         super().__init__(bind_socket(path))
-        self._path, self._preloaded, self._idle_exit = path, preloaded, idle_exit
+        self._path, self._lock, self._preloaded, self._idle_exit = path, lock, preloaded, idle_exit
         self._inode = os.lstat(path).st_ino
         self._pid = os.getpid()
         self._begun = self._last = time.monotonic()
@@ -264,8 +268,11 @@ class Listener(Control):
         while True:
             left = self._until - time.monotonic()
             ready = dict(poll.poll(max(min(left, _LOOK), 0) * 1000))
-            if self._news in ready and not self._goes_on():
-                return None
+            if self._news in ready:
+                noted = os.read(self._news, 1 << 16).split()
+                self._runs += len(noted)
+                self._idle_exit, self._last = float(noted[-1]), time.monotonic()
+                self._until = self._last + self._idle_exit
             if self._socket.fileno() in ready:
                 with suppress(OSError):
                     client, _ = self._socket.accept()
@@ -275,16 +282,6 @@ class Listener(Control):
             elif left <= 0 or self._replaced():
                 self._remove()
                 return None
-
-    def _goes_on(self) -> bool:
-        """Take in what forks have noted; False if one is to end the zygote."""
-        noted = os.read(self._news, 1 << 16).decode().split()
-        self._runs += len(noted)
-        if _END in noted:
-            return False
-        self._idle_exit, self._last = float(noted[-1]), time.monotonic()
-        self._until = self._last + self._idle_exit
-        return True
 
     def _replaced(self) -> bool:
         try:
@@ -297,6 +294,11 @@ class Listener(Control):
 
         remove_socket(self._path, self._inode)
 
+    def leave(self) -> None:
+        """See :class:`Control`."""
+        super().leave()
+        os.close(self._lock)
+
     def note(self, request: Fork) -> None:
         """See :class:`Control`."""
         os.write(self._noted, f"{request.get('idle_exit', self._idle_exit)}\n".encode())
@@ -304,13 +306,11 @@ class Listener(Control):
     def end(self) -> None:
         """See :class:`Control`."""
         self._remove()
-        os.write(self._noted, f"{_END}\n".encode())
+        os.kill(self._pid, signal.SIGKILL)  # it has no state to lose
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Describe the zygote; times are in seconds, ``pss`` in bytes, see :func:`~shared_rpc.zygote.process.pss_of`."""
-        if request["type"] == "StopListening":
-            self.end()
-        elif request["type"] != "TellState":
+        if request["type"] != "TellState":
             return super().answer(request)
         now = time.monotonic()
         return {

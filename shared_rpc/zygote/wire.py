@@ -11,8 +11,7 @@ They stay on this host and in this version of the package. A message is an objec
                    :class:`~shared_rpc.zygote.serving.Fork`; answered with ``Forked`` (``pid``) or ``ForkRefused`` (``why``;
                    ``stale`` if any later request would be refused too). The process begins when it receives :data:`GO`
 ``Ended``          from the watcher, last: ``code`` as :attr:`subprocess.Popen.returncode`
-``TellState``,     answered with ``ZygoteState``, see :class:`~shared_rpc.zygote.serving.Listener`; the second one ends the
-``StopListening``  zygote
+``TellState``      answered with ``ZygoteState``, see :meth:`shared_rpc.zygote.serving.Listener.answer`
 =================  ======================================================================================================
 
 A command of ``shared-rpc run`` loads this module: a person waits for it, so neither msgspec nor asyncio are imported.

@@ -166,6 +166,23 @@ def test_a_zygote_without_its_socket_ends(place: Place, zygote: int) -> None:
     eventually(lambda: zygote not in pids())
 
 
+def test_a_client_that_says_nothing_holds_up_no_other(place: Place, zygote: int) -> None:
+    """Neither those of the same zygote, nor of the next one when that has ended."""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(socket_of(place, zygote))
+        assert receive(silent)[0]["type"] == "Greeting"
+        # The fork that listens to it keeps nothing that another zygote would wait for.
+        (fork,) = Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()
+        eventually(lambda: sum(link.startswith("socket:") for link in links_of(int(fork))) == 1)
+        assert not [link for link in links_of(int(fork)) if link.endswith(".spawn")]
+        script = place.write(HAS_TORCH)
+        assert place.run(script).output == "True\n"
+        os.kill(zygote, signal.SIGKILL)
+        ran = place.run(script)
+        assert (ran.output, ran.errors) == ("True\n", "")
+        assert zygote not in [one["pid"] for one in place.zygotes()]
+
+
 # What is preloaded.
 
 
