@@ -203,9 +203,10 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """That the benchmarks run, in small; ``nox -s bench -- rpc`` for one of them as it is published."""
+    """That the benchmarks run, in small; ``nox -s bench -- rpc --peers`` for one of them as it is published."""
     if session.posargs:
-        _run(session, "python", "-m", "benchmarks", *session.posargs)
+        peers = ("peers",) if "--peers" in session.posargs else ()
+        _run(session, "python", "-m", "benchmarks", *session.posargs, extras=(*EVERYTHING, *peers))
     else:
         _test(session, *BY_FILE, "tests/docs/test_benchmarks.py")
 

@@ -19,7 +19,6 @@ BENCHMARKS = {
     "records": "a warm start: a module that is read from a file, against its build",
     "mechanisms": "the ways to share memory: the costs of each, and the memory after its maker was killed",
     "cluster": "deploys and refreshes on three Ray nodes of this machine, beside Ray's own transfer of the same bytes",
-    "steps": "Python calls of the package for one request, in client, broker and worker",
 }
 
 

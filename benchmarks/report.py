@@ -21,8 +21,8 @@ __all__ = ["Report", "Row", "Unit", "shown", "size"]
 Unit = Literal["s", "bytes", "ratio", "number"]
 
 ECHO = "raw echo"
-#: Columns that a table needs where nobody says how wide the screen is.
-_WIDTH = 165
+#: Columns that a table needs where nobody says how wide the screen is: for three subjects, and for each further one.
+_WIDTH, _FURTHER = 165, 22
 
 
 def shown(value: float, unit: Unit) -> str:
@@ -156,7 +156,7 @@ class Report:
     def _print(self, machine: dict[str, Any]) -> None:
         console = Console()
         if not console.is_terminal:
-            console = Console(width=_WIDTH)
+            console = Console(width=_WIDTH + _FURTHER * max(len(self.subjects) - 3, 0))
         table = Table(title=self.title, title_justify="left", header_style="bold", box=None, pad_edge=False)
         table.add_column("", no_wrap=True)
         for subject in self.subjects:

@@ -16,6 +16,7 @@ from benchmarks.long_run import many_calls
 from benchmarks.options import Json
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
+from benchmarks.peers import PEERS, RpcPeer, installed
 from benchmarks.processes import environ
 from benchmarks.report import Report, Row
 from benchmarks.servers import Servers
@@ -55,22 +56,28 @@ def run(
     long_run: Annotated[
         int | None, typer.Option(help="Calls of the long run, 0 for none; 100000 on a GPU, 2000 on the host.")
     ] = None,
+    peers: Annotated[bool, typer.Option("--peers", help="Beside other ways to call that are installed.")] = False,
+    pinned: Annotated[bool, typer.Option(help="Servers on one half of the cores, those who measure on the other.")] = True,
     json: Json = None,
 ) -> None:
     """Round trips: ping, direct and managed calls, arguments, tasks, many calls at once, very many calls; import and command
     line."""
     device = "cuda" if cuda else "cpu"
     pings, tensors = missing(), missing(tensors=device)
-    names = [Echo.name, *([Peer.name] if pings is None else []), Ours.name]
-    report = Report("rpc", f"Round trips, tensors on {device} (x raw echo)", names)
+    there, left_out = installed() if peers else ([], None)
+    others = [PEERS[name].name for name in there]
+    names = [Echo.name, *([Peer.name] if pings is None else []), *others, Ours.name]
+    report = Report("rpc", f"Round trips, tensors on {device} (x raw echo)", names, divided=pinned)
     report.note(pings if pings is not None else tensors)
-    with Servers(device) as servers:
+    report.note(left_out)
+    with Servers(device, pinned=pinned) as servers:
         echo = Echo(servers.echo().address)
         started = servers.ours()
         ours = Ours(started.address)
         theirs = servers.peer() if pings is None else None
         peer = Peer(theirs.address, device) if theirs is not None else None
-        turns = _Turns(report, echo, ours, peer, rounds, calls)
+        beside = [PEERS[name](servers.rpc_peer(name), device) for name in there]
+        turns = _Turns(report, echo, ours, peer, beside, rounds, calls)
         turns.pings()
         turns.calls_with_tensors(peer if tensors is None else None, device, megabytes)
         trivial_tasks(report, echo, ours, peer, rounds, calls)
@@ -84,7 +91,7 @@ def run(
         if count:
             many_calls(report, servers, started, device, count)
         _cold_starts(report, servers.base_path, processes)
-        for client in (ours, peer, echo):
+        for client in (*beside, ours, peer, echo):
             if client is not None:
                 client.close()
     report.finish(json)
@@ -93,17 +100,23 @@ def run(
 class _Turns:
     """The rows that are measured over open connections."""
 
-    def __init__(self, report: Report, echo: Echo, ours: Ours, peer: Peer | None, rounds: int, calls: int) -> None:
+    def __init__(
+        self, report: Report, echo: Echo, ours: Ours, peer: Peer | None, others: list[RpcPeer], rounds: int, calls: int
+    ) -> None:
         self._report = report
         self._echo = echo
         self._ours = ours
         self._peer = peer
+        self._others = others
         self._rounds = rounds
         self._calls = calls
 
-    def _measure(self, action: Callable[[Subject], object], peer: Peer | None, *, slow: bool = False) -> dict[str, Sample]:
+    def _measure(
+        self, action: Callable[[Any], object], peer: Peer | None, *, slow: bool = False, others: bool = True
+    ) -> dict[str, Sample]:
         actions: dict[str, Callable[[], object]] = {Echo.name: self._echo.ping}
-        actions |= {subject.name: partial(action, subject) for subject in (peer, self._ours) if subject is not None}
+        subjects = [peer, *(self._others if others else ()), self._ours]
+        actions |= {subject.name: partial(action, subject) for subject in subjects if subject is not None}
         if slow:
             return interleaved(actions, rounds=self._rounds, calls=max(self._calls // _SLOW, 1), warm_up=1)
         return interleaved(actions, rounds=self._rounds, calls=self._calls)
@@ -128,14 +141,26 @@ class _Turns:
         """Direct calls, a managed one, and calls with a small and a large argument."""
 
         def row(
-            name: str, action: Callable[[Subject], object], goal: Goal | None = None, *, judge: bool = False, slow: bool = False
+            name: str,
+            action: Callable[[Subject], object],
+            goal: Goal | None = None,
+            *,
+            judge: bool = False,
+            slow: bool = False,
+            others: bool = False,
         ) -> None:
-            samples = self._measure(action, peer, slow=slow)
+            samples = self._measure(action, peer, slow=slow, others=others)
             self._report.sampled(name, samples, goal, samples[Ours.name].p50 if judge else None)
 
         on_gpu = device == "cuda"
         row("direct call, 4 KiB tensor, cached", lambda subject: subject.call("small"), GOALS["small_tensor"], judge=on_gpu)
-        row("direct call, 4 KiB tensor, new", lambda subject: subject.call("fresh"), GOALS["small_tensor"], judge=on_gpu)
+        row(
+            "direct call, 4 KiB tensor, new",
+            lambda subject: subject.call("fresh"),
+            GOALS["small_tensor"],
+            judge=on_gpu,
+            others=True,
+        )
         row("the same by an async def endpoint", _on_loop("fresh"), GOALS["small_tensor"], judge=on_gpu)
         if peer is not None:
             peer.attach("kept")  # one reference that stays, or every release would have it built anew
@@ -150,6 +175,7 @@ class _Turns:
             lambda subject: subject.call("plus_one", torch.ones(SMALL, device=device)),
             GOALS["small_tensor"],
             judge=on_gpu,
+            others=True,
         )
         argument = torch.ones(mebibytes << 20, dtype=torch.uint8, device=device)
         row(
@@ -158,6 +184,7 @@ class _Turns:
             GOALS["large_argument"],
             judge=on_gpu and mebibytes == 64,
             slow=True,
+            others=True,
         )
         row(
             "the same echo by an async def endpoint",

@@ -38,10 +38,14 @@ class Started:
 
 
 class Servers:
-    """The servers of a run, in a folder of their own. They end with the block."""
+    """The servers of a run, in a folder of their own. They end with the block.
 
-    def __init__(self, device: str, checkpoint: Path | None = None) -> None:
+    :param pinned: whether servers and those who measure have each one half of the cores.
+    """
+
+    def __init__(self, device: str, checkpoint: Path | None = None, *, pinned: bool = True) -> None:
         self._workload = {"device": device, "checkpoint": str(checkpoint) if checkpoint is not None else None}
+        self._pinned = pinned
         self._stack = ExitStack()
 
     def __enter__(self) -> Servers:
@@ -50,6 +54,8 @@ class Servers:
         middle = len(ordered) // 2
         # With a single core there is nothing to divide.
         self._clients, self.server_cores = frozenset(ordered[:middle] or ordered), frozenset(ordered[middle:])
+        if not self._pinned:
+            self._clients = self.server_cores = self.cores
         os.sched_setaffinity(0, self._clients)
         self._stack.callback(os.sched_setaffinity, 0, self.cores)
         # A socket address has room for 107 bytes: a short prefix.
@@ -76,6 +82,11 @@ class Servers:
         """Start the server of shared-tensor; the address is a base path."""
         base_path = str(self.folder / "peer")
         return self._ready("peer", base_path, base_path=base_path, build=build or [], **self._workload)
+
+    def rpc_peer(self, name: str) -> str:
+        """Start the server of another way to call, and return its address."""
+        address = str(self.folder / name)
+        return self._ready("peers", address, peer=name, socket=address, device=self._workload["device"]).address
 
     def socket_of_peer(self) -> str:
         """Return the socket itself of shared-tensor's server."""

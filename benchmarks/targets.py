@@ -56,9 +56,6 @@ GOALS = {
     # Beyond the start of an interpreter that does nothing.
     "start": Goal("≤ python + 0.3 s (host)", 0.3),
     "start_gpu": Goal("≤ python + 0.8 s (GPU)", 0.8),
-    "steps_call": Goal("≤ 300", 300),
-    "steps_managed": Goal("≤ 110", 110),
-    "steps_ping": Goal("≤ 60", 60),
     "cluster_move": Goal("≤ 2 x Ray's", 2.0),
     "sleep": Goal("≤ 20 ms (16 GB, GPU)", 20e-3),
     "wake": Goal("≤ 1.15 x a plain copy (GPU)", 1.15),

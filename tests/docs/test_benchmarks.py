@@ -27,6 +27,7 @@ from benchmarks.options import numbers
 from benchmarks.ours import Ours
 from benchmarks.parts import MAKING, MAPPING, Parts, Watch
 from benchmarks.peer import Peer, missing
+from benchmarks.peers import PEERS
 from benchmarks.processes import Process
 from benchmarks.report import Report, Row, shown
 from benchmarks.stats import Sample, interleaved
@@ -41,9 +42,8 @@ pytestmark = pytest.mark.timeout(400)
 SMALL = {
     "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1 --pace 1",
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
-    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50",
+    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50 --peers",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
-    "steps": "--rounds 2 --names",
     "records": "--device cpu --megabytes 8 --rounds 2",
     "tiers": "--megabytes 32 --rounds 2 --models 5 --engines 1,2",
     "starts": "--device cpu --shape tiny --starts 1",
@@ -182,6 +182,16 @@ def test_rpc_compares_with_the_raw_echo_of_its_own_turns(results: Callable[[str]
         assert {Echo.name, Ours.name} <= run.row(name)["samples"].keys()
 
 
+def test_rpc_has_other_ways_to_call_in_the_same_turns(results: Callable[[str], Run]) -> None:
+    """Those that are installed; torch brings two. The others are named below the table."""
+    run = results("rpc")
+
+    for name in ("ping, p50", "direct call, 4 KiB tensor, new", "direct call, takes and returns 4 KiB", "echo of a"):
+        assert {"multiprocessing", "torch RPC", Ours.name} <= run.row(name)["samples"].keys()
+    named = " ".join([*run.row("ping, p50")["samples"], *run.written["notes"]])
+    assert all(peer.name in named for peer in PEERS.values())
+
+
 def test_rpc_counts_the_calls_of_processes_that_call_at_once(results: Callable[[str], Run]) -> None:
     """Every process gets some done in every turn; beside nobody there is no ratio to judge."""
     run = results("rpc")
@@ -305,16 +315,6 @@ def test_mechanisms_of_a_gpu_that_is_not_there_are_noted_as_left_out(results: Ca
 
 
 @pytest.mark.skipif(missing() is not None, reason="shared-tensor is not installed")
-def test_steps_counts_the_calls_of_each_process(results: Callable[[str], Run]) -> None:
-    """All three work for a call that is not cached, and no worker for the others; the functions are named."""
-    run = results("steps")
-
-    call, managed, ping = (run.row(name)["values"] for name in ("double(tensor)", "model()", "ping"))
-    assert all(call[role] > managed[role] > ping[role] > 0 for role in ("client", "broker"))
-    assert (call["worker"] > 0, managed["worker"], ping["worker"]) == (True, 0, 0)
-    assert "server/core.py:Core.ping" in run.printed
-
-
 def test_scale_shows_that_shared_tensor_answers_nobody_beside_four_idle_connections(results: Callable[[str], Run]) -> None:
     """It is no number, so it is a text."""
     row = results("scale").row("shared-tensor beside 4 idle ones")
