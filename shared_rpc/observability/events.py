@@ -27,6 +27,7 @@ from typing import Literal
 import msgspec
 
 from shared_rpc.forks import fork_safe_lock
+from shared_rpc.protocol.infos import HolderKind
 from shared_rpc.protocol.records import Tier
 
 __all__ = [
@@ -175,9 +176,10 @@ class ObjectRestored(Event, frozen=True, kw_only=True):
 
 
 class LeaseGiven(Event, frozen=True, kw_only=True):
-    """A lease of a session on an object that it did not hold before."""
+    """A new lease of a session, or of a task whose result waits to be fetched; ``session`` is the id of either."""
 
     object_id: str
+    kind: HolderKind
     session: str
 
 
@@ -185,6 +187,7 @@ class LeaseEnded(Event, frozen=True, kw_only=True):
     """The end of a lease. ``reclaimed``: the client's process ended without closing, as a killed one does."""
 
     object_id: str
+    kind: HolderKind
     session: str
     reclaimed: bool
 

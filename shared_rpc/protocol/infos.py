@@ -332,14 +332,19 @@ class ObjectInfo(TypedDict):
     accesses_left: NotRequired[int | None]
 
 
-class HolderInfo(TypedDict):
-    """A session that holds an object, and the process it belongs to.
+#: What holds an object.
+HolderKind = Literal["session", "task"]
 
-    ``leases`` is the number of its unreleased handles; ``since`` is the beginning of the session. A
-    session without ``connections`` is the server's own, and ``since`` is None: of its calls, or of a task whose result was not
-    fetched (``"task <id>"``).
+
+class HolderInfo(TypedDict):
+    """A session that holds an object, and the process it belongs to; or a task whose result was not fetched, with ``kind``
+    ``"task"``, whose id is ``session`` then.
+
+    ``leases`` is the number of its unreleased handles; ``since`` is the beginning of the session. A task and the session of the
+    server's own calls have no ``connections``, and ``since`` is None.
     """
 
+    kind: HolderKind
     session: str
     pid: int
     connections: int

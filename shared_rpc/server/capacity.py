@@ -28,9 +28,8 @@ from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.state.clock import Clock
-from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
-from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.state.tiers import STALE
 
 _log = logging.getLogger("shared_rpc.server")
@@ -148,7 +147,7 @@ class Capacity:
         leases: LeaseTable,
         clock: Clock,
         wake_within: Callable[[float], None],
-        pid_of: Callable[[str], int],
+        pid_of: Callable[[Holder], int],
         limits: Mapping[str, int],
         *,
         when_full: Literal["evict", "refuse"] = "refuse",
@@ -650,7 +649,7 @@ class Capacity:
         clients: Counter[str] = Counter()
         for stored in self._objects:
             holders = self._leases.holders(stored.object_id)
-            held = [session for session in holders if not session.startswith(TASK_SESSION)]
+            held = [holder for holder in holders if isinstance(holder, str)]
             clients.update(held)
             if held:
                 counts["objects with leases"] += 1
@@ -664,7 +663,7 @@ class Capacity:
 
     def _largest_holders(self, device: str) -> str:
         # By segment id: objects made over a buffer lie in its segment.
-        sessions: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        sessions: defaultdict[Holder, dict[str, int]] = defaultdict(dict)
         alone: dict[str, int] = {}
         for stored in self._objects:
             infos = [segment.info for segment in stored.record.segments if not segment.closed]

@@ -13,8 +13,8 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
+from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
-from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Signal
 
@@ -187,9 +187,9 @@ class Generations:
             and (stored.endpoint == endpoint if endpoint is not None else stored.object_id == object_id)
         ]
         for stored in superseded:
-            for session in self._state.leases.holders(stored.object_id):
-                if session.startswith(TASK_SESSION):
-                    self._state.release(session, [stored.object_id])
+            for holder in self._state.leases.holders(stored.object_id):
+                if isinstance(holder, TaskHolder):
+                    self._state.release(holder, [stored.object_id])
         self._state.executor.reclaim()
         return [stored for stored in superseded if self._objects.get(stored.object_id) is not None]
 

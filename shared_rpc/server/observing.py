@@ -22,6 +22,7 @@ from shared_rpc.observability.events import (
     Outcome,
 )
 from shared_rpc.protocol.records import Tier
+from shared_rpc.server.state.leases import Holder
 from shared_rpc.server.state.objects import StoredObject
 
 
@@ -119,16 +120,16 @@ class Listeners:
             "device": stored.record.device,
         }
 
-    def given(self, session: str, object_id: str) -> None:
-        """Tell that a session has a lease that it did not have."""
+    def given(self, holder: Holder, object_id: str) -> None:
+        """Tell that a session or a task has a lease that it did not have."""
         if HOOKS.registered:
-            HOOKS.emit(LeaseGiven(server_id=self._server_id, object_id=object_id, session=session))
+            HOOKS.emit(LeaseGiven(server_id=self._server_id, object_id=object_id, **_named(holder)))
 
-    def ended(self, session: str, object_id: str) -> None:
-        """Tell that a session has a lease no more."""
+    def ended(self, holder: Holder, object_id: str) -> None:
+        """Tell that a session or a task has a lease no more."""
         if HOOKS.registered:
-            reclaimed = session == self._reclaiming
-            HOOKS.emit(LeaseEnded(server_id=self._server_id, object_id=object_id, session=session, reclaimed=reclaimed))
+            reclaimed = holder == self._reclaiming
+            HOOKS.emit(LeaseEnded(server_id=self._server_id, object_id=object_id, **_named(holder), reclaimed=reclaimed))
 
     @contextmanager
     def reclaiming(self, session: str) -> Iterator[None]:
@@ -138,3 +139,8 @@ class Listeners:
             yield
         finally:
             self._reclaiming = ""
+
+
+def _named(holder: Holder) -> dict[str, Any]:
+    """Return the fields of an event that name a holder."""
+    return {"kind": "session", "session": holder} if isinstance(holder, str) else {"kind": "task", "session": holder.task_id}

@@ -24,7 +24,6 @@ from shared_rpc.server.capacity import Request, Reservation
 from shared_rpc.server.generations import Generations
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
-from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Waiter, gone, tell
 
@@ -145,11 +144,11 @@ class Runs:
             arguments,
             {waiter: None},
             waiter.arguments,
-            publish=not waiter.local or key is not None or spec.managed or waiter.keeps or waiter.prepares,
+            publish=not waiter.local or key is not None or spec.managed or waiter.task is not None or waiter.prepares,
             chain=chain | {spec.name, key or former_key or spec.name},
-            background=waiter.keeps or fresh,
+            background=waiter.task is not None or fresh,
             session=waiter.session,
-            pooled=waiter.pooled and key is None and not spec.managed and not waiter.keeps,
+            pooled=waiter.pooled and key is None and not spec.managed and waiter.task is None,
             request_id=waiter.request_id,
             cached=key is not None,
             former_key=former_key,
@@ -382,7 +381,7 @@ class Runs:
             self._close(run, outcome)
             return
         record, waiters = outcome.record, tuple(run.waiters)
-        kept = run.key is not None or (run.spec.managed and waiters) or any(one.keeps or one.prepares for one in waiters)
+        kept = run.key is not None or (run.spec.managed and waiters) or any(one.task or one.prepares for one in waiters)
         if record is None or not kept:
             self._deliver(self.calls.close(run), run.spec, record, outcome.live, None)
             if record is not None:
@@ -479,11 +478,11 @@ class Runs:
         if stored is not None:
             # All leases before any delivery: a waiter that releases its lease at once must not drop the others' object.
             for waiter in waiters:
-                if (managed and not waiter.refreshes) or waiter.keeps or waiter.prepares:
-                    self._state.leases.grant(waiter.session, stored.object_id)
+                if (managed and not waiter.refreshes) or waiter.task is not None or waiter.prepares:
+                    self._state.leases.grant(waiter.task or waiter.session, stored.object_id)
         if len(waiters) > 1:
             # Tasks last: a task's lease may be all that keeps the record, and its delivery may end that lease.
-            waiters = sorted(waiters, key=lambda waiter: waiter.keeps)
+            waiters = sorted(waiters, key=lambda waiter: waiter.task is not None)
         for waiter in waiters:
             tell(waiter, Delivery(record, live, stored, managed and not waiter.refreshes))
 
@@ -491,7 +490,7 @@ class Runs:
 def _info(run: Run[Waiter], epoch: float) -> RunInfo:
     """Describe a run; ``epoch`` is the Unix time at which the monotonic clock was at zero."""
     progress = run.progress
-    tasks = [waiter.session.removeprefix(TASK_SESSION) for waiter in run.waiters if waiter.keeps]
+    tasks = [waiter.task.task_id for waiter in run.waiters if waiter.task is not None]
     return {
         "endpoint": run.spec.name,
         "cache_key": run.key or run.former_key,

@@ -17,7 +17,7 @@ from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.observability.events import HOOKS, SessionClosed, SessionOpened
 from shared_rpc.protocol.infos import HolderInfo, SessionInfo
 from shared_rpc.protocol.peers import Peer, shares_pid_namespace
-from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, usage_of
 from shared_rpc.settings import ClientCode
 
@@ -71,12 +71,12 @@ class Sessions:
         self._by_token: dict[str, Session] = {}
         self._by_id: dict[str, Session] = {}
 
-    def peer_of(self, session_id: str) -> Peer | None:
+    def peer_of(self, session_id: Holder) -> Peer | None:
         """Return the client of a session; None without a connection: for this process's own calls and for tasks."""
-        session = self._by_id.get(session_id)
+        session = self._by_id.get(session_id) if isinstance(session_id, str) else None
         return session.peer if session is not None else None
 
-    def pid_of(self, session_id: str) -> int:
+    def pid_of(self, session_id: Holder) -> int:
         """Return the process of a session; this one where it has no connection."""
         peer = self.peer_of(session_id)
         return peer.pid if peer is not None else os.getpid()
@@ -142,18 +142,21 @@ class Sessions:
                 )
 
     def holders(self, object_id: str) -> list[HolderInfo]:
-        """Return the sessions that hold an object."""
-        found = [(session_id, self._by_id.get(session_id)) for session_id in self._leases.holders(object_id)]
-        return [
-            {
-                "session": session_id,
-                "pid": self.pid_of(session_id),
-                "connections": session.connections if session is not None else 0,
-                "since": session.since if session is not None else None,
-                "leases": self._leases.handles(session_id, object_id),
-            }
-            for session_id, session in found
-        ]
+        """Return the sessions and tasks that hold an object."""
+        infos: list[HolderInfo] = []
+        for holder in self._leases.holders(object_id):
+            session = self._by_id.get(holder) if isinstance(holder, str) else None
+            infos.append(
+                {
+                    "kind": "session" if isinstance(holder, str) else "task",
+                    "session": holder if isinstance(holder, str) else holder.task_id,
+                    "pid": self.pid_of(holder),
+                    "connections": session.connections if session is not None else 0,
+                    "since": session.since if session is not None else None,
+                    "leases": self._leases.handles(holder, object_id),
+                }
+            )
+        return infos
 
     def infos(self) -> list[SessionInfo]:
         """Return all sessions."""

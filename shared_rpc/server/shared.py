@@ -14,7 +14,7 @@ from shared_rpc.server.observing import Listeners
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.clock import Clock
-from shared_rpc.server.state.leases import LeaseTable
+from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.runs import RunTable
 from shared_rpc.server.state.sources import SourceTable
@@ -59,8 +59,8 @@ class State:
             raise StaleHandleError(f"the server {self.server_id} has no object {object_id[:100]}", reason="object_gone")
         return stored
 
-    def release(self, session: str, object_ids: Iterable[str]) -> int:
-        """Give back one lease of the session for each id; how many it really held."""
+    def release(self, session: Holder, object_ids: Iterable[str]) -> int:
+        """Give back one lease of a session, or a task, for each id; how many it really held."""
         released = [object_id for object_id in object_ids if self.leases.release(session, object_id)]
         self.settle(*released)
         return len(released)

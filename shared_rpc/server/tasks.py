@@ -21,8 +21,9 @@ from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.runs import Runs, close_arguments
 from shared_rpc.server.shared import State
+from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
-from shared_rpc.server.state.tasks import TASK_SESSION, Task, TaskTable
+from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Waiter, tell
 
@@ -98,9 +99,9 @@ class Tasks:
             raise
         task = self.table.add(spec.name, key, kept=kept)
         waiter = task.waiter = Waiter(
-            task.session,
+            "",
             functools.partial(self._ended, task),
-            keeps=True,
+            task=task.holder,
             on_begin=lambda: self._change(task, TaskStatus.RUNNING),
             on_progress=lambda progress: self._note(task, progress),
         )
@@ -256,7 +257,7 @@ class Tasks:
         if stored.managed:
             self._state.leases.grant(taker.session, stored.object_id)
         taker.deliver(Delivery(stored.record, stored.live, stored, stored.managed))
-        self._state.release(f"{TASK_SESSION}{task_id}", [stored.object_id])
+        self._state.release(TaskHolder(task_id), [stored.object_id])
 
     def _result(self, task: Task[Waiter]) -> StoredObject:
         stored = self._state.objects.get(task.info.object_id or "")
@@ -326,7 +327,7 @@ class Tasks:
     def forget(self, task: Task[Waiter]) -> None:
         """Give up the result of a task that has expired, or whose result was fetched."""
         if task.info.object_id is not None:
-            self._state.release(task.session, [task.info.object_id])
+            self._state.release(task.holder, [task.info.object_id])
 
     def _change(self, task: Task[Waiter], status: TaskStatus, **facts: object) -> None:
         self.table.advance(task, status, **facts)

@@ -42,7 +42,6 @@ from shared_rpc.server.capacity import BELOW, HOST, Below, Reservation
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import OBJECT_ID, StoredObject
-from shared_rpc.server.state.tasks import TASK_SESSION
 from shared_rpc.server.state.tiers import LOWER, STALE, is_good, next_tier, outlives_use
 
 __all__ = ["Tiers"]
@@ -128,7 +127,7 @@ class Tiers:
 
     def active(self, object_id: str) -> list[str]:
         """Return the sessions that have an object active. A task's has nothing mapped, and never has."""
-        return [session for session in self._leases.active(object_id) if not session.startswith(TASK_SESSION)]
+        return [holder for holder in self._leases.active(object_id) if isinstance(holder, str)]
 
     @handles(t.Suspend)
     def suspend(self, caller: Caller, message: t.Suspend) -> m.Count:

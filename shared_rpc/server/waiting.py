@@ -17,6 +17,7 @@ from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.observing import Observed
+from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
 
 __all__ = ["Delivery", "Signal", "Waiter", "Waits", "gone", "tell"]
@@ -42,7 +43,7 @@ class Waiter:
     """A waiter for an outcome: its session, and where the outcome goes.
 
     :param local: whether it is a caller in this process, which can use the live value.
-    :param keeps: whether its session is to hold the result, managed or not: it is a task.
+    :param task: the task that it is, which is to hold the result, managed or not; it has no session.
     :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it, nor what
         another call's run will bring; ``arguments`` then identifies its arguments, None if nothing does.
     :param prepares: whether it wants a new result as a candidate, and its session is to hold that.
@@ -60,7 +61,7 @@ class Waiter:
     session: str
     deliver: Callable[[Delivery | Failure], object]
     local: bool = False
-    keeps: bool = False
+    task: TaskHolder | None = None
     refreshes: bool = False
     arguments: str | None = None
     prepares: bool = False

@@ -122,7 +122,10 @@ def counts(**numbers: int) -> dict[str, int]:
 def full() -> Snapshot:
     """A server with something of everything, and much of some."""
     worker = {"pid": 80, "number": 0, "device": GPU, "state": "ready", "runs": 1, "restarts": 2, "uptime": 60.0}
-    held = [{"session": "s1", "pid": 81, "connections": 1}, {"session": "s2", "pid": 82, "connections": 1}]
+    held = [
+        {"kind": "session", "session": "s1", "pid": 81, "connections": 1},
+        {"kind": "session", "session": "s2", "pid": 82, "connections": 1},
+    ]
     objects = [thing(number) for number in range(1, 40)]
     objects[5] |= {"holders": held, "leases": 2, "active": 1, "stale": True, "device": GPU}
     objects[6] |= {"cache_key": None, "cached": False, "endpoint": "编码模型" * 10}
@@ -164,7 +167,7 @@ def test_an_object_is_told_with_who_holds_it() -> None:
 
 def test_a_task_that_nobody_fetched_holds_its_result() -> None:
     """It is no process."""
-    item = thing(1, holders=[{"session": "task ab-1", "pid": 77, "connections": 0}])
+    item = thing(1, holders=[{"kind": "task", "session": "ab-1", "pid": 77, "connections": 0}])
     assert "held by task ab-1, not fetched" in detail(view_of(snapshot(objects=[item])), item)
 
 
@@ -262,7 +265,7 @@ def test_copies_and_waiting_requests_are_shown_where_there_are_any() -> None:
 def test_names_cannot_move_the_cursor() -> None:
     """A process's command line, a key and a message are others' texts."""
     evil = "x\x1b[2J\ny\r\x07"
-    item = thing(1, cache_key=evil, endpoint=evil, holders=[{"session": "s1", "pid": 81, "connections": 1}])
+    item = thing(1, cache_key=evil, endpoint=evil, holders=[{"kind": "session", "session": "s1", "pid": 81, "connections": 1}])
     runs = [run_of(evil, endpoint=evil, progress={"done": 1.0, "total": 2.0, "message": evil})]
     told = {"sessions": [session(1, 81)], "endpoints": {evil: counts(calls=1)}, "commands": {81: evil}}
     view = View(snapshot(objects=[item], runs=runs, **told, server={"socket_path": evil}))

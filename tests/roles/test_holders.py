@@ -86,7 +86,7 @@ def test_a_task_holds_its_result_until_it_is_fetched(client: Client) -> None:
     task = client.submit("held")
     (info,) = [client.watch_task(task)]
     (holder,) = client.holders(info.object_id or "")
-    assert (holder["session"], holder["connections"], holder["since"], holder["leases"]) == (f"task {task}", 0, None, 1)
+    assert (holder["kind"], holder["session"], holder["connections"], holder["since"]) == ("task", task, 0, None)
 
 
 @pytest.mark.asyncio

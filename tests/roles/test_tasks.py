@@ -861,8 +861,8 @@ def test_a_task_that_nobody_fetches_within_the_budget(provider: Provider, serve:
     eventually(lambda: server.info()["tasks"]["completed"] == 2)
     client.call("page", 1)
     assert [stored["endpoint"] for stored in client.list_objects()] == ["model", "model"]
-    holders = [holder["session"] for stored in client.list_objects() for holder in stored["holders"]]
-    assert sorted(holders) == [f"task {task_id}" for task_id in ids]
+    holders = [(holder["kind"], holder["session"]) for stored in client.list_objects() for holder in stored["holders"]]
+    assert sorted(holders) == [("task", task_id) for task_id in ids]
     with client.get_task_result(ids[0]) as handle, client.get_task_result(ids[1]):
         assert handle.value.sum() == 0
         assert server.info()["leases"] == 2

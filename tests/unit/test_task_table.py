@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shared_rpc.errors import ServerBusy, TaskError
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.tasks import TRANSITIONS, Task, TaskTable
 from tests.kit.clock import Clock
 
@@ -116,7 +117,7 @@ def test_a_new_task(desk: Desk) -> None:
     task = desk.table.add("load", "load(size=3)", kept=False)
     assert task.info == TaskInfo("server-2", "load", PENDING, 1001.0, cache_key="load(size=3)")
     assert (task.number, task.kept, task.waiter, task.failure, task.watchers) == (2, False, None, None, {})
-    assert task.session == "task server-2"
+    assert task.holder == TaskHolder("server-2")
     assert desk.table.get("server-2") is task
 
 

@@ -284,9 +284,8 @@ def _state(item: ListedObjectInfo) -> Text:
 def _holders(view: View, item: ListedObjectInfo) -> str:
     found = []
     for holder in item["holders"]:
-        session = one_line(str(holder["session"]))
         command = f"{holder['pid']} {one_line(view.snapshot.commands.get(holder['pid'], ''))}".rstrip()
-        found.append(f"{session}, not fetched" if session.startswith("task ") else command)
+        found.append(f"task {one_line(holder['session'])}, not fetched" if holder["kind"] == "task" else command)
     return ", ".join(found)
 
 

@@ -1,4 +1,5 @@
-"""Leases. A lease is a session and an object; it counts the handles the session was given.
+"""Leases. A lease is a holder and an object; it counts the handles the holder was given. A holder is a session, or a task
+whose result waits to be fetched.
 
 It is active, unless the session has suspended the object: then the session promises not to touch the object's memory until it
 resumes it. Being granted another handle is resuming, unless that is granted as a suspended one.
@@ -8,29 +9,40 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
-__all__ = ["LeaseTable"]
+__all__ = ["Holder", "LeaseTable", "TaskHolder"]
+
+
+class TaskHolder(NamedTuple):
+    """A task that holds its result until a client fetches it. It has no memory mapped."""
+
+    task_id: str
+
+
+#: A session, by its id, or a task.
+Holder = str | TaskHolder
 
 
 class LeaseTable:
     """All leases of a server.
 
-    :param on_give: called with the session and the object of every new lease.
+    :param on_give: called with the holder and the object of every new lease.
     :param on_end: called with those of every lease that has ended.
     """
 
     def __init__(
-        self, on_give: Callable[[str, str], None] | None = None, on_end: Callable[[str, str], None] | None = None
+        self, on_give: Callable[[Holder, str], None] | None = None, on_end: Callable[[Holder, str], None] | None = None
     ) -> None:
         self._on_give = on_give
         self._on_end = on_end
-        self._by_session: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._by_object: defaultdict[str, set[str]] = defaultdict(set)
+        self._by_session: defaultdict[Holder, Counter[str]] = defaultdict(Counter)
+        self._by_object: defaultdict[str, set[Holder]] = defaultdict(set)
         #: The sessions that have suspended an object that they hold, by object.
-        self._suspended: defaultdict[str, set[str]] = defaultdict(set)
+        self._suspended: defaultdict[str, set[Holder]] = defaultdict(set)
         self._watched: dict[str, Callable[[], None]] = {}
 
-    def grant(self, session: str, object_id: str, *, active: bool = True) -> None:
+    def grant(self, session: Holder, object_id: str, *, active: bool = True) -> None:
         """Count one more handle of the session.
 
         :param active: False for a handle that is suspended: a new lease is inactive then, and another one stays as it is.
@@ -46,7 +58,7 @@ class LeaseTable:
         if self._on_give is not None and held[object_id] == 1:
             self._on_give(session, object_id)
 
-    def release(self, session: str, object_id: str) -> bool:
+    def release(self, session: Holder, object_id: str) -> bool:
         """Count one handle less. False if the session held none, as after a second release."""
         held = self._by_session.get(session)
         if not held or object_id not in held:
@@ -56,22 +68,22 @@ class LeaseTable:
             self._end(session, object_id)
         return True
 
-    def suspend(self, session: str, object_id: str) -> bool:
+    def suspend(self, session: Holder, object_id: str) -> bool:
         """Make a lease inactive. False if the session holds no lease on the object, or an inactive one."""
         if session not in self._by_object.get(object_id, ()) or session in self._suspended.get(object_id, ()):
             return False
         self._suspended[object_id].add(session)
         return True
 
-    def resume(self, session: str, object_id: str) -> bool:
+    def resume(self, session: Holder, object_id: str) -> bool:
         """Make a lease active. False if the session holds none on the object."""
         if session not in self._by_object.get(object_id, ()):
             return False
         self._activate(session, object_id)
         return True
 
-    def active(self, object_id: str) -> frozenset[str]:
-        """Return the sessions that hold an object and have not suspended it."""
+    def active(self, object_id: str) -> frozenset[Holder]:
+        """Return the holders of an object that have not suspended it."""
         return self.holders(object_id).difference(self._suspended.get(object_id, ()))
 
     def watch(self, object_id: str, on_active: Callable[[], None]) -> None:
@@ -82,31 +94,31 @@ class LeaseTable:
         """End :meth:`watch`, if there was any."""
         self._watched.pop(object_id, None)
 
-    def _activate(self, session: str, object_id: str) -> None:
+    def _activate(self, session: Holder, object_id: str) -> None:
         self._wake(session, object_id)
         on_active = self._watched.get(object_id)
         if on_active is not None:
             on_active()
 
-    def _wake(self, session: str, object_id: str) -> None:
+    def _wake(self, session: Holder, object_id: str) -> None:
         suspended = self._suspended.get(object_id)
         if suspended is not None:
             suspended.discard(session)
             if not suspended:
                 del self._suspended[object_id]
 
-    def end_session(self, session: str) -> list[str]:
+    def end_session(self, session: Holder) -> list[str]:
         """Give back all that the session held; the ids of those objects."""
         held = list(self._by_session.get(session, ()))
         for object_id in held:
             self._end(session, object_id)
         return held
 
-    def holders(self, object_id: str) -> frozenset[str]:
-        """Return the sessions that hold an object."""
+    def holders(self, object_id: str) -> frozenset[Holder]:
+        """Return the sessions and tasks that hold an object."""
         return frozenset(self._by_object.get(object_id, ()))
 
-    def handles(self, session: str, object_id: str) -> int:
+    def handles(self, session: Holder, object_id: str) -> int:
         """Return the number of handles that a session has of an object."""
         return self._by_session.get(session, Counter())[object_id]
 
@@ -114,11 +126,11 @@ class LeaseTable:
         """Return whether a session holds an object."""
         return object_id in self._by_object
 
-    def of_session(self, session: str) -> tuple[str, ...]:
+    def of_session(self, session: Holder) -> tuple[str, ...]:
         """Return the objects that a session holds."""
         return tuple(self._by_session.get(session, ()))
 
-    def count(self, session: str) -> int:
+    def count(self, session: Holder) -> int:
         """Return the number of objects that a session holds."""
         return len(self._by_session.get(session, ()))
 
@@ -126,7 +138,7 @@ class LeaseTable:
         """Count the leases."""
         return sum(len(sessions) for sessions in self._by_object.values())
 
-    def _end(self, session: str, object_id: str) -> None:
+    def _end(self, session: Holder, object_id: str) -> None:
         del self._by_session[session][object_id]
         if not self._by_session[session]:
             del self._by_session[session]

@@ -22,8 +22,9 @@ import msgspec
 from shared_rpc.errors import ServerBusy, TaskError
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state.leases import TaskHolder
 
-__all__ = ["TASK_SESSION", "TRANSITIONS", "Task", "TaskTable"]
+__all__ = ["TRANSITIONS", "Task", "TaskTable"]
 
 W = TypeVar("W")
 
@@ -35,9 +36,6 @@ TRANSITIONS: dict[TaskStatus, frozenset[TaskStatus]] = {
     TaskStatus.FAILED: frozenset(),
     TaskStatus.CANCELLED: frozenset(),
 }
-
-#: The prefix of names of sessions that hold results of tasks.
-TASK_SESSION = "task "
 
 #: Characters of an error's message in a task's status; the error itself is sent whole.
 _SHOWN = 2000
@@ -66,9 +64,9 @@ class Task(Generic[W]):
         return self.info.status.finished
 
     @property
-    def session(self) -> str:
-        """The session that holds the result until a client fetches it."""
-        return f"{TASK_SESSION}{self.info.task_id}"
+    def holder(self) -> TaskHolder:
+        """What holds the result until a client fetches it."""
+        return TaskHolder(self.info.task_id)
 
 
 class TaskTable(Generic[W]):
