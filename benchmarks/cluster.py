@@ -13,6 +13,7 @@ from benchmarks.options import Json, numbers
 from benchmarks.report import Report, Row
 from benchmarks.stats import Sample, timed
 from benchmarks.targets import GOALS
+from shared_rpc.memory.inventory import free_bytes
 from shared_rpc_ray import Cluster
 
 __all__ = ["run"]
@@ -47,6 +48,9 @@ def run(
     report = Report("cluster", f"Deploys to {COUNT} nodes of this machine", [OURS, RAY], divided=False)
     sizes = numbers(megabytes)
     store = (max(sizes) * 5 // 4 + 256) << 20
+    needed, free = COUNT * (store + (max(sizes) << 20)), free_bytes("cpu") or 0
+    if free < needed:  # Ray is not to kill anything for it
+        raise typer.BadParameter(f"{max(sizes)} MiB on {COUNT} nodes need {needed >> 20} MiB of memory, {free >> 20} are free")
     with Nodes(store) as nodes, Cluster("bench") as cluster:
         first: Times = defaultdict(list)
         _deploy(nodes, "first", _FIRST, first)

@@ -27,8 +27,10 @@ __all__ = ["COUNT", "Nodes"]
 COUNT = 3
 #: Seconds that anything here may take.
 _PATIENCE = 300.0
-#: Nothing is collected, drawn or sent home, and objects are spilled whatever the level of the disk.
+#: Nothing is collected, drawn or sent home, and objects are spilled whatever the level of the disk. Ray kills no
+#: worker for what other processes of the machine take: whether there is memory is checked before.
 _RAY = {
+    "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
