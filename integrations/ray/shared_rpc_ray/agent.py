@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import ray
@@ -58,8 +57,6 @@ _log = logging.getLogger("shared_rpc_ray")
 _CONNECT = 1.0
 #: Seconds between two comparisons of what the broker holds with what it held, as it evicts and invalidates by itself.
 _LOOK = 2.0
-#: How many of them there are for one comparison of the nodes' versions and devices.
-_CENSUS = 15
 #: Parts that a receiver has under way while it writes another one.
 _AHEAD = 2
 #: Seconds in which a source answers for a part, and Ray brings it.
@@ -72,13 +69,12 @@ _LINES = 1000
 _PAUSE = 0.5
 
 
-class _Work:
+class _Work(NamedTuple):
     """An order that is being carried out, and how far it has come."""
 
-    def __init__(self, doing: dict[str, Any]) -> None:
-        self.doing = doing
-        self.since = time.monotonic()
-        self.task: asyncio.Task[Any]
+    doing: dict[str, Any]
+    since: float
+    task: asyncio.Task[Any]
 
 
 class NodeAgent:
@@ -90,8 +86,8 @@ class NodeAgent:
         self._client = AsyncClient(socket_path=place.socket, timeout=None, connect_timeout=_CONNECT)
         info = await self._client.get_server_info()
         devices = {found["id"]: found for found in await self._client.list_devices()}
-        device = place.facts.get("device") or ("cpu" if info["device"] == "cpu" else devices[info["device"]]["name"])
-        self._facts = {**place.facts, "device": device}
+        device = "cpu" if info["device"] == "cpu" else devices[info["device"]]["name"]
+        self._facts = {"device": device, **place.facts}
         self._broker = f"{place.socket} (pid {info['pid']})"
         self._mover = place.mover
         self._held: dict[Key, Held] = {}
@@ -105,7 +101,6 @@ class NodeAgent:
         self._sendings: dict[tuple[str, int, str], Sending] = {}
         self._exporting = asyncio.Lock()
         self._received = self._sent = self._nodes = 0
-        self._others: set[tuple[str, ...]] = set()
         self._lines: asyncio.Queue[str] = asyncio.Queue()
         self._directory: Any = None
         self._joined = asyncio.Event()
@@ -274,10 +269,10 @@ class NodeAgent:
         """
         name = actor_name(self._place.cluster, "directory")
         directory = find_or_create(Directory, name, self._place.ray_node, self._place.cluster, soft=True)
-        await got(directory.join.remote(await self.state(), ray.get_runtime_context().current_actor))
+        for line in await got(directory.join.remote(await self.state(), ray.get_runtime_context().current_actor)):
+            self._say(line)
         self._directory = directory
         self._joined.set()
-        await self._compare()
 
     async def _answer(self, key: Key, miss: Miss) -> None:
         """Ask the directory for what callers miss, until the miss has an answer."""
@@ -302,18 +297,11 @@ class NodeAgent:
 
     async def _look_regularly(self) -> None:
         """Stay registered; report what the broker has dropped or replaced by itself, and publish the status."""
-        for number in itertools.count():
+        while True:
             try:
                 if not self._joined.is_set():
                     await self._join()
-                elif number % _CENSUS == 0:
-                    await self._compare()
-                known = dict(self._held)
-                listed = {key: object_id for key, object_id, _ in await self._listed()}
-                for key, found in known.items():
-                    if self._held.get(key) is found and listed.get(key) != found.object_id and not self._is_busy(key):
-                        del self._held[key]
-                        self._directory.dropped.remote(self._place.node, key, found.version)
+                self._nodes = await got(self._directory.report.remote(self._place.node, await self._dropped()))
             except (Lost, RayError) as error:
                 _log.info("the directory is lost: %s", error)
                 self._joined.clear()
@@ -322,20 +310,13 @@ class NodeAgent:
             await self._publish()
             await asyncio.sleep(_LOOK if self._joined.is_set() else _PAUSE * random.random())
 
-    def _is_busy(self, key: Key) -> bool:
-        return any(what[1] == key for what in self._running)
-
-    async def _compare(self) -> None:
-        """Count the nodes, and name once each kind that cannot share records with this one, and why."""
-        nodes = await got(self._directory.facts.remote())
-        self._nodes = len(nodes)
-        for node, facts in nodes.items():
-            kind = tuple(facts.values())
-            differing = [name for name in self._facts if facts[name] != self._facts[name]]
-            if differing and kind not in self._others:
-                self._others.add(kind)
-                what = ", ".join(f"{name} {facts[name]} there and {self._facts[name]} here" for name in differing)
-                self._say(f"{node} has {what}: each of both kinds of nodes builds for itself")
+    async def _dropped(self) -> dict[Key, Version]:
+        """Forget what the broker has dropped or replaced by itself since the last time, and return it."""
+        known = dict(self._held)
+        listed = {key: object_id for key, object_id, _ in await self._listed()}
+        busy = {what[1] for what in self._running}
+        gone = [key for key, found in known.items() if self._held.get(key) is found and listed.get(key) != found.object_id]
+        return {key: self._held.pop(key).version for key in gone if key not in busy}
 
     async def _publish(self) -> None:
         """Have the broker show what this agent is doing."""
@@ -366,8 +347,8 @@ class NodeAgent:
         """Carry an order out, or join it if it runs already."""
         if what not in self._running:
             doing |= {"endpoint": key.endpoint, "cache_key": key.cache_key}
-            running = self._running[what] = _Work(doing)
-            running.task = self._tasks.spawn(self._carried_out(what, key, work))
+            task = self._tasks.spawn(self._carried_out(what, key, work))
+            self._running[what] = _Work(doing, time.monotonic(), task)
         return await asyncio.shield(self._running[what].task)
 
     async def _carried_out(self, what: tuple[Any, ...], key: Key, work: Callable[[], Awaitable[Any]]) -> Any:

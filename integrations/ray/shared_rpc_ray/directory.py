@@ -147,24 +147,35 @@ class Directory:
 
     # Methods for agents.
 
-    async def join(self, statement: Statement, agent: Any) -> None:
-        """Take a node in, or back."""
+    async def join(self, statement: Statement, agent: Any) -> list[str]:
+        """Take a node in, or back; return a line for each kind of nodes that cannot share records with it."""
         await self._recovered.wait()
         self._take(statement, agent)
+        here, lines = statement.facts, {}
+        for node, member in self._members.items():
+            there = member.statement.facts
+            what = ", ".join(f"{name} {there[name]} there and {here[name]} here" for name in FACTS if there[name] != here[name])
+            if what:
+                lines[what] = f"{node} has {what}: each of both kinds of nodes builds for itself"
+        return list(lines.values())
 
     async def leave(self, node: str, reason: str) -> None:
         """Take a node out."""
         self._left(node, reason)
 
-    async def dropped(self, node: str, key: Key, version: Version) -> None:
-        """Note that a broker has evicted or invalidated a version by itself."""
-        entry = self._entries.get(key)
-        if entry is not None and entry.holders.get(node) == version:
-            entry.lose(node)
+    async def report(self, node: str, dropped: dict[Key, Version]) -> int:
+        """Note what a broker has evicted or invalidated by itself; return the number of nodes.
 
-    async def facts(self) -> dict[str, dict[str, str]]:
-        """Return the facts of each node."""
-        return {node: member.statement.facts for node, member in self._members.items()}
+        :raises Lost: if the node is no member (any more).
+        """
+        await self._recovered.wait()
+        if node not in self._members:
+            raise Lost(f"{node} is no member: it has to join first")
+        for key, version in dropped.items():
+            entry = self._entries.get(key)
+            if entry is not None and entry.holders.get(node) == version:
+                entry.lose(node)
+        return len(self._members)
 
     async def want(self, node: str, key: Key) -> None:
         """Have a node get an object that it misses: from a node that holds it, or by a build, here or there.

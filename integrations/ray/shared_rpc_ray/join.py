@@ -22,7 +22,7 @@ from shared_rpc.errors import ClusterError, SharedRPCError
 from shared_rpc.settings import source_token
 from shared_rpc_ray.agent import NodeAgent
 from shared_rpc_ray.membership import actor_name, alive_nodes, connect, find_or_create, node_of
-from shared_rpc_ray.messages import FACTS, AgentPlace
+from shared_rpc_ray.messages import AgentPlace
 from shared_rpc_ray.settings import cluster_settings, facts_here
 
 __all__ = ["main"]
@@ -38,10 +38,9 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shared_rpc_ray.join", description="Make a server part of a cluster.")
     parser.add_argument("--socket", required=True, help="the server's socket")
     parser.add_argument("--name", help="the cluster's name; SHARED_TENSOR_CLUSTER by default")
-    parser.add_argument("--fact", action="append", default=[], metavar="NAME=VALUE", help=f"replaces one of {FACTS}")
     options = parser.parse_args(words)
     try:
-        _stay(options.socket, options.name, facts_here(options.fact))
+        _stay(options.socket, options.name)
     except SharedRPCError as error:
         _print(str(error))
     return 1
@@ -51,7 +50,7 @@ def _print(line: str) -> None:
     print(f"cluster: {line}", flush=True)
 
 
-def _stay(socket: str, name: str | None, facts: dict[str, str]) -> None:
+def _stay(socket: str, name: str | None) -> None:
     """Have an agent until its Ray node is lost."""
     settings = cluster_settings()
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -69,7 +68,7 @@ def _stay(socket: str, name: str | None, facts: dict[str, str]) -> None:
         mover=settings.mover,
         gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         token=source_token(),
-        facts=facts,
+        facts=facts_here(),
     )
     printed = ""
     while True:

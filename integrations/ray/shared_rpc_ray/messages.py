@@ -122,7 +122,7 @@ class AgentPlace(msgspec.Struct, frozen=True):
     :param mover: one of :data:`shared_rpc_ray.settings.MOVERS`.
     :param gpus: the GPUs that the broker sees: Ray hides them from actors that reserve none.
     :param token: proves to the broker that it started the joiner.
-    :param facts: those of :data:`FACTS`; without ``device``, the broker's own device counts.
+    :param facts: those of :data:`FACTS`, apart from the broker's device.
     """
 
     cluster: str

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.settings import CLUSTER_NAME
-from shared_rpc_ray.messages import FACTS
 
 __all__ = ["MOVERS", "ClusterSettings", "cluster_settings", "facts_here"]
 
@@ -49,21 +48,12 @@ def cluster_settings(environ: Mapping[str, str] | None = None) -> ClusterSetting
     return ClusterSettings(name if CLUSTER_NAME.fullmatch(name) else "default", address, node, mover or MOVERS[0])
 
 
-def facts_here(changes: Iterable[str] = ()) -> dict[str, str]:
-    """Return the facts of this process's environment, which is the broker's too.
-
-    :param changes: ``name=value``, in place of what is found.
-    :raises ConfigurationError: for another form, or another name.
-    """
+def facts_here() -> dict[str, str]:
+    """Return the facts of this process's environment, which is the broker's too."""
     facts = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package, name in (("torch", "torch"), ("shared-rpc", "shared_rpc")):
         try:
             facts[name] = version(package)
         except PackageNotFoundError:
             facts[name] = ""
-    for text in changes:
-        name, equals, value = text.partition("=")
-        if not equals or name not in FACTS:
-            raise ConfigurationError(f"--fact {text!r}: use name=value, the name one of {', '.join(FACTS)}")
-        facts[name] = value
     return facts
