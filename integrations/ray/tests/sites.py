@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -25,7 +23,7 @@ from shared_rpc_ray import Cluster as SharedCluster
 from shared_rpc_ray.membership import connect
 from tests.kit.processes import PYTHONPATH, Child, eventually, python
 
-__all__ = ["APP", "Got", "Site", "Sites", "loading", "until"]
+__all__ = ["Calls", "Got", "Site", "Sites", "loading", "until"]
 
 #: Lost nodes are noticed within about a second, and nothing is collected, drawn or sent home.
 _SYSTEM = {
@@ -76,12 +74,10 @@ class Model(torch.nn.Module):
 def load_model(name, mib=1):
     with open(ROOT / f"builds-{name}", "a") as file:
         file.write(f"{SITE}\\n")
-    while (ROOT / f"gate-{name}").exists() or (ROOT / f"gate-{name}-{SITE}").exists():
+    while (ROOT / f"gate-{name}").exists():
         time.sleep(0.005)
-    if (ROOT / f"broken-{name}").exists() or (ROOT / f"broken-{name}-{SITE}").exists():
+    if (ROOT / f"broken-{name}").exists():
         raise ValueError(f"no weights of {name} on {SITE}")
-    if (ROOT / f"deadly-{name}-{SITE}").exists():
-        os._exit(9)
     return Model(mib)
 """
 
@@ -208,24 +204,17 @@ class Site:
 
     def status(self) -> dict[str, Any]:
         """What the agent has published in its broker."""
-        with Client(self.base_path, device=self.device, timeout=30.0, connect_timeout=5.0) as client:
-            source = client.get_server_info()["source"]
+        source = self.source()
         return dict(source["status"]) if source is not None else {}
 
-    def arriving(self, name: str) -> tuple[str, int]:
-        """The node that an object of a name is being received from, and how many bytes of it have arrived."""
-        for line in self.status().get("activity", ()):
-            found = re.fullmatch(rf"receive .*'{name}'.* from (\S+), (\d+) of \d+ bytes", line)
-            if found is not None:
-                return found[1], int(found[2])
-        return "", 0
+    def source(self) -> Any:
+        """What the broker says of its source of records."""
+        with Client(self.base_path, device=self.device, timeout=30.0, connect_timeout=5.0) as client:
+            return client.get_server_info()["source"]
 
     def agent_pid(self) -> int:
         """The process of the agent."""
-        with Client(self.base_path, device=self.device, timeout=30.0, connect_timeout=5.0) as client:
-            source = client.get_server_info()["source"]
-        assert source is not None and source["pid"] is not None, "there is no agent"
-        return int(source["pid"])
+        return int(self.source()["pid"])
 
     def joined(self) -> bool:
         """Whether an agent is there that has joined the directory."""
@@ -273,7 +262,6 @@ class Sites:
         self.sites: list[Site] = []
         self._store = store
         self._count = 0
-        self._numbers = itertools.count()
         self._head = {"num_cpus": 1, "object_store_memory": store, "_system_config": _SYSTEM, **_FEW_PROCESSES}
         if port is not None:
             self._head["gcs_server_port"] = port
@@ -282,33 +270,19 @@ class Sites:
         self.address = str(self.cluster.address)
         connect(self.address)
 
-    def add(
-        self,
-        *options: str,
-        store: int | None = None,
-        serve: bool = True,
-        beside: Site | None = None,
-        node_environ: dict[str, str] | None = None,
-        **named: Any,
-    ) -> Site:
-        """One more node with its broker; or a broker ``beside`` that of another site, on the same node.
-
-        :param node_environ: the environment that agents of the node have beside that of this process.
-        """
-        node = (
-            beside.ray_node
-            if beside is not None
-            else (
-                self._free.pop()
-                if self._free and store is None and node_environ is None
-                else self.cluster.add_node(num_cpus=1, object_store_memory=store or self._store, env_vars=node_environ)
-            )
-        )
+    def add(self, *options: str, store: int | None = None, beside: Site | None = None, **named: Any) -> Site:
+        """One more node with its broker; or a broker ``beside`` that of another site, on the same node."""
+        if beside is not None:
+            node = beside.ray_node
+        elif self._free and store is None:
+            node = self._free.pop()
+        else:
+            node = self.cluster.add_node(num_cpus=1, object_store_memory=store or self._store)
         self._count += 1
         gpu = self._count % self._gpus if self._gpus else None
         site = Site(self, f"n{self._count}", node, gpu, alone=beside is None)
         self.sites.append(site)
-        return site.serve(*options, **named) if serve else site
+        return site.serve(*options, **named)
 
     def stop_ray(self) -> None:
         """End Ray on all nodes, as by SIGKILL."""
@@ -325,15 +299,16 @@ class Sites:
         for site in self.sites:
             until(site.joined, f"{site.name} has joined")
 
-    def gate(self, name: str, site: Site | None = None) -> Path:
-        """Close a gate for builds of a name, at one site or at all; ``unlink()`` opens it."""
-        path = self.root / (f"gate-{name}" if site is None else f"gate-{name}-{site.name}")
-        path.touch()
-        return path
+    def gate(self, name: str) -> Path:
+        """Close a gate for builds of a name; ``unlink()`` opens it."""
+        return self._mark(f"gate-{name}")
 
-    def break_(self, name: str, site: Site | None = None) -> Path:
-        """Have builds of a name fail, at one site or at all."""
-        path = self.root / (f"broken-{name}" if site is None else f"broken-{name}-{site.name}")
+    def break_(self, name: str) -> Path:
+        """Have builds of a name fail."""
+        return self._mark(f"broken-{name}")
+
+    def _mark(self, name: str) -> Path:
+        path = self.root / name
         path.touch()
         return path
 
@@ -352,17 +327,10 @@ class Sites:
         keys = [key for key in self.status()["keys"] if f"'{name}'" in key["cache_key"]]
         return keys[0] if keys else {"waiting": [], "receiving": [], "nodes": {}, "building": None, "left_out": {}}
 
-    def hold(self, what: str, site: Site, parts: int | None = None) -> Path:
-        """Have the agent of a site wait before it gives (``"give"``) or takes a part, or damage those that it gives.
-
-        :param parts: it waits after so many parts, or damages so many; None for all.
-        """
-        path = self.root / f"{site.node_id}-{what}"
-        (self.root / f"{path.name}-begun").unlink(missing_ok=True)
-        # Whole at once, as it is read meanwhile; the parts are counted anew each time.
-        new = self.root / f"{path.name}-new"
-        new.write_text("" if parts is None else f"{parts} {next(self._numbers)}")
-        return new.rename(path)
+    def hold(self, what: str, site: Site) -> Path:
+        """Have the agent of a site wait before it gives (``"give"``) or takes a part, or refuse or damage one."""
+        (self.root / f"{site.node_id}-{what}-begun").unlink(missing_ok=True)
+        return self._mark(f"{site.node_id}-{what}")
 
     def held(self, what: str, site: Site) -> bool:
         """Whether it waits there."""
@@ -392,12 +360,23 @@ class Sites:
         shutil.rmtree(self.root, ignore_errors=True)
 
 
+class Calls:
+    """Processes of sites that call ``load_model``, all at once."""
+
+    def __init__(self, sites: Sequence[Site], *args: Any) -> None:
+        self._children = [(site, site.start(*args)) for site in sites]
+
+    def results(self) -> list[Got]:
+        """Wait for what all of them get, and let them end."""
+        found = [site.got(child) for site, child in self._children]
+        for got in found:
+            got.close()
+        return found
+
+
 def loading(sites: Sequence[Site], *args: Any) -> list[Got]:
-    """What a process of each of the sites gets, all at once, when the directory knows that they have it."""
-    children = [(site, site.start(*args)) for site in sites]
-    found = [site.got(child) for site, child in children]
-    for got in found:
-        got.close()
+    """What a process of each of the sites gets, when the directory knows that they have it."""
+    found = Calls(sites, *args).results()
     nodes, cluster = {site.node for site in sites}, sites[0].cluster
     until(lambda: nodes <= cluster.key(args[0])["nodes"].keys(), "the directory knows who has it")
     return found

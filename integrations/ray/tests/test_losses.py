@@ -14,7 +14,7 @@ from shared_rpc import Client
 from shared_rpc.errors import ClusterError
 from shared_rpc_ray import Change, Cluster
 from shared_rpc_ray.membership import actor_name, find
-from sites import Site, Sites, loading, until
+from sites import Calls, Site, Sites, loading, until
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -53,38 +53,30 @@ def lost(cluster: Sites, spare: list[Site]) -> Site:
 @pytest.mark.parametrize("loss", ["node", "broker"])
 def test_another_node_builds_when_the_builder_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
     """Those that waited for it get what the other one builds."""
-    gate = cluster.gate(name, lost)
+    gate = cluster.gate(name)
     lost.start(name)
     until(lambda: cluster.builds(name) == [lost.name], "it builds")
-    children = [(site, site.start(name)) for site in cluster.sites[:3]]
+    calls = Calls(cluster.sites[:3], name)
     until(lambda: len(cluster.key(name)["waiting"]) == 4, "the others wait")
     LOSSES[loss](lost)
-    digests = set()
-    for site, child in children:
-        got = site.got(child)
-        digests.add(got.digest)
-        got.close()
     gate.unlink()
-    assert len(digests) == 1
+    assert len({got.digest for got in calls.results()}) == 1
     assert len(cluster.builds(name)) == 2
 
 
 def test_a_build_goes_on_without_its_agent(cluster: Sites, name: str, lost: Site) -> None:
     """The next agent finds it in the broker: nobody else builds, and all get it."""
     gate = cluster.gate(name)
-    child = lost.start(name)
+    mine = Calls([lost], name)
     until(lambda: cluster.builds(name) == [lost.name], "it builds")
-    other = cluster.sites[0].start(name)
+    other = Calls(cluster.sites[:1], name)
     until(lambda: len(cluster.key(name)["waiting"]) == 2, "another node waits")
     before = lost.agent_pid()
     lost.kill_agent()
     until(lambda: lost.joined() and lost.agent_pid() != before, "there is another agent")
     gate.unlink()
-    mine, theirs = lost.got(child), cluster.sites[0].got(other)
-    assert mine.digest == theirs.digest
+    assert mine.results()[0].digest == other.results()[0].digest
     assert cluster.builds(name) == [lost.name]
-    mine.close()
-    theirs.close()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -95,14 +87,12 @@ def test_the_source_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, los
     first.load(name, SIZE)
     held = cluster.hold("give", lost)
     keeps = cluster.hold("give", first)
-    child = second.start(name, SIZE)
+    call = Calls([second], name, SIZE)
     until(lambda: cluster.held("give", lost) or cluster.held("give", first), "it is being sent")
     LOSSES[loss](lost)
     held.unlink()
     keeps.unlink()
-    got = second.got(child)
-    got.close()
-    assert got.digest == first.load(name, SIZE).digest
+    assert call.results()[0].digest == first.load(name, SIZE).digest
     assert cluster.builds(name) == [lost.name]
 
 
@@ -114,7 +104,7 @@ def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, l
     source = first.client()
     until(lambda: leases_of(source, name) == 0, "the process that loaded it has ended")
     held = cluster.hold("take", lost)
-    child = lost.start(name, SIZE)
+    call = Calls([lost], name, SIZE)
     until(lambda: cluster.held("take", lost), "it is being received")
     LOSSES[loss](lost)
     if loss != "agent":  # the next one would receive it
@@ -122,9 +112,7 @@ def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, l
     held.unlink()
     assert second.load(name, SIZE).digest == digest
     if loss == "agent":
-        got = lost.got(child)
-        got.close()
-        assert got.digest == digest
+        assert call.results()[0].digest == digest
     assert cluster.builds(name) == [first.name]
 
 
@@ -200,17 +188,12 @@ def directory_of(cluster: str) -> dict[str, object] | None:
 def test_the_directory_is_lost_during_a_build(cluster: Sites, name: str) -> None:
     """The next one is told by the agents what is there and what goes on: nobody builds a second time."""
     gate = cluster.gate(name)
-    children = [(site, site.start(name)) for site in cluster.sites[:3]]
+    calls = Calls(cluster.sites[:3], name)
     until(lambda: len(cluster.key(name)["waiting"]) == 3, "all wait")
     ray.kill(find(actor_name("default", "directory")), no_restart=False)
     until(lambda: len(cluster.key(name)["waiting"]) >= 2 and cluster.key(name)["building"], "it knows who builds")
     gate.unlink()
-    digests = set()
-    for site, child in children:
-        got = site.got(child)
-        digests.add(got.digest)
-        got.close()
-    assert len(digests) == len(cluster.builds(name)) == 1
+    assert len({got.digest for got in calls.results()}) == len(cluster.builds(name)) == 1
 
 
 def test_the_directory_is_lost_during_a_move(cluster: Sites, name: str) -> None:
@@ -218,14 +201,12 @@ def test_the_directory_is_lost_during_a_move(cluster: Sites, name: str) -> None:
     first, second, *_ = cluster.sites
     digest = first.load(name, SIZE).digest
     held = cluster.hold("take", second)
-    child = second.start(name, SIZE)
+    call = Calls([second], name, SIZE)
     until(lambda: cluster.held("take", second), "it is being received")
     ray.kill(find(actor_name("default", "directory")), no_restart=False)
     until(lambda: name in str(cluster.key(name).get("cache_key")), "there is another directory")
     held.unlink()
-    got = second.got(child)
-    got.close()
-    assert got.digest == digest
+    assert call.results()[0].digest == digest
     assert cluster.builds(name) == [first.name]
 
 
@@ -255,9 +236,7 @@ def objects_of(client: Client, name: str) -> int:
 def test_a_joiner_that_is_killed_is_started_again(cluster: Sites, name: str, lost: Site) -> None:
     """The agent does not notice."""
     before = lost.agent_pid()
-    info = lost.client().get_server_info()["source"]
-    assert info is not None
-    os.kill(info["joiner"]["pid"], signal.SIGKILL)
-    until(lambda: lost.client().get_server_info()["source"]["joiner"]["starts"] == 2, "there is another one")
+    os.kill(lost.source()["joiner"]["pid"], signal.SIGKILL)
+    until(lambda: lost.source()["joiner"]["starts"] == 2, "there is another one")
     assert lost.agent_pid() == before
     assert lost.load(name).digest == cluster.sites[0].load(name).digest

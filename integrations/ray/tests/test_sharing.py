@@ -12,46 +12,36 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from sites import Site, Sites, loading, until
+from sites import Calls, Site, Sites, loading, until
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def test_an_object_is_built_once_and_has_the_same_bits_on_every_node(cluster: Sites, name: str) -> None:
-    """All call at once; the weights are random, and arrive with their ties."""
-    found = loading(cluster.sites, name)
-    assert len(cluster.builds(name)) == 1
-    assert len({got.digest for got in found}) == 1
-    assert all(got.tied and got.mode == "client" for got in found)
-
-
-def test_a_second_call_of_a_node_is_local(cluster: Sites, name: str) -> None:
-    """Nothing is received again."""
-    [site, *_] = cluster.sites
-    loading(cluster.sites, name)
-    before = cluster.status()["bytes_moved"], object_of(site, name)
-    site.load(name)
-    assert (cluster.status()["bytes_moved"], object_of(site, name)) == before
-
-
-def object_of(site: Site, name: str) -> str:
-    """The id of the only object of a name at a site."""
-    [found] = [found for found in site.client().list_objects() if f"'{name}'" in str(found["cache_key"])]
-    return found["object_id"]
-
-
-def test_nodes_that_call_during_a_build_wait_for_it(cluster: Sites, name: str) -> None:
-    """One builds, and the others do not begin to."""
+    """Nodes that call during the build wait. The weights are random, and arrive with their ties; agents load no torch."""
     gate = cluster.gate(name)
-    children = [(site, site.start(name)) for site in cluster.sites]
+    calls = Calls(cluster.sites, name)
     until(lambda: len(cluster.key(name)["waiting"]) == 3, "all nodes wait")
     gate.unlink()
-    digests = set()
-    for site, child in children:
-        got = site.got(child)
-        digests.add(got.digest)
-        got.close()
-    assert len(digests) == len(cluster.builds(name)) == 1
+    found = calls.results()
+    assert len({got.digest for got in found}) == len(cluster.builds(name)) == 1
+    assert all(got.tied and got.mode == "client" for got in found)
+    for site in cluster.sites:
+        if site.gpu is None:  # a GPU's memory is mapped and copied by torch
+            assert "libtorch" not in Path(f"/proc/{site.agent_pid()}/maps").read_text()
+
+
+def test_an_exception_of_the_endpoint_reaches_all_who_wait(cluster: Sites, name: str) -> None:
+    """It has its own type there; the next call tries anew."""
+    gate, broken = cluster.gate(name), cluster.break_(name)
+    children = [site.start(name) for site in cluster.sites]
+    until(lambda: len(cluster.key(name)["waiting"]) == 3, "all nodes wait")
+    gate.unlink()
+    ended = [child.close() for child in children]
+    assert all(code == 1 and f"ValueError: no weights of {name} on" in errors for code, errors in ended)
+    assert len(cluster.builds(name)) == 1
+    broken.unlink()
+    assert len({got.digest for got in loading(cluster.sites, name)}) == 1
 
 
 def test_a_late_node_gets_what_the_cluster_has(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
@@ -101,39 +91,8 @@ def test_records_come_by_nixl_where_both_nodes_ask_for_it(cluster: Sites, name: 
     assert cluster.builds(name) == [one.name]
 
 
-def test_an_exception_of_the_endpoint_reaches_all_who_wait(cluster: Sites, name: str) -> None:
-    """It has its own type there; the next call tries anew."""
-    gate, broken = cluster.gate(name), cluster.break_(name)
-    children = [site.start(name) for site in cluster.sites]
-    until(lambda: len(cluster.key(name)["waiting"]) == 3, "all nodes wait")
-    gate.unlink()
-    for child in children:
-        code, errors = child.close()
-        assert code == 1
-        assert f"ValueError: no weights of {name} on" in errors
-    assert len(cluster.builds(name)) == 1
-    broken.unlink()
-    assert len({got.digest for got in loading(cluster.sites, name)}) == 1
-
-
-def test_agents_load_no_torch(cluster: Sites, name: str) -> None:
-    """Not even where they have received a model."""
-    if cluster.sites[0].gpu is not None:
-        pytest.skip("the memory of a GPU is mapped and copied by torch")
-    loading(cluster.sites, name)
-    for site in cluster.sites:
-        assert "libtorch" not in Path(f"/proc/{site.agent_pid()}/maps").read_text()
-
-
-def test_a_broker_is_no_child_of_ray(cluster: Sites) -> None:
-    """Ray can end, and what it has started, and the broker goes on."""
-    for site in cluster.sites:
-        assert site.broker is not None
-        assert not any("raylet" in Path(f"/proc/{pid}/cmdline").read_text() for pid in ancestors(site.broker.pid))
-
-
 def test_the_status_names_nodes_brokers_objects_and_bytes(cluster: Sites, name: str) -> None:
-    """In Python, and on the command line."""
+    """In Python, and on the command line; a server shows its own place."""
     loading(cluster.sites, name)
     status = cluster.status()
     sockets = {site.socket for site in cluster.sites}
@@ -141,17 +100,12 @@ def test_the_status_names_nodes_brokers_objects_and_bytes(cluster: Sites, name: 
     [key] = [key for key in status["keys"] if name in key["cache_key"]]
     assert (len(key["nodes"]), set(key["nodes"].values())) == (3, {key["version"]})
     assert status["bytes_moved"] >= 2 * key["nbytes"]
-    printed = command(cluster, "status", "--json")
+    words = [sys.executable, "-m", "shared_rpc.cli", "cluster", "status", "--address", cluster.address]
+    table, printed = (subprocess.check_output([*words, *more], text=True, timeout=50) for more in ([], ["--json"]))
     assert [found["nodes"] for found in json.loads(printed)["keys"] if name in found["cache_key"]] == [key["nodes"]]
-    table = command(cluster, "status")
     assert all(socket in table for socket in sockets) and name in table
-
-
-def test_a_server_shows_its_place_in_the_cluster(cluster: Sites) -> None:
-    """In its own status."""
-    site = cluster.sites[0]
-    assert (site.status()["cluster"], site.status()["state"]) == ("default", "joined")
-    assert site.socket in site.status()["node"]
+    own = cluster.sites[0].status()
+    assert (own["cluster"], own["state"]) == ("default", "joined") and cluster.sites[0].socket in own["node"]
 
 
 def test_what_a_node_drops_by_itself_it_gets_again(cluster: Sites, name: str) -> None:
@@ -161,19 +115,3 @@ def test_what_a_node_drops_by_itself_it_gets_again(cluster: Sites, name: str) ->
     assert site.client().invalidate_call_cache("load_model", name) == 1
     assert site.load(name).digest == before[0].digest
     assert len(cluster.builds(name)) == 1
-
-
-def ancestors(pid: int) -> list[int]:
-    """The parents of a process, from the nearest on."""
-    found = []
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        if pid > 0:
-            found.append(pid)
-    return found
-
-
-def command(cluster: Sites, *words: str) -> str:
-    """What ``shared-rpc cluster`` prints."""
-    arguments = [sys.executable, "-m", "shared_rpc.cli", "cluster", *words, "--address", cluster.address]
-    return subprocess.run(arguments, check=True, capture_output=True, text=True, timeout=50).stdout
