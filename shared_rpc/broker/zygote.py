@@ -37,8 +37,8 @@ _LINK = 100
 _PATIENCE = 2.0
 #: Seconds in which a killed zygote ends.
 _ENDING = 0.5
-#: Zygotes tried one after the other, each without a package that made the one before unfit for forks.
-_ATTEMPTS = 8
+#: Packages that zygotes are made without, because they made an earlier one unfit for forks.
+_LEFT_OUT = 7
 #: Consecutive failures of zygotes or forks after which no more are made.
 _FAILURES = 3
 #: Seconds for which the size of the zygote's memory is cached: the kernel walks all of it.
@@ -280,43 +280,43 @@ class WorkerZygote:
         if self._running is None:
             self._state, self._why = "starting", ""
         begin = time.monotonic()
-        for _ in range(_ATTEMPTS):
-            running: _Running | None = None
-            try:
-                running = _Running(imports)
-                self._made = [*(one for one in self._made if not one.child.gone.is_set()), running]
-                steps = [one for one in imports.steps if isinstance(one, dict) or _top(one) not in self._left_out]
-                answer = await running.prepare(steps=steps, own=imports.own, folders=imports.folders)
-            except (_Failed, OSError, RuntimeError) as error:
-                if running is not None:
-                    running.end()
-                if self._running is None:
-                    self._replace(f"cannot start a zygote: {error}")
-                else:  # the present zygote has fewer modules and goes on
-                    self._fail(f"cannot start a zygote with all imports of the app: {error}")
+        running: _Running | None = None
+        try:
+            running = _Running(imports)
+            self._made = [*(one for one in self._made if not one.child.gone.is_set()), running]
+            steps = [one for one in imports.steps if isinstance(one, dict) or _top(one) not in self._left_out]
+            answer = await running.prepare(steps=steps, own=imports.own, folders=imports.folders)
+        except (_Failed, OSError, RuntimeError) as error:
+            if running is not None:
+                running.end()
+            if self._running is None:
+                self._replace(f"cannot start a zygote: {error}")
+            else:  # the present zygote has fewer modules and goes on
+                self._fail(f"cannot start a zygote with all imports of the app: {error}")
+            return
+        dropped: dict[str, str] = answer.get("dropped", {})
+        if answer["type"] == "Ready":
+            async with self._asking:
+                self._end()
+                running.modules, running.dropped = frozenset(answer["modules"]), dropped
+                self._running, self._state, self._why, self._gauged = running, "ready", "", (0.0, 0)
+                running.lost = self._lost
+            if running.child.gone.is_set():
+                self._lost()
                 return
-            if answer["type"] == "Ready":
-                async with self._asking:
-                    self._end()
-                    running.modules, running.dropped = frozenset(answer["modules"]), answer["dropped"]
-                    self._running, self._state, self._why, self._gauged = running, "ready", "", (0.0, 0)
-                    running.lost = self._lost
-                if running.child.gone.is_set():
-                    self._lost()
-                    return
-                took = time.monotonic() - begin
-                _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, len(running.modules), took)
-                for name, why in running.dropped.items():
-                    _log.warning("the zygote does not import %s, which workers do: %s", name, why)
-                return
+            took = time.monotonic() - begin
+            _log.info("zygote (pid %d) ready with %d modules in %.1f s", running.child.pid, len(running.modules), took)
+        else:
             running.end()
             top = _top(answer["module"])
-            if not top or top in self._left_out or top == "shared_rpc":
+            if not top or top in self._left_out or top == "shared_rpc" or len(self._left_out) == _LEFT_OUT:
                 self._give_up(answer["why"])
                 return
-            self._left_out[top] = answer["why"]
-            _log.warning("the zygote does not import %s, which workers do: %s", top, answer["why"])
-        self._give_up(f"{_ATTEMPTS} packages cannot be imported before a fork: {', '.join(self._left_out)}")
+            dropped = {top: answer["why"]}
+            self._left_out |= dropped
+            self._due.set()  # the next one is made without that package
+        for name, why in dropped.items():
+            _log.warning("the zygote does not import %s, which workers do: %s", name, why)
 
     async def begin(self, number: int) -> ForkedWorker | None:
         """Start a worker as a fork; return None if it must be a new process."""

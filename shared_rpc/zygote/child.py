@@ -144,13 +144,6 @@ def _forget_folders() -> None:
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
         vars(tempfile)["tempdir"] = None
-    process = sys.modules.get("multiprocessing.process")
-    if process is not None:
-        # Children that are not forked search for the main module there, if its path is relative.
-        try:
-            vars(process)["ORIGINAL_DIR"] = os.path.abspath(os.getcwd())
-        except OSError:  # the directory has been removed
-            vars(process)["ORIGINAL_DIR"] = None
 
 
 def own_path(options: Sequence[str], words: Sequence[str]) -> list[str]:
