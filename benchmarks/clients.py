@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import statistics
+import time
+from contextlib import suppress
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks.options import Device, Json, chosen, numbers
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
-from benchmarks.report import Report
+from benchmarks.processes import Process, configuration, next_command, say
+from benchmarks.report import Report, Row
 from benchmarks.servers import Servers
-from benchmarks.throughput import throughput
+from benchmarks.subjects import Subject
+from benchmarks.targets import GOALS
 
 __all__ = ["run"]
 
@@ -33,3 +38,115 @@ def run(
         for count in numbers(clients):
             throughput(report, servers, addresses, device, count, rounds, judge=False)
     report.finish(json)
+
+
+# The measurement, which rpc makes too.
+
+#: Seconds of a turn, and those between the word to begin and the beginning, so that all begin together.
+_TURN, _NOTICE = 0.5, 0.1
+#: Seconds after which a call counts as failed.
+_PATIENCE = 10.0
+#: Calls of each process before the first turn.
+_WARM_UP = 20
+#: An endpoint that one side has, and what the other side has instead.
+_ON_LOOP, _INSTEAD = "fresh_on_loop", "fresh"
+#: A process that completes less than this share of the others' median is told of.
+_FAIR = 0.25
+
+
+def throughput(
+    report: Report, servers: Servers, addresses: dict[str, str], device: str, processes: int, rounds: int, *, judge: bool
+) -> None:
+    """Measure calls of a small cached tensor, and of a new one; all sides in turns, from the same processes.
+
+    :param addresses: the servers that take part, by the name of their side.
+    :param judge: whether the goal is about these tensors.
+    """
+    callers = [servers.client("clients", device=device, addresses=addresses) for _ in range(processes)]
+    for caller in callers:
+        caller.read()
+    for endpoint, text in (("small", "cached"), ("fresh", "new"), (_ON_LOOP, "new, async def")):
+        turns: dict[str, list[list[int]]] = {name: [] for name in addresses}
+        for _ in range(rounds):
+            for name, counts in turns.items():
+                counts.append(_turn(report, callers, name, endpoint))
+        values = {name: statistics.median(sum(counts) for counts in taken) / _TURN for name, taken in turns.items()}
+        peer = values.get(Peer.name)
+        report.add(
+            Row(
+                f"{processes} process{'' if processes == 1 else 'es'}, 4 KiB tensor, {text}: calls/s",
+                values,
+                "number",
+                goal=GOALS["throughput"],
+                judged=values[Ours.name] / peer if peer and judge else None,
+                judged_unit="ratio",
+                extra={"processes": processes, "endpoint": endpoint, "seconds": _TURN, "calls": turns},
+            )
+        )
+        for name, taken in turns.items():
+            report.note(starvation(f"{name}, {text}", [sum(counts) for counts in zip(*taken, strict=True)]))
+    for caller in callers:
+        caller.close()
+
+
+def starvation(what: str, calls: list[int]) -> str | None:
+    """Describe processes that completed far fewer calls than the others; None if all got their share.
+
+    :param calls: what each process completed, in all turns.
+    """
+    behind = [count for count in calls if count < _FAIR * statistics.median(calls)] if any(calls) else calls
+    if not behind:
+        return None
+    many = f"{len(behind)} of {len(calls)} processes"
+    return f"{what}: {many} starved, with {min(behind)} to {max(behind)} calls where the most were {max(calls)}"
+
+
+def _turn(report: Report, callers: list[Process], name: str, endpoint: str) -> list[int]:
+    begin = time.monotonic() + _NOTICE  # one clock for all processes
+    for caller in callers:
+        caller.tell(who=name, endpoint=endpoint, begin=begin)
+    answers = [caller.read() for caller in callers]
+    for error in {answer["error"] for answer in answers} - {None}:
+        report.note(f"{name}, calls of {len(callers)} processes: {error}")
+    return [answer["calls"] for answer in answers]
+
+
+# In each of the processes.
+
+
+def _calls(subject: Subject, endpoint: str, begin: float) -> dict[str, Any]:
+    """Count the ``calls`` that were complete in time, with the ``error`` that ended the turn early."""
+    end, calls, error = begin + _TURN, 0, None
+    time.sleep(max(begin - time.monotonic(), 0))
+    while error is None:
+        try:
+            subject.call(endpoint)
+        except Exception as problem:  # one side's failure must not cost the other side its turns
+            error = f"{type(problem).__name__}: {problem}"
+            break
+        if time.monotonic() > end:
+            break
+        calls += 1
+    return {"calls": calls, "error": error}
+
+
+def main() -> None:
+    """Configuration: ``device``, ``addresses``. Commands: ``{"who": name, "endpoint": name, "begin": time}``."""
+    config = configuration()
+    subjects: dict[str, Subject] = {}
+    for name, address in config["addresses"].items():
+        subjects[name] = Ours(address) if name == Ours.name else Peer(address, config["device"], timeout=_PATIENCE)
+        with suppress(Exception):  # its turns will tell
+            for endpoint in ("small", "fresh", *([_ON_LOOP] if name == Ours.name else [])):
+                for _ in range(_WARM_UP):
+                    subjects[name].call(endpoint)
+    say(ready=True)
+    while (command := next_command()) is not None:
+        who, endpoint = command["who"], command["endpoint"]
+        say(**_calls(subjects[who], _INSTEAD if endpoint == _ON_LOOP and who != Ours.name else endpoint, command["begin"]))
+    for subject in subjects.values():
+        subject.close()
+
+
+if __name__ == "__main__":
+    main()

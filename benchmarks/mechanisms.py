@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import typer
 
+from benchmarks.memory import used
 from benchmarks.options import Json, numbers
-from benchmarks.processes import Process
+from benchmarks.processes import Process, configuration, next_command, say
 from benchmarks.report import Report, Row
-from benchmarks.segment_process import receive, send
-from benchmarks.stats import Sample
-from shared_rpc.errors import SharedRPCError
-from shared_rpc.memory.backends.choice import PREFERENCE, survey
-from shared_rpc.memory.segments import Segment
-from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
+from benchmarks.stats import Sample, timed
+from shared_rpc.errors import CapabilityError, SharedRPCError
+from shared_rpc.memory.backends.choice import PREFERENCE, backend_for, survey
+from shared_rpc.memory.segments import Backend, Segment
+from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism, SegmentInfo
 
 __all__ = ["Subject", "run"]
 
@@ -159,7 +163,7 @@ class Subject:
             listener.bind(f"{folder}/s")
             listener.listen()
             config = {"socket": f"{folder}/s", "device": self.device, "mechanism": self.mechanism}
-            with Process("segment_process", os.sched_getaffinity(0), **config) as process:
+            with Process("mechanisms", os.sched_getaffinity(0), **config) as process:
                 process.read()
                 with listener.accept()[0] as sock:
                     yield process, sock
@@ -201,3 +205,279 @@ def _rows(report: Report, results: dict[Mechanism, Subject], sizes: list[int]) -
         ("reads after", "… and who had it mapped then"),
     ):
         report.add(Row(name, {}, texts={who: subject.texts[key] for who, subject in results.items()}))
+
+
+# A process that makes segments, or uses those that it is sent: one end of the benchmark.
+
+#: Segments that are made to see what one of them takes.
+_MANY = 16
+
+
+def send(sock: socket.socket, segment: Segment, *others: int) -> None:
+    """Send a segment, and descriptors that belong to it; all are borrowed."""
+    socket.send_fds(sock, [msgspec.json.encode(segment.info)], [segment.fileno(), *others])
+
+
+def receive(sock: socket.socket) -> tuple[Segment, list[int]]:
+    """Receive a segment and its descriptors, which the caller owns."""
+    body, (fd, *others), _, _ = socket.recv_fds(sock, 4096, 4)
+    return Segment.owning(msgspec.json.decode(body, type=SegmentInfo), fd), others
+
+
+class _End:
+    """One segment, and the operations on it."""
+
+    def __init__(self, sock: socket.socket, device: str, mechanism: Any) -> None:
+        import torch
+
+        self.sock = sock
+        self.host = device == "cpu"
+        self.backend: Backend = backend_for(device, mechanism)
+        self.making, self.mapping = Watch(MAKING[mechanism]), Watch(MAPPING[mechanism])
+        self.device = torch.device("cpu") if self.host else torch.device("cuda", 0)
+        self.segment: Segment | None = None
+        self.others: list[int] = []
+        self.address = 0
+        if not self.host:
+            torch.zeros(1, device=self.device)
+
+    @property
+    def held(self) -> Segment:
+        """The segment."""
+        assert self.segment is not None, "nothing was made or received"
+        return self.segment
+
+    def bytes(self) -> Any:
+        """Return the mapped memory as a tensor."""
+        from shared_rpc.codec.storages import bytes_at
+
+        return bytes_at(self.address, self.held.info.nbytes, self.device)
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        if not self.host:
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    def make(self, nbytes: int, rounds: int) -> None:
+        """Make, map and give back, that many times: the seconds of each step that the mechanism has."""
+        times: dict[str, list[float]] = {"map here": []}
+        for _ in range(rounds):
+            self.making.time(lambda: self._create(nbytes), times)
+            times["map here"].append(timed(self._map))
+            self._unmap()
+            self.held.close()
+        say(**times)
+
+    def take(self, nbytes: int) -> None:
+        """Measure the device memory of a segment."""
+        time.sleep(0.2)  # what was given back before is back
+        before = used(str(self.device))
+        made = [self.backend.create(nbytes) for _ in range(_MANY)]
+        taken = (used(str(self.device)) - before) / _MANY
+        for segment in made:
+            segment.close()
+        say(taken=taken)
+
+    def keep(self, nbytes: int, value: int) -> None:
+        """Make one, fill it and send it."""
+        self._create(nbytes)
+        self._map()
+        self.bytes().fill_(value)
+        self.wait()
+        send(self.sock, self.held)
+        say(made=True)
+
+    def attach(self, rounds: int) -> None:
+        """Receive one, and map it that many times; the last one stays. The seconds of each step, as :meth:`make` tells them."""
+        self.segment, self.others = receive(self.sock)
+        times: dict[str, list[float]] = {"unmap": []}
+        for number in range(rounds):
+            self.mapping.time(self._map, times)
+            if number < rounds - 1:
+                times["unmap"].append(timed(self._unmap))
+        say(**times)
+
+    def call(self, count: int) -> None:
+        """Measure one call's work: a small kernel, a copy of 4 KiB into the mapped memory, and a wait for the stream."""
+        import torch
+
+        source = torch.zeros(4096, dtype=torch.uint8, device=self.device)
+        target = self.bytes()[:4096]
+
+        def once() -> None:
+            source.add_(1)
+            target.copy_(source, non_blocking=True)
+            if not self.host:
+                torch.cuda.current_stream(self.device).synchronize()
+
+        for _ in range(10):
+            once()
+        say(call=[timed(once) for _ in range(count)])
+
+    def read(self, value: int) -> None:
+        """Return whether all bytes are unchanged."""
+        say(outcome=_outcome(lambda: "reads all bytes" if bool((self.bytes() == value).all()) else "reads other bytes"))
+
+    def use_all(self, value: int) -> None:
+        """Fill the free memory of the GPU, but for half a GiB, and free it."""
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(self.device)
+        blocks = [torch.full((64 << 20,), value, dtype=torch.uint8, device=self.device) for _ in range((free >> 26) - 8)]
+        self.wait()
+        filled = len(blocks)
+        blocks.clear()
+        torch.cuda.empty_cache()
+        say(filled=filled)
+
+    def open(self, value: int) -> None:
+        """Receive one whose maker has ended, and open it as the library does."""
+        self.segment, self.others = receive(self.sock)
+
+        def opened() -> str:
+            self._map()
+            return "yes" if bool((self.bytes() == value).all()) else "yes, with other bytes"
+
+        say(outcome=_outcome(opened))
+
+    def open_below(self, value: int) -> None:
+        """Open memory by the driver alone: the library refuses memory whose maker has ended."""
+
+        def opened() -> str:
+            from shared_rpc.memory.backends.exporter_owned import ExporterOwnedBackend, export_descriptor_of
+
+            assert isinstance(self.backend, ExporterOwnedBackend), "a mechanism whose memory ends with its maker"
+            backend: Any = self.backend
+            exported = export_descriptor_of(self.held.fileno())
+            memory = backend.open_pool(self.others[0], exported) if self.others else backend.open(exported)
+            self.address = memory.address
+            return "yes" if bool((self.bytes() == value).all()) else "yes, with other bytes"
+
+        say(outcome=_outcome(opened))
+
+    def write_protected(self) -> None:
+        """Receive one, map it for reading, and write."""
+        self.segment, self.others = receive(self.sock)
+        self.address = self.backend.map(self.held.fileno(), self.held.info.nbytes, "read")
+
+        def written() -> str:
+            self.bytes()[:1].fill_(1)
+            self.wait()
+            return "not refused"
+
+        say(outcome=_outcome(written))
+
+    def _create(self, nbytes: int) -> None:
+        self.segment = self.backend.create(nbytes)
+
+    def _map(self) -> None:
+        self.address = self.backend.map(self.held.fileno(), self.held.info.nbytes, "read_write")
+
+    def _unmap(self) -> None:
+        self.backend.synchronize()
+        self.backend.unmap(self.address, self.held.info.nbytes)
+
+
+def _outcome(action: Callable[[], str]) -> str:
+    try:
+        return action()
+    except (CapabilityError, RuntimeError) as error:
+        return f"error: {str(error).splitlines()[0][:200]}"
+
+
+def main() -> None:
+    """Do what is asked. Configuration: ``socket`` to connect to, ``device`` and ``mechanism``."""
+    config = configuration()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(config["socket"])
+        end = _End(sock, config["device"], config["mechanism"])
+        say(pid=os.getpid())
+        while (command := next_command()) is not None:
+            getattr(end, command.pop("do"))(**command)
+        # What is mapped here goes with the process.
+        if end.segment is not None:
+            end.segment.close()
+
+
+# Times of the parts of making and mapping a segment: the library's own code, by the calls that it makes.
+
+_DRIVER = "cuda.bindings.driver"
+
+
+class Parts(NamedTuple):
+    """The steps of one operation: the calls ``targets`` (``"module:name"``) are the step ``inner``, all else is ``rest``."""
+
+    rest: str
+    inner: str = ""
+    targets: tuple[str, ...] = ()
+
+
+#: What ``Backend.create`` consists of: memory is allocated and zeroed, then made such that it can be sent. A memfd is a
+#: descriptor from the beginning. What is sent of the older mechanisms is an export descriptor, which is issued then.
+MAKING: dict[Mechanism, Parts] = {
+    "memfd": Parts("create"),
+    "vmm": Parts("create", "export", (f"{_DRIVER}:cuMemExportToShareableHandle",)),
+    "ipc": Parts("create", "export", (f"{_DRIVER}:cuIpcGetMemHandle", "shared_rpc.memory.backends.liveness:issue")),
+    "pool": Parts(
+        "create",
+        "export",
+        (
+            f"{_DRIVER}:cuMemPoolExportToShareableHandle",
+            f"{_DRIVER}:cuMemPoolExportPointer",
+            "shared_rpc.memory.backends.fd_server:FD_SERVER.register",
+            "shared_rpc.memory.backends.liveness:issue",
+        ),
+    ),
+}
+
+#: What ``Backend.map`` consists of in another process: the memory is opened, then given an address. A memfd is not opened, and
+#: legacy IPC opens memory at an address.
+MAPPING: dict[Mechanism, Parts] = {
+    "memfd": Parts("map"),
+    "vmm": Parts("map", "open", (f"{_DRIVER}:cuMemImportFromShareableHandle",)),
+    "ipc": Parts("open"),
+    "pool": Parts("open", "map", (f"{_DRIVER}:cuMemPoolImportPointer",)),
+}
+
+
+class Watch:
+    """Times an operation step by step. Replaces the functions that it watches, in this process and for good.
+
+    :param clock: in seconds.
+    """
+
+    def __init__(self, parts: Parts, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._inside = 0.0
+        for target in parts.targets:
+            module, _, path = target.partition(":")
+            *owners, name = path.split(".")
+            owner = functools.reduce(getattr, owners, importlib.import_module(module))
+            setattr(owner, name, self._watched(getattr(owner, name)))
+
+    def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = self._clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._inside += self._clock() - begin
+
+        return call
+
+    def time(self, action: Callable[[], object], times: dict[str, list[float]]) -> None:
+        """Do it, and add the seconds of each of its steps."""
+        self._inside = 0.0
+        begin = self._clock()
+        action()
+        total = self._clock() - begin
+        times.setdefault(self._parts.rest, []).append(total - self._inside)
+        if self._parts.inner:
+            times.setdefault(self._parts.inner, []).append(self._inside)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import connection, current_process
 from typing import Any, ClassVar
 
@@ -95,7 +96,7 @@ class Connection(RpcPeer):
         current_process().authkey = _KEY
         with connection.Listener(address, authkey=_KEY) as listener:
             ready()
-            with listener.accept() as accepted:
+            with suppress(EOFError), listener.accept() as accepted:
                 while True:
                     endpoint, tensor = accepted.recv()
                     result = answer(endpoint, device, tensor)

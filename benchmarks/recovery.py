@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import statistics
@@ -14,10 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from benchmarks import models  # noqa: F401  the classes of what is attached
+from benchmarks.memory import used
 from benchmarks.options import Device, Json, Shape, chosen
-from benchmarks.processes import Process, environ
+from benchmarks.ours import load_lazy_modules
+from benchmarks.processes import Process, configuration, environ, next_command, say
 from benchmarks.report import Report, Row
 from benchmarks.servers import Servers
 from benchmarks.stats import Sample
@@ -70,7 +75,7 @@ def run(
         (servers.folder / "app.py").write_text(APP.format(device=device))
         call = ["model", shape]
         config: dict[str, Any] = {"socket": f"{servers.base_path}-bench.sock", "device": device, "call": call}
-        attaching = [servers.client("recovery_client", **config) for _ in range(clients)]
+        attaching = [servers.client("recovery", **config) for _ in range(clients)]
         for process in attaching:
             process.read()
         before = attaching[0].ask(used=True)["used"]
@@ -233,7 +238,7 @@ def _digest_rows(
     first = attaching[0].ask(digest=True)["digest"]
     killer.pause()
     killer.kill()
-    late = servers.client("recovery_client", **config)
+    late = servers.client("recovery", **config)
     late.read()
     same = late.ask(digest=True)["digest"] == first
     report.add(
@@ -347,3 +352,56 @@ def _broker_rows(report: Report, client: Client, broker: subprocess.Popen[str], 
             extra={"control_devices": opened},
         )
     )
+
+
+# The client process: it attaches again and again, at a steady rate, and computes with what it has.
+
+
+def attach_at_a_rate(path: str, call: list[Any], count: int, rate: float) -> dict[str, Any]:
+    """Attach with a new client: a connection, a session, the model, and the end of all of them."""
+    began = time.time()
+    start, times, errors = time.perf_counter(), [], []
+    for number in range(count):
+        time.sleep(max(start + number / rate - time.perf_counter(), 0))
+        begin = time.perf_counter()
+        try:
+            with Client(socket_path=path, timeout=30.0, connect_timeout=0) as client, client.call(*call) as handle:
+                assert handle.value is not None
+                times.append((begin - start, time.perf_counter() - begin))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return {"began": began, "times": times, "errors": errors}
+
+
+def digest(path: str, call: list[Any], device: str) -> str:
+    """Hash the bits of a forward pass through every feed-forward layer of a model that is attached for it."""
+    with Client(socket_path=path) as client, client.call(*call) as handle, torch.inference_mode():
+        module: Any = handle.value
+        hidden = module.embed_tokens(torch.arange(64, device=device))
+        for layer in module.layers:
+            normed = layer.post_attention_layernorm(hidden)
+            gated = torch.nn.functional.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed)
+            hidden = hidden + layer.mlp.down_proj(gated) + layer.self_attn.o_proj(layer.self_attn.q_proj(normed))
+        logits = module.lm_head(module.norm(hidden))
+        return hashlib.sha256(logits.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def main() -> None:
+    """Answer commands until stdin is closed."""
+    config = configuration()
+    path, call, device = config["socket"], config["call"], config["device"]
+    if device != "cpu":
+        torch.zeros(1, device=device)
+    load_lazy_modules(device)
+    say(ready=True)
+    while (command := next_command()) is not None:
+        if "attaches" in command:
+            say(**attach_at_a_rate(path, call, command["attaches"], command["rate"]))
+        elif "digest" in command:
+            say(digest=digest(path, call, device))
+        else:
+            say(used=used(device))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
+import anyio
 import typer
 
-from benchmarks.concurrency import concurrent_calls, finished_tasks, trivial_tasks
+from benchmarks.clients import throughput
 from benchmarks.echo import Echo
-from benchmarks.long_run import many_calls
+from benchmarks.memory import private_bytes, process_counts, used
 from benchmarks.options import Json
 from benchmarks.ours import Ours
 from benchmarks.peer import Peer, missing
 from benchmarks.peers import PEERS, RpcPeer, installed
-from benchmarks.processes import environ
-from benchmarks.report import Report, Row
-from benchmarks.servers import Servers
+from benchmarks.processes import configuration, environ, next_command, say
+from benchmarks.report import Report, Row, Unit, shown
+from benchmarks.servers import Servers, Started
 from benchmarks.stats import Sample, interleaved, timed
 from benchmarks.subjects import Subject
 from benchmarks.targets import GOALS, Goal
-from benchmarks.throughput import throughput
+from shared_rpc import AsyncClient
 
 __all__ = ["run"]
 
@@ -223,3 +227,205 @@ def _list(base_path: str) -> None:
 def _python(*arguments: str) -> str:
     done = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, check=True, env=environ())
     return done.stdout
+
+
+# Tasks, and calls that are under way together.
+
+#: Calls of one connection that are under way together.
+_AT_ONCE = 64
+#: Calls that each of those coroutines makes, one after the other.
+_EACH = 10
+
+
+def trivial_tasks(report: Report, echo: Echo, ours: Ours, peer: Peer | None, rounds: int, calls: int) -> None:
+    """Submit a task that does nothing, and wait for it."""
+    actions: dict[str, Callable[[], object]] = {
+        Echo.name: echo.ping,
+        **{who.name: partial(who.task, "nothing") for who in (peer, ours) if who is not None},
+    }
+    samples = interleaved(actions, rounds=rounds, calls=calls)
+    ratio = samples[Ours.name].p50 / samples[Echo.name].p50
+    values = {name: sample.p50 for name, sample in samples.items()}
+    report.add(
+        Row("submit and wait for a task, p50", values, goal=GOALS["task"], judged=ratio, judged_unit="ratio", samples=samples)
+    )
+
+
+def concurrent_calls(report: Report, socket: str, rounds: int) -> None:
+    """Measure calls over one connection of an :class:`AsyncClient`, one by one and all at once, in seconds for each call."""
+    for endpoint, text in (("small", "a cached tensor"), ("nothing", "an endpoint that runs")):
+        apart, together = anyio.run(_calls, socket, endpoint, rounds)
+        report.sampled(f"AsyncClient, {text}: one by one, a call", {Ours.name: apart})
+        ratio = together.p50 / apart.p50
+        name = f"… {_AT_ONCE} at once, a call"
+        report.add(
+            Row(
+                name,
+                {Ours.name: together.p50},
+                goal=GOALS["concurrent"],
+                judged=ratio,
+                judged_unit="ratio",
+                samples={Ours.name: together},
+            )
+        )
+
+
+async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sample]:
+    apart: list[list[float]] = []
+    together: list[list[float]] = []
+    async with AsyncClient(socket_path=socket) as client:
+
+        async def calls(count: int) -> None:
+            for _ in range(count):
+                await client.call(endpoint)
+
+        kept = await client.call(endpoint)
+        for _ in range(rounds + 1):
+            begin = time.perf_counter()
+            await calls(_AT_ONCE)
+            middle = time.perf_counter()
+            async with anyio.create_task_group() as group:
+                for _ in range(_AT_ONCE):
+                    group.start_soon(calls, _EACH)
+            end = time.perf_counter()
+            apart.append([(middle - begin) / _AT_ONCE])
+            together.append([(end - middle) / _AT_ONCE / _EACH])
+        del kept
+    # The first turn made the threads, and is none of those that count.
+    return Sample(apart[1:]), Sample(together[1:])
+
+
+def finished_tasks(report: Report, ours: Ours, pid: int, count: int) -> None:
+    """Measure the server's memory of ended tasks, and the time to list them."""
+    for _ in range(200):  # what its allocator takes first is not theirs
+        ours.task("nothing")
+    before = private_bytes(pid)
+    for _ in range(count):
+        ours.task("nothing")
+    grown = private_bytes(pid) - before
+    report.add(
+        Row(
+            f"{count:,} finished tasks: the server's memory",
+            {Ours.name: grown},
+            "bytes",
+            GOALS["tasks_memory"],
+            grown * 10_000 / count,
+        )
+    )
+    report.sampled("… to list them all", {Ours.name: Sample([[timed(ours.list_tasks) for _ in range(5)]])})
+
+
+# The long run.
+
+#: Calls after which nothing is to grow any more.
+_FIRST = 100
+#: Readings, a call before each, of which the lowest counts: what a call leaves may go with the next one.
+_READINGS = 20
+#: Seconds that the readings at the end may take to come down to those at the beginning.
+_SETTLED = 5.0
+
+Counts = dict[str, int]
+
+
+def many_calls(report: Report, servers: Servers, ours: Started, device: str, calls: int) -> None:
+    """Make calls that take and return a small tensor, from a process of their own."""
+    client = servers.client("rpc", socket=ours.address, server=ours.process.pid, device=device, calls=calls)
+    client.read()
+    result = client.ask(go=True)
+    client.close()
+    before, after = result["before"], result["after"]
+    name = f"{calls:,} calls, 4 KiB there and back"
+    report.add(Row(f"{name}: a call", {Ours.name: result["seconds"] / calls}))
+    kind = "GPU memory in use" if device == "cuda" else "shared memory"
+    report.add(_row(f"… {kind}", ("memory",), before, after, "bytes"))
+    report.add(_row("… descriptors of client, server", ("client fds", "server fds"), before, after))
+    report.add(_row("… mappings of client, server", ("client mappings", "server mappings"), before, after))
+    # Python's allocator and the C library's take and keep what they like: printed, and not judged.
+    for who in ("client", "server"):
+        report.add(_row(f"… private host memory of the {who}", (f"{who} private",), before, after, "bytes", judge=False))
+
+
+def _row(name: str, keys: tuple[str, ...], before: Counts, after: Counts, unit: Unit = "number", *, judge: bool = True) -> Row:
+    text = ", ".join(f"{shown(before[key], unit)} → {shown(after[key], unit)}" for key in keys)
+    grown = sum(max(after[key] - before[key], 0) for key in keys)
+    return Row(
+        name,
+        {},
+        unit,
+        goal=GOALS["long_run"] if judge else None,
+        judged=grown if judge else None,
+        texts={Ours.name: text},
+        extra={"before": {key: before[key] for key in keys}, "after": {key: after[key] for key in keys}},
+    )
+
+
+# In the process that calls.
+
+
+class _Caller:
+    """A client that calls, and counts what it and its server hold."""
+
+    def __init__(self, socket: str, server: int, device: str) -> None:
+        self._client = Ours(socket)
+        self._server = server
+        self._device = device
+
+    def call(self, count: int) -> None:
+        """Make so many calls, with a new argument for each."""
+        import torch
+
+        from benchmarks.workload import SMALL
+
+        for _ in range(count):
+            self._client.call("plus_one", torch.ones(SMALL, device=self._device))
+
+    def lowest(self, wanted: Counts | None = None) -> Counts:
+        """Return the lowest of several readings.
+
+        :param wanted: read on, for a while, until nothing is above it.
+        """
+        end = time.monotonic() + _SETTLED
+        lowest = self._read()
+        for _ in range(_READINGS):
+            lowest = _least(lowest, self._read())
+        while wanted is not None and any(lowest[key] > wanted[key] for key in wanted) and time.monotonic() < end:
+            lowest = _least(lowest, self._read())
+        return lowest
+
+    def _read(self) -> Counts:
+        self.call(1)
+        gc.collect()
+        pids = {"client": os.getpid(), "server": self._server}
+        counts = {who: process_counts(pid) for who, pid in pids.items()}
+        memory = used(self._device) if self._device == "cuda" else sum(each["shared"] for each in counts.values())
+        return {
+            "memory": memory,
+            **{f"{who} {key}": each[key] for who, each in counts.items() for key in ("fds", "mappings")},
+            **{f"{who} private": private_bytes(pid) for who, pid in pids.items()},
+        }
+
+
+def _least(one: Counts, other: Counts) -> Counts:
+    return {key: min(value, other[key]) for key, value in one.items()}
+
+
+def main() -> None:
+    """Configuration: ``socket``, ``server`` (its pid), ``device``, ``calls``. Waits for a line before it begins."""
+    config: dict[str, Any] = configuration()
+    caller = _Caller(config["socket"], config["server"], config["device"])
+    caller.call(1)
+    say(ready=True)
+    if next_command() is None:
+        return
+    caller.call(_FIRST)
+    gc.collect()
+    gc.freeze()  # what is imported stays: the readings need not look at it again
+    before = caller.lowest()
+    begin = time.perf_counter()
+    caller.call(config["calls"])
+    seconds = time.perf_counter() - begin
+    say(seconds=seconds, before=before, after=caller.lowest(before))
+
+
+if __name__ == "__main__":
+    main()

@@ -114,7 +114,7 @@ def _together_rows(report: Report, servers: Servers, echo: Started, ours: Starte
     """Measure processes that attach at the same moment."""
     settings: dict[str, Any] = {"cases": [["model", shape]], "repeats": 0, "preload": False, "hold": True, "device": "cpu"}
     clients = [
-        servers.client("attach_client", servers.cores, who=Ours.name, socket=ours.address, echo=echo.address, **settings)
+        servers.client("attach", servers.cores, who=Ours.name, socket=ours.address, echo=echo.address, **settings)
         for _ in range(count)
     ]
     for client in clients:

@@ -13,8 +13,9 @@ from typing import Annotated
 import torch
 import typer
 
+from benchmarks.memory import private_bytes
 from benchmarks.options import Json, numbers
-from benchmarks.processes import Process
+from benchmarks.processes import Process, configuration, next_command, say
 from benchmarks.report import Report, Row
 from benchmarks.servers import Servers, broker
 from benchmarks.stack import Stack, digest, question
@@ -279,7 +280,7 @@ def _engines(report: Report, client: Client, device: str, mebibytes: int, counts
         kept: dict[int, int] = {}
         for count in counts:
             cores = os.sched_getaffinity(0)
-            started = [stack.enter_context(Process("tiers_client", cores, **config)) for _ in range(count - len(processes))]
+            started = [stack.enter_context(Process("tiers", cores, **config)) for _ in range(count - len(processes))]
             for process in started:
                 process.read()
                 for what in ("suspend", "resume"):  # the first of everything
@@ -340,3 +341,31 @@ def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, 
         report.sampled(f"{name}: wake, a pass, p50", {OURS: sample})
         report.add(Row("… p99", {OURS: sample.p99}))
         report.add(Row("… with the bits of before", {}, texts={OURS: "yes" if same else "NO"}))
+
+
+# The engine process: it has a model attached, sleeps and wakes.
+
+
+def main() -> None:
+    """Answer commands until stdin is closed. Configuration: ``socket``, ``device``, ``mebibytes``."""
+    config = configuration()
+    torch.set_num_threads(1)
+    with (
+        Client(socket_path=config["socket"], device=config["device"], timeout=300.0) as client,
+        client.call("model", config["mebibytes"], 0) as handle,
+    ):
+        answer = digest(handle.value)
+        say(ready=True)
+        while (command := next_command()) is not None:
+            match command["do"]:
+                case "suspend":
+                    handle.suspend()
+                case "resume":
+                    handle.resume()
+            ended = time.monotonic()
+            same = handle.suspended or digest(handle.value) == answer
+            say(ended=ended, same=same, private=private_bytes())
+
+
+if __name__ == "__main__":
+    main()

@@ -22,17 +22,17 @@ import torch
 import typer
 
 from benchmarks import starts
+from benchmarks.clients import starvation
 from benchmarks.echo import Echo
+from benchmarks.mechanisms import MAKING, MAPPING, Parts, Watch
 from benchmarks.options import numbers
 from benchmarks.ours import Ours
-from benchmarks.parts import MAKING, MAPPING, Parts, Watch
 from benchmarks.peer import Peer, missing
 from benchmarks.peers import PEERS
 from benchmarks.processes import Process
 from benchmarks.report import Report, Row, shown
 from benchmarks.stats import Sample, interleaved
 from benchmarks.targets import GOALS
-from benchmarks.throughput import starvation
 from tests.kit.processes import ROOT
 
 #: The first tests wait for commands that wait for others.
