@@ -93,7 +93,7 @@ def _materializing(
         _block.reset(token)
     token = _block.set(None)  # what a block around this one must not see
     try:
-        with torch.inference_mode(False), torch._C.DisableTorchFunction():
+        with torch.inference_mode(False):
             plan = _Plan(block, tensors, owned)
             if plan.mismatch() is not None:
                 # An abandoned module that refers to itself exists until it is collected.
