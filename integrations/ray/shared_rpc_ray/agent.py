@@ -106,6 +106,7 @@ class NodeAgent:
         self._joined = asyncio.Event()
         self._source: AsyncSource | None = None
         self._tasks = Tasks()
+        await self.state()  # Ray may repeat orders as soon as this returns
         self._tasks.spawn(self._run())
 
     # Methods for the joiner.
@@ -184,7 +185,6 @@ class NodeAgent:
 
     async def offer(self, order: Receive, store_nbytes: int, mover: str) -> tuple[str, bytes, int, str]:
         """Get ready to send a version; return the object's id, the record's header, the size of parts and the mover."""
-        await self._joined.wait()
         key, version = order.key, order.version
         found = self._held.get(key)
         if self._has_candidate(key, version):

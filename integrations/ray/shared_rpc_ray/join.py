@@ -16,9 +16,10 @@ import sys
 import time
 
 import ray
+from ray import experimental
 from ray.exceptions import RayError
 
-from shared_rpc.errors import ClusterError, SharedRPCError
+from shared_rpc.errors import ClusterError, ConfigurationError, SharedRPCError
 from shared_rpc.settings import source_token
 from shared_rpc_ray.agent import NodeAgent
 from shared_rpc_ray.membership import actor_name, alive_nodes, connect, find_or_create, node_of
@@ -53,6 +54,11 @@ def _print(line: str) -> None:
 def _stay(socket: str, name: str | None) -> None:
     """Have an agent until its Ray node is lost."""
     settings = cluster_settings()
+    if settings.mover == "nixl" and not hasattr(experimental, "set_target_for_ref"):
+        raise ConfigurationError(
+            f"SHARED_TENSOR_CLUSTER_MOVER=nixl: Ray {ray.__version__} cannot receive tensors in place; use a later one, "
+            f"such as 2.60, or 'objects'"
+        )
     logging.getLogger("ray").setLevel(logging.ERROR)
     _wait_for_ray(settings.address)
     # Ray's own handler writes a stack trace into the server's log.

@@ -68,6 +68,17 @@ def test_an_unknown_mover_is_an_error(cluster: Sites) -> None:
     assert "SHARED_TENSOR_CLUSTER_MOVER='pigeon': use objects or nixl" in refused.stdout
 
 
+def test_a_ray_without_tensors_in_place_is_named(cluster: Sites) -> None:
+    """For NIXL it takes a later one."""
+    code = (
+        "import sys, ray.experimental; del ray.experimental.set_target_for_ref; "
+        "from shared_rpc_ray.join import main; sys.exit(main(sys.argv[1:]))"
+    )
+    refused = run_app(cluster, cluster.sites[0], "-c", code, "--socket", "/x", SHARED_TENSOR_CLUSTER_MOVER="nixl")
+    assert refused.returncode == 1
+    assert "cannot receive tensors in place" in refused.stdout
+
+
 def test_importing_the_package_loads_no_ray() -> None:
     """Nor does the part of it that is for clusters."""
     code = "import sys, shared_rpc_ray, shared_rpc_ray.cli, shared_rpc.cli.app; sys.exit('ray' in sys.modules)"
