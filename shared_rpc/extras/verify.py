@@ -17,7 +17,7 @@ from typing import Any
 import shared_rpc
 from shared_rpc.errors import ConfigurationError, SharedRPCError
 from shared_rpc.extras.verification.app import true_size
-from shared_rpc.extras.verification.checks import CHECKS, LEAST, Bench, Check, Outcome, size
+from shared_rpc.extras.verification.checks import CHECKS, LEAST, Check, Outcome, size
 from shared_rpc.extras.verification.clients import ClientFailed
 from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Stage
 
@@ -120,16 +120,16 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
             f"a model of {size(settings.nbytes)} cannot be told from other memory of the processes: use {size(LEAST)} or more"
         )
     begin = time.monotonic()
-    stage = Stage(settings.device, settings.subject)
+    stage = Stage(settings.device, settings.subject, settings.workers, settings.lifetimes, settings.cycles)
     with stage.interrupts:
         try:
             with stage:
                 progress("starting a server and its clients", 0)
-                bench, device = _prepare(stage, settings)
-                report = Report(device, settings.workers, bench.nbytes)
+                device = _prepare(stage, settings)
+                report = Report(device, settings.workers, stage.nbytes)
                 for number, check in enumerate(checks):
                     progress(check.title, number / len(checks))
-                    report.outcomes.append(_run_check(check, bench))
+                    report.outcomes.append(_run_check(check, stage))
                 report.log = "" if report.passed else "\n".join(stage.log())
         finally:
             # A signal can come as the block ends, before it is deferred there.
@@ -138,15 +138,15 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
     return report
 
 
-def _prepare(stage: Stage, settings: Settings) -> tuple[Bench, dict[str, Any]]:
-    """Wait for the server, and return the bench, and what the device is."""
+def _prepare(stage: Stage, settings: Settings) -> dict[str, Any]:
+    """Wait for the server, choose the size of the model, and return what the device is."""
     try:
         stage.wait_for_server()
     except SharedRPCError as error:
         raise CannotRun(f"the server does not start: {error}") from error
     probe = stage.connect()
     try:
-        device = probe.ask("device", asked=settings.device)
+        device: dict[str, Any] = probe.ask("device", asked=settings.device)
     except ClientFailed as error:
         raise CannotRun(str(error)) from error
     kind = "cpu" if device["id"] == "cpu" else "cuda"
@@ -164,30 +164,21 @@ def _prepare(stage: Stage, settings: Settings) -> tuple[Bench, dict[str, Any]]:
             f"{device['name']}: choose a smaller --size"
         )
     device["mechanism"] = (stage.info()["mechanism"] or {"name": "memfd"})["name"]
-    bench = Bench(
-        stage=stage,
-        device=device["device"],
-        protects=device["mechanism"] in ("memfd", "vmm"),
-        noise=_NOISE[kind],
-        blur=0 if kind == "cpu" else _NOISE[kind],
-        patience=_PATIENCE[kind],
-        workers=settings.workers,
-        nbytes=nbytes,
-        lifetimes=settings.lifetimes,
-        cycles=settings.cycles,
-    )
-    return bench, device
+    stage.device, stage.nbytes = device["device"], nbytes
+    stage.protects = device["mechanism"] in ("memfd", "vmm")
+    stage.noise, stage.blur, stage.patience = _NOISE[kind], _NOISE[kind] if kind == "cuda" else 0, _PATIENCE[kind]
+    return device
 
 
-def _run_check(check: Check, bench: Bench) -> Outcome:
+def _run_check(check: Check, stage: Stage) -> Outcome:
     begin = time.monotonic()
     outcome = Outcome(check.name, check.title)
     try:
-        bench.stage.ensure_server()
-        check.run(bench, outcome)
+        stage.ensure_server()
+        check.run(stage, outcome)
     except Exception as error:  # the other checks go on
         text = f"{type(error).__name__}: {error}"
         outcome.require(False, "the check completes", text, "see the server's log below, and 'shared-rpc doctor'")
-    bench.stage.interrupts.check()
+    stage.interrupts.check()
     outcome.seconds = time.monotonic() - begin
     return outcome

@@ -143,7 +143,7 @@ def test_a_long_directory_name_is_refused(scratch: Path, monkeypatch: pytest.Mon
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with pytest.raises(CannotRun, match="set TMPDIR"):
-        Stage("cpu", "").__enter__()
+        Stage("cpu", "", 1, 1, 1).__enter__()
     assert not list(folder.iterdir())
 
 
@@ -215,22 +215,21 @@ def test_a_check_fails_where_its_promise_is_broken(start: Callable[..., Verifica
 
 def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
     """Whatever it raises, the next one is made; a signal is not its own failure."""
-    stage = SimpleNamespace(ensure_server=lambda: None, interrupts=Interrupts())
-    bench: Any = SimpleNamespace(stage=stage)
+    stage: Any = SimpleNamespace(ensure_server=lambda: None, interrupts=Interrupts())
 
-    def breaks(bench: Any, outcome: Outcome) -> None:
+    def breaks(stage: Any, outcome: Outcome) -> None:
         outcome.figures["half"] = 1
         raise RuntimeError("no such luck")
 
-    def interrupted(bench: Any, outcome: Outcome) -> None:
+    def interrupted(stage: Any, outcome: Outcome) -> None:
         raise Interrupted(signal.SIGINT)
 
-    outcome = running._run_check(Check("breaks", "breaks off", breaks), bench)
+    outcome = running._run_check(Check("breaks", "breaks off", breaks), stage)
 
     assert (outcome.state, outcome.figures) == ("failed", {"half": 1})
     assert outcome.problems[0]["found"] == "RuntimeError: no such luck"
     with pytest.raises(Interrupted):
-        running._run_check(Check("interrupted", "interrupted", interrupted), bench)
+        running._run_check(Check("interrupted", "interrupted", interrupted), stage)
 
 
 def test_a_failure_is_told_to_people_and_by_the_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -7,23 +7,21 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
 from shared_rpc.extras.verification.stage import COUNTED as _COUNTED
-from shared_rpc.extras.verification.stage import Stage, counts_of
+from shared_rpc.extras.verification.stage import SEED, Stage, all_of, counts_of
 
-__all__ = ["CHECKS", "LEAST", "Bench", "Check", "Outcome", "size"]
+__all__ = ["CHECKS", "LEAST", "Check", "Outcome", "size"]
 
 #: Bytes of the smallest model: a copy exceeds the noise of the measurements.
 LEAST = 8 << 20
 #: Bytes of the model of many processes: to read a large one would take most of the time.
 _SMALL = 16 << 20
-#: Seed of the model that most checks share, so that it is built once.
-_SEED = 1
 #: Ends of processes, in turn, see ``Subject.end``. The one that takes long comes once in ten.
 _ENDS = (*("closed", "left", "killed") * 3, "finished")
 #: Seconds for a server to notice the end of a client.
@@ -32,8 +30,6 @@ _SETTLED = 2.0
 _WARM_UP = 100
 #: Mappings that allocators make and remove at any time, and bytes that they keep beyond those in use.
 _MAPPINGS, _KEPT = 8, 4 << 20
-#: Counters of the server that are as before when its clients are gone.
-_KEYS: tuple[Literal["leases", "sessions", "connections", "objects"], ...] = ("leases", "sessions", "connections", "objects")
 #: Seconds within which the leases of a killed client are released.
 _LEASES = 1.0
 #: Seconds that an attach may take while there is no worker: less than a worker needs to import torch.
@@ -82,88 +78,36 @@ def _shown(name: str, value: float) -> str:
     return f"{value:g}"
 
 
-@dataclass
-class Bench:
-    """Processes and settings of all checks.
-
-    :param device: torch's name of the device, in the client processes.
-    :param protects: whether the server's mechanism enforces read-only memory.
-    :param noise: bytes that each process may use beside the model.
-    :param blur: bytes by which a measurement of shared segments may be off.
-    :param patience: seconds for memory to be freed after a process was killed.
-    :param nbytes: size of the model.
-    """
-
-    stage: Stage
-    device: str
-    protects: bool
-    noise: int
-    blur: int
-    patience: float
-    workers: int
-    nbytes: int
-    lifetimes: int
-    cycles: int
-    _seeds: Iterator[int] = field(default_factory=lambda: itertools.count(_SEED + 1))
-
-    def new_seed(self) -> int:
-        """Return the seed of a model that is not built yet."""
-        return next(self._seeds)
-
-    def drop(self, seed: int, endpoint: str = "model") -> None:
-        """Drop a model from the server's cache; its holders keep it."""
-        self.stage.client().invalidate_call_cache(endpoint, self.nbytes, seed)
-
-    @contextmanager
-    def attached(self, count: int, *, seed: int = _SEED, nbytes: int | None = None) -> Iterator[list[VerifyClient]]:
-        """Start client processes that attach to the model, or to one of that size, at the same time."""
-        with self.stage.clients(count) as clients:
-            _all_of(clients, "attach", nbytes=nbytes or self.nbytes, seed=seed)
-            yield clients
-
-    def state(self) -> dict[str, int]:
-        """Return the server's counters, and its open descriptors."""
-        info = self.stage.info()
-        return {key: info[key] for key in _KEYS} | {"descriptors": counts_of(self.stage.broker.pid)[0]}
-
-
 @dataclass(frozen=True)
 class Check:
     """A check: ``name`` is for programs and the command line, ``title`` for people."""
 
     name: str
     title: str
-    run: Callable[[Bench, Outcome], None]
+    run: Callable[[Stage, Outcome], None]
 
 
-def _all_of(clients: list[VerifyClient], do: str, **options: Any) -> list[Any]:
-    """Execute one command in all clients at the same time, and return the answers."""
-    for client in clients:
-        client.send(do, **options)
-    return [client.receive() for client in clients]
-
-
-def sharing(bench: Bench, outcome: Outcome) -> None:
+def sharing(stage: Stage, outcome: Outcome) -> None:
     """Check that N processes share one model: its memory, the bits that they compute, and what each of them writes."""
-    stage, seed, model, workers = bench.stage, bench.new_seed(), bench.nbytes, max(bench.workers, 2)
+    seed, model, workers = stage.new_seed(), stage.nbytes, max(stage.workers, 2)
     with stage.clients(workers) as clients:
         # First what a process needs once: contexts, kernels, workspaces, and memory that allocators keep of a build.
-        _all_of(clients, "attach", nbytes=model, seed=_SEED, name="another")
-        _all_of(clients, "digest", name="another")
+        all_of(clients, "attach", nbytes=model, seed=SEED, name="another")
+        all_of(clients, "digest", name="another")
         stage.used()
         before, listed = stage.used(), stage.info()["objects"]
-        attached = _all_of(clients, "attach", nbytes=model, seed=seed)
-        digests = _all_of(clients, "digest")
+        attached = all_of(clients, "attach", nbytes=model, seed=seed)
+        digests = all_of(clients, "digest")
         used, built = stage.used() - before, stage.info()["objects"] - listed
 
         for number, client in enumerate(clients):
             client.ask("write", first=number, values=[1000.0 + number])
         written = [1000.0 + number for number in range(workers)]
-        with bench.attached(1, seed=seed) as (late,):
-            seen = _all_of([*clients, late], "read", count=workers)
+        with stage.attached(1, seed=seed) as (late,):
+            seen = all_of([*clients, late], "read", count=workers)
         with stage.clients(1) as (single,):
-            alone = single.ask("alone", nbytes=model, seed=seed, device=bench.device)
-        bench.drop(seed)
+            alone = single.ask("alone", nbytes=model, seed=seed, device=stage.device)
+        stage.drop(seed)
     blind, wrong = sum(values != written for values in seen), sum(digest != alone for digest in digests)
     objects = len({object_id for object_id, _ in attached})
     outcome.note(
@@ -179,24 +123,24 @@ def sharing(bench: Bench, outcome: Outcome) -> None:
         readers_that_saw_all=len(seen) - blind,
     )
     copies = "look for .clone(), .to() or deepcopy where processes attach, if nothing else uses this device meanwhile"
-    most = model + model // 4 + workers * bench.noise
+    most = model + model // 4 + workers * stage.noise
     outcome.require(used <= most, f"at most {size(most)} more than before", f"{used / model:.1f} models more", copies)
     quiet = "something else freed memory meanwhile: run it again while this device is quiet"
-    outcome.require(used >= model * 3 // 4 - bench.noise, f"about {size(model)} more than before", f"{size(used)} more", quiet)
+    outcome.require(used >= model * 3 // 4 - stage.noise, f"about {size(model)} more than before", f"{size(used)} more", quiet)
     outcome.require(objects == built == 1, "one build for all that ask at the same time", f"{built} builds, {objects} objects")
     settings = "see whether a process writes into the model, and whether torch's settings are the same in all processes"
     outcome.require(wrong == 0, f"all compute {same}", f"{wrong} of {workers} processes compute others", settings)
     outcome.require(blind == 0, "every process sees what others write", f"{blind} of {len(seen)} read other numbers", copies)
 
 
-def read_only(bench: Bench, outcome: Outcome) -> None:
+def read_only(stage: Stage, outcome: Outcome) -> None:
     """Check that memory of an ``access="read"`` endpoint cannot be changed: a process that writes ends, or gets an error."""
-    if not bench.protects:
+    if not stage.protects:
         outcome.state = "skipped"
         outcome.note("the mechanism that this GPU is shared with cannot protect memory; see 'shared-rpc doctor'")
         return
-    with bench.stage.clients(2) as clients:
-        _all_of(clients, "attach", nbytes=bench.nbytes, seed=_SEED, endpoint="protected")
+    with stage.clients(2) as clients:
+        all_of(clients, "attach", nbytes=stage.nbytes, seed=SEED, endpoint="protected")
         reader, writer = clients
         before, how = reader.ask("digest"), ""
         try:
@@ -204,7 +148,7 @@ def read_only(bench: Bench, outcome: Outcome) -> None:
         except ClientFailed as failure:
             how = str(failure)
         same = reader.ask("digest") == before
-        bench.drop(_SEED, "protected")
+        stage.drop(SEED, "protected")
     end = "was ended by the kernel" if f"exit code {-signal.SIGSEGV}" in how else "got an error"
     outcome.note(f"a process that wrote {end}, another computes on", writes_stopped=bool(how), readers_disturbed=not same)
     advice = "see 'shared-rpc doctor': which mechanism is used, and whether the kernel seals memfds"
@@ -212,37 +156,38 @@ def read_only(bench: Bench, outcome: Outcome) -> None:
     outcome.require(same, "the other process computes the same bits", "other bits", advice)
 
 
-def lifetimes(bench: Bench, outcome: Outcome) -> None:
+def lifetimes(stage: Stage, outcome: Outcome) -> None:
     """Check that nothing is left of many attaches and releases, and of many processes that attach, compute and end."""
-    stage, total, nbytes = bench.stage, bench.lifetimes, min(bench.nbytes, _SMALL)
+    total, nbytes = stage.lifetimes, min(stage.nbytes, _SMALL)
     ends, good, digests, seconds = itertools.cycle(_ENDS), 0, set(), 0.0
     together = min(len(os.sched_getaffinity(0)), 8)
     running: deque[VerifyClient] = deque()
     # Another process holds the model, as in practice; each release is the last one of its process.
-    with bench.attached(1, nbytes=nbytes) as (first,), stage.clients(1) as (client,), ExitStack() as stack:
+    with stage.attached(1, nbytes=nbytes) as (first,), stage.clients(1) as (client,), ExitStack() as stack:
         right, leases = first.ask("digest"), stage.info()["leases"]
-        client.ask("cycles", count=_WARM_UP, nbytes=nbytes, seed=_SEED)
+        client.ask("cycles", count=_WARM_UP, nbytes=nbytes, seed=SEED)
         pids = {"server": stage.broker.pid, "worker": stage.worker_pid(), "client": client.pid}
-        before, state, held = _counts(pids), bench.state() | {"leases": leases}, stage.segments()
-        seconds += client.ask("cycles", count=bench.cycles, nbytes=nbytes, seed=_SEED)
+        before, state, held = _counts(pids), stage.state() | {"leases": leases}, stage.segments()
+        seconds += client.ask("cycles", count=stage.cycles, nbytes=nbytes, seed=SEED)
         for number in range(total + together):
             if number < total:
                 running.append(stack.enter_context(stage.connect()))
-                running[-1].send("attach", nbytes=nbytes, seed=_SEED)
+                running[-1].send("attach", nbytes=nbytes, seed=SEED)
             if number >= together and running:
                 process, how = running.popleft(), next(ends)
                 process.receive()
                 digests.add(process.ask("digest"))
                 process.send("end", how=how)
                 good += process.wait() == (-signal.SIGKILL if how == "killed" else 0)
-        stage.within(_SETTLED, lambda: not _grown(before, _counts(pids)) and bench.state() == state)
-        after, later, more = _counts(pids), bench.state(), stage.segments() - held
+        stage.within(_SETTLED, lambda: not _grown(before, _counts(pids)) and stage.state() == state)
+        stage.within(stage.patience, lambda: stage.segments() <= held + stage.blur)
+        after, later, more = _counts(pids), stage.state(), stage.segments() - held
         still = first.ask("digest")
         same = (pids["server"], pids["worker"]) == (stage.broker.pid, stage.worker_pid())
     grown = _grown(before, after)
     outcome.note(
         "{cycles} attaches and releases, {cycle_seconds} each",
-        **{"cycles": bench.cycles, "cycle_seconds": seconds / bench.cycles, "segment_bytes": more},
+        **{"cycles": stage.cycles, "cycle_seconds": seconds / stage.cycles, "segment_bytes": more},
     )
     outcome.note(
         "{as_expected} of {lifetimes} processes attached, computed and ended as told", lifetimes=total, as_expected=good
@@ -261,7 +206,7 @@ def lifetimes(bench: Bench, outcome: Outcome) -> None:
     limits = f"the state after {_WARM_UP} attaches, but for {_MAPPINGS} mappings and {size(_KEPT)} of each process"
     outcome.require(not grown, limits, "; ".join(grown), keeps)
     holders = "memory of released objects is kept: see its holders with 'shared-rpc objects'"
-    outcome.require(more <= bench.blur, "no more shared memory than before", f"{size(more)} more", holders)
+    outcome.require(more <= stage.blur, "no more shared memory than before", f"{size(more)} more", holders)
 
 
 def _counts(pids: dict[str, int]) -> dict[str, tuple[int, ...]]:
@@ -278,28 +223,28 @@ def _grown(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]
     ]
 
 
-def kills(bench: Bench, outcome: Outcome) -> None:
+def kills(stage: Stage, outcome: Outcome) -> None:
     """Kill a client, the worker and the server: the attached processes compute and share on."""
-    with bench.attached(max(bench.workers, 2)) as clients:
-        right = _all_of(clients, "digest")
-        _kill_client(bench, outcome)
-        _kill_worker(bench, outcome, right[0])
-        outcome.require(_all_of(clients, "digest") == right, "the attached processes compute on", "some compute other bits")
-        _kill_server(bench, outcome, clients, right)
+    with stage.attached(max(stage.workers, 2)) as clients:
+        right = all_of(clients, "digest")
+        _kill_client(stage, outcome)
+        _kill_worker(stage, outcome, right[0])
+        outcome.require(all_of(clients, "digest") == right, "the attached processes compute on", "some compute other bits")
+        _kill_server(stage, outcome, clients, right)
 
 
-def _kill_client(bench: Bench, outcome: Outcome) -> None:
+def _kill_client(stage: Stage, outcome: Outcome) -> None:
     """Kill the only holder of a model that is in no cache: lease and memory are released."""
-    stage, seed, patience = bench.stage, bench.new_seed(), bench.patience
+    seed, patience = stage.new_seed(), stage.patience
     with stage.connect() as victim:
         before = stage.segments()
-        object_id, _ = victim.ask("attach", nbytes=bench.nbytes, seed=seed)
-        bench.drop(seed)
+        object_id, _ = victim.ask("attach", nbytes=stage.nbytes, seed=seed)
+        stage.drop(seed)
         held = stage.segments() - before
         os.kill(victim.pid, signal.SIGKILL)
         begin = time.monotonic()
         lease = stage.within(_LEASES, lambda: object_id not in {item["object_id"] for item in stage.client().list_objects()})
-        freed = stage.within(patience, lambda: stage.segments() <= before + bench.blur)
+        freed = stage.within(patience, lambda: stage.segments() <= before + stage.blur)
         memory_back = time.monotonic() - begin
         left = stage.segments() - before
     outcome.note(
@@ -307,27 +252,27 @@ def _kill_client(bench: Bench, outcome: Outcome) -> None:
         **{"lease_back_seconds": -1 if lease is None else lease, "memory_back_seconds": -1 if freed is None else memory_back},
         **{"held_bytes": held, "left_bytes": left},
     )
-    outcome.require(held >= bench.nbytes * 3 // 4, f"it holds {size(bench.nbytes)}", size(held))
+    outcome.require(held >= stage.nbytes * 3 // 4, f"it holds {size(stage.nbytes)}", size(held))
     outcome.require(lease is not None, f"its lease is released within {_LEASES:g} s", "it is held still")
     advice = "see which process has it open: ls -l /proc/*/fd | grep shared-rpc; on a GPU, nvidia-smi"
     outcome.require(freed is not None, f"its memory is free within {patience:g} s", f"{size(left)} are in use still", advice)
 
 
-def _kill_worker(bench: Bench, outcome: Outcome, right: str) -> None:
+def _kill_worker(stage: Stage, outcome: Outcome, right: str) -> None:
     """Kill the worker: a new process attaches at once, the next build runs in a new worker."""
-    stage, seed = bench.stage, bench.new_seed()
+    seed = stage.new_seed()
     with stage.clients(2) as (late, builder):
-        _all_of([late, builder], "alone", nbytes=LEAST, seed=seed, device=bench.device)  # creates a context, which takes long
+        all_of([late, builder], "alone", nbytes=LEAST, seed=seed, device=stage.device)  # creates a context, which takes long
         worker = stage.worker_pid()
         os.kill(worker, signal.SIGKILL)
         begin = time.monotonic()
-        _, attached = late.ask("attach", nbytes=bench.nbytes, seed=_SEED)
+        _, attached = late.ask("attach", nbytes=stage.nbytes, seed=SEED)
         none = not any(item["state"] == "ready" and item["pid"] != worker for item in stage.info()["workers"])
         same = late.ask("digest") == right
-        builder.ask("attach", nbytes=bench.nbytes, seed=seed)
+        builder.ask("attach", nbytes=stage.nbytes, seed=seed)
         built = time.monotonic() - begin
         builder.ask("digest")
-        bench.drop(seed)
+        stage.drop(seed)
         new = stage.worker_pid()
     outcome.note(
         f"worker: {'without one ' if none else ''}another process attached after {{attach_seconds}}, "
@@ -339,20 +284,19 @@ def _kill_worker(bench: Bench, outcome: Outcome, right: str) -> None:
     outcome.require(new != worker, "a new worker", "the worker that was killed is listed still")
 
 
-def _kill_server(bench: Bench, outcome: Outcome, clients: list[VerifyClient], right: list[str]) -> None:
+def _kill_server(stage: Stage, outcome: Outcome, clients: list[VerifyClient], right: list[str]) -> None:
     """Kill the server: attached processes share on; the same clients use the next server."""
-    stage = bench.stage
     pids = {stage.broker.pid, stage.worker_pid()}
     os.kill(stage.broker.pid, signal.SIGKILL)
     ended = stage.within(_ORPHAN, lambda: not pids & set(stage.pids()))
-    same = _all_of(clients, "digest") == right
+    same = all_of(clients, "digest") == right
     clients[0].ask("write", first=0, values=[1000.0])
-    shared = _all_of(clients, "read", count=1) == [[1000.0]] * len(clients)
+    shared = all_of(clients, "read", count=1) == [[1000.0]] * len(clients)
     begin = time.monotonic()
     stage.restart_server()
     started = time.monotonic() - begin
-    again = _all_of(clients, "attach", nbytes=bench.nbytes, seed=_SEED, name="again")
-    taken_over = _all_of(clients, "digest", name="again") == right
+    again = all_of(clients, "attach", nbytes=stage.nbytes, seed=SEED, name="again")
+    taken_over = all_of(clients, "digest", name="again") == right
     one = len({object_id for object_id, _ in again}) == 1
     outcome.note(
         "server: attached processes share on, and attach to the new one, which answered after {new_server_seconds}",

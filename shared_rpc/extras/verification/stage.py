@@ -6,6 +6,7 @@ whatever process started them and is their parent now.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from shared_rpc import Client
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
@@ -26,13 +27,29 @@ from shared_rpc.extras.verification.clients import LOG, PRELOAD, VerifyClient
 from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, program, server_environment
 
-__all__ = ["COUNTED", "CannotRun", "Interrupted", "Interrupts", "Stage", "counts_of", "marked", "memory_of", "segment_bytes"]
+__all__ = [
+    "COUNTED",
+    "SEED",
+    "CannotRun",
+    "Interrupted",
+    "Interrupts",
+    "Stage",
+    "all_of",
+    "counts_of",
+    "marked",
+    "memory_of",
+    "segment_bytes",
+]
 
 #: What is counted of a process: descriptors, mappings, threads, and anonymous memory.
 COUNTED = "fds", "mappings", "threads", "memory_bytes"
 #: An anonymous file of the library in a line of /proc/PID/maps.
 _MAPPED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)\s+/memfd:shared-rpc-", re.MULTILINE)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Seed of the model that most checks share, so that it is built once.
+SEED = 1
+#: Counters of the server that are as before when its clients are gone.
+_KEYS: tuple[Literal["leases", "sessions", "connections", "objects"], ...] = ("leases", "sessions", "connections", "objects")
 #: Seconds for a process to start, which imports torch, perhaps from a cold disk; and to end.
 _STARTUP, _END = 120.0, 3.0
 #: Seconds between two polls of another process.
@@ -152,6 +169,13 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def all_of(clients: list[VerifyClient], do: str, **options: Any) -> list[Any]:
+    """Execute one command in all clients at the same time, and return the answers."""
+    for client in clients:
+        client.send(do, **options)
+    return [client.receive() for client in clients]
+
+
 class Stage:
     """A server (a broker and its worker) and client processes. They end with the block, and the directory with them.
 
@@ -159,9 +183,24 @@ class Stage:
     :param subject: ``module:class`` of the client processes, see ``Subject`` of clients.py.
     """
 
-    def __init__(self, device: str, subject: str) -> None:
+    #: torch's name of the device, in the client processes, and the size of the model.
+    device: str
+    nbytes: int
+    #: Whether the server's mechanism enforces read-only memory.
+    protects: bool
+    #: Bytes that each process may use beside the model, and by which a measurement of shared segments may be off.
+    noise: int
+    blur: int
+    #: Seconds for memory to be freed after a process was killed.
+    patience: float
+
+    def __init__(self, device: str, subject: str, workers: int, lifetimes: int, cycles: int) -> None:
         self._device = device
         self._subject = subject
+        self.workers = workers
+        self.lifetimes = lifetimes
+        self.cycles = cycles
+        self._seeds = itertools.count(SEED + 1)
         self.interrupts = Interrupts()
         self.directory: Path | None = None
         #: The process that measures the memory of a GPU, as torch names it; its context exists before the first reading.
@@ -305,7 +344,29 @@ class Stage:
         with ExitStack() as stack:
             yield [stack.enter_context(self.connect()) for _ in range(count)]
 
+    @contextmanager
+    def attached(self, count: int, *, seed: int = SEED, nbytes: int | None = None) -> Iterator[list[VerifyClient]]:
+        """Start client processes that attach to the model, or to one of that size, at the same time."""
+        with self.clients(count) as clients:
+            all_of(clients, "attach", nbytes=nbytes or self.nbytes, seed=seed)
+            yield clients
+
+    # Models.
+
+    def new_seed(self) -> int:
+        """Return the seed of a model that is not built yet."""
+        return next(self._seeds)
+
+    def drop(self, seed: int, endpoint: str = "model") -> None:
+        """Drop a model from the server's cache; its holders keep it."""
+        self.client().invalidate_call_cache(endpoint, self.nbytes, seed)
+
     # All of them.
+
+    def state(self) -> dict[str, int]:
+        """Return the server's counters, and its open descriptors."""
+        info = self.info()
+        return {key: info[key] for key in _KEYS} | {"descriptors": counts_of(self.broker.pid)[0]}
 
     def pids(self) -> list[int]:
         """List all processes of the verification but this one."""
