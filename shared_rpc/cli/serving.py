@@ -17,7 +17,6 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import check_name
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.logs import LogFormat, LogLevel, configure
-from shared_rpc.server.joiner import check_cluster
 from shared_rpc.settings import CLUSTER_NAME, ClientCode, ServeOptions, checked_path, program
 
 if TYPE_CHECKING:
@@ -265,6 +264,10 @@ def serve(
     # A path: a bare word would be the name of a cluster.
     joined = cluster or (shutil.which(cluster_program) or cluster_program if cluster_program is not None else None)
     if joined:
+        from shared_rpc.server.joiner import (
+            check_cluster,
+        )  # it imports asyncio, which the commands that ask a server do without
+
         check_cluster(joined)
     devices = tuple(worker_device or ([device] if device is not None else []))
     with as_misuse():

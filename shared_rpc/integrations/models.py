@@ -12,7 +12,7 @@ from shared_rpc.integrations.devices import LoadDevice, check_device_map
 from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
 from shared_rpc.memory.devices import torch_device
 
-__all__ = ["CLASS_OPTIONS", "HUB_OPTIONS", "MEMORY_OPTIONS", "Call", "ModelRequest", "call_of", "own_model"]
+__all__ = ["CLASS_OPTIONS", "HUB_OPTIONS", "MEMORY_OPTIONS", "ModelRequest", "PretrainedCall", "call_of", "own_model"]
 
 #: Attributes of classes by which checkpoints are read, and which some libraries change while they load.
 CLASS_OPTIONS = ("base_model_prefix",)
@@ -21,7 +21,7 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "to
 MEMORY_OPTIONS = ("disable_mmap", "low_cpu_mem_usage", "max_memory", "offload_state_dict")
 
 
-class Call(NamedTuple):
+class PretrainedCall(NamedTuple):
     """A call of ``from_pretrained`` that a server can carry out, as far as all libraries have the same options."""
 
     name: Any
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     wants_info: bool
 
 
-def call_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, refused: Mapping[str, str]) -> Call:
+def call_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, refused: Mapping[str, str]) -> PretrainedCall:
     """Split the arguments of a call.
 
     :param refused: options that make a model of one process, and why.
@@ -51,7 +51,7 @@ def call_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
     checkpoint = source_of(name, options, "config.json")
     if not checkpoint.is_local:
         options["revision"] = checkpoint.content
-    return Call(name, arguments, checkpoint, options, device_map, wants_info)
+    return PretrainedCall(name, arguments, checkpoint, options, device_map, wants_info)
 
 
 class ModelRequest(NamedTuple):

@@ -92,7 +92,7 @@ class Reservation:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class CapacityRequest:
     """One request, in the queue until it is granted: for ``sizes``, in bytes by device, or for an object to be on its devices.
 
     ``reservation`` has what was reserved at once, on devices without a quota. ``patient``: whether it waits where nothing that
@@ -165,8 +165,8 @@ class Capacity:
         #: Bytes that are reserved, by device.
         self._taken: Counter[str] = Counter()
         #: Requests that wait, the first one first; and those of them that have an owner outside.
-        self._queue: OrderedDict[Request, None] = OrderedDict()
-        self._asked: dict[Hashable, Request] = {}
+        self._queue: OrderedDict[CapacityRequest, None] = OrderedDict()
+        self._asked: dict[Hashable, CapacityRequest] = {}
         #: Objects that could not be moved: until when they are left alone, and why.
         self._failed: dict[str, tuple[float, str]] = {}
         self._waking = False
@@ -321,13 +321,13 @@ class Capacity:
         totals: Mapping[str, int] | None = None,
         first: bool = False,
         patient: bool = True,
-    ) -> Request:
+    ) -> CapacityRequest:
         """Queue a request, unless it is granted or refused at once; for the parameters and errors see :meth:`reserve`.
 
         :meth:`granted` is to be awaited, unless the request is granted when this returns.
         """
         at_once = sizes if not self.evicts else {name: sizes[name] for name in sizes.keys() - self._limits.keys()}
-        request = Request(owner, self.take(at_once, descriptors, totals), sizes, stored, patient)
+        request = CapacityRequest(owner, self.take(at_once, descriptors, totals), sizes, stored, patient)
         if not self.evicts:
             request.granted = True
             return request
@@ -345,7 +345,7 @@ class Capacity:
             raise
         return request
 
-    async def granted(self, request: Request) -> Reservation:
+    async def granted(self, request: CapacityRequest) -> Reservation:
         """Wait until a request is granted. It leaves the queue if it is refused, or this is cancelled."""
         try:
             while not request.granted:
@@ -357,13 +357,13 @@ class Capacity:
             raise
         return request.reservation
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: CapacityRequest) -> None:
         """Take a request out of the queue that is refused or not wanted any more."""
         self._forget(request)
         request.reservation.release()
         self.changed()
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: CapacityRequest) -> None:
         self._queue.pop(request, None)
         if self._asked.get(request.owner) is request:
             del self._asked[request.owner]
@@ -416,7 +416,7 @@ class Capacity:
         devices = _by_device(_infos(self._objects.group(stored))).keys()
         return any(self._needs(request).keys() & devices for request in self._queue)
 
-    def _needs(self, request: Request) -> dict[str, int]:
+    def _needs(self, request: CapacityRequest) -> dict[str, int]:
         """Return the bytes that a request needs, by each device with a quota that it has to do with.
 
         An object that is gone needs nothing: whoever asked for it will find that out.
@@ -430,7 +430,7 @@ class Capacity:
             missing = {} if there else sizes
         return {device: missing.get(device, 0) for device, nbytes in sizes.items() if nbytes and device in self._limits}
 
-    def _serve(self, request: Request) -> None:
+    def _serve(self, request: CapacityRequest) -> None:
         """Grant a request if it is its turn and there is capacity; else have something give way for it.
 
         :raises ServerBusy, CapabilityError: if it is refused.
@@ -458,7 +458,7 @@ class Capacity:
                     raise ServerBusy(f"there is no capacity for {lack.total()} bytes of host copies now")
                 return
 
-    def _grant(self, request: Request, needs: Mapping[str, int]) -> None:
+    def _grant(self, request: CapacityRequest, needs: Mapping[str, int]) -> None:
         joining = [other for other in self._queue if other.stored is not None and other.stored is request.stored]
         for other in {request, *joining}:
             other.granted = True

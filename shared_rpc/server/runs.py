@@ -20,7 +20,7 @@ from shared_rpc.observability.statistics import Statistics
 from shared_rpc.protocol.infos import ProgressInfo, RunInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
-from shared_rpc.server.capacity import Request, Reservation
+from shared_rpc.server.capacity import CapacityRequest, Reservation
 from shared_rpc.server.generations import Generations
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
@@ -190,7 +190,7 @@ class Runs:
         else:
             self._execute(run)
 
-    async def _start_later(self, run: Run[Waiter], request: Request | None) -> None:
+    async def _start_later(self, run: Run[Waiter], request: CapacityRequest | None) -> None:
         try:
             if request is not None:
                 run.reservation = await self._capacity.granted(request)
@@ -409,7 +409,7 @@ class Runs:
             reservation.release()
         return reservation is not None
 
-    async def _keep_later(self, run: Run[Waiter], outcome: Completed, record: Record, request: Request) -> None:
+    async def _keep_later(self, run: Run[Waiter], outcome: Completed, record: Record, request: CapacityRequest) -> None:
         """Keep the result of a run when there is capacity for it."""
         kept = False
         try:

@@ -67,17 +67,17 @@ class Control:
         return socket.socket(fileno=fds[0]) if fds else None
 
     def leave(self) -> None:
-        """In a fork: close the zygote's own descriptors, which are to be closed when it has ended."""
+        """Close the zygote's own descriptors, in a fork, which must not keep them open after the zygote has ended."""
         self._socket.close()
 
     def note(self, request: Fork) -> None:
-        """In a fork: have the zygote count a process."""
+        """Make the zygote count a process; called in a fork."""
 
     def end(self) -> None:
-        """In a fork: end the zygote, so that another one can take its place at once. A broker does that itself."""
+        """End the zygote, so that another one can take its place at once; called in a fork. A broker does that itself."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """In a fork: answer a request that is none for a process."""
+        """Answer a request that is none for a process; called in a fork."""
         raise Lost(f"no request: {request['type']}")
 
 
@@ -261,7 +261,7 @@ class Listener(Control):
         self._news, self._noted = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def next(self) -> socket.socket | None:
-        """See :class:`Control`."""
+        """Wait for a client; None after the idle time, or when another zygote has the socket."""
         poll = select.poll()
         for fd in (self._news, self._socket.fileno()):
             poll.register(fd, select.POLLIN)
@@ -295,16 +295,16 @@ class Listener(Control):
         remove_socket(self._path, self._inode)
 
     def leave(self) -> None:
-        """See :class:`Control`."""
+        """Close the zygote's descriptors and its lock, in a fork."""
         super().leave()
         os.close(self._lock)
 
     def note(self, request: Fork) -> None:
-        """See :class:`Control`."""
+        """Count a process, which postpones the idle exit; called in a fork."""
         os.write(self._noted, f"{request.get('idle_exit', self._idle_exit)}\n".encode())
 
     def end(self) -> None:
-        """See :class:`Control`."""
+        """Remove the socket and kill the zygote; called in a fork."""
         self._remove()
         os.kill(self._pid, signal.SIGKILL)  # it has no state to lose
 

@@ -65,7 +65,7 @@ class Task(Generic[W]):
 
     @property
     def holder(self) -> TaskHolder:
-        """What holds the result until a client fetches it."""
+        """The holder of the result until a client fetches it."""
         return TaskHolder(self.info.task_id)
 
 
