@@ -264,9 +264,7 @@ def serve(
     # A path: a bare word would be the name of a cluster.
     joined = cluster or (shutil.which(cluster_program) or cluster_program if cluster_program is not None else None)
     if joined:
-        from shared_rpc.server.joiner import (
-            check_cluster,
-        )  # it imports asyncio, which the commands that ask a server do without
+        from shared_rpc.server.joiner import check_cluster  # it imports asyncio
 
         check_cluster(joined)
     devices = tuple(worker_device or ([device] if device is not None else []))
