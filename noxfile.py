@@ -52,10 +52,11 @@ def _name_flaky() -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and format."""
-    session.install("ruff==0.17.5")
+    """Style, format, and which module may import which."""
+    session.install("ruff==0.17.5", "import-linter==2.17")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": "."})
 
 
 @nox.session(venv_backend="none")

@@ -1,7 +1,7 @@
 """The dashboard and the alerts of examples/deploy/ before Prometheus itself, which scrapes a broker that serves the app there.
 
-:mod:`tests.docs.test_deploy` holds names and labels against a scrape; here ``promtool`` and ``prometheus``, both of Debian's
-package ``prometheus``, read and evaluate all expressions. In ``nox -s deep``.
+:mod:`tests.docs.test_deploy` checks the names of metrics against a scrape; here ``promtool`` and ``prometheus``, from
+Debian's package ``prometheus``, read and evaluate all expressions. In ``nox -s deep``.
 """
 
 from __future__ import annotations
