@@ -44,6 +44,8 @@ copybutton_prompt_is_regexp = True
 # Docstrings are reStructuredText with fields (":param x:"), so nothing converts them.
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+# The pages on clusters are built where Ray is not installed.
+autodoc_mock_imports = ["ray"]
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
