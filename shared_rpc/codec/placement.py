@@ -18,8 +18,9 @@ import torch
 from shared_rpc.codec.blocks import Block, Span, blocks, spans
 from shared_rpc.codec.buffers import PickledBuffers, place
 from shared_rpc.codec.parameters import storages_of_parameters
+from shared_rpc.codec.reducers import make_storage
 from shared_rpc.codec.skeleton import Scan, load
-from shared_rpc.codec.storages import copy_bytes, current_stream, make_storage
+from shared_rpc.codec.storages import copy_bytes, current_stream
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.backends.choice import backend_for

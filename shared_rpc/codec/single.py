@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from shared_rpc.codec.storages import current_stream, make_storage
+from shared_rpc.codec.reducers import make_storage
+from shared_rpc.codec.storages import current_stream
 from shared_rpc.codec.tensors import NAMES, make_tensor, make_trusted, names_of, read_table
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import ALIGNMENT

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from shared_rpc.codec.private import copied_storages
-from shared_rpc.codec.storages import make_storage
+from shared_rpc.codec.reducers import make_storage
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import torch_device

@@ -239,7 +239,7 @@ def _over(mapping: Mapping, offset: int, stored: StoredTensor) -> torch.Tensor:
     """Make a tensor over mapped memory. Its storage is its own, and keeps the mapping."""
     import torch
 
-    from shared_rpc.codec.storages import make_storage
+    from shared_rpc.codec.reducers import make_storage
 
     device, dtype = torch_device(mapping.info.device), getattr(torch, stored.dtype, None)
     if dtype is None:

@@ -226,6 +226,9 @@ class MappingTable:
         self.suspended: frozenset[str] = frozenset()
         #: How many mappings are vacated.
         self._vacated = 0
+        #: The socket of each server that keeps memory which is mapped here, by its id, and of those that this process serves.
+        self.servers: dict[str, str] = {}
+        self.homes: set[str] = set()
 
     @contextmanager
     def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
@@ -419,6 +422,14 @@ class MappingTable:
             held = attributes.setdefault(_HELD, pin)
             if held is not pin:
                 attributes[_HELD] = (held, pin)
+
+    def object_of(self, user: object) -> str:
+        """Return the id of the server's object that something over a mapping is of, ``""`` where this process does not know."""
+        held = user.__dict__.get(_HELD)
+        while isinstance(held, tuple):
+            *_, held = held
+        uses = [use for use in weakref.getweakrefs(held) if isinstance(use, _Use)] if held is not None else []
+        return uses[0].object_id if uses else ""
 
     def hold(self, mapping: Mapping) -> MappingHold:
         """Return an object that keeps the mapping. To be called while it is created or attached."""

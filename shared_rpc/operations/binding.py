@@ -183,6 +183,8 @@ def taken(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None
         return (yield from _taken_live(ctx, reply))
     result = result_of(what, reply, transfer)
     message = result.message
+    if message.owner and message.owner not in MAPPINGS.servers:
+        MAPPINGS.servers[message.owner] = ctx.socket_path
     value = ctx._values.get(message.object_id) if message.object_id else None
     if value is not None and outdated(message.object_id, message.segments):
         ctx._values.pop(message.object_id, None)

@@ -69,11 +69,13 @@ class GetObject(Message):
     """Request for the :class:`~shared_rpc.protocol.messages.Result` of an existing object, with a lease.
 
     ``cache_key`` is the object's key, or ``""``; the server uses it to find out whether another generation has replaced the
-    object. For a buffer the request is a :class:`~shared_rpc.protocol.messages.GetBuffer`, with its limits.
+    object. For a buffer the request is a :class:`~shared_rpc.protocol.messages.GetBuffer`, with its limits. Without an id, it
+    is the object that the segment of that name belongs to.
     """
 
     object_id: str
     cache_key: str = ""
+    segment: str = ""
 
 
 class Retire(Message):

@@ -147,6 +147,8 @@ class Generations:
 
         :raises StaleHandleError: if the server does not own the object any more.
         """
+        if not message.object_id:
+            message = g.GetObject(self._of_segment(message.segment))
         stored = self._objects.get(message.object_id)
         if stored is not None and stored.kind == "buffer":
             return self._buffers.deliver(caller, message.object_id)
@@ -170,6 +172,12 @@ class Generations:
             f"cached: call the endpoint again",
             reason="object_gone",
         )
+
+    def _of_segment(self, name: str) -> str:
+        for stored in self._objects:
+            if any(segment.info.name == name for segment in stored.record.segments):
+                return stored.object_id
+        return f"with segment {name}"  # the error for an object that is gone names it
 
     def _lend(self, caller: Caller, stored: StoredObject) -> None:
         self._state.leases.grant(caller.session, stored.object_id)

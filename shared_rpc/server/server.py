@@ -18,6 +18,7 @@ from shared_rpc.execution.transfer import transfers_of
 from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_tag
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol.infos import MechanismInfo, ServerInfo
@@ -231,6 +232,8 @@ class Server:
             raise
         self._engine, self._acceptor = engine, acceptor
         _budgets.append(descriptors)
+        MAPPINGS.servers[core.server_id] = path
+        MAPPINGS.homes.add(path)
         if exporter is not None:
             exporter.watch(core.server_id)
             exporter.start(engine.post, lambda: measures([core]))
@@ -244,6 +247,7 @@ class Server:
         if self._engine is not None and self._acceptor is not None and self._engine.pid == os.getpid():
             self._acceptor.remove_socket()
             self._engine.stop()
+            MAPPINGS.homes.discard(self.socket_path)
             with suppress(ValueError):  # it was stopped before
                 _budgets.remove(self._engine.core.objects.descriptors)
             if self._exporter is not None:

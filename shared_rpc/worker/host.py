@@ -128,6 +128,7 @@ class WorkerHost:
             hosted = self._hosted[key] = Hosted(key, provider, self._options.threads)
             path = socket_of(provider, self._options)
             runtime = WorkerRuntime(provider.client_settings, path, hosted.executor.lend_thread, self._here)
+            MAPPINGS.homes.add(runtime.socket_path)
             message = w.Serve(
                 key,
                 runtime.socket_path,

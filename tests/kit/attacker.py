@@ -53,13 +53,13 @@ os.setresgid({uid}, {uid}, {uid})
 os.setresuid({uid}, {uid}, {uid})
 """
 
-_CONTAINER = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
+CONTAINER = ("unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
 
 
 def _can_unshare() -> bool:
     if shutil.which("unshare") is None:
         return False
-    return subprocess.run([*_CONTAINER, "true"], capture_output=True, check=False).returncode == 0
+    return subprocess.run([*CONTAINER, "true"], capture_output=True, check=False).returncode == 0
 
 
 needs_another_uid = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -84,7 +84,7 @@ def as_uid(
 
 def in_namespaces(code: str, *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> Child:
     """Run code as this user, in user, pid and mount namespaces of its own with its own /proc: another container."""
-    return Child("-c", textwrap.dedent(code), *arguments, environ=environ, cwd=cwd, before=_CONTAINER)
+    return Child("-c", textwrap.dedent(code), *arguments, environ=environ, cwd=cwd, before=CONTAINER)
 
 
 @contextmanager

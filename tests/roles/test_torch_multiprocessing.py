@@ -312,7 +312,6 @@ def test_data_loaders(request: pytest.FixtureRequest, device: str, get: Serve, e
         rows = family.Rows(value)
         single = DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context=method)
         batched = DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context=method)
-        # In a list: a worker lives until its loader is done, and what it sent must have been received by then.
         answer = [
             [row.data_ptr() - before for row in single],
             [batch[:, 0].tolist() for batch in batched],
@@ -722,7 +721,7 @@ def test_a_child_outlives_its_parent_and_the_server(device: str, no_leaks: None,
 def test_a_child_hands_it_to_the_server_by_name(
     device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere, base_path: str
 ) -> None:
-    """As an argument of a call it is named, not copied; no lease is the child's."""
+    """As an argument of a call it is named, not copied; the child has a lease of its own."""
     provider.share("get", managed=True)(lambda: torch.arange(4.0, device=device))
 
     @provider.share(cache=False)
@@ -733,13 +732,13 @@ def test_a_child_hands_it_to_the_server_by_name(
     answer = elsewhere(
         """
         with client.call("get") as handle, peer("forkserver", handle.value[1:]) as child:
-            answer = [*child.call(family.call, base_path, device, "where"), os.getpid()]
+            answer = [*child.call(family.call, base_path, device, "where"), [os.getpid(), child.process.pid]]
         """
     )
     with provider.call("get") as handle:
         at = handle.value.data_ptr() + 4
-    (found,), copied, leased, pid = answer
-    assert (found, copied, leased) == (at, 0, [pid])
+    (found,), copied, leased, pids = answer
+    assert (found, copied, sorted(leased)) == (at, 0, sorted(pids))
 
 
 def test_an_endpoint_sends_what_is_published_to_a_child(
@@ -812,61 +811,6 @@ def test_a_child_that_names_gpus_in_another_way(device: str, get: Serve, elsewhe
 
 
 # What cannot be.
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_without_a_descriptor_sending_is_refused(provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """Mappings keep a part of the descriptors that a process may have; for the others the error says what to do."""
-    provider.share("number")(lambda number: torch.full((2,), float(number)))
-    serve()
-    answer = elsewhere(
-        """
-        import resource
-        from tests.kit.processes import open_fds
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        try:
-            client.ping()
-            before = open_fds()
-            values = [client.call("number", number) for number in range(30)]
-            kept = open_fds() - before
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        places = [value.data_ptr() for value in values]
-        dumps = multiprocessing.reduction.ForkingPickler.dumps
-        dumps(values[0])
-        try:
-            dumps(values[29])
-        except Exception as error:
-            answer = [kept, type(error).__name__, str(error), [value.data_ptr() for value in values] == places]
-        again = client.call("number", 29)
-        """
-    )
-    kept, kind, text, stayed = answer
-    assert (kept, kind, stayed) == (16, "CapabilityError", True)
-    assert "1/4" in text and "ulimit -n" in text and "call the endpoint" in text
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_a_sender_that_is_gone_is_named(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """As with torch's own tensors it must live until its message was received; the error says so."""
-    get(matrix(device))
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        child = Peer("forkserver", value)
-        child._connection.send((family.first, ()))
-        child._connection.poll(30)  # the answer is there, and the memory is to be fetched
-        child.process.kill()
-        child.process.join()
-        try:
-            child.answer()
-        except (OSError, EOFError) as error:
-            answer = error.__notes__
-        """
-    )
-    assert "must live until the receiver has mapped it" in answer[0]
 
 
 @pytest.mark.parametrize("device", ["cpu"])

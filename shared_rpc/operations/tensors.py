@@ -1,0 +1,91 @@
+"""Memory that another process has named: this process takes it from the server, see :mod:`shared_rpc.codec.reducers`."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from shared_rpc.client.handle import Handle
+from shared_rpc.client.results import ReceivedResult, result_of
+from shared_rpc.client.steps import Request, Tell, Work
+from shared_rpc.errors import BufferNotFound, ConnectError, ProtocolError, StaleHandleError
+from shared_rpc.forks import after_fork, fork_safe_lock
+from shared_rpc.memory.mapping import MAPPINGS, MappingHold
+from shared_rpc.operations.binding import Context, Leased, Steps, bound, lending, lent
+from shared_rpc.operations.client import Client
+from shared_rpc.protocol import generations as g
+from shared_rpc.protocol import messages as m
+
+#: A process's leases on memory that it was named, by socket, object and segment: each lasts as long as a tensor over it.
+_leases: weakref.WeakValueDictionary[tuple[str, str, str], Handle[dict[str, MappingHold]]] = weakref.WeakValueDictionary()
+_clients: dict[str, MemoryClient] = {}
+_lock = fork_safe_lock()
+after_fork(_leases.clear)  # the session is the parent's
+
+
+@bound
+class MemoryClient(Client):
+    """A client that takes the memory of objects, and not their values."""
+
+    @lending
+    def memory_of(ctx: Context, object_id: str, segment: str) -> Steps[Leased[dict[str, MappingHold]]]:
+        """Return a handle whose value is the memory of an object, by the names of its segments.
+
+        :param object_id: ``""`` for that of the segment's object.
+        """
+        what = f"the memory of object {object_id or f'with segment {segment}'}"
+        result = result_of(what, (yield Request(g.GetObject(object_id, segment=segment), what)))
+        message = result.message
+        MAPPINGS.servers[message.owner] = ctx.socket_path
+        try:
+            holds = yield Work(functools.partial(_held, result))
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield Tell(m.Release([message.object_id]))
+            raise
+        finally:
+            result.close()
+        handle: Leased[dict[str, MappingHold]] = yield from lent(ctx, message, holds)
+        return handle
+
+
+def _held(result: ReceivedResult) -> dict[str, MappingHold]:
+    owner = result.message.owner
+    return {segment.info.name: MAPPINGS.receive(segment, owner) for segment in result.segments}
+
+
+def taken_from(socket_path: str, object_id: str, segment: str) -> tuple[MappingHold, Handle[Any]]:
+    """Return a segment of an object, mapped, and this process's lease on the object, which lasts as long as the handle.
+
+    :raises StaleHandleError, BufferNotFound: if the server does not own the object any more.
+    :raises ConnectError: if there is no server at the socket.
+    """
+    key = (socket_path, object_id, segment if not object_id else "")
+    with _lock:
+        handle = _leases.get(key)
+        client = _clients.get(socket_path)
+        if client is None:
+            client = _clients[socket_path] = MemoryClient(socket_path=socket_path)
+    if handle is None:
+        try:
+            handle = client.memory_of(object_id, segment)
+        except ConnectError as error:
+            error.add_note(
+                "a tensor in shared memory is sent as the socket of its server: in another container, mount the folder of the "
+                "socket at the same path"
+            )
+            raise
+        except (StaleHandleError, BufferNotFound) as error:
+            error.add_note(
+                "a tensor in shared memory is sent by name: until it is received, its sender or another process must hold the "
+                "object, or the server must cache it; a buffer can be made with ttl= or keep=True"
+            )
+            raise
+        with _lock:
+            handle = _leases.setdefault(key, handle)
+    hold = handle.value.get(segment)
+    if hold is None:
+        raise ProtocolError(f"object {handle.object_id} of the server at {socket_path} does not lie in segment {segment}")
+    return hold, handle
