@@ -9,38 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.options import Device, Json, chosen, numbers
-from benchmarks.ours import Ours
-from benchmarks.peer import Peer, missing
-from benchmarks.processes import Process, configuration, next_command, say
-from benchmarks.report import Report, Row
-from benchmarks.servers import Servers
-from benchmarks.subjects import Subject
-from benchmarks.targets import GOALS
-
-__all__ = ["run"]
-
-
-def run(
-    device: Device = "auto",
-    clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",
-    rounds: Annotated[int, typer.Option(help="Turns that each side has, of half a second.")] = 5,
-    json: Json = None,
-) -> None:
-    """Measure calls a second, against the number of client processes."""
-    device = chosen(device)
-    absent = missing(tensors=device)
-    report = Report("clients", f"Calls a second, tensors on {device}", [*([Peer.name] if absent is None else []), Ours.name])
-    report.note(absent)
-    with Servers(device) as servers:
-        addresses = {Peer.name: servers.peer().address} if absent is None else {}
-        addresses[Ours.name] = servers.ours().address
-        for count in numbers(clients):
-            throughput(report, servers, addresses, device, count, rounds, judge=False)
-    report.finish(json)
-
-
-# The measurement, which rpc makes too.
+from benchmarks.runner import OURS, Device, Json, Report, chosen, numbers
+from benchmarks.servers import Process, Servers, commands, configuration, say
+from benchmarks.sides import PEER, Side, client_of, missing
 
 #: Seconds of a turn, and those between the word to begin and the beginning, so that all begin together.
 _TURN, _NOTICE = 0.5, 0.1
@@ -50,8 +21,27 @@ _PATIENCE = 10.0
 _WARM_UP = 20
 #: An endpoint that one side has, and what the other side has instead.
 _ON_LOOP, _INSTEAD = "fresh_on_loop", "fresh"
-#: A process that completes less than this share of the others' median is told of.
+#: A process that completes less than this share of the others' median is named in a note.
 _FAIR = 0.25
+
+
+def run(
+    device: Device = "auto",
+    clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",
+    rounds: Annotated[int, typer.Option(help="Turns that each side has, of half a second.")] = 5,
+    json: Json = None,
+) -> None:
+    """Measure calls a second, against the number of client processes."""
+    device, _ = chosen(device)
+    absent = missing(tensors=device)
+    report = Report("clients", f"Calls a second, tensors on {device}", [*([PEER] if absent is None else []), OURS])
+    report.note(absent)
+    with Servers(device) as servers:
+        addresses = {PEER: servers.start("Peer").address} if absent is None else {}
+        addresses[OURS] = servers.start("Ours").address
+        for count in numbers(clients):
+            throughput(report, servers, addresses, device, count, rounds, judge=False)
+    report.finish(json)
 
 
 def throughput(
@@ -71,17 +61,16 @@ def throughput(
             for name, counts in turns.items():
                 counts.append(_turn(report, callers, name, endpoint))
         values = {name: statistics.median(sum(counts) for counts in taken) / _TURN for name, taken in turns.items()}
-        peer = values.get(Peer.name)
-        report.add(
-            Row(
-                f"{processes} process{'' if processes == 1 else 'es'}, 4 KiB tensor, {text}: calls/s",
-                values,
-                "number",
-                goal=GOALS["throughput"],
-                judged=values[Ours.name] / peer if peer and judge else None,
-                judged_unit="ratio",
-                extra={"processes": processes, "endpoint": endpoint, "seconds": _TURN, "calls": turns},
-            )
+        report.row(
+            f"{processes} process{'' if processes == 1 else 'es'}, 4 KiB tensor, {text}: calls/s",
+            values,
+            "number",
+            "throughput",
+            values[OURS] / values[PEER] if judge and values.get(PEER) else None,
+            "ratio",
+            processes=processes,
+            endpoint=endpoint,
+            calls=turns,
         )
         for name, taken in turns.items():
             report.note(starvation(f"{name}, {text}", [sum(counts) for counts in zip(*taken, strict=True)]))
@@ -114,38 +103,36 @@ def _turn(report: Report, callers: list[Process], name: str, endpoint: str) -> l
 # In each of the processes.
 
 
-def _calls(subject: Subject, endpoint: str, begin: float) -> dict[str, Any]:
+def _calls(side: Side, endpoint: str, begin: float) -> dict[str, Any]:
     """Count the ``calls`` that were complete in time, with the ``error`` that ended the turn early."""
-    end, calls, error = begin + _TURN, 0, None
+    end, calls = begin + _TURN, 0
     time.sleep(max(begin - time.monotonic(), 0))
-    while error is None:
-        try:
-            subject.call(endpoint)
-        except Exception as problem:  # one side's failure must not cost the other side its turns
-            error = f"{type(problem).__name__}: {problem}"
-            break
-        if time.monotonic() > end:
-            break
-        calls += 1
-    return {"calls": calls, "error": error}
+    try:
+        while True:
+            side.call(endpoint)
+            if time.monotonic() > end:
+                return {"calls": calls, "error": None}
+            calls += 1
+    except Exception as problem:  # one side's failure must not cost the other side its turns
+        return {"calls": calls, "error": f"{type(problem).__name__}: {problem}"}
 
 
 def main() -> None:
-    """Configuration: ``device``, ``addresses``. Commands: ``{"who": name, "endpoint": name, "begin": time}``."""
+    """Call. The configuration has ``device`` and ``addresses``, a command ``who``, ``endpoint`` and ``begin``."""
     config = configuration()
-    subjects: dict[str, Subject] = {}
+    sides: dict[str, Side] = {}
     for name, address in config["addresses"].items():
-        subjects[name] = Ours(address) if name == Ours.name else Peer(address, config["device"], timeout=_PATIENCE)
-        with suppress(Exception):  # its turns will tell
-            for endpoint in ("small", "fresh", *([_ON_LOOP] if name == Ours.name else [])):
+        sides[name] = client_of(name, address, config["device"], timeout=_PATIENCE)
+        with suppress(Exception):  # its turns will show it
+            for endpoint in ("small", "fresh", *([_ON_LOOP] if name == OURS else [])):
                 for _ in range(_WARM_UP):
-                    subjects[name].call(endpoint)
+                    sides[name].call(endpoint)
     say(ready=True)
-    while (command := next_command()) is not None:
+    for command in commands():
         who, endpoint = command["who"], command["endpoint"]
-        say(**_calls(subjects[who], _INSTEAD if endpoint == _ON_LOOP and who != Ours.name else endpoint, command["begin"]))
-    for subject in subjects.values():
-        subject.close()
+        say(**_calls(sides[who], _INSTEAD if endpoint == _ON_LOOP and who != OURS else endpoint, command["begin"]))
+    for side in sides.values():
+        side.close()
 
 
 if __name__ == "__main__":

@@ -9,16 +9,10 @@ import ray
 import typer
 
 from benchmarks.cluster_nodes import COUNT, Nodes
-from benchmarks.options import Json, numbers
-from benchmarks.report import Report, Row
-from benchmarks.stats import Sample, timed
-from benchmarks.targets import GOALS
+from benchmarks.runner import OURS, Json, Report, Sample, numbers, timed
 from shared_rpc.memory.inventory import free_bytes
 from shared_rpc_ray import Cluster
 
-__all__ = ["run"]
-
-OURS = "shared_rpc"
 RAY = "ray put, get"
 
 #: Times of a row, by subject, in the order in which they are measured.
@@ -55,7 +49,7 @@ def run(
         first: Times = defaultdict(list)
         _deploy(nodes, "first", _FIRST, first)
         _alone(nodes, _FIRST, first)
-        report.add(Row(f"{_FIRST} MiB, the first of all: call until all have it", _medians(first, _WHOLE)))
+        report.row(f"{_FIRST} MiB, the first of all: call until all have it", _samples(first, _WHOLE))
         for mebibytes in sizes:
             times: Times = defaultdict(list)
             for number in range(rounds):
@@ -119,16 +113,14 @@ def _refresh(nodes: Nodes, cluster: Cluster, name: str, mebibytes: int, times: T
     times[_SWAP, OURS].append(max(current for _, current in answers) - max(prepared for prepared, _ in answers))
 
 
-def _medians(times: Times, name: str) -> dict[str, float]:
-    return {subject: Sample([taken]).p50 for (found, subject), taken in times.items() if found == name}
+def _samples(times: Times, name: str) -> dict[str, Sample]:
+    return {subject: Sample([taken]) for (found, subject), taken in times.items() if found == name}
 
 
 def _add(report: Report, prefix: str, times: Times) -> None:
     for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _FRESH, _AGAIN):
-        samples = {subject: Sample([taken]) for (found, subject), taken in times.items() if found == name}
-        values = {subject: sample.p50 for subject, sample in samples.items()}
-        row = Row(prefix + name, values, samples=samples)
+        samples = _samples(times, name)
         if name == _MOVE:
-            row.goal, row.judged, row.judged_unit = GOALS["cluster_move"], values[OURS] / values[RAY], "ratio"
-        if values:
-            report.add(row)
+            report.row(prefix + name, samples, "s", "cluster_move", samples[OURS].p50 / samples[RAY].p50, "ratio")
+        elif samples:
+            report.row(prefix + name, samples)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch  # noqa: F401  # it is no part of an attach
 
-from benchmarks.processes import configuration, next_command, say
+from benchmarks.servers import commands, configuration, say
 from shared_rpc import Client
 
 #: Seconds between two looks at what the broker has.
@@ -63,7 +63,7 @@ def main() -> None:
     say(ready=True)
     change: Change | None = None
     with Client(socket_path=socket, timeout=300.0) as client, Client(socket_path=socket, timeout=300.0) as observer:
-        while (command := next_command()) is not None:
+        for command in commands():
             match command:
                 case {"load": name, "mebibytes": mebibytes}:
                     say(times=load(client, name, mebibytes))

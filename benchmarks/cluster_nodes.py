@@ -17,7 +17,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.processes import Process, environ
+from benchmarks.servers import Process, environ
 from shared_rpc import Client
 from shared_rpc_ray.membership import connect
 

@@ -17,16 +17,12 @@ import msgspec
 import typer
 
 from benchmarks.memory import used
-from benchmarks.options import Json, numbers
-from benchmarks.processes import Process, configuration, next_command, say
-from benchmarks.report import Report, Row
-from benchmarks.stats import Sample, timed
+from benchmarks.runner import Json, Report, Sample, numbers, timed
+from benchmarks.servers import Process, commands, configuration, say
 from shared_rpc.errors import CapabilityError, SharedRPCError
 from shared_rpc.memory.backends.choice import PREFERENCE, backend_for, survey
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism, SegmentInfo
-
-__all__ = ["Subject", "run"]
 
 _MIB = 1 << 20
 #: What is timed of each segment; a mechanism that has no such step gets a dash.
@@ -181,21 +177,12 @@ def _rows(report: Report, results: dict[Mechanism, Subject], sizes: list[int]) -
         for key, name in _STEPS.items():
             found = {who: subject.samples.get(f"{key} {size}") for who, subject in results.items()}
             samples: dict[str, Sample] = {who: sample for who, sample in found.items() if sample is not None}
-            report.add(
-                Row(
-                    f"{size} MiB: {name}, p50",
-                    {who: sample.p50 for who, sample in samples.items()},
-                    samples=samples,
-                    texts=dict.fromkeys(found.keys() - samples.keys(), "-"),
-                )
-            )
-    report.sampled(
-        "a kernel, a copy of 4 KiB into the segment, a wait: p50",
-        {who: subject.samples["call"] for who, subject in results.items()},
-    )
+            report.row(f"{size} MiB: {name}, p50", samples, texts=dict.fromkeys(found.keys() - samples.keys(), "-"))
+    calls = {who: subject.samples["call"] for who, subject in results.items()}
+    report.row("a kernel, a copy of 4 KiB into the segment, a wait: p50", {str(who): sample for who, sample in calls.items()})
     taken: dict[str, float] = {who: subject.taken for who, subject in results.items() if subject.taken is not None}
     if taken:
-        report.add(Row("memory that a segment of 2 MiB takes", taken, "bytes"))
+        report.row("memory that a segment of 2 MiB takes", taken, "bytes")
     for key, name in (
         ("protected", "a write to what was mapped for reading"),
         ("reads on", "maker killed: who has it mapped"),
@@ -204,7 +191,7 @@ def _rows(report: Report, results: dict[Mechanism, Subject], sizes: list[int]) -
         ("opens below", "… where the library does not refuse to"),
         ("reads after", "… and who had it mapped then"),
     ):
-        report.add(Row(name, {}, texts={who: subject.texts[key] for who, subject in results.items()}))
+        report.row(name, {}, texts={who: subject.texts[key] for who, subject in results.items()})
 
 
 # A process that makes segments, or uses those that it is sent: one end of the benchmark.
@@ -394,7 +381,7 @@ def main() -> None:
         sock.connect(config["socket"])
         end = _End(sock, config["device"], config["mechanism"])
         say(pid=os.getpid())
-        while (command := next_command()) is not None:
+        for command in commands():
             getattr(end, command.pop("do"))(**command)
         # What is mapped here goes with the process.
         if end.segment is not None:

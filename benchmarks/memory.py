@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-__all__ = ["Watermark", "gpu_bytes_of_process", "private_bytes", "process_counts", "used"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Seconds between two readings.
@@ -46,31 +42,8 @@ def process_counts(pid: int) -> dict[str, int]:
     }
 
 
-def gpu_bytes_of_process() -> int | None:
-    """Return this process's memory on its GPU by NVML, its context included; None if NVML lacks or does not know it."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        uuid = _gpu_uuid()
-        handle = next(
-            handle
-            for handle in (nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount()))
-            if uuid in str(nvml.nvmlDeviceGetUUID(handle))
-        )
-        sizes = {process.pid: process.usedGpuMemory for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-    except Exception:  # NVML has an error for every way in which a driver can be incomplete
-        return None
-    return sizes.get(os.getpid())
-
-
-def _gpu_uuid() -> str:
-    import torch
-
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
 class Watermark:
-    """The most memory in use while the block runs, read by a thread; :meth:`reset` begins anew."""
+    """The most memory in use while the block runs, read by a thread; :meth:`reset` begins again."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -87,12 +60,9 @@ class Watermark:
         """Bytes by which the peak is above the baseline."""
         return self._peak - self.baseline
 
-    def _read(self) -> None:
-        self._peak = max(self._peak, used(self._device))
-
     def _watch(self) -> None:
         while not self._done.wait(_PERIOD):
-            self._read()
+            self._peak = max(self._peak, used(self._device))
 
     def __enter__(self) -> Watermark:
         self._thread.start()
@@ -101,4 +71,4 @@ class Watermark:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._done.set()
         self._thread.join()
-        self._read()
+        self._peak = max(self._peak, used(self._device))

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection, current_process
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from benchmarks.processes import configuration, say, until_told
+from benchmarks.servers import configuration, say, until_told
 from benchmarks.workload import SMALL
 
 __all__ = ["PEERS", "RpcPeer", "installed"]
@@ -30,6 +29,8 @@ _LARGEST = 1 << 30
 _KEY = b"benchmarks"
 #: Seconds for a server to listen.
 _PATIENCE = 10.0
+
+_Ready = Callable[[], None]
 
 
 def answer(endpoint: str, device: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -41,28 +42,28 @@ def answer(endpoint: str, device: str, tensor: torch.Tensor | None) -> torch.Ten
     return tensor + 1 if endpoint == "plus_one" else tensor
 
 
-class RpcPeer(ABC):
-    """A client. ``module`` is what must be installed."""
+class RpcPeer:
+    """A client. ``module`` must be installed; a subclass connects in ``__init__``."""
 
     name: ClassVar[str]
     module: ClassVar[str]
 
     def __init__(self, address: str, device: str) -> None:
+        self.address = address
         self.device = device
-        self.connect(address)
-
-    @abstractmethod
-    def connect(self, address: str) -> None:
-        """Connect to the server."""
 
     @staticmethod
-    @abstractmethod
-    def serve(address: str, device: str, ready: Callable[[], None]) -> None:
+    def serve(address: str, device: str, ready: _Ready) -> None:
         """Serve for ever, and call ``ready`` as soon as clients can connect."""
+        ready()
 
-    @abstractmethod
     def request(self, endpoint: str, tensor: torch.Tensor | None) -> Any:
         """Call an endpoint."""
+        return _unpacked(self.exchange(_packed(endpoint, tensor)), self.device)[1]
+
+    def exchange(self, data: bytes) -> bytes:
+        """Send a message of msgspec and wait for the answer, for those that carry bytes."""
+        raise TypeError(f"{self.name} carries tensors by itself")
 
     def ping(self) -> None:
         """Make one round trip."""
@@ -72,7 +73,6 @@ class RpcPeer(ABC):
         """Call an endpoint, with a tensor or without."""
         return self.request(endpoint, *(args or (None,)))
 
-    @abstractmethod
     def close(self) -> None:
         """Hang up."""
 
@@ -80,17 +80,17 @@ class RpcPeer(ABC):
 class Connection(RpcPeer):
     """``multiprocessing.connection``, with torch's reducers."""
 
-    name = "multiprocessing"
-    module = "torch"
+    name, module = "multiprocessing", "torch"
 
-    def connect(self, address: str) -> None:
-        import torch.multiprocessing  # noqa: F401  it registers them
+    def __init__(self, address: str, device: str) -> None:
+        import torch.multiprocessing  # noqa: F401  it registers the reducers
 
         current_process().authkey = _KEY
         self._connection = connection.Client(address, authkey=_KEY)
+        self.close = self._connection.close  # type: ignore[method-assign]
 
     @staticmethod
-    def serve(address: str, device: str, ready: Callable[[], None]) -> None:
+    def serve(address: str, device: str, ready: _Ready) -> None:
         import torch.multiprocessing  # noqa: F401
 
         current_process().authkey = _KEY
@@ -106,9 +106,6 @@ class Connection(RpcPeer):
     def request(self, endpoint: str, tensor: torch.Tensor | None) -> Any:
         self._connection.send((endpoint, tensor))
         return self._connection.recv()
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 class _Message(msgspec.Struct, array_like=True):
@@ -137,36 +134,25 @@ def _unpacked(data: bytes, device: str) -> tuple[str, torch.Tensor | None]:
     return message.endpoint, tensor.to(device)
 
 
-class _Packed(RpcPeer):
-    """A client of bytes: the tensors are in messages of msgspec."""
-
-    def request(self, endpoint: str, tensor: torch.Tensor | None) -> Any:
-        return _unpacked(self.exchange(_packed(endpoint, tensor)), self.device)[1]
-
-    @abstractmethod
-    def exchange(self, data: bytes) -> bytes:
-        """Send bytes and wait for the answer."""
-
-
 def _answered(data: bytes, device: str) -> bytes:
     endpoint, tensor = _unpacked(data, device)
     return _packed(endpoint, answer(endpoint, device, tensor))
 
 
-class Zmq(_Packed):
+class Zmq(RpcPeer):
     """pyzmq, a request socket over a Unix socket."""
 
-    name = "pyzmq, msgspec"
-    module = "zmq"
+    name, module = "pyzmq, msgspec", "zmq"
 
-    def connect(self, address: str) -> None:
+    def __init__(self, address: str, device: str) -> None:
         import zmq
 
+        super().__init__(address, device)
         self._socket: Any = zmq.Context.instance().socket(zmq.REQ)
         self._socket.connect(f"ipc://{address}")
 
     @staticmethod
-    def serve(address: str, device: str, ready: Callable[[], None]) -> None:
+    def serve(address: str, device: str, ready: _Ready) -> None:
         import zmq
 
         replies: Any = zmq.Context.instance().socket(zmq.REP)
@@ -177,22 +163,21 @@ class Zmq(_Packed):
 
     def exchange(self, data: bytes) -> bytes:
         self._socket.send(data, copy=False)
-        received: bytes = self._socket.recv()
-        return received
+        return bytes(self._socket.recv())
 
     def close(self) -> None:
         self._socket.close(linger=0)
 
 
-class Rpyc(_Packed):
+class Rpyc(RpcPeer):
     """rpyc over a Unix socket, a thread for each connection."""
 
-    name = "rpyc"
-    module = "rpyc"
+    name = module = "rpyc"
 
-    def connect(self, address: str) -> None:
+    def __init__(self, address: str, device: str) -> None:
         from rpyc.utils.factory import unix_connect
 
+        super().__init__(address, device)
         until = time.monotonic() + _PATIENCE
         while True:
             try:
@@ -204,7 +189,7 @@ class Rpyc(_Packed):
                 time.sleep(0.01)
 
     @staticmethod
-    def serve(address: str, device: str, ready: Callable[[], None]) -> None:
+    def serve(address: str, device: str, ready: _Ready) -> None:
         import rpyc
         from rpyc.utils.server import ThreadedServer
 
@@ -212,32 +197,31 @@ class Rpyc(_Packed):
             def exposed_answer(self, data: bytes) -> bytes:
                 return _answered(data, device)
 
-        ready()  # it tells nobody when it listens
+        ready()  # it does not report when it listens
         ThreadedServer(Service, socket_path=address).start()
 
     def exchange(self, data: bytes) -> bytes:
-        received: bytes = self._connection.root.answer(data)
-        return received
+        return bytes(self._connection.root.answer(data))
 
     def close(self) -> None:
         self._connection.close()
 
 
-class Grpc(_Packed):
+class Grpc(RpcPeer):
     """gRPC over a Unix socket, with messages of bytes."""
 
-    name = "gRPC"
-    module = "grpc"
+    name, module = "gRPC", "grpc"
     _OPTIONS: ClassVar = [("grpc.max_send_message_length", _LARGEST), ("grpc.max_receive_message_length", _LARGEST)]
 
-    def connect(self, address: str) -> None:
+    def __init__(self, address: str, device: str) -> None:
         import grpc
 
+        super().__init__(address, device)
         self._channel: Any = grpc.insecure_channel(f"unix:{address}", options=self._OPTIONS)
         self._answer = self._channel.unary_unary("/benchmarks/answer")
 
     @staticmethod
-    def serve(address: str, device: str, ready: Callable[[], None]) -> None:
+    def serve(address: str, device: str, ready: _Ready) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
         import grpc
@@ -251,8 +235,7 @@ class Grpc(_Packed):
         server.wait_for_termination()
 
     def exchange(self, data: bytes) -> bytes:
-        received: bytes = self._answer(data)
-        return received
+        return bytes(self._answer(data))
 
     def close(self) -> None:
         self._channel.close()
@@ -266,8 +249,7 @@ def _host_answer(endpoint: str, device: str, tensor: torch.Tensor | None) -> tor
 class TorchRpc(RpcPeer):
     """``torch.distributed.rpc``, which speaks TCP."""
 
-    name = "torch RPC"
-    module = "torch"
+    name, module = "torch RPC", "torch"
 
     @staticmethod
     def _join(address: str, rank: int) -> Any:
@@ -278,11 +260,12 @@ class TorchRpc(RpcPeer):
         rpc.init_rpc(("client", "server")[rank], rank=rank, world_size=2, rpc_backend_options=options)
         return rpc
 
-    def connect(self, address: str) -> None:
+    def __init__(self, address: str, device: str) -> None:
+        super().__init__(address, device)
         self._rpc = self._join(address, 0)
 
     @staticmethod
-    def serve(address: str, device: str, ready: Callable[[], None]) -> None:
+    def serve(address: str, device: str, ready: _Ready) -> None:
         ready()
         TorchRpc._join(address, 1)
 
@@ -298,12 +281,12 @@ class TorchRpc(RpcPeer):
 class RayActor(RpcPeer):
     """A call of an actor of Ray, on a node of its own that ends with the client."""
 
-    name = "Ray actor"
-    module = "ray"
+    name, module = "Ray actor", "ray"
 
-    def connect(self, address: str) -> None:
+    def __init__(self, address: str, device: str) -> None:
         import ray
 
+        super().__init__(address, device)
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
 
         class Actor:
@@ -312,10 +295,6 @@ class RayActor(RpcPeer):
 
         self._ray = ray
         self._actor: Any = ray.remote(Actor).remote()
-
-    @staticmethod
-    def serve(address: str, device: str, ready: Callable[[], None]) -> None:
-        ready()
 
     def request(self, endpoint: str, tensor: torch.Tensor | None) -> Any:
         given = tensor.cpu() if tensor is not None else None
@@ -336,15 +315,9 @@ def installed() -> tuple[list[str], str | None]:
     return there, f"not installed and left out: {', '.join(left_out)}" if left_out else None
 
 
-def main() -> None:
-    """Serve until stdin is closed. Configuration: ``peer``, a name of :data:`PEERS`; ``socket`` and ``device``."""
+if __name__ == "__main__":
     config = configuration()
-    serve = PEERS[config["peer"]].serve
     arguments = config["socket"], config["device"], lambda: say(ready=True)
-    threading.Thread(target=serve, args=arguments, daemon=True).start()
+    threading.Thread(target=PEERS[config["peer"]].serve, args=arguments, daemon=True).start()
     until_told()
     os._exit(0)  # some of them would wait for their clients
-
-
-if __name__ == "__main__":
-    main()

@@ -20,18 +20,13 @@ import msgspec
 import torch
 import typer
 
-from benchmarks.options import Device, Json, chosen
-from benchmarks.report import Report, Row
-from benchmarks.servers import Servers, broker
-from benchmarks.stats import Sample
+from benchmarks.runner import OURS, Device, Json, Report, Sample, chosen
+from benchmarks.servers import Servers
 from shared_rpc import Client
 from shared_rpc.extras import safetensors
 from shared_rpc.extras.record_file import FileRecord, save
 from shared_rpc.memory.mapping import MAPPINGS
 
-__all__ = ["run"]
-
-OURS = "shared_rpc"
 #: Seconds that anything here may take.
 _PATIENCE = 300.0
 
@@ -52,7 +47,8 @@ def module(mebibytes):
 _BUILD, _ATTACH = "build, and attach", "attach"
 _EXPORT, _IMPORT = "export to a file", "import from the file, which is in the page cache"
 _ADOPT, _PROMOTE = "adopt from memory", "promote a candidate"
-_LOAD = "load a safetensors file, which is in the page cache"
+
+_Loaders = dict[str, Callable[[Path, str], object]]
 
 
 def run(
@@ -63,31 +59,29 @@ def run(
     json: Json = None,
 ) -> None:
     """Measure a warm start: a module that is read from a file, against its build; and a move from memory to memory."""
-    device = chosen(device)
+    device, _ = chosen(device)
     loaders = _loaders(device)
-    report = Report("records", f"Records of a module of {megabytes} MiB on {device}", [OURS, *loaders])
+    report = Report("records", f"Records of a module of {megabytes} MiB on {device}", list(loaders))
     times: defaultdict[str, list[float]] = defaultdict(list)
     with Servers(device) as servers, TemporaryDirectory(dir=folder, prefix="bench-") as place:
-        file = Path(place) / "module.record"
-        with broker(servers, APP.format(device=device)) as socket, Client(socket_path=socket, timeout=_PATIENCE) as client:
+        file, weights = Path(place) / "module.record", Path(place) / "model.safetensors"
+        with servers.broker(APP.format(device=device)) as (socket, _), Client(socket_path=socket, timeout=_PATIENCE) as client:
             client.call("module", 4).release()  # the first of everything
             for _ in range(rounds):
                 _measure(client, megabytes, file, times)
             nbytes = file.stat().st_size
-            report.note(f"the file has {nbytes:,} bytes, on {_kind_of(place)}")
+            kind = subprocess.run(["stat", "-f", "-c", "%T", place], capture_output=True, text=True, check=False).stdout.strip()
+            report.note(f"the file has {nbytes:,} bytes, on {kind or 'an unknown file system'}")
         file.unlink()
-        _write_weights(Path(place) / "model.safetensors", megabytes)
-        loads = _measure_loads({OURS: safetensors.load, **loaders}, Path(place) / "model.safetensors", device, rounds)
+        _write_weights(weights, megabytes // 4)
+        loads = _measure_loads(loaders, weights, device, rounds)
     for name in (_BUILD, _EXPORT, _IMPORT, _ATTACH, _ADOPT, _PROMOTE):
-        sample = Sample([times[name]])
-        report.add(Row(name, {OURS: sample.p50}, samples={OURS: sample}))
-    medians = {name: sample.p50 for name, sample in loads.items()}
-    report.add(Row(_LOAD, medians, samples=loads))
-    report.add(Row("the same, in GB/s", {name: nbytes / 1e9 / median for name, median in medians.items()}, "number"))
-    report.add(Row("speed of import, as a part of that of load", {OURS: medians[OURS] / Sample([times[_IMPORT]]).p50}, "ratio"))
-    report.add(
-        Row("import, as a part of the build", {OURS: Sample([times[_IMPORT]]).p50 / Sample([times[_BUILD]]).p50}, "ratio")
-    )
+        report.row(name, {OURS: Sample([times[name]])})
+    read, built = Sample([times[_IMPORT]]).p50, Sample([times[_BUILD]]).p50
+    report.row("load a safetensors file, which is in the page cache", loads)
+    report.row("the same, in GB/s", {name: nbytes / 1e9 / sample.p50 for name, sample in loads.items()}, "number")
+    report.row("speed of import, as a part of that of load", {OURS: loads[OURS].p50 / read}, "ratio")
+    report.row("import, as a part of the build", {OURS: read / built}, "ratio")
     report.note(f"medians of {rounds} rounds; each builds, exports, imports, attaches and adopts, one after the other")
     report.finish(json)
 
@@ -118,16 +112,14 @@ def _measure(client: Client, megabytes: int, file: Path, times: defaultdict[str,
             client.promote(candidate)
 
 
-def _loaders(device: str) -> dict[str, Callable[[Path, str], object]]:
-    """Return the loaders of others that are installed, for a GPU: on the host they map the file, and load nothing."""
-    found: dict[str, Callable[[Path, str], object]] = {}
-    if device == "cpu":
-        return found
-    if importlib.util.find_spec("safetensors"):
+def _loaders(device: str) -> _Loaders:
+    """Return our loader and others that are installed, for a GPU: on the host they map the file, and load nothing."""
+    found: _Loaders = {OURS: safetensors.load}
+    if device != "cpu" and importlib.util.find_spec("safetensors"):
         from safetensors.torch import load_file
 
         found["safetensors.torch.load_file"] = load_file
-    if importlib.util.find_spec("fastsafetensors"):
+    if device != "cpu" and importlib.util.find_spec("fastsafetensors"):
         found["fastsafetensors"] = _fast_load
     return found
 
@@ -139,24 +131,21 @@ def _fast_load(file: Path, device: str) -> object:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
-def _write_weights(file: Path, megabytes: int) -> None:
-    """Write tensors of 4 MiB, as the module has them."""
+def _write_weights(file: Path, count: int) -> None:
+    """Write a safetensors file of tensors of 4 MiB, as the module has them."""
     length = 4 << 20
-    count = megabytes // 4
-    header = {
-        f"layers.{n}.weight": {"dtype": "F32", "shape": [1024, 1024], "data_offsets": [n * length, (n + 1) * length]}
+    entries = {
+        f"{n}.weight": {"dtype": "F32", "shape": [1024, 1024], "data_offsets": [n * length, (n + 1) * length]}
         for n in range(count)
     }
-    text = msgspec.json.encode(header)
+    header = msgspec.json.encode(entries)
     with file.open("wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.write(len(header).to_bytes(8, "little") + header)
         for n in range(count):
             opened.write(torch.full((1 << 20,), float(n)).numpy().tobytes())
 
 
-def _measure_loads(
-    loaders: dict[str, Callable[[Path, str], object]], file: Path, device: str, rounds: int
-) -> dict[str, Sample]:
+def _measure_loads(loaders: _Loaders, file: Path, device: str, rounds: int) -> dict[str, Sample]:
     """Load the file by each in turn, ``rounds`` times after a first one."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
@@ -173,9 +162,3 @@ def _measure_loads(
             if device != "cpu":
                 torch.cuda.empty_cache()
     return {name: Sample([values]) for name, values in times.items()}
-
-
-def _kind_of(folder: str) -> str:
-    """Return the type of the file system that a folder is on."""
-    found = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False).stdout.strip()
-    return found or "an unknown file system"

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import socket
 import time
-from dataclasses import dataclass
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from benchmarks.echo import Echo
 from benchmarks.memory import process_counts
-from benchmarks.options import Json, Shape, numbers
-from benchmarks.ours import Ours
-from benchmarks.peer import Peer, missing
-from benchmarks.processes import Process
-from benchmarks.report import Report, Row, Unit, shown, size
-from benchmarks.servers import Servers, Started
-from benchmarks.stats import Sample, interleaved, timed
-from benchmarks.targets import GOALS
+from benchmarks.runner import ECHO, OURS, Json, Report, Sample, Shape, Unit, chosen, interleaved, numbers, shown, size, timed
+from benchmarks.servers import Process, Servers, Started, commands, configuration, say
+from benchmarks.sides import PEER, Echo, Ours, Peer, missing
 from shared_rpc import Client
-
-__all__ = ["run"]
+from shared_rpc.memory.mapping import MAPPINGS
 
 #: Connections that shared-tensor's default of four workers can hold.
 _PEER_IDLE = 4
-#: Seconds within which a server has let go of clients that were killed; longer is reported as it is.
+#: Seconds within which a server has released what killed clients held; longer is reported as it is.
 _SETTLED = 10.0
 
 
@@ -43,13 +38,13 @@ def run(
     json: Json = None,
 ) -> None:
     """Measure many clients: idle ones, simultaneous attaches, killed ones. On host memory."""
-    shape = shape or "small"
+    _, shape = chosen("cpu", shape)
     clients = clients or min(8, len(os.sched_getaffinity(0)))
     absent = missing()
-    report = Report("scale", "Many clients", [Echo.name, *([Peer.name] if absent is None else []), Ours.name])
+    report = Report("scale", "Many clients", [ECHO, *([PEER] if absent is None else []), OURS])
     report.note(absent)
     with Servers("cpu") as servers:
-        echo, ours = servers.echo(), servers.ours([["model", shape]])
+        echo, ours = servers.start("Echo"), servers.start("Ours", [["model", shape]])
         _idle_rows(report, servers, echo, ours, numbers(idle), rounds, calls)
         if absent is None:
             _peer_row(report, servers, calls, patience)
@@ -61,62 +56,46 @@ def run(
 def _idle_rows(
     report: Report, servers: Servers, echo: Started, ours: Started, levels: list[int], rounds: int, calls: int
 ) -> None:
-    load = servers.client("load_client", socket=ours.address, call=[])
-    load.read()
+    times: dict[int, dict[str, list[list[float]]]] = {level: {ECHO: [], OURS: []} for level in levels}
     floor, client = Echo(echo.address), Ours(ours.address)
-    times: dict[int, dict[str, list[list[float]]]] = {level: {Echo.name: [], Ours.name: []} for level in levels}
-    for _ in range(rounds):
-        for level in levels:
-            load.ask(idle=level)
-            actions = {Echo.name: floor.ping, Ours.name: client.ping}
-            for name, sample in interleaved(actions, rounds=1, calls=calls).items():
-                times[level][name] += sample.rounds
-        load.ask(idle=0)
-    none = Sample(times[levels[0]][Ours.name]).p50
+    with servers.client("scale", socket=ours.address, call=[]) as load:
+        load.read()
+        for _ in range(rounds):
+            for level in levels:
+                load.ask(idle=level)
+                for name, sample in interleaved({ECHO: floor.ping, OURS: client.ping}, rounds=1, calls=calls).items():
+                    times[level][name] += sample.rounds
+            load.ask(idle=0)
+    none = Sample(times[levels[0]][OURS]).p50
     for level in levels:
         samples = {name: Sample(taken) for name, taken in times[level].items()}
-        goal = GOALS["idle"] if level != levels[0] else None
-        report.add(
-            Row(
-                f"ping, p50, beside {level:,} idle connections",
-                {name: sample.p50 for name, sample in samples.items()},
-                goal=goal,
-                judged=samples[Ours.name].p50 / none if goal is not None else None,
-                judged_unit="ratio",
-                samples=samples,
-                extra={"idle": level},
-            )
-        )
+        judged = samples[OURS].p50 / none if level != levels[0] else None
+        report.row(f"ping, p50, beside {level:,} idle connections", samples, "s", "idle", judged, "ratio", idle=level)
     client.close()
     floor.close()
-    load.close()
 
 
 def _peer_row(report: Report, servers: Servers, calls: int, patience: float) -> None:
-    client = Peer(servers.peer().address, timeout=patience)
-    before = interleaved({Peer.name: client.ping}, rounds=1, calls=calls)[Peer.name]
-    report.sampled("shared-tensor alone: ping, p50", {Peer.name: before})
+    base_path = servers.start("Peer").address
+    client = Peer(base_path, timeout=patience)
+    report.row("shared-tensor alone: ping, p50", interleaved({PEER: client.ping}, rounds=1, calls=calls))
     idlers = [socket.socket(socket.AF_UNIX) for _ in range(_PEER_IDLE)]
     for idler in idlers:
-        idler.connect(servers.socket_of_peer())
-    try:
-        values = {Peer.name: timed(client.ping)}
-        texts = {}
-    except TimeoutError:
-        values, texts = {}, {Peer.name: f"no answer in {patience:g} s"}
+        idler.connect(f"{base_path}-0.sock")  # its socket for GPU 0, which need not exist
+    values: dict[str, float] = {}
+    with suppress(TimeoutError):
+        values = {PEER: timed(client.ping)}
     for idler in idlers:
         idler.close()
-    name = f"shared-tensor beside {_PEER_IDLE} idle ones: ping"
-    report.add(Row(name, values, texts=texts, extra={"idle": _PEER_IDLE, "answered": bool(values)}))
+    texts = {} if values else {PEER: f"no answer in {patience:g} s"}
+    report.row(f"shared-tensor beside {_PEER_IDLE} idle ones: ping", values, texts=texts, answered=bool(values))
 
 
 def _together_rows(report: Report, servers: Servers, echo: Started, ours: Started, count: int, shape: str) -> None:
     """Measure processes that attach at the same moment."""
-    settings: dict[str, Any] = {"cases": [["model", shape]], "repeats": 0, "preload": False, "hold": True, "device": "cpu"}
-    clients = [
-        servers.client("attach", servers.cores, who=Ours.name, socket=ours.address, echo=echo.address, **settings)
-        for _ in range(count)
-    ]
+    config: dict[str, Any] = {"who": OURS, "socket": ours.address, "echo": echo.address, "device": "cpu"}
+    config |= {"cases": [["model", shape]], "repeats": 0, "preload": False, "hold": True}
+    clients = [servers.client("attach", servers.cores, **config) for _ in range(count)]
     for client in clients:
         client.read()
     for client in clients:
@@ -130,48 +109,19 @@ def _together_rows(report: Report, servers: Servers, echo: Started, ours: Starte
     for client in clients:
         client.close()
     first = Sample([[result["first"] for result in results]])
-    grown = Sample([[result["grown"]["private"] for result in results]])
+    grown = Sample([[result["grown"]["private"] for result in results]]).p50
     nbytes = results[0]["nbytes"]
-    name = f"{count} processes attach {size(nbytes)} at once, p50"
-    report.add(Row(name, {Ours.name: first.p50}, samples={Ours.name: first}, extra={"clients": count, "nbytes": nbytes}))
-    report.add(Row("… the slowest of them", {Ours.name: max(first.rounds[0])}))
-    report.add(Row("… leases while they hold it", {Ours.name: leases}, "number", extra={"clients": count}))
-    report.add(
-        Row(
-            "… host memory each adds of its own",
-            {Ours.name: grown.p50},
-            "bytes",
-            goal=GOALS["one_copy"] if nbytes >= 10**8 else None,
-            judged=grown.p50 / nbytes,
-            judged_unit="ratio",
-        )
-    )
-
-
-def _killed_rows(report: Report, servers: Servers, ours: Started, count: int, shape: str) -> None:
-    """Measure clients that hold the model and are killed: the server's state before, with them, and after."""
-    load = servers.client("load_client", socket=ours.address, call=["model", shape])
-    load.read()
-    who = f"{count} clients killed"
-    with Client(socket_path=ours.address) as asking:
-        _wave(load, asking, ours, count)  # the allocator's and the loop's first growth is no leak
-        wave = _wave(load, asking, ours, count)
-        last = _wave(load, asking, ours, count, invalidate=True)
-    load.close()
-    for key in ("leases", "sessions", "fds", "threads"):
-        report.add(_row(f"{who}: {key}", wave, key, "killed", abs(wave.after[key] - wave.before[key])))
-    grown = wave.after["memory"] - wave.before["memory"]
-    report.add(_row(f"{who}: the server's memory", wave, "memory", "killed_memory", max(grown, 0)))
-    report.add(Row(f"{who}: until all is back", {Ours.name: wave.seconds}))
-    name = f"{who}, model invalidated: its memory"
-    report.add(_row(name, last, "shared", "given_back", last.after["shared"]))
+    report.row(f"{count} processes attach {size(nbytes)} at once, p50", {OURS: first})
+    report.row("… the slowest of them", {OURS: max(first.rounds[0])})
+    report.row("… leases while they hold it", {OURS: leases}, "number")
+    goal = "one_copy" if nbytes >= 10**8 else ""
+    report.row("… host memory each adds of its own", {OURS: grown}, "bytes", goal, grown / nbytes, "ratio")
 
 
 Counts = dict[str, int]
 
 
-@dataclass(frozen=True)
-class _Wave:
+class _Wave(NamedTuple):
     """The server's counts before clients came, with them, and after they were killed; the seconds that took."""
 
     before: Counts
@@ -180,22 +130,52 @@ class _Wave:
     seconds: float
 
 
+def _killed_rows(report: Report, servers: Servers, ours: Started, count: int, shape: str) -> None:
+    """Measure clients that hold the model and are killed: the server's state before, with them, and after."""
+
+    def row(name: str, wave: _Wave, key: str, goal: str, judged: int) -> None:
+        unit: Unit = "bytes" if key in ("memory", "shared") else "number"
+        text = " → ".join(shown(counts[key], unit) for counts in (wave.before, wave.during, wave.after))
+        report.row(name, {}, unit, goal, judged, texts={OURS: text}, **wave._asdict())
+
+    who = f"{count} clients killed"
+    with (
+        Client(socket_path=ours.address) as asking,
+        servers.client("scale", socket=ours.address, call=["model", shape]) as load,
+    ):
+        load.read()
+        _wave(load, asking, ours, count)  # the allocator's and the loop's first growth is no leak
+        wave = _wave(load, asking, ours, count)
+        last = _wave(load, asking, ours, count, invalidate=True)
+    for key in ("leases", "sessions", "fds", "threads"):
+        row(f"{who}: {key}", wave, key, "killed", abs(wave.after[key] - wave.before[key]))
+    row(f"{who}: the server's memory", wave, "memory", "killed_memory", max(wave.after["memory"] - wave.before["memory"], 0))
+    report.row(f"{who}: until all is back", {OURS: wave.seconds})
+    row(f"{who}, model invalidated: its memory", last, "shared", "given_back", last.after["shared"])
+
+
 def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidate: bool = False) -> _Wave:
     """Attach that many, kill them, and wait.
 
-    :param invalidate: drop the model from the cache meanwhile, so that it goes with its last holder.
+    :param invalidate: drop the model from the cache while they hold it, so that it goes with its last holder.
     """
-    before = _counts(asking, ours)
+
+    def counts() -> Counts:
+        info = asking.get_server_info()
+        found = {key: info[key] for key in ("leases", "sessions", "connections", "objects")}
+        return found | process_counts(ours.process.pid)
+
+    before = counts()
     attached = load.ask(attach=count)["attached"]
     if attached != count:
         raise RuntimeError(f"{attached} of {count} light clients could attach; see above")
     if invalidate:
         asking.invalidate_endpoint_cache("model")
-    during = _counts(asking, ours)
+    during = counts()
     begin = time.monotonic()
     load.ask(kill=True)
     while True:
-        after = _counts(asking, ours)
+        after = counts()
         seconds = time.monotonic() - begin
         back = after["shared"] == 0 if invalidate else all(after[key] == before[key] for key in ("leases", "sessions", "fds"))
         if back or seconds > _SETTLED:
@@ -203,13 +183,89 @@ def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidat
         time.sleep(0.001)
 
 
-def _counts(asking: Client, ours: Started) -> Counts:
-    info = asking.get_server_info()
-    return {key: info[key] for key in ("leases", "sessions", "connections", "objects")} | process_counts(ours.process.pid)
+# The load: idle clients, and forks that hold the model until they are killed.
 
 
-def _row(name: str, wave: _Wave, key: str, goal: str, judged: int) -> Row:
-    unit: Unit = "bytes" if key in ("memory", "shared") else "number"
-    text = " → ".join(shown(counts[key], unit) for counts in (wave.before, wave.during, wave.after))
-    counts = {"before": wave.before, "during": wave.during, "after": wave.after, "seconds": wave.seconds}
-    return Row(name, {}, unit, goal=GOALS[goal], judged=judged, texts={Ours.name: text}, extra=counts)
+class _Forks:
+    """Forked clients that hold a lease on a model, and its memory mapped."""
+
+    def __init__(self, path: str, call: list[Any]) -> None:
+        self._path = path
+        self._call = call
+        self._pids: list[int] = []
+        # A fork reads from it to its end; this process alone holds the other side, so forks end with this process.
+        self._leash, self._hand = os.pipe()
+
+    def add(self, count: int) -> int:
+        """Fork that many, and wait until each of them has the memory."""
+        ready, tell = os.pipe()
+        for _ in range(count):
+            pid = os.fork()
+            if pid == 0:
+                os.close(ready)
+                os.close(self._hand)
+                self._live(tell)
+            self._pids.append(pid)
+        os.close(tell)
+        reported = 0
+        while data := os.read(ready, 4096):
+            reported += len(data)
+        os.close(ready)
+        return reported
+
+    def _live(self, tell: int) -> None:
+        try:
+            with Client(socket_path=self._path) as client, client.call(*self._call) as handle:
+                next(handle.value.parameters()).view(-1)[0].item()
+                os.write(tell, b".")
+                os.close(tell)
+                os.read(self._leash, 1)
+        finally:
+            os._exit(0)
+
+    def kill(self) -> int:
+        """Kill all of them by SIGKILL, and return how many were still alive."""
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+        killed = sum(os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in self._pids)
+        self._pids.clear()
+        return killed
+
+
+def main() -> None:
+    """Serve commands. The configuration has ``socket`` and ``call``; a command is ``idle``, ``attach`` or ``kill``."""
+    config = configuration()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if config["call"]:
+        # Forks are light: what they need is imported once, without threads.
+        import torch
+
+        from benchmarks import workload  # noqa: F401
+        from benchmarks.sides import load_lazy_modules
+
+        torch.set_num_threads(1)
+        load_lazy_modules("cpu")
+    idle: list[Client] = []
+    forks = _Forks(config["socket"], config["call"])
+    say(ready=True)
+    for command in commands():
+        if "idle" in command:
+            while len(idle) > command["idle"]:
+                idle.pop().close()
+            while len(idle) < command["idle"]:
+                idle.append(Client(socket_path=config["socket"]))
+                idle[-1].ping()
+            say(idle=len(idle))
+        elif "attach" in command:
+            say(attached=forks.add(command["attach"]))
+        else:
+            say(killed=forks.kill())
+    for client in idle:
+        client.close()
+    forks.kill()
+    MAPPINGS.drain()
+
+
+if __name__ == "__main__":
+    main()

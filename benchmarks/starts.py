@@ -1,8 +1,7 @@
-"""A script is started again: how soon it has its model in hand, with ``python`` and with ``shared-rpc run``."""
+"""A script is started again: how soon it has its model, with ``python`` and with ``shared-rpc run``."""
 
 from __future__ import annotations
 
-import os
 import select
 import subprocess
 import sys
@@ -14,17 +13,11 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.options import Device, Json, Shape, chosen
-from benchmarks.processes import environ
-from benchmarks.report import Report, Row
-from benchmarks.servers import Servers
-from benchmarks.stats import Sample
-from benchmarks.targets import GOALS, Goal
+from benchmarks.runner import Device, Json, Report, Sample, Shape, chosen
+from benchmarks.servers import Servers, environ, on_cores
 from shared_rpc import Client
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
-
-__all__ = ["run"]
 
 PYTHON, RUN = "python", "shared-rpc run"
 _WAYS: dict[str, list[str]] = {PYTHON: [], RUN: ["-m", "shared_rpc.cli", "run"]}
@@ -53,27 +46,26 @@ def run(
     json: Json = None,
 ) -> None:
     """Measure repeated starts of a script, by python and by 'shared-rpc run', until it has its model."""
-    device = chosen(device)
-    shape = shape or ("llama-3-8b" if device == "cuda" else "small")
+    device, shape = chosen(device, shape)
     report = Report("starts", f"A script is started again ({shape} on {device})", [PYTHON, RUN])
-    with Servers(device) as servers:
-        # Nobody else calls here: a script may use what the machine has.
-        os.sched_setaffinity(0, servers.cores)
+    with Servers(device) as servers, on_cores(servers.cores):  # a script may use what the machine has
         (servers.folder / "app.py").write_text(APP.format(device=device, shape=shape))
         variables = {**environ(), "SHARED_TENSOR_BASE_PATH": servers.base_path}
+
+        def start(words: Sequence[str]) -> tuple[float, float]:
+            return _start(words, servers.folder, variables)
+
         try:
-            empty = Sample([[_start(["-c", "print('in hand')"], servers.folder, variables)[0] for _ in range(starts)]])
-            # The first ones find no server, and no zygote.
-            first = {way: _start([*words, "app.py"], servers.folder, variables)[0] for way, words in _WAYS.items()}
-            hand: dict[str, list[float]] = {way: [] for way in _WAYS}
-            whole: dict[str, list[float]] = {way: [] for way in _WAYS}
-            for _ in range(starts):
-                for way, words in _WAYS.items():
-                    in_hand, ended = _start([*words, "app.py"], servers.folder, variables)
-                    hand[way].append(in_hand)
-                    whole[way].append(ended)
-            samples, ends = ({way: Sample([times]) for way, times in of.items()} for of in (hand, whole))
-            _rows(report, empty, first, samples, ends, GOALS["start_gpu" if device == "cuda" else "start"])
+            empty = Sample([[start(["-c", "print('in hand')"])[0] for _ in range(starts)]])
+            report.row("python -c 'print()': nothing but the interpreter", {PYTHON: empty})
+            first = {way: start([*words, "app.py"])[0] for way, words in _WAYS.items()}
+            report.row("the first start, with no server (python) and no zygote (run)", first)
+            turns = [{way: start([*words, "app.py"]) for way, words in _WAYS.items()} for _ in range(starts)]
+            hand, end = ({way: Sample([[turn[way][number] for turn in turns]]) for way in _WAYS} for number in (0, 1))
+            goal = "start_gpu" if device == "cuda" else "start"
+            report.row("a start, until the model is in hand", hand, "s", goal, hand[RUN].p50 - empty.p50)
+            report.row("… python beside run", {RUN: hand[PYTHON].p50 / hand[RUN].p50}, "ratio")
+            report.row("… until the process has ended", end)
             _memory_rows(report, servers.base_path, device)
         finally:
             stop_zygotes(servers.base_path, lambda reason: None)
@@ -98,32 +90,12 @@ def _start(words: Sequence[str], folder: Path, variables: dict[str, str]) -> tup
         process.communicate()
 
 
-def _rows(
-    report: Report, empty: Sample, first: dict[str, float], samples: dict[str, Sample], ends: dict[str, Sample], goal: Goal
-) -> None:
-    report.add(Row("python -c 'print()': nothing but the interpreter", {PYTHON: empty.p50}, samples={PYTHON: empty}))
-    report.add(Row("the first start, with no server (python) and no zygote (run)", first))
-    report.add(
-        Row(
-            "a start, until the model is in hand",
-            {way: sample.p50 for way, sample in samples.items()},
-            goal=goal,
-            judged=samples[RUN].p50 - empty.p50,
-            samples=samples,
-        )
-    )
-    report.add(Row("… python beside run", {RUN: samples[PYTHON].p50 / samples[RUN].p50}, unit="ratio"))
-    report.add(Row("… until the process has ended", {way: sample.p50 for way, sample in ends.items()}, samples=ends))
-
-
 def _memory_rows(report: Report, base_path: str, device: str) -> None:
     """Report the memory of the zygote, and that of the model, which exists once."""
     zygotes = live_zygotes(base_path, lambda reason: None)
     for zygote in zygotes:
-        report.add(Row("memory of the zygote (PSS)", {RUN: float(zygote["pss"])}, unit="bytes"))
+        report.row("memory of the zygote (PSS)", {RUN: float(zygote["pss"])}, "bytes")
     if not zygotes:
         report.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed why.")
     with Client(base_path, device=device, timeout=_PATIENCE) as client:
-        report.add(
-            Row("… of the model, which all of them have", {RUN: float(client.get_server_info()["nbytes"])}, unit="bytes")
-        )
+        report.row("… of the model, which all of them have", {RUN: float(client.get_server_info()["nbytes"])}, "bytes")

@@ -14,18 +14,12 @@ import torch
 import typer
 
 from benchmarks.memory import private_bytes
-from benchmarks.options import Json, numbers
-from benchmarks.processes import Process, configuration, next_command, say
-from benchmarks.report import Report, Row
-from benchmarks.servers import Servers, broker
-from benchmarks.stack import Stack, digest, question
-from benchmarks.stats import Sample, timed
-from benchmarks.targets import GOALS
+from benchmarks.runner import OURS, Json, Report, Sample, numbers, timed
+from benchmarks.servers import Process, Servers, commands, configuration, on_cores, say
+from benchmarks.workload import Stack, digest, question
 from shared_rpc import Client, Handle
 
-__all__ = ["run"]
-
-PLAIN, OURS, RELOAD = "plain copy", "shared_rpc", "safetensors"
+PLAIN, RELOAD = "plain copy", "safetensors"
 #: Seconds that anything here may take.
 _PATIENCE = 300.0
 #: Bytes of a plain copy that are copied at once: a pinned buffer of all bytes would take longer to make than anything here.
@@ -36,18 +30,18 @@ _PART = 4 << 30
 _FIT = 3
 
 APP = """
-from benchmarks.stack import Stack, make
+from benchmarks.workload import Stack, make_stack
 from shared_rpc import Provider
 
 provider = Provider(device={device!r})
 
 @provider.share(managed=True, access="read")
 def model(mebibytes: int, number: int) -> Stack:
-    return make(mebibytes, number, {device!r})
+    return make_stack(mebibytes, number, {device!r})
 
 @provider.share(managed=True)
 def written(mebibytes: int) -> Stack:
-    return make(mebibytes, 0, {device!r})
+    return make_stack(mebibytes, 0, {device!r})
 """
 
 _Times = defaultdict[tuple[str, str], list[float]]
@@ -71,17 +65,16 @@ def run(
     device = "cuda:0" if cuda else "cpu"
     whole = megabytes or (16384 if cuda else 256)
     report = Report("tiers", f"Tiers: a model of {whole} MiB on {device}", [PLAIN, OURS, RELOAD])
-    with Servers(device) as servers, ExitStack() as stack:
-        # A model is as large as the device allows: nobody else may call while it moves, so that this process has all cores.
-        os.sched_setaffinity(0, servers.cores)
-        options = ["--spill-dir", str(servers.folder)]
-        socket = stack.enter_context(broker(servers, APP.format(device=device), *options))
-        with Client(socket_path=socket, device=device, timeout=_PATIENCE) as client:
+    # Nothing else calls while a model moves, so this process has all cores.
+    with Servers(device) as servers, on_cores(servers.cores):
+        with (
+            servers.broker(APP.format(device=device), "--spill-dir", str(servers.folder)) as (socket, _),
+            Client(socket_path=socket, device=device, timeout=_PATIENCE) as client,
+        ):
             plain = _Plain(device, whole << 20, servers.folder)
             _one_model(report, client, plain, whole, rounds, servers.folder)
             _written_model(report, client, plain, whole, rounds)
             _engines(report, client, device, whole, numbers(engines))
-        stack.close()
         _round_robin(report, servers, device, max(whole // models, 8), models, rounds)
     report.finish(json)
 
@@ -167,9 +160,9 @@ def _one_model(report: Report, client: Client, plain: _Plain, mebibytes: int, ro
         _reload(times, model, folder, min(rounds, 2), report)
     _one_model_rows(report, times, nbytes)
     report.note(f"medians of {rounds} rounds; evictions with a copy copied {copied:,} bytes in all")
-    report.add(Row("a pass after each wake has the bits of one before", {}, texts={OURS: "yes" if same else "NO"}))
+    report.row("a pass after each wake has the bits of one before", {}, texts={OURS: "yes" if same else "NO"})
     if torch.cuda.is_available() and next(model.parameters()).is_cuda:
-        report.add(Row("a CUDA graph of before, replayed, has them too", {}, texts={OURS: "yes" if graph else "NO"}))
+        report.row("a CUDA graph of before, replayed, has them too", {}, texts={OURS: "yes" if graph else "NO"})
 
 
 def _written_model(report: Report, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
@@ -191,8 +184,8 @@ def _written_model(report: Report, client: Client, plain: _Plain, mebibytes: int
             handle.resume()
             same = same and digest(handle.value) == before
     client.invalidate_endpoint_cache("written")
-    report.sampled(_AGAIN, {who: Sample([times[who, _AGAIN]]) for who in (PLAIN, OURS)})
-    report.add(Row("… with what was written since", {}, texts={OURS: "yes" if same else "NO"}))
+    report.row(_AGAIN, {who: Sample([times[who, _AGAIN]]) for who in (PLAIN, OURS)})
+    report.row("… with what was written since", {}, texts={OURS: "yes" if same else "NO"})
 
 
 def _captured(model: Stack) -> Callable[[], list[float]]:
@@ -217,18 +210,16 @@ def _captured(model: Stack) -> Callable[[], list[float]]:
 
 
 def _reload(times: _Times, model: Stack, folder: Path, rounds: int, report: Report) -> None:
-    """Measure what a process without tiers does: it reads the weights from a file, which is in the page cache."""
+    """Measure a process without tiers: it reads the weights from a file, which is in the page cache."""
     try:
         from safetensors.torch import load_file, save_file
     except ImportError as error:
         report.note(f"safetensors was left out: {error}")
         return
     file = folder / "model.safetensors"
+    # A large file takes longer to write than all else: a part of it shows how fast it is read.
     whole = sum(parameter.nbytes for parameter in model.parameters())
-    # A large file takes longer to write than all else: a part of it tells how fast it is read.
-    part = (
-        model.state_dict() if whole <= _PART else dict(list(model.state_dict().items())[: len(model.layers) * _PART // whole])
-    )
+    part = dict(list(model.state_dict().items())[: max(len(model.layers) * min(whole, _PART) // whole, 1)])
     save_file(part, file)
     nbytes, target = file.stat().st_size, str(next(model.parameters()).device)
 
@@ -236,37 +227,36 @@ def _reload(times: _Times, model: Stack, folder: Path, rounds: int, report: Repo
         state = load_file(file, device=target)
         if target == "cpu":  # the pages are mapped: each is copied when it is first touched
             state = {name: tensor.clone() for name, tensor in state.items()}
-        elif torch.cuda.is_available():
+        else:
             torch.cuda.synchronize()
         del state
 
     load()
     times[RELOAD, _WAKE] = [timed(load) * whole / nbytes for _ in range(rounds)]
     if whole > nbytes:
-        report.note(f"{RELOAD}: {nbytes >> 20:,} MiB were read, and the time for all is reckoned from that")
+        report.note(f"{RELOAD}: {nbytes >> 20:,} MiB were read, and the time for all is computed from that")
     file.unlink()
 
 
 def _one_model_rows(report: Report, times: _Times, nbytes: int) -> None:
     found = {key: Sample([taken]) for key, taken in times.items()}
 
-    def row(name: str, goal: str = "", judged: float | None = None) -> None:
-        samples = {who: found[who, name] for who in (PLAIN, OURS, RELOAD) if (who, name) in found}
-        report.sampled(name, samples, GOALS[goal] if goal else None, judged)
+    def row(name: str) -> None:
+        report.row(name, {who: found[who, name] for who in (PLAIN, OURS, RELOAD) if (who, name) in found})
 
     large = nbytes >= 15 * 10**9
     row(_LOWER)
     row(_SUSPEND)
     row(_EVICT)
     sleep = Sample([[a + b for a, b in zip(times[OURS, "suspend again"], times[OURS, _EVICT], strict=True)]])
-    report.sampled(_SLEEP, {OURS: sleep}, GOALS["sleep"], sleep.p50 if large else None)
+    report.row(_SLEEP, {OURS: sleep}, "s", "sleep", sleep.p50 if large else None)
     row(_WAKE)
     speed = {
         who: float(f"{nbytes / found[who, _WAKE].p50 / 1e9:.3g}") for who in (PLAIN, OURS, RELOAD) if (who, _WAKE) in found
     }
-    report.add(Row("… in GB/s", speed, "number"))
+    report.row("… in GB/s", speed, "number")
     ratio = found[OURS, _WAKE].p50 / found[PLAIN, _WAKE].p50
-    report.add(Row("… beside the plain copy", {OURS: ratio}, "ratio", GOALS["wake"], ratio if large else None))
+    report.row("… beside the plain copy", {OURS: ratio}, "ratio", "wake", ratio if large else None)
     row(_MAP)
     row(_FORWARD)
     row(_FIRST)
@@ -297,15 +287,15 @@ def _engines(report: Report, client: Client, device: str, mebibytes: int, counts
                 process.tell(do="resume")
             answers = [process.read() for process in processes]
             took = max(answer["ended"] for answer in answers) - begin
-            report.add(Row(f"wake of {_processes(count)} at once, until the last one has it", {OURS: took}))
+            report.row(f"wake of {_processes(count)} at once, until the last one has it", {OURS: took})
             if not all(answer["same"] for answer in answers):
                 report.note("NOT ALL ENGINES HAD THE SAME BITS AFTER THE WAKE")
         for count, nbytes in kept.items():
-            report.add(Row(f"copies in lower tiers, {_processes(count)} asleep", {OURS: float(nbytes)}, "bytes"))
+            report.row(f"copies in lower tiers, {_processes(count)} asleep", {OURS: float(nbytes)}, "bytes")
         if len(counts) > 1:
             first, last = counts[0], counts[-1]
             each = (kept[last] - kept[first]) / (last - first) / (mebibytes << 20)
-            report.add(Row("… what a process adds, as a part of a copy", {OURS: each}, "ratio", GOALS["engines"], each))
+            report.row("… what a process adds, as a part of a copy", {OURS: each}, "ratio", "engines", each)
 
 
 def _processes(count: int) -> str:
@@ -317,7 +307,7 @@ def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, 
     quota = int((_FIT + 0.1) * mebibytes) << 20
     options = ["--quota", f"{device}={quota}", "--when-full", "evict", "--spill-dir", str(servers.folder)]
     with (
-        broker(servers, APP.format(device=device), *options, name="round") as socket,
+        servers.broker(APP.format(device=device), *options, name="round") as (socket, _),
         Client(socket_path=socket, device=device, timeout=_PATIENCE) as client,
         ExitStack() as stack,
     ):
@@ -338,9 +328,9 @@ def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, 
                     turns[-1].append(time.perf_counter() - begin)
         sample = Sample(turns)
         name = f"{models} models of {mebibytes} MiB in turns, memory for {_FIT}"
-        report.sampled(f"{name}: wake, a pass, p50", {OURS: sample})
-        report.add(Row("… p99", {OURS: sample.p99}))
-        report.add(Row("… with the bits of before", {}, texts={OURS: "yes" if same else "NO"}))
+        report.row(f"{name}: wake, a pass, p50", {OURS: sample})
+        report.row("… p99", {OURS: sample.p99})
+        report.row("… with the bits of before", {}, texts={OURS: "yes" if same else "NO"})
 
 
 # The engine process: it has a model attached, sleeps and wakes.
@@ -356,7 +346,7 @@ def main() -> None:
     ):
         answer = digest(handle.value)
         say(ready=True)
-        while (command := next_command()) is not None:
+        for command in commands():
             match command["do"]:
                 case "suspend":
                     handle.suspend()

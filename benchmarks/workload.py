@@ -1,19 +1,94 @@
-"""Endpoints of the compared servers: the same functions, the same tensors."""
+"""Models and endpoints that are measured: the same functions and the same tensors for all sides."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-
-from benchmarks.models import SHAPES, Chain, Decoder, fill, largest_storage
-
-__all__ = ["SMALL", "Workload"]
+from torch import nn
 
 #: Elements of a small tensor: 4 KiB of float32.
 SMALL = 1024
+
+
+class Sizes(NamedTuple):
+    """Sizes that determine the tensors of a decoder; weights are bfloat16."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+
+SHAPES = {
+    # 291 tensors, 16.06 GB: https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
+    "llama-3-8b": Sizes(32, 4096, 14336, 32, 8, 128256),
+    # 291 tensors too, 109 MB.
+    "small": Sizes(32, 512, 512, 32, 8, 8192),
+    # 21 tensors, for trying things out.
+    "tiny": Sizes(2, 64, 128, 4, 2, 256),
+}
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class Layer(nn.Module):
+    """The nine tensors of a decoder's layer."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        hidden, narrow = sizes.hidden, sizes.hidden // sizes.heads * sizes.kv_heads
+        self.q_proj, self.k_proj = _linear(hidden, hidden), _linear(hidden, narrow)
+        self.v_proj, self.o_proj = _linear(hidden, narrow), _linear(hidden, hidden)
+        self.gate_proj, self.up_proj = _linear(hidden, sizes.intermediate), _linear(hidden, sizes.intermediate)
+        self.down_proj = _linear(sizes.intermediate, hidden)
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+
+
+class Decoder(nn.Module):
+    """A decoder's weights. A pass goes through all feed-forward layers, without attention."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.hidden)
+        self.lm_head = _linear(sizes.hidden, sizes.vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        hidden = self.embed_tokens(tokens)
+        for layer in self.layers:
+            assert isinstance(layer, Layer), "all of them are"
+            normed = layer.post_attention_layernorm(hidden)
+            gated = nn.functional.silu(layer.gate_proj(normed)) * layer.up_proj(normed)
+            hidden = hidden + layer.down_proj(gated) + layer.o_proj(layer.q_proj(normed))
+        logits: torch.Tensor = self.lm_head(self.norm(hidden))
+        return logits
+
+
+class Weight(nn.Module):
+    """A module with one tensor."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(elements))
+
+
+class Chain(nn.Module):
+    """``tensors`` tensors of one size, each in a module of its own, ``nbytes`` bytes in all."""
+
+    def __init__(self, tensors: int, nbytes: int) -> None:
+        super().__init__()
+        elements = max(nbytes // tensors // torch.get_default_dtype().itemsize, 1)
+        self.links = nn.ModuleList(Weight(elements) for _ in range(tensors))
 
 
 class Workload:
@@ -33,19 +108,23 @@ class Workload:
         # What torch imports with the first module on the meta device is no part of loading.
         self._make(lambda: Chain(1, 4))
 
-    def model(self, shape: str) -> torch.nn.Module:
-        """Build a decoder of one of the shapes in :data:`benchmarks.models.SHAPES`. Managed, cached."""
+    def model(self, shape: str) -> nn.Module:
+        """Build a decoder of one of the shapes in :data:`SHAPES`. Managed, cached."""
+
+        def make() -> nn.Module:
+            return Decoder(SHAPES[shape]).to(torch.bfloat16)
+
         if self.checkpoint is None:
-            return self._built(lambda: Decoder(SHAPES[shape]).to(torch.bfloat16))
+            return self._timed(lambda: self._make(make))
         path = self.checkpoint / f"{shape}.pt"
         if not path.exists():
             self.checkpoint.mkdir(parents=True, exist_ok=True)
-            torch.save(self._make(lambda: Decoder(SHAPES[shape]).to(torch.bfloat16)).state_dict(), path)
-        return self._loaded(shape, path)
+            torch.save(self._make(make).state_dict(), path)
+        return self._timed(lambda: self._load(make, path))
 
-    def chain(self, tensors: int, nbytes: int) -> torch.nn.Module:
+    def chain(self, tensors: int, nbytes: int) -> nn.Module:
         """Build a module of that many tensors of one size. Managed, cached."""
-        return self._built(lambda: Chain(tensors, nbytes))
+        return self._timed(lambda: self._make(lambda: Chain(tensors, nbytes)))
 
     def small(self) -> torch.Tensor:
         """Return a small tensor. Direct, cached."""
@@ -78,31 +157,77 @@ class Workload:
         """Return the argument itself. Direct, not cached."""
         return tensor
 
-    def _make(self, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        # No time for an initialisation that nobody reads.
+    def _make(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """Make a module without torch's initialisation; every parameter has one of a hundred values."""
         with torch.device("meta"):
             module = make()
         module = module.to_empty(device=self.device)
-        fill(module)
+        with torch.no_grad():
+            for number, parameter in enumerate(module.parameters()):
+                parameter.fill_(1 + number % 100)
         return module.eval()
 
-    def _built(self, make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-        begin = time.perf_counter()
-        return self._done(self._make(make), begin)
-
-    def _loaded(self, shape: str, path: Path) -> torch.nn.Module:
-        begin = time.perf_counter()
+    def _load(self, make: Callable[[], nn.Module], path: Path) -> nn.Module:
         with torch.device("meta"):
-            module = Decoder(SHAPES[shape]).to(torch.bfloat16)
-        # On the host a mapped file would be read only when somebody uses it.
+            module = make()
+        # On the host a mapped file would be read only when it is used.
         state = torch.load(path, map_location=self.device, mmap=self.device.type == "cuda", weights_only=True)
         module.load_state_dict(state, assign=True)
-        return self._done(module.eval(), begin)
+        return module.eval()
 
-    def _done(self, module: torch.nn.Module, begin: float) -> torch.nn.Module:
+    def _timed(self, make: Callable[[], nn.Module]) -> nn.Module:
+        begin = time.perf_counter()
+        module = make()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.load_seconds = time.perf_counter() - begin
-        self.largest_storage = largest_storage(module)
+        self.largest_storage = max(parameter.untyped_storage().nbytes() for parameter in module.parameters())
         self.when_loaded()
         return module
+
+
+# What `tiers` puts to sleep.
+
+#: Bytes of a layer: a weight of 4096 x 4096 in bfloat16 on a GPU, of 1024 x 1024 in float32 on the host.
+LAYER = {"cuda": 32 << 20, "cpu": 4 << 20}
+_WIDTH = {"cuda": 4096, "cpu": 1024}
+_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+class Stack(nn.Module):
+    """Layers that an input goes through one after the other, so that a pass reads all weights once."""
+
+    def __init__(self, layers: int, kind: str) -> None:
+        super().__init__()
+        width = _WIDTH[kind]
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=_DTYPE[kind]) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input after all layers."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def make_stack(mebibytes: int, number: int, device: str) -> Stack:
+    """Make module ``number``, of so many MiB in whole layers, on a device."""
+    kind = torch.device(device).type
+    with torch.device("meta"):
+        module = Stack(max((mebibytes << 20) // LAYER[kind], 1), kind)
+    module = module.to_empty(device=device).requires_grad_(False).eval()
+    chance = torch.Generator(device).manual_seed(number)
+    for parameter in module.parameters():
+        parameter.normal_(0.0, 0.02, generator=chance)
+    return module
+
+
+def question(module: Stack) -> torch.Tensor:
+    """Return an input, the same one every time."""
+    weight = next(module.parameters())
+    return torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
+
+
+def digest(module: Stack) -> list[float]:
+    """Run the module, wait for it, and return some of its output: equal bits are equal numbers."""
+    answer: list[float] = module(question(module))[0, :8].float().tolist()
+    return answer

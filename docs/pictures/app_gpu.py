@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.models import SHAPES, Decoder
+from benchmarks.workload import SHAPES, Decoder
 from shared_rpc import Provider
 
 provider = Provider(device="cuda")

@@ -23,16 +23,11 @@ import typer
 
 from benchmarks import starts
 from benchmarks.clients import starvation
-from benchmarks.echo import Echo
 from benchmarks.mechanisms import MAKING, MAPPING, Parts, Watch
-from benchmarks.options import numbers
-from benchmarks.ours import Ours
-from benchmarks.peer import Peer, missing
 from benchmarks.peers import PEERS
-from benchmarks.processes import Process
-from benchmarks.report import Report, Row, shown
-from benchmarks.stats import Sample, interleaved
-from benchmarks.targets import GOALS
+from benchmarks.runner import ECHO, GOALS, OURS, Report, Row, Sample, interleaved, numbers, shown
+from benchmarks.servers import Process
+from benchmarks.sides import PEER, missing
 from tests.kit.processes import ROOT
 
 #: The first tests wait for commands that wait for others.
@@ -139,10 +134,10 @@ def test_attach_tells_times_and_memory(results: Callable[[str], Run]) -> None:
     run = results("attach")
 
     first, held, released = (run.row(name) for name in ("first attach", "again, while held", "again, after release"))
-    assert [row["samples"][Ours.name]["n"] for row in (first, held, released)] == [1, 2, 2]
+    assert [row["samples"][OURS]["n"] for row in (first, held, released)] == [1, 2, 2]
     assert all(0 < sample["p50"] <= sample["p99"] for sample in released["samples"].values())
-    assert run.row("for comparison: loading it anew")["values"][Ours.name] > 0
-    assert run.row("host memory a client adds")["values"].keys() == {Ours.name}
+    assert run.row("for comparison: loading it again")["values"][OURS] > 0
+    assert run.row("host memory a client adds")["values"].keys() == {OURS}
     assert run.row("memory that publishing adds")["met"] is True
 
 
@@ -152,7 +147,7 @@ def test_attach_sweeps_over_tensors_and_bytes(results: Callable[[str], Run]) -> 
 
     few, many = run.row("after release: 2 tensors"), run.row("after release: 100 tensors, 0.41 MB")
     assert (few["tensors"], few["met"]) == (2, None)
-    assert many["measured"] == pytest.approx(many["values"][Ours.name] / 100)
+    assert many["measured"] == pytest.approx(many["values"][OURS] / 100)
     assert run.row("after release: 100 tensors, 2 MB")["nbytes"] == 2_000_000
     assert run.row("the most bytes over the fewest")["met"] is not None
 
@@ -169,8 +164,8 @@ def test_rpc_compares_with_the_raw_echo_of_its_own_turns(results: Callable[[str]
     run = results("rpc")
 
     ping = run.row("ping, p50")
-    assert ping["measured"] == ping["ratios"][f"{Ours.name} / {Echo.name}"]
-    assert len(ping["samples"][Ours.name]["p50_of_rounds"]) == 2
+    assert ping["measured"] == ping["ratios"][f"{OURS} / {ECHO}"]
+    assert len(ping["samples"][OURS]["p50_of_rounds"]) == 2
     for name in (
         "direct call, 4 KiB tensor, cached",
         "direct call, 4 KiB tensor, new",
@@ -179,7 +174,7 @@ def test_rpc_compares_with_the_raw_echo_of_its_own_turns(results: Callable[[str]
         "managed call and release",
         "echo of a",
     ):
-        assert {Echo.name, Ours.name} <= run.row(name)["samples"].keys()
+        assert {ECHO, OURS} <= run.row(name)["samples"].keys()
 
 
 def test_rpc_has_other_ways_to_call_in_the_same_turns(results: Callable[[str], Run]) -> None:
@@ -187,7 +182,7 @@ def test_rpc_has_other_ways_to_call_in_the_same_turns(results: Callable[[str], R
     run = results("rpc")
 
     for name in ("ping, p50", "direct call, 4 KiB tensor, new", "direct call, takes and returns 4 KiB", "echo of a"):
-        assert {"multiprocessing", "torch RPC", Ours.name} <= run.row(name)["samples"].keys()
+        assert {"multiprocessing", "torch RPC", OURS} <= run.row(name)["samples"].keys()
     named = " ".join([*run.row("ping, p50")["samples"], *run.written["notes"]])
     assert all(peer.name in named for peer in PEERS.values())
 
@@ -198,16 +193,16 @@ def test_rpc_counts_the_calls_of_processes_that_call_at_once(results: Callable[[
 
     for text in ("cached", "new", "new, async def"):
         row = run.row(f"2 processes, 4 KiB tensor, {text}: calls/s")
-        turns = row["calls"][Ours.name]
+        turns = row["calls"][OURS]
         assert len(turns) == 2 and all(len(counts) == 2 and min(counts) > 0 for counts in turns)
-        assert row["values"].keys() == {Ours.name} and row["met"] is None
+        assert row["values"].keys() == {OURS} and row["met"] is None
 
 
 def test_rpc_finds_everything_as_it_was_after_a_long_run(results: Callable[[str], Run]) -> None:
     """Shared memory, descriptors and mappings, of the client and of the server: nothing for each of 50 calls."""
     run = results("rpc")
 
-    assert run.row("50 calls, 4 KiB there and back: a call")["values"][Ours.name] > 0
+    assert run.row("50 calls, 4 KiB there and back: a call")["values"][OURS] > 0
     for name in ("… shared memory", "… descriptors of client, server", "… mappings of client, server"):
         row = run.row(name)
         assert row["before"].keys() == row["after"].keys()
@@ -230,8 +225,8 @@ def test_shared_tensor_takes_part_or_is_noted_as_left_out(results: Callable[[str
     run = results("rpc")
     left_out = [note for note in run.written["notes"] if note.startswith("shared-tensor") and "left out" in note]
 
-    assert (Peer.name in run.row("ping, p50")["values"]) == (missing() is None)
-    assert Peer.name not in run.row("direct call, 4 KiB tensor, cached")["values"]
+    assert (PEER in run.row("ping, p50")["values"]) == (missing() is None)
+    assert PEER not in run.row("direct call, 4 KiB tensor, cached")["values"]
     assert len(left_out) == 1 and left_out[0] in run.printed
 
 
@@ -275,7 +270,7 @@ def test_clients_counts_calls_for_each_number_of_processes(results: Callable[[st
     assert [(row["endpoint"], row["processes"]) for row in rows] == [
         (endpoint, count) for count in (1, 2) for endpoint in ("small", "fresh", "fresh_on_loop")
     ]
-    assert all(row["values"][Ours.name] > 0 for row in rows)
+    assert all(row["values"][OURS] > 0 for row in rows)
 
 
 def test_scale_asks_beside_idle_connections(results: Callable[[str], Run]) -> None:
@@ -284,7 +279,7 @@ def test_scale_asks_beside_idle_connections(results: Callable[[str], Run]) -> No
 
     none, some = run.row("ping, p50, beside 0 idle"), run.row("ping, p50, beside 5 idle")
     assert none["met"] is None
-    assert some["measured"] == pytest.approx(some["values"][Ours.name] / none["values"][Ours.name])
+    assert some["measured"] == pytest.approx(some["values"][OURS] / none["values"][OURS])
 
 
 def test_mechanisms_of_the_host_are_timed_and_outlive_their_maker(results: Callable[[str], Run]) -> None:
@@ -319,7 +314,7 @@ def test_scale_shows_that_shared_tensor_answers_nobody_beside_four_idle_connecti
     """It is no number, so it is a text."""
     row = results("scale").row("shared-tensor beside 4 idle ones")
 
-    assert (row["answered"], row["texts"]) == (False, {Peer.name: "no answer in 0.3 s"})
+    assert (row["answered"], row["texts"]) == (False, {PEER: "no answer in 0.3 s"})
 
 
 def test_scale_kills_clients_and_finds_everything_back(results: Callable[[str], Run]) -> None:
@@ -417,17 +412,17 @@ def test_a_goal_is_met_up_to_its_limit() -> None:
 
 def test_a_row_without_a_judgement_meets_and_misses_nothing() -> None:
     """Its goal is about something else than what was measured."""
-    row = Row("attach", {Ours.name: 1.0}, goal=GOALS["attach_first"])
+    row = Row("attach", {OURS: 1.0}, goal=GOALS["attach_first"])
 
     assert (row.met, row.measured()) == (None, "")
-    assert Row("attach", {Ours.name: 1.0}, goal=GOALS["attach_first"], judged=1.0).met is False
+    assert Row("attach", {OURS: 1.0}, goal=GOALS["attach_first"], judged=1.0).met is False
 
 
 def test_a_cell_tells_the_ratio_to_the_raw_echo() -> None:
     """Of the same row."""
-    row = Row("ping", {Echo.name: 20e-6, Ours.name: 50e-6})
+    row = Row("ping", {ECHO: 20e-6, OURS: 50e-6})
 
-    assert (row.cell(Echo.name), row.cell(Ours.name), row.cell(Peer.name)) == ("20 µs", "50 µs (2.5 x)", "")
+    assert (row.cell(ECHO), row.cell(OURS), row.cell(PEER)) == ("20 µs", "50 µs (2.5 x)", "")
 
 
 @pytest.mark.parametrize(
@@ -468,8 +463,8 @@ def test_a_missing_shared_tensor_is_told_with_the_command_that_installs_it(monke
 def test_a_process_that_ends_instead_of_answering_is_named() -> None:
     """With its exit code; what it wrote to standard error stands above."""
     with (
-        Process("echo", os.sched_getaffinity(0), socket="/nowhere/at/all.sock") as process,
-        pytest.raises(RuntimeError, match=r"benchmarks\.echo \(pid \d+\) ended with exit code 1"),
+        Process("sides", os.sched_getaffinity(0), side="Echo", address="/nowhere/at/all.sock") as process,
+        pytest.raises(RuntimeError, match=r"benchmarks\.sides \(pid \d+\) ended with exit code 1"),
     ):
         process.read()
 

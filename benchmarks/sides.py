@@ -1,0 +1,234 @@
+"""The sides that are compared: a raw echo, shared-tensor 0.2.16, and shared_rpc. Each has a server in a process of its own.
+
+:class:`Echo` is the floor: bytes to a process and back over a Unix socket, in Python, with no protocol at all.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory import Watermark
+from benchmarks.runner import ECHO, OURS
+from benchmarks.servers import configuration, say, until_told
+from shared_rpc import Client
+
+VERSION = "0.2.16"
+PEER = f"shared-tensor {VERSION}"
+
+
+class Echo:
+    """A connection to the echo server."""
+
+    name = ECHO
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+
+    def ping(self) -> None:
+        """Make one round trip, of as many bytes as a ping of ours has."""
+        self._socket.sendall(b"." * 25)
+        left = 25
+        while left:
+            left -= len(self._socket.recv(65536))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    @staticmethod
+    def serve(config: dict[str, Any]) -> None:
+        """Serve until stdin is closed."""
+
+        def echo(connection: socket.socket) -> None:
+            with connection:
+                while data := connection.recv(65536):
+                    connection.sendall(data)
+
+        def accept() -> None:
+            while True:
+                threading.Thread(target=echo, args=(listener.accept()[0],), daemon=True).start()
+
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(config["address"])
+        listener.listen()
+        threading.Thread(target=accept, daemon=True).start()
+        say(ready=True)
+        until_told()
+
+
+class Ours:
+    """A client of our server."""
+
+    name = OURS
+
+    def __init__(self, path: str) -> None:
+        self.client = Client(socket_path=path)
+        self.ping, self.call, self.attach = self.client.ping, self.client.call, self.client.call
+        self.close = self.client.close
+
+    def task(self, endpoint: str) -> Any:
+        """Submit an endpoint, and wait for its task."""
+        return self.client.wait_for_task(self.client.submit(endpoint))
+
+    @staticmethod
+    def serve(config: dict[str, Any]) -> None:
+        """Serve until stdin is closed. What each built call cost is in the line that says that the server is ready."""
+        from shared_rpc import Provider, Server
+
+        workload = _workload(config)
+        provider = Provider(device=config["device"])
+        for managed in (workload.model, workload.chain, workload.kept):
+            provider.share(managed=True)(managed)
+        provider.share(workload.small)
+        for uncached in ("fresh", "fresh_on_loop", "echo", "echo_on_loop", "plus_one", "nothing"):
+            provider.share(cache=False)(getattr(workload, uncached))
+        with Server(provider, socket_path=config["address"]):
+            built = []
+            for name, *args in config["build"]:
+                with Watermark(config["device"]) as mark:
+                    loaded = [0.0]
+
+                    def when_loaded(mark: Watermark = mark, loaded: list[float] = loaded) -> None:
+                        mark.reset()
+                        loaded[0] = time.perf_counter()
+
+                    workload.when_loaded = when_loaded
+                    provider.call(name, *args).release()
+                    seconds = time.perf_counter() - loaded[0]
+                built.append(
+                    {
+                        "load": workload.load_seconds,
+                        "publish": seconds,
+                        "publish_peak": mark.rise,
+                        "largest_storage": workload.largest_storage,
+                    }
+                )
+            say(ready=True, pid=os.getpid(), built=built)
+            until_told()
+
+
+class Peer:
+    """A client of shared-tensor, whose tensors are on a GPU, or nowhere. It opens a connection for every request."""
+
+    name = PEER
+
+    def __init__(self, base_path: str, device: str = "cpu", timeout: float = 600.0) -> None:
+        with _imported_for(device):
+            from shared_tensor import SharedTensorClient
+
+        self._client: Any = SharedTensorClient(base_path, device_index=0, timeout=timeout, verbose_debug=False)
+        self.call = self.attach = self._client.call
+        self.close = self._client.close
+
+    def ping(self) -> None:
+        """Make one round trip.
+
+        :raises TimeoutError: if there is no answer.
+        """
+        if not self._client.ping():
+            raise TimeoutError(f"{PEER} does not answer at {self._client.socket_path}")
+
+    def task(self, endpoint: str) -> Any:
+        """Submit an endpoint, wait for its task, and fetch the result."""
+        task_id = self._client.submit(endpoint)
+        self._client.wait_task(task_id, timeout=60)
+        return self._client.get_task_result(task_id)
+
+    @staticmethod
+    def serve(config: dict[str, Any]) -> None:
+        """Serve until stdin is closed."""
+        workload = _workload(config)
+        with _imported_for(config["device"]):
+            from shared_tensor import SharedTensorProvider, SharedTensorServer
+        provider = SharedTensorProvider(config["address"], device_index=0, execution_mode="server", verbose_debug=False)
+        # Its default key is the function's name alone.
+        provider.share(managed=True, cache_format_key="{shape}")(workload.model)
+        provider.share(managed=True, cache_format_key="{tensors}:{nbytes}")(workload.chain)
+        provider.share(managed=True)(workload.kept)
+        provider.share(workload.small)
+        for uncached in ("fresh", "plus_one", "echo"):
+            provider.share(cache=False)(getattr(workload, uncached))
+        provider.share(cache=False, execution="task")(workload.nothing)
+        server = SharedTensorServer(provider, verbose_debug=False)
+        server.start(blocking=False)
+        # A managed object goes with its last reference there, cached or not: this process keeps one of each.
+        kept, built = [], []
+        for name, *args in config["build"]:
+            kept.append(server.call_local_client(name, args=tuple(args)))
+            built.append({"load": workload.load_seconds})
+        say(ready=True, pid=os.getpid(), built=built)
+        until_told()
+        os._exit(0)  # stopping it takes ten seconds: its thread sits in accept
+
+
+def missing(*, tensors: str | None = None) -> str | None:
+    """Return why shared-tensor takes no part; None if it does.
+
+    :param tensors: the device of the tensors that are needed; None for pings alone, which need none.
+    """
+    try:
+        version = importlib.metadata.version("shared-tensor")
+    except importlib.metadata.PackageNotFoundError:
+        return f"shared-tensor is not installed (pip install --no-deps shared-tensor=={VERSION}) and was left out"
+    if version != VERSION:
+        return f"shared-tensor {version} is installed, not the {VERSION} of the goals, and was left out"
+    if tensors == "cpu":
+        return f"{PEER} shares CUDA memory only and was left out of the rows with tensors on the host"
+    return None
+
+
+#: A client in the measuring process: ``call`` is for direct endpoints of a workload, ``attach`` for managed ones.
+Side = Ours | Peer
+
+
+def client_of(side: str, address: str, device: str, timeout: float = 600.0) -> Side:
+    """Return a client of a side, by its name."""
+    return Ours(address) if side == OURS else Peer(address, device, timeout)
+
+
+@contextmanager
+def _imported_for(device: str) -> Iterator[None]:
+    """Hide transformers on the host, where shared-tensor shares nothing: it imports transformers where that is installed, to
+    examine its results, which would take seconds in every process and change nothing.
+    """
+    known = sys.modules.get("transformers")
+    if device == "cpu":
+        sys.modules["transformers"] = None  # type: ignore[assignment]  # makes an import fail
+    try:
+        yield
+    finally:
+        if device == "cpu" and known is None:
+            del sys.modules["transformers"]
+        elif known is not None:
+            sys.modules["transformers"] = known
+
+
+def _workload(config: dict[str, Any]) -> Any:
+    from benchmarks.workload import Workload
+
+    return Workload(config["device"], Path(config["checkpoint"]) if config["checkpoint"] else None)
+
+
+def load_lazy_modules(device: str) -> None:
+    """Import what a client imports with its first tensor."""
+    import shared_rpc.codec.arguments
+    import shared_rpc.codec.results
+
+    if device != "cpu":
+        import shared_rpc.memory.backends.vmm  # noqa: F401
+
+
+if __name__ == "__main__":
+    config = configuration()
+    serve = {"Echo": Echo.serve, "Ours": Ours.serve, "Peer": Peer.serve}[config["side"]]
+    serve(config)
