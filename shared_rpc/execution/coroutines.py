@@ -102,7 +102,7 @@ async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunC
     """Return whatever the endpoint raises. SystemExit would end the loop, and every waiter would hang."""
     CURRENT_RUN.set(run)
     try:
-        value.append(await one_process(begin(), endpoint, os.getpid()))
+        value.append(await one_process(begin(), os.getpid(), endpoint))
     except SharedRPCError as error:
         return Failure.of(error)
     except asyncio.CancelledError as error:

@@ -274,12 +274,9 @@ class InProcessExecutor:
         pid = os.getpid()
         try:
             value = [endpoint.function(*args, **kwargs)]
-        except BaseException as error:
-            end_if_forked(pid, error)
-            raise
         finally:
+            end_if_forked(pid, run.spec.name)
             CURRENT_RUN.reset(token)
-        end_if_forked(pid)
         # Arguments that nothing uses any more are freed before the result is copied.
         del args, kwargs
         return self._publisher.publish(endpoint, run, value)
