@@ -2,14 +2,13 @@
 
     python deploy.py resnet18 v2                  # load v2 while v1 is served, then serve v2
     python deploy.py resnet18 v1                  # and back, at once, while v1 is loaded
-    python deploy.py resnet18 v2 --retire v1      # swap, and release v1's memory
+    python deploy.py resnet18 v2 --release v1     # swap, and release v1's memory
 
 This process loads no weights and maps none.
 """
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
@@ -30,27 +29,26 @@ def deploy(client: Client, name: str, version: str, report: Callable[[Progress],
     return client.refresh("serving", name, version)
 
 
-def retire(client: Client, name: str, version: str) -> list[dict[str, Any]]:
-    """Release a version; return the objects that workers still hold, whose memory is freed when the last one releases them."""
+def release(client: Client, name: str, version: str) -> int:
+    """Release a version; return how many leases are left, whose memory is freed when the last worker releases it."""
     client.invalidate_call_cache("load", name, version)
-    return client.retire("load") + client.retire("serving")
+    return sum(info["leases"] for info in client.list_objects() if not info["current"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name")
     parser.add_argument("version")
-    parser.add_argument("--retire", metavar="VERSION")
+    parser.add_argument("--release", metavar="VERSION")
     options = parser.parse_args()
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Client(connect_timeout=60) as client, Bars(*columns) as bars:
         bar = bars.add_task(f"{options.name} {options.version}", total=None)
         made = deploy(client, options.name, options.version, lambda p: bars.update(bar, completed=p.done, total=p.total))
         bars.print(f"{options.name} {options.version} is served, as generation {made.generation}")
-        if options.retire is not None:
-            held = retire(client, options.name, options.retire)
-            workers = sum(facts["leases"] for facts in held)
-            bars.print(f"{options.retire} is retired: {workers} leases on superseded generations are left")
+        if options.release is not None:
+            leases = release(client, options.name, options.release)
+            bars.print(f"{options.release} is released: {leases} leases on superseded generations are left")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from shared_rpc.client.subscriptions import Subscription
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
+from shared_rpc.operations.binding import Context, Leased, Steps, lending, operation, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation, Refreshes
-from shared_rpc.protocol.infos import ObjectInfo
 
 T = TypeVar("T")
 
@@ -53,20 +52,6 @@ class GenerationOperations:
         what = f"latest() of object {handle.object_id}"
         found: Leased[T] = yield from taken(ctx, what, (yield Request(g.GetLatest(handle.object_id), what)))
         return found
-
-    @operation
-    def retire(ctx: Context, target: Lease[Any] | str) -> Steps[list[ObjectInfo]]:
-        """Free superseded generations that no process holds; return the others.
-
-        A generation is superseded once another one is current, or it was invalidated. It goes with its last holder by itself,
-        but for the unfetched result of a task, which is kept up to the server's ``result_ttl``: this drops it. Objects that are
-        left are held by processes, which :meth:`list_objects` names, and stay.
-
-        :param target: an endpoint's name, for all its superseded objects; or a handle or an object's id, for that one.
-        :raises EndpointNotFound: for a name of neither.
-        """
-        name = id_of(target)
-        return (yield from ask(Request(g.Retire(name), f"retire({name!r})"), g.RetireReply)).infos
 
     @operation
     def on_refresh(ctx: Context, callback: Callable[[Generation], object]) -> Steps[Subscription]:

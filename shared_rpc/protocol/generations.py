@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.messages import Call, Message
 from shared_rpc.protocol.records import SegmentInfo
 
@@ -76,18 +75,6 @@ class GetObject(Message):
     object_id: str
     cache_key: str = ""
     segment: str = ""
-
-
-class Retire(Message):
-    """Request to free superseded objects without holders, of an endpoint or of one id; the answer is :class:`RetireReply`."""
-
-    target: str
-
-
-class RetireReply(Message):
-    """The remaining superseded objects."""
-
-    infos: list[ObjectInfo]
 
 
 class GetRevision(Message):

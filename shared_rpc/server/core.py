@@ -159,7 +159,7 @@ class Core:
         )
         self.tasks = Tasks(state, self.runs, self.tiers, table, lambda: state.wake_within(options.result_ttl), self.waits_for)
         self.calls = Calls(state, self.runs, self.generations, self.tasks, transfers)
-        self.holdings = Holdings(state, self.tiers, self.generations)
+        self.holdings = Holdings(state, self.tiers)
         self.requests = Requests(
             state.waits,
             self,

@@ -13,7 +13,6 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.buffers import Buffers
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
-from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Signal
@@ -182,24 +181,6 @@ class Generations:
     def _lend(self, caller: Caller, stored: StoredObject) -> None:
         self._state.leases.grant(caller.session, stored.object_id)
         caller.deliver(Delivery(stored.record, stored.live, stored, True))
-
-    def retire(self, object_id: str, endpoint: str | None) -> list[StoredObject]:
-        """Free superseded objects without holders, of an endpoint or the one with this id; return the held ones.
-
-        Objects that only a task's unfetched result held are freed too.
-        """
-        superseded = [
-            stored
-            for stored in self._objects
-            if not (stored.current or stored.candidate)
-            and (stored.endpoint == endpoint if endpoint is not None else stored.object_id == object_id)
-        ]
-        for stored in superseded:
-            for holder in self._state.leases.holders(stored.object_id):
-                if isinstance(holder, TaskHolder):
-                    self._state.release(holder, [stored.object_id])
-        self._state.executor.reclaim()
-        return [stored for stored in superseded if self._objects.get(stored.object_id) is not None]
 
     def _since(self, after: int) -> list[Generation]:
         news = takewhile(lambda entry: entry[0] > after, reversed(self._latest.values()))

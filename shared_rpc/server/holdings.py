@@ -11,10 +11,9 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import ListedObjectInfo, ObjectInfo
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.capacity import Capacity
-from shared_rpc.server.generations import Generations
 from shared_rpc.server.requests import Caller, handles
 from shared_rpc.server.shared import State
-from shared_rpc.server.state.objects import OBJECT_ID, ObjectStore, StoredObject
+from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.tiers import Tiers
 
 #: Objects of one page: some hundred bytes each, and more for each of its holders.
@@ -24,10 +23,9 @@ _PAGE = 1000
 class Holdings:
     """Requests about objects that are there. On the server's loop only."""
 
-    def __init__(self, state: State, tiers: Tiers, generations: Generations) -> None:
+    def __init__(self, state: State, tiers: Tiers) -> None:
         self._state = state
         self._tiers = tiers
-        self._generations = generations
 
     @handles(m.Release)
     def release(self, caller: Caller, message: m.Release) -> m.Count:
@@ -84,17 +82,6 @@ class Holdings:
         if bound:
             info["lifetime"] = bound
         return {**info, **state.buffers.info(stored.object_id)} if stored.kind == "buffer" else info
-
-    @handles(g.Retire)
-    def retire(self, caller: Caller, message: g.Retire) -> g.RetireReply:
-        """Free superseded objects without holders, of an endpoint or of an object; return the others.
-
-        :raises EndpointNotFound: if the target is neither an endpoint's name nor looks like the id of an object.
-        """
-        target, registry = message.target, self._state.registry
-        names = [spec.name for spec in registry.all()]
-        endpoint = registry.get(target).name if target in names or not OBJECT_ID.fullmatch(target) else None
-        return g.RetireReply([self.info_of(stored) for stored in self._generations.retire(target, endpoint)])
 
     @handles(g.GetRevision)
     def get_revision(self, caller: Caller, message: g.GetRevision) -> None:

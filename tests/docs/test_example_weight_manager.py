@@ -65,7 +65,7 @@ class Site:
         example.environ["WEIGHTS"] = str(self.weights)
         width = "16" if example.device == "cpu" else "256"
         assert example.start("make_weights.py", str(self.weights), "--width", width).close()[0] == 0
-        self.manager = example.serve("manager.py")
+        self.manager = example.serve("manager.py", "--result-ttl", "10")
         self.alone = example.start("-c", ALONE)
         for name in ("resnet18", "resnet34"):
             self.deploy(name, "v1")
@@ -154,7 +154,7 @@ def test_a_version_is_swapped_under_load(site: Site) -> None:
             swapped = time.monotonic()
             load.more()
             both = used(client)
-            site.deploy("resnet18", "v2", "--retire", "v1")
+            site.deploy("resnet18", "v2", "--release", "v1")
             eventually(lambda: used(client) == before, 20.0, "v1 is gone")
             load.more()
 
@@ -238,7 +238,7 @@ def test_workers_answer_on_while_the_manager_is_away(site: Site) -> None:
         load.more()
     assert {site.version("resnet18", answer) for answer in load.answers} == {"v1"}
 
-    site.example.serve("manager.py")
+    site.example.serve("manager.py", "--result-ttl", "10")
     site.deploy("resnet18", "v2")
     eventually(lambda: site.version("resnet18", ask(worker, 0)) == "v2", 20.0)
     assert site.version("resnet18", ask(site.worker("resnet18"), 1)) == "v2"

@@ -183,14 +183,6 @@ def test_what_is_not_cached_has_no_candidates(app: App) -> None:
         app.provider.prepare("plain")
 
 
-def test_retiring_leaves_candidates(app: App, load: Any) -> None:
-    """They are not superseded: they are yet to come."""
-    load()
-    candidate = app.provider.prepare("load")
-    assert app.provider.retire("load") == []
-    assert app.provider.promote(candidate).generation == 2
-
-
 def test_an_unmanaged_endpoint_has_candidates(app: App, builds: Builds) -> None:
     """Though its calls get no handles."""
     plain = app.share("plain")(builds.build)

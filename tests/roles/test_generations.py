@@ -388,7 +388,7 @@ def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Serve, 
         one.refresh("load")
         assert (server.info()["nbytes"], server.info()["objects"]) == (2 * size, 2)
         held.release()
-        assert (server.info()["objects"], [left["leases"] for left in one.retire("load")]) == (2, [1])
+        assert (server.info()["objects"], [left["leases"] for left in one.list_objects() if not left["current"]]) == (2, [1])
         assert number(also.value) == 1
         other.close()
         eventually(lambda: server.info()["nbytes"] == size)
@@ -397,7 +397,7 @@ def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Serve, 
         del also
         gc.collect()
         eventually(lambda: len(MAPPINGS) < mapped)
-        assert (one.retire("load"), number(one.call("load").value)) == ([], 2)
+        assert (server.info()["objects"], number(one.call("load").value)) == (1, 2)
 
 
 def test_nothing_is_left_of_many_generations(
@@ -412,26 +412,6 @@ def test_nothing_is_left_of_many_generations(
         assert client.refresh("load").generation == expected
         assert number(client.call("load")) == expected
         assert (server.info()["nbytes"], server.info()["objects"]) == (size, 1)
-
-
-def test_retiring_gives_up_what_only_a_task_kept(app: App, builds: Builds) -> None:
-    """A result that nobody fetched would be kept for an hour; what is current, or held, is left alone."""
-    load = app.share("load", managed=True)(builds.build)
-    app.provider.wait_for_task(load.submit()).release()
-    task = load.submit()
-    current = load()
-    assert app.provider.retire("load") == app.provider.retire(current) == []
-    load.refresh()
-    left = app.provider.retire(current)
-    assert [(one["object_id"], one["current"], one["leases"]) for one in left] == [(current.object_id, False, 1)]
-    object_id = current.object_id
-    current.release()
-    eventually(lambda: app.provider.retire("load") == [])
-    assert app.provider.retire(object_id) == []
-    with pytest.raises(Exception, match="not kept since"):
-        app.provider.get_task_result(task)
-    with pytest.raises(EndpointNotFound):
-        app.provider.retire("laod")
 
 
 # Under load.
@@ -696,13 +676,12 @@ async def test_refreshing_in_coroutines(server: Server) -> None:
             assert (made.generation, await old.is_current()) == (2, False)
             async with await old.latest() as new:
                 assert (new.value.item(), new.generation, await new.is_current()) == (2, 2, True)
-            assert [left["object_id"] for left in await client.retire("load")] == [old.object_id]
         told: list[int] = []
         with await client.on_refresh(lambda made: told.append(made.generation)):
             await client.refresh("load")
             while not told:
                 await client.ping()
-        assert (told, await old.is_current(), await client.retire(old)) == ([3], False, [])
+        assert (told, await old.is_current()) == ([3], False)
 
 
 @pytest.mark.anyio
@@ -806,7 +785,7 @@ def test_generations_on_a_gpu(gpu_app: tuple[Provider, Server, Client]) -> None:
         old.release()
         old = new
         gc.collect()
-        assert (server.info()["nbytes"], client.retire("load")) == (size, [])
+        assert server.info()["nbytes"] == size
 
     def free() -> int:
         MAPPINGS.drain()

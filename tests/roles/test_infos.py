@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
-from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import infos
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
@@ -98,7 +97,6 @@ def test_a_broker_answers_with_all_keys_and_no_others(broker_app: BrokerApp, tmp
         *reply_to(path, mo.ListSessions(), mo.SessionsReply),
         *reply_to(path, mo.ListRuns(), mo.RunsReply),
         *reply_to(path, mo.GetStatistics(), mo.StatisticsReply),
-        *reply_to(path, g.Retire("held"), g.RetireReply),
         *reply_to(path, m.Reload(), m.ReloadReply),
     ]
     gate.touch()

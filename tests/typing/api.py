@@ -325,7 +325,6 @@ def replies(client: Client, handle: Handle[Net]) -> None:
     assert_type(client.list_sessions(), list[SessionInfo])
     assert_type(client.list_runs(10), list[RunInfo])
     assert_type(client.get_statistics(), dict[str, EndpointStatistics])
-    assert_type(client.retire(handle), list[ObjectInfo])
     assert_type(client.reload("all"), ReloadInfo)
     assert_type(client.stop_server(if_idle=True), StopInfo)
     assert_type(client.list_objects()[0]["holders"], list[HolderInfo])
@@ -343,7 +342,6 @@ def replies_within(handle: Handle[Net]) -> None:
     assert_type(provider.list_devices(), list[DeviceInfo])
     assert_type(provider.list_sessions(), list[SessionInfo])
     assert_type(provider.get_statistics(), dict[str, EndpointStatistics])
-    assert_type(provider.retire(handle), list[ObjectInfo])
     assert_type(provider.reload(), ReloadInfo)
     assert_type(provider.stop_server(), StopInfo)
     provider.get_runtime_info()["role"]  # type: ignore[typeddict-item]
@@ -361,7 +359,6 @@ async def replies_awaited(client: AsyncClient, held: AsyncHandle[Net]) -> None:
     assert_type(await client.list_sessions(), list[SessionInfo])
     assert_type(await client.list_runs(3), list[RunInfo])
     assert_type(await client.get_statistics(), dict[str, EndpointStatistics])
-    assert_type(await client.retire(held), list[ObjectInfo])
     assert_type(await client.reload(), ReloadInfo)
     assert_type(await client.stop_server(), StopInfo)
     (await client.list_devices())[0]["size"]  # type: ignore[misc]
