@@ -13,6 +13,10 @@ from shared_rpc.context import raise_if_cancelled as raise_if_cancelled
 from shared_rpc.extras.materialize import materialize as materialize
 from shared_rpc.memory.pool import PoolOptions as PoolOptions
 from shared_rpc.operations.async_client import AsyncClient as AsyncClient
+from shared_rpc.operations.channels import AsyncTensorChannel as AsyncTensorChannel
+from shared_rpc.operations.channels import AsyncTensorMessage as AsyncTensorMessage
+from shared_rpc.operations.channels import TensorChannel as TensorChannel
+from shared_rpc.operations.channels import TensorMessage as TensorMessage
 from shared_rpc.operations.client import Client as Client
 from shared_rpc.operations.sources import AsyncSource as AsyncSource
 from shared_rpc.operations.sources import Source as Source

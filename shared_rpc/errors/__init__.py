@@ -16,6 +16,7 @@
     ├── BufferNotFound          no buffer of that id, or not any more    (also LookupError)
     ├── CheckpointError         a file of weights is damaged             (also ValueError)
     ├── RefreshError            a refresh that was invalidated or overtaken
+    ├── ChannelClosed           the other side of a channel has closed it, or has ended
     ├── UpdateInterrupted       memory was left half-written by an update
     ├── StateMismatchError      a model does not fit the tensors it is to be built around
     ├── TicketError             a ticket that cannot be used here
@@ -41,6 +42,7 @@ from typing import Any, ClassVar, cast
 __all__ = [
     "BufferNotFound",
     "CapabilityError",
+    "ChannelClosed",
     "CheckpointError",
     "ClusterError",
     "CodecError",
@@ -210,6 +212,23 @@ class RefreshError(SharedRPCError):
     """A generation was built and not made current: its call was invalidated meanwhile, or a later refresh was sooner."""
 
     code = "refresh"
+
+
+class ChannelClosed(SharedRPCError):
+    """The other side of a channel sends or receives nothing any more.
+
+    ``reason`` is ``"closed"``, ``"ended"`` (its process was killed, or did not close the channel) or ``"abandoned"`` (the
+    sender gave up in the middle of this message; the next one can be received). ``pid`` is that process, in its own pid
+    namespace.
+    """
+
+    code = "channel-closed"
+    _FIELDS: ClassVar = {"reason": _or("closed"), "pid": lambda text: int(text or 0)}
+
+    def __init__(self, message: str, *, reason: str, pid: int) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.pid = pid
 
 
 class UpdateInterrupted(SharedRPCError):

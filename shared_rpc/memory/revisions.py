@@ -49,7 +49,7 @@ V = TypeVar("V")
 #: Seconds after which a waiting reader checks that the writer still runs.
 SLICE = 0.05
 #: struct flock of 64-bit Linux: type, whence, start, length, pid.
-_FLOCK = struct.Struct("hhqqi4x")
+FLOCK = struct.Struct("hhqqi4x")
 #: Offset of the word that says that an update was left.
 _LEFT = 12
 
@@ -95,8 +95,8 @@ def _has_writer(page: int) -> bool:
     """Return whether the update that an odd revision means goes on: its process lives, and has not left it."""
     if _updating.get(os.fstat(page).st_ino) is not None:  # this process's own lock does not show
         return True
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    locked = _FLOCK.unpack(fcntl.fcntl(page, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+    asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    locked = FLOCK.unpack(fcntl.fcntl(page, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
     return locked and not any(os.pread(page, 4, _LEFT))
 
 
@@ -128,6 +128,15 @@ class Page:
         self._revision = ctypes.c_uint64.from_address(self._address)
         self._pid = ctypes.c_uint32.from_address(self._address + 8)
         self._left = ctypes.c_uint32.from_address(self._address + _LEFT)
+
+    @property
+    def address(self) -> int:
+        """Where the page is mapped, while this object lives."""
+        return self._address
+
+    def fileno(self) -> int:
+        """Return its descriptor, which all processes share that have the page."""
+        return self._descriptor.number
 
     @property
     def revision(self) -> int:
@@ -323,7 +332,7 @@ class _Lock:
         after_fork(self.close)
         self.taken = False
         try:
-            fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             self.taken = True
         except (BlockingIOError, PermissionError):
             self.close()
@@ -331,7 +340,7 @@ class _Lock:
     def release(self) -> None:
         """Unlock, copies that a process which is just being started may have included."""
         if self._descriptor.number >= 0:
-            fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
         self.close()
 
     def close(self) -> None:
@@ -361,7 +370,7 @@ class _OwnPage:
         made: list[int] = []
         weakref.finalize(self, _unmap, made, page.info.nbytes).atexit = False
         self.address = HOST.map(page.fileno(), page.info.nbytes, "read_write", made)
-        fcntl.fcntl(page.fileno(), fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        fcntl.fcntl(page.fileno(), fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
 
 
 #: Updates by this process, by the inode of the page: those by its threads, and all of its own pages.

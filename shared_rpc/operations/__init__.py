@@ -5,6 +5,7 @@
 
 from shared_rpc.operations.buffers import BufferOperations
 from shared_rpc.operations.calls import CallOperations
+from shared_rpc.operations.channels import ChannelOperations
 from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.operations.objects import ObjectOperations
 from shared_rpc.operations.records import RecordOperations
@@ -19,6 +20,7 @@ class Operations(
     TaskOperations,
     ObjectOperations,
     BufferOperations,
+    ChannelOperations,
     GenerationOperations,
     RecordOperations,
     ServerOperations,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shared_rpc.client.asynchronous import CoroutineDriver
 from shared_rpc.client.handle import AsyncHandle, updating_async
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
+from shared_rpc.operations.channels import AsyncTensorChannel
 from shared_rpc.operations.generations import AsyncRefreshIterator
 from shared_rpc.operations.sources import AsyncSource
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -32,6 +36,16 @@ class AsyncClient(CoroutineDriver, Operations, Context):
     def refreshes(self) -> AsyncRefreshIterator:
         """Iterate as :meth:`Client.refreshes` does: ``async for``, and ``async with`` around it."""
         return AsyncRefreshIterator(self._run)
+
+    async def create_channel(
+        self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
+    ) -> AsyncTensorChannel:
+        """Make a channel, as :meth:`Client.create_channel` does."""
+        return AsyncTensorChannel(await self._create_channel(name, nbytes, slots, readers, device))
+
+    async def open_channel(self, name: str, timeout: float = 0.0) -> AsyncTensorChannel:
+        """Return a channel, as :meth:`Client.open_channel` does."""
+        return AsyncTensorChannel(await self._open_channel(name, timeout))
 
     def source(self) -> AsyncSource:
         """Return a source of records, as :meth:`Client.source` does: ``async with``, and ``async for`` in it."""

@@ -60,19 +60,7 @@ class BufferOperations:
             # The server does not know this process's own GPU indices.
             chosen = yield Work(lambda: device_id(str(device)))
         message = request_of(shape_or_nbytes, dtype, chosen, zero, ttl, max_accesses, keep)
-        reply = yield Request(message, "create_buffer")
-        try:
-            handle: Leased[torch.Tensor] = yield from taken(ctx, "create_buffer", reply)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            reply.frame.close()
-            # No other process knows the buffer. An interrupted caller must not wait.
-            if isinstance(reply.message, m.Result) and is_interrupt(error):
-                yield Tell(m.FreeBuffer(reply.message.object_id, release=True))
-            elif isinstance(reply.message, m.Result):
-                yield from _freed(reply.message.object_id)
-            raise
+        handle: Leased[torch.Tensor] = yield from created(ctx, message)
         return handle
 
     @lending
@@ -97,6 +85,23 @@ class BufferOperations:
     def list_devices(ctx: Context) -> Steps[list[DeviceInfo]]:
         """Return the devices that hold memory of the server."""
         return (yield from ask(Request(m.ListDevices(), "list_devices", again=True), m.DevicesReply)).infos
+
+
+def created(ctx: Context, message: m.CreateBuffer) -> Operation[Any]:
+    """Create a buffer, and return its handle."""
+    reply = yield Request(message, "create_buffer")
+    try:
+        return (yield from taken(ctx, "create_buffer", reply))
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        reply.frame.close()
+        # No other process knows the buffer. An interrupted caller must not wait.
+        if isinstance(reply.message, m.Result) and is_interrupt(error):
+            yield Tell(m.FreeBuffer(reply.message.object_id, release=True))
+        elif isinstance(reply.message, m.Result):
+            yield from _freed(reply.message.object_id)
+        raise
 
 
 def _freed(object_id: str) -> Operation[bool]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.handle import Handle, updating
 from shared_rpc.client.steps import BlockingMethods
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
+from shared_rpc.operations.channels import TensorChannel
 from shared_rpc.operations.generations import RefreshIterator
 from shared_rpc.operations.sources import Source
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -28,6 +32,31 @@ class BlockingOperations(Operations, BlockingMethods):
         :raises ConnectionClosed: at the end of the server.
         """
         return RefreshIterator(self._run)
+
+    def create_channel(
+        self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
+    ) -> TensorChannel:
+        """Make a channel, through which a process sends named tensors to others: they get it by :meth:`open_channel`.
+
+        It exists while a process has it open: killed processes leave nothing behind.
+
+        :param name: one that no other channel of the server has.
+        :param nbytes: bytes of a slot. What fits into one slot is received without a copy in between.
+        :param slots: how many slots there are: with two, the sender fills one while the readers read the other.
+        :param readers: how many processes receive all that is sent.
+        :param device: where the slots are, as of :meth:`create_buffer`; None for the server's own device.
+        :raises ConfigurationError: for an invalid size, and if there is a channel or buffer of that name.
+        :raises ServerBusy, CapabilityError: as :meth:`create_buffer`.
+        """
+        return TensorChannel(self._create_channel(name, nbytes, slots, readers, device))
+
+    def open_channel(self, name: str, timeout: float = 0.0) -> TensorChannel:
+        """Return the channel of that name, to send or to receive.
+
+        :param timeout: seconds to wait until there is one.
+        :raises BufferNotFound: if there is none then.
+        """
+        return TensorChannel(self._open_channel(name, timeout))
 
     def source(self) -> Source:
         """Return a source of records, which answers the misses of the server: ``with client.source() as source:``.

@@ -307,7 +307,8 @@ class CreateBuffer(Message):
     ``shape`` is a shape or a number of bytes. ``device`` is an id, ``""`` for the server's own device. ``zero``: the memory
     must be zeroed. ``ttl`` is the time in seconds and ``max_accesses`` the number of times that other processes may get the
     buffer; None for no limit. ``keep`` keeps it without holders, as a ``ttl`` does. ``room``: the buffer is for a record, and
-    is sealed when that is adopted.
+    is sealed when that is adopted. ``name`` is one by which other processes can get the buffer while it is listed, ``""`` for
+    none.
     """
 
     shape: int | Annotated[list[int], msgspec.Meta(max_length=1000)]
@@ -318,6 +319,7 @@ class CreateBuffer(Message):
     max_accesses: int | None = None
     keep: bool = False
     room: bool = False
+    name: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
 
 class KeepSegments(Message):
@@ -332,9 +334,10 @@ class KeepSegments(Message):
 
 
 class GetBuffer(Message):
-    """Request for the :class:`Result` of an existing buffer."""
+    """Request for the :class:`Result` of an existing buffer, by its id or its name."""
 
     object_id: str
+    name: str = ""
 
 
 class FreeBuffer(Message):

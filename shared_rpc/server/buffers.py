@@ -43,6 +43,7 @@ class Buffers:
         state = self._state
         device = await state.memory.device(message.device or state.device)
         self.table.check_capacity(self._coming)
+        self.table.check_name(message.name)
         sizes = {device.id: -(-extent.nbytes // device.granularity) * device.granularity}
         self._coming += 1
         try:
@@ -50,7 +51,13 @@ class Buffers:
                 record = await self._new_record(extent, device.id, room=message.room)
         finally:
             self._coming -= 1
-        stored = self.table.add(caller.session, record, message.ttl, message.max_accesses, keep=message.keep)
+        try:
+            self.table.check_name(message.name)  # another request may have taken it
+        except BaseException:
+            record.close()
+            raise
+        limits = message.ttl, message.max_accesses
+        stored = self.table.add(caller.session, record, *limits, keep=message.keep, name=message.name)
         if message.ttl is not None:
             state.wake_within(message.ttl)
         if not caller.deliver(Delivery(stored.record, None, stored, True)):
@@ -83,7 +90,7 @@ class Buffers:
 
         :raises BufferNotFound: if it is not listed.
         """
-        return self.deliver(caller, message.object_id)
+        return self.deliver(caller, self.table.named(message.name) if message.name else message.object_id)
 
     def deliver(self, caller: Caller, object_id: str) -> Answer:
         """Deliver a buffer, see :meth:`get`."""

@@ -16,6 +16,7 @@ from shared_rpc import (
     AsyncExportedRecord,
     AsyncHandle,
     AsyncSource,
+    AsyncTensorChannel,
     Client,
     DeviceInfo,
     EndpointInfo,
@@ -42,6 +43,8 @@ from shared_rpc import (
     StopInfo,
     Subscription,
     TaskInfo,
+    TensorChannel,
+    TensorMessage,
     Ticket,
     materialize,
 )
@@ -246,6 +249,13 @@ with Client("/run/app", device="cpu", timeout=None, connect_timeout=0) as client
         assert_type(buffer.value, torch.Tensor)
         assert_type(client.get_buffer(buffer.object_id), Handle[torch.Tensor])
         assert_type(client.free_buffer(buffer), bool)
+    with client.create_channel("weights", 1 << 20, slots=2, readers=1, device="cpu") as channel:
+        assert_type(channel, TensorChannel)
+        channel.send({"x": torch.ones(1)}, meta={"step": 1}, timeout=1)
+        channel.send([torch.ones(1)])  # type: ignore[arg-type]
+        with client.open_channel("weights").receive(timeout=1) as message:
+            assert_type(message, TensorMessage)
+            assert_type(dict(message), dict[str, torch.Tensor])
     client.create_buffer("4")  # type: ignore[arg-type]
     client.create_buffer(4, ttl="soon")  # type: ignore[arg-type]
     assert_type(client.call("load", 4), Any)
@@ -288,6 +298,10 @@ async def coroutines(asynchronous: AsyncClient, held: AsyncHandle[Net]) -> None:
     assert_type(await asynchronous.list_tasks(), list[TaskInfo])
     async with await asynchronous.create_buffer(4, ttl=60) as buffer:
         assert_type(buffer, AsyncHandle[torch.Tensor])
+    async with await asynchronous.open_channel("weights", timeout=1) as channel:
+        assert_type(channel, AsyncTensorChannel)
+        async for message in channel:
+            assert_type(await message.copy_to({}), list[str])
     assert_type(await asynchronous.get_buffer("an id"), AsyncHandle[torch.Tensor])
     assert_type(await asynchronous.latest(held), AsyncHandle[Net])
     assert_type(await asynchronous.release(held), bool)

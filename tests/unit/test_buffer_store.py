@@ -105,6 +105,19 @@ def test_a_lingering_buffer_goes_when_it_is_freed(buffers: Buffers) -> None:
     assert buffers.table.free(stored.object_id) and buffers.dropped == [stored]
 
 
+def test_a_name_is_that_of_one_listed_buffer(buffers: Buffers) -> None:
+    """Another buffer may have it once the first is not listed any more, for whichever reason."""
+    for end in (lambda stored: buffers.table.free(stored.object_id), lambda stored: buffers.end("a", stored)):
+        stored = buffers.table.add("a", record_of("own"), None, None, name="ring")
+        assert buffers.table.named("ring") == stored.object_id
+        with pytest.raises(ConfigurationError, match="'ring' already"):
+            buffers.table.check_name("ring")
+        end(stored)
+        buffers.table.check_name("ring")
+        with pytest.raises(BufferNotFound):
+            buffers.table.named("ring")
+
+
 def test_a_buffer_stays_though_nobody_holds_it(buffers: Buffers) -> None:
     """Without a ttl it is there until somebody frees it: whoever made it may have handed its id on, and ended."""
     stored = buffers.make()

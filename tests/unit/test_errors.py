@@ -13,6 +13,7 @@ import torch
 from shared_rpc import Client, Provider, Server, errors
 from shared_rpc.errors import (
     BufferNotFound,
+    ChannelClosed,
     RecordError,
     RemoteError,
     SharedRPCError,
@@ -40,6 +41,7 @@ TREE = [kind for kind in tree(SharedRPCError) if kind.__module__ == errors.__nam
 SPECIMENS = {
     BufferNotFound: BufferNotFound("buffer 1 was freed", reason="freed"),
     RemoteError: RemoteError("no such file", type_name="app.LoadError", traceback="Traceback (most recent call last): ..."),
+    ChannelClosed: ChannelClosed("it was killed", reason="ended", pid=17),
     UpdateInterrupted: UpdateInterrupted("it was killed", revision=3, pid=17),
     StaleHandleError: StaleHandleError("the object is gone", reason="server_changed"),
     WorkerCrashed: WorkerCrashed("the worker (pid 7) was killed", signal="SIGSEGV", stderr="Fatal Python error"),

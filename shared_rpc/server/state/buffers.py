@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from shared_rpc.errors import BufferNotFound, ServerBusy
+from shared_rpc.errors import BufferNotFound, ConfigurationError, ServerBusy
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.infos import BufferInfo
 from shared_rpc.server.state.clock import Clock
@@ -42,7 +42,7 @@ class Terms:
     """The terms on which a buffer is listed: until a moment of the store's clock, for so many more accesses, and while held.
 
     ``kept``: it is listed without holders too. ``claimed_until``: without holders it is listed until then. ``linger``: seconds
-    that this is after its last lease.
+    that this is after its last lease. ``name``: that by which it can be found, ``""`` for none.
     """
 
     expires_at: float | None
@@ -50,6 +50,7 @@ class Terms:
     kept: bool = True
     claimed_until: float | None = None
     linger: float = 0.0
+    name: str = ""
 
 
 class BufferTable:
@@ -65,6 +66,8 @@ class BufferTable:
         self._capacity = capacity
         #: Terms of listed buffers.
         self._terms: dict[str, Terms] = {}
+        #: Their ids by name.
+        self._names: dict[str, str] = {}
         self._reasons: OrderedDict[str, str] = OrderedDict()
 
     def check_capacity(self, coming: int) -> None:
@@ -75,6 +78,25 @@ class BufferTable:
         if len(self) + coming >= self._capacity:
             raise ServerBusy(f"the server has {self._capacity} buffers, the most that it admits: free or release some")
 
+    def check_name(self, name: str) -> None:
+        """Check that no listed buffer has a name.
+
+        :raises ConfigurationError: if one has.
+        """
+        object_id = self._names.get(name)
+        if object_id is not None and self._current(object_id) is not None:
+            raise ConfigurationError(f"there is a buffer {name[:200]!r} already: free or release it, or use another name")
+
+    def named(self, name: str) -> str:
+        """Return the id of the buffer of a name.
+
+        :raises BufferNotFound: if there is none.
+        """
+        object_id = self._names.get(name)
+        if object_id is None:
+            raise BufferNotFound(f"buffer {name[:200]!r} is not available: {_REASONS['unknown']}", reason="unknown")
+        return object_id
+
     def add(
         self,
         session: str,
@@ -84,6 +106,7 @@ class BufferTable:
         *,
         keep: bool = False,
         linger: float = 0.0,
+        name: str = "",
     ) -> StoredObject:
         """List a new buffer, which its maker holds.
 
@@ -91,12 +114,15 @@ class BufferTable:
         :param max_accesses: at least one; that of its maker is none.
         :param keep: whether it is listed without holders too, until it is freed.
         :param linger: seconds for which it is listed after its last holder has ended.
+        :param name: one that no other listed buffer has, ``""`` for none.
         """
         stored = self._objects.add_buffer(record)
         self._leases.grant(session, stored.object_id)
-        self._terms[stored.object_id] = Terms(
-            self._clock.now() + ttl if ttl is not None else None, max_accesses, keep or ttl is not None, linger=linger
-        )
+        expires_at = self._clock.now() + ttl if ttl is not None else None
+        kept = keep or ttl is not None
+        self._terms[stored.object_id] = Terms(expires_at, max_accesses, kept, linger=linger, name=name)
+        if name:
+            self._names[name] = stored.object_id
         self._objects.notify(stored)
         return stored
 
@@ -197,7 +223,7 @@ class BufferTable:
         return None
 
     def _unlist(self, object_id: str, reason: str) -> None:
-        del self._terms[object_id]
+        self._names.pop(self._terms.pop(object_id).name, None)
         self._reasons[object_id] = reason
         if len(self._reasons) > _REMEMBERED:
             self._reasons.popitem(last=False)

@@ -1,0 +1,711 @@
+"""Channels: named tensors from one process to others, through slots of shared memory.
+
+A channel is two buffers of a server. One has the slots, on the device of the tensors. The other one has the channel's name, and
+in host memory its settings and a header for each slot; the page of its revision has the ring's counts, see
+:mod:`shared_rpc.memory.ring`. After both sides have the buffers, no message goes through the server.
+
+The sender copies tensors into a slot, waits for the device, writes the header, and gives the slot. A reader copies them out,
+waits for the device, and acknowledges the slot. So no work of one process on a device waits for that of another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from shared_rpc.client.handle import Lease
+from shared_rpc.client.steps import Operation, Request, Work
+from shared_rpc.errors import BufferNotFound, CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
+from shared_rpc.memory.arena import aligned
+from shared_rpc.memory.devices import device_id
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.ring import MOST_READERS, Ring
+from shared_rpc.operations.binding import Context, operation, taken
+from shared_rpc.operations.buffers import created, request_of
+from shared_rpc.operations.generations import GenerationOperations
+from shared_rpc.operations.objects import released
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+#: What a channel does: functions that wait for a moment or copy, each of which is sent what it returns.
+Steps = Generator[Any, Any, T]
+
+#: Bytes of the settings, and of the header of a slot. Some ten thousand tensors fit into one slot.
+_SETTINGS, _HEADER = 4096, 1 << 20
+#: The most bytes of ``meta``, and of a tensor's name.
+_META, _NAME = _HEADER // 2, 1000
+#: Bytes that a piece takes in a header besides its name, and more than that.
+_PIECE = 700
+_MOST_SLOTS = 1024
+#: Seconds for which the maker of a channel may take to write its settings after the channel can be found.
+_SOON = 5.0
+
+
+class _Settings(msgspec.Struct, array_like=True):
+    """The settings of a channel. ``buffer_id`` is that of the buffer with the slots, of ``nbytes`` each."""
+
+    buffer_id: str
+    nbytes: int
+    slots: int
+    readers: int
+
+
+class _Piece(msgspec.Struct, array_like=True):
+    """All of a tensor, or ``nbytes`` bytes from ``start`` on: at ``offset`` of the slot."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+    offset: int
+
+    @property
+    def extent(self) -> Extent:
+        """The extent of the whole tensor."""
+        return Extent.of(self.shape, self.dtype)
+
+
+class _Header(msgspec.Struct, array_like=True):
+    """What is in a slot. A message is the slots from one that is ``first`` to one that is ``last``."""
+
+    first: bool
+    last: bool
+    pieces: list[_Piece]
+    meta: msgspec.Raw = msgspec.Raw(b"\xc0")  # None
+
+
+_NOTHING = msgspec.Raw(b"\xc0")
+_headers = msgspec.msgpack.Decoder(_Header)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def _created(
+    ctx: Context, name: str, nbytes: int, slots: int, readers: int, device: torch.device | str | None
+) -> Operation[_Parts]:
+    """Make the buffers of a channel, and return them."""
+    if not 0 < len(name) <= _NAME:
+        raise ConfigurationError(f"a channel's name has 1 to {_NAME} characters, and not {len(name)}")
+    if not (1 <= slots <= _MOST_SLOTS and 1 <= readers <= MOST_READERS and nbytes > 0):
+        raise ConfigurationError(
+            f"nbytes={nbytes}, slots={slots}, readers={readers}: use a positive size of each slot in bytes, 1 to {_MOST_SLOTS} "
+            f"slots, and 1 to {MOST_READERS} readers"
+        )
+    nbytes = aligned(nbytes)
+    chosen = ""
+    if device is not None:
+        chosen = yield Work(lambda: device_id(str(device)))
+    data: Lease[Any] = yield from created(ctx, request_of(nbytes * slots, "uint8", chosen, False, None, None, False))
+    control: Lease[Any] | None = None
+    try:
+        request = request_of(_SETTINGS + _HEADER * slots, "uint8", "cpu", True, None, None, False)
+        control = yield from created(ctx, msgspec.structs.replace(request, name=name))
+        page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
+    except Exception:
+        yield from released(ctx, [handle for handle in (data, control) if handle is not None])
+        raise
+    settings = _Settings(data.object_id, nbytes, slots, readers)
+    ring = Ring(page, slots, readers, f"channel {name!r}")
+    ring.take("maker")
+    _write(control.value.data_ptr(), _encode(settings))
+    return _Parts(name, settings, data, control, ring)
+
+
+def _opened(ctx: Context, name: str) -> Operation[_Parts]:
+    """Get the buffers of a channel, and return them."""
+    what = f"open_channel({name!r})"
+    control: Lease[Any] = yield from taken(ctx, what, (yield Request(m.GetBuffer("", name[: _NAME + 1]), what)))
+    data: Lease[Any] | None = None
+    try:
+        page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
+        settings: _Settings = yield Work(lambda: _settings_of(control.value, name))
+        data = yield from taken(ctx, what, (yield Request(m.GetBuffer(settings.buffer_id), what)))
+        if data.value.nbytes < settings.nbytes * settings.slots:
+            raise ProtocolError(f"channel {name!r} has slots of {settings.nbytes} bytes outside of its buffer")
+    except Exception:
+        yield from released(ctx, [handle for handle in (control, data) if handle is not None])
+        raise
+    return _Parts(name, settings, data, control, Ring(page, settings.slots, settings.readers, f"channel {name!r}"))
+
+
+def _settings_of(control: torch.Tensor, name: str) -> _Settings:
+    until = time.monotonic() + _SOON
+    address = control.data_ptr()
+    while not (text := _read(address, _SETTINGS)):
+        if time.monotonic() > until:
+            raise ProtocolError(f"the maker of channel {name!r} has not written its settings within {_SOON:.0f} s")
+        time.sleep(0.001)
+    try:
+        settings = msgspec.msgpack.decode(text, type=_Settings)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"buffer {name!r} is no channel: {error}") from error
+    if control.nbytes < _SETTINGS + _HEADER * settings.slots or not 1 <= settings.readers <= MOST_READERS:
+        raise ProtocolError(f"buffer {name!r} is no channel: it is too small for {settings}")
+    return settings
+
+
+def _write(address: int, text: bytes) -> None:
+    """Write a text and then its length, by which its reader knows that it is there."""
+    ctypes.memmove(address + 8, text, len(text))
+    ctypes.c_uint64.from_address(address).value = len(text)
+
+
+def _read(address: int, limit: int) -> bytes:
+    length = ctypes.c_uint64.from_address(address).value
+    if length > limit - 8:
+        raise ProtocolError(f"a header of a channel names {length} bytes, and has at most {limit - 8}")
+    return ctypes.string_at(address + 8, length)
+
+
+class _Parts:
+    """The buffers of a channel, as one process has them."""
+
+    def __init__(self, name: str, settings: _Settings, data: Lease[Any], control: Lease[Any], ring: Ring) -> None:
+        self.name = name
+        self.settings = settings
+        self.handles: tuple[Any, ...] = data, control
+        self.ring = ring
+        flat: torch.Tensor = data.value.view(-1)
+        self.slots = [flat[at * settings.nbytes : (at + 1) * settings.nbytes] for at in range(settings.slots)]
+        self.headers = [control.value.data_ptr() + _SETTINGS + at * _HEADER for at in range(settings.slots)]
+        mapping = MAPPINGS.find(flat.data_ptr())
+        assert mapping is not None, "a buffer is mapped"
+        self._backend = mapping[0].backend
+
+    def synchronize(self) -> None:
+        """Wait until no queued work of this process touches a slot."""
+        if not self._backend.synchronize():
+            raise CapabilityError(
+                f"channel {self.name!r} waits for the GPU, and a CUDA graph is being captured: send and receive before or after"
+            )
+
+
+def _until(timeout: float | None) -> float:
+    return time.monotonic() + timeout if timeout is not None else math.inf
+
+
+def _fills(tensors: Mapping[str, torch.Tensor], nbytes: int) -> Iterator[list[tuple[_Piece, torch.Tensor]]]:
+    """Pack tensors into slots: one slot's pieces after the other's. What fits into a slot is in one piece."""
+    fill: list[tuple[_Piece, torch.Tensor]] = []
+    used = length = 0
+    for name, tensor in tensors.items():
+        dtype, shape, total = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes
+        start = 0
+        while True:
+            size = min(total - start, nbytes)
+            if fill and (used + size > nbytes or length + len(name) * 4 + _PIECE > _HEADER - _META - 64):
+                yield fill
+                fill, used, length = [], 0, 0
+            fill.append((_Piece(name, dtype, shape, start, size, used), tensor))
+            used += aligned(size)
+            length += len(name) * 4 + _PIECE
+            start += size
+            if start >= total:
+                break
+    yield fill
+
+
+def _meta_of(meta: Any) -> msgspec.Raw:
+    try:
+        text = msgspec.Raw(_encode(meta))
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise ConfigurationError(f"meta is not plain data (None, bool, int, float, str, bytes, list, dict): {error}") from error
+    if len(text) > _META:
+        raise ConfigurationError(f"meta has {len(text)} bytes, and may have {_META}: send large data as a tensor")
+    return text
+
+
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    import torch
+
+    for name, tensor in tensors.items():
+        what = f"tensor {str(name)[:200]!r}"
+        if not isinstance(name, str) or len(name) > _NAME:
+            raise ConfigurationError(f"{what}: a tensor's name is a str of at most {_NAME} characters")
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+            raise CapabilityError(f"{what} is no plain strided tensor: send its parts, or a dense tensor")
+        if str(tensor.dtype).removeprefix("torch.") not in ITEM_SIZES or tensor.dim() > 64:
+            raise CapabilityError(f"{what} has {tensor.dim()} dimensions of {tensor.dtype}, which a channel does not carry")
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _place(slot: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    """Return a piece's elements in a slot, as a tensor of the whole's shape, or as a flat part of it."""
+    import torch
+
+    extent = piece.extent
+    end = piece.offset + piece.nbytes
+    if not (0 <= piece.offset <= end <= len(slot) and 0 <= piece.start <= piece.start + piece.nbytes <= extent.nbytes):
+        raise ProtocolError(f"a channel's header places {piece.nbytes} bytes of {piece.name[:200]!r} outside of its slot")
+    flat = slot[piece.offset : end].view(getattr(torch, piece.dtype))
+    return flat.view(piece.shape) if piece.nbytes == extent.nbytes else flat
+
+
+def _part(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
+    """Return the part of a contiguous tensor that a piece is."""
+    item = ITEM_SIZES[piece.dtype]
+    return tensor.view(-1)[piece.start // item : (piece.start + piece.nbytes) // item]
+
+
+def _put(parts: _Parts, turn: int, fill: Sequence[tuple[_Piece, torch.Tensor]]) -> None:
+    slot = parts.slots[turn]
+    with _plainly():
+        for piece, tensor in fill:
+            whole = piece.nbytes == tensor.nbytes
+            source = tensor.detach() if whole else _part(tensor.detach().contiguous(), piece)
+            _place(slot, piece).copy_(source, non_blocking=True)
+    parts.synchronize()
+
+
+def _sent(parts: _Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout: float | None) -> Steps[None]:
+    text = _meta_of(meta)
+    _check(tensors)
+    ring, first = parts.ring, True
+    ring.take("sender")
+    ring.check_readers()
+    fills = _fills(tensors, parts.settings.nbytes)
+    fill: list[tuple[_Piece, torch.Tensor]] | None = next(fills)
+    while fill is not None:
+        following, until = next(fills, None), _until(timeout)
+        while not ring.acknowledged(ring.slots - 1):
+            yield functools.partial(ring.wait_acknowledged, ring.slots - 1, until)
+        turn = ring.turn
+        yield functools.partial(_put, parts, turn, fill)
+        header = _Header(first, following is None, [piece for piece, _ in fill], text if first else _NOTHING)
+        _write(parts.headers[turn], _encode(header))
+        ring.advance()
+        fill, first = following, False
+
+
+def _flushed(parts: _Parts, timeout: float | None) -> Steps[None]:
+    ring, until = parts.ring, _until(timeout)
+    ring.take("sender")
+    while not ring.acknowledged(0):
+        yield functools.partial(ring.wait_acknowledged, 0, until)
+
+
+class _Reception:
+    """One message, as a reader receives it: at a slot of it, and at a piece of that."""
+
+    def __init__(self, parts: _Parts, timeout: float | None) -> None:
+        self._parts = parts
+        self._timeout = timeout
+        self._header: _Header | None = None
+        self._slot: torch.Tensor | None = None
+        self._pieces: Iterator[_Piece] = iter(())
+        self._over = False
+        #: Whether a block ends the reception, and not an iterator.
+        self._in_block = False
+        self._meta: Any = None
+
+    @property
+    def meta(self) -> Any:
+        """What was sent with the tensors, None before the block is entered."""
+        return self._meta
+
+    def _begun(self) -> Steps[None]:
+        """Wait for the message, unless that was done before. What is left of an earlier one is skipped."""
+        if self._header is not None or self._over:
+            return
+        self._parts.ring.take("reader")
+        while not (header := (yield from self._next_header())).first:
+            self._parts.ring.advance()
+        self._enter(header)
+        try:
+            self._meta = msgspec.msgpack.decode(header.meta)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the meta of a message in channel {self._parts.name!r} cannot be read: {error}") from error
+
+    def _next_header(self) -> Steps[_Header]:
+        ring, until = self._parts.ring, _until(self._timeout)
+        while not ring.given():
+            yield functools.partial(ring.wait_given, until)
+        try:
+            return _headers.decode(_read(self._parts.headers[ring.turn], _HEADER))
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"a header of channel {self._parts.name!r} cannot be read: {error}") from error
+
+    def _enter(self, header: _Header) -> None:
+        self._header, self._slot = header, self._parts.slots[self._parts.ring.turn]
+        self._pieces = iter(header.pieces)
+
+    def _next_piece(self) -> Steps[_Piece | None]:
+        """Return the next piece, None at the end of the message. The last slot is not given back by that."""
+        yield from self._begun()
+        while (piece := next(self._pieces, None)) is None:
+            if self._header is None or self._header.last:
+                return None
+            yield self._acknowledge
+            self._header = None
+            following = yield from self._next_header()
+            if following.first:
+                self._over = True
+                pid = self._parts.ring.sender_pid
+                raise ChannelClosed(
+                    f"the sender of channel {self._parts.name!r} (pid {pid}) gave up in the middle of a message, or another "
+                    f"one has its place: receive the next message",
+                    reason="abandoned",
+                    pid=pid,
+                )
+            self._enter(following)
+        return piece
+
+    def _acknowledge(self) -> None:
+        self._parts.synchronize()
+        self._parts.ring.advance()
+
+    def _left(self) -> Steps[None]:
+        """Give the slot back, at whatever place this is."""
+        self._pieces, self._over = iter(()), True
+        if self._header is not None:
+            yield self._acknowledge
+            self._header = None
+
+    def _next(self) -> Steps[tuple[str, torch.Tensor] | None]:
+        piece = yield from self._next_piece()
+        if piece is None:
+            return None
+        assert self._slot is not None, "a piece has a slot"
+        found = _place(self._slot, piece)
+        if piece.nbytes == piece.extent.nbytes:
+            return piece.name, found
+        whole = yield functools.partial(_new, piece, self._slot.device)
+        yield from self._assembled(piece, whole)
+        return piece.name, whole
+
+    def _assembled(self, piece: _Piece, whole: torch.Tensor) -> Steps[None]:
+        """Copy a piece, and those that follow of the same tensor, into a contiguous tensor."""
+        total = piece.extent.nbytes
+        while True:
+            assert self._slot is not None, "a piece has a slot"
+            yield functools.partial(_copy, _part(whole, piece), _place(self._slot, piece))
+            if piece.start + piece.nbytes >= total:
+                return
+            following = yield from self._next_piece()
+            if following is None or (following.name, following.start) != (piece.name, piece.start + piece.nbytes):
+                raise ProtocolError(f"channel {self._parts.name!r} lacks a piece of tensor {piece.name[:200]!r}")
+            piece = following
+
+    def _copied(self, targets: Mapping[str, torch.Tensor]) -> Steps[list[str]]:
+        names = []
+        yield from self._begun()
+        while (piece := (yield from self._next_piece())) is not None:
+            assert self._slot is not None, "a piece has a slot"
+            target = targets.get(piece.name)
+            if target is None or tuple(target.shape) != piece.shape:
+                there = "none of that name" if target is None else f"one of shape {tuple(target.shape)}"
+                raise ConfigurationError(
+                    f"tensor {piece.name[:200]!r} of shape {piece.shape} was received, and the targets have {there}"
+                )
+            if piece.nbytes == piece.extent.nbytes:
+                yield functools.partial(_copy, target, _place(self._slot, piece))
+            elif target.is_contiguous():
+                yield from self._assembled(piece, target.detach())
+            else:
+                whole = yield functools.partial(_new, piece, self._slot.device)
+                yield from self._assembled(piece, whole)
+                yield functools.partial(_copy, target, whole)
+            names.append(piece.name)
+        if not self._in_block:
+            yield from self._left()
+        return names
+
+
+def _new(piece: _Piece, device: torch.device) -> torch.Tensor:
+    import torch
+
+    with _plainly():
+        return torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device=device)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    with _plainly():
+        target.copy_(source, non_blocking=True)
+
+
+class _Channel:
+    """A channel, as one process has it."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._parts = parts
+
+    @property
+    def name(self) -> str:
+        """The name, by which other processes open it."""
+        return self._parts.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a slot."""
+        return self._parts.settings.nbytes
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are."""
+        return self._parts.settings.slots
+
+    @property
+    def readers(self) -> int:
+        """How many readers acknowledge each slot."""
+        return self._parts.settings.readers
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}: {self.slots} slots of {self.nbytes} bytes, {self.readers} readers>"
+
+
+class TensorMessage(_Reception):
+    """Named tensors that were sent at once, as a context manager, and as an iterator over pairs of name and tensor.
+
+    A tensor lies in a slot, and is valid until a step reaches the next slot, or the block or iterator ends: clone or copy what
+    is to be kept. One that is larger than a slot is a tensor of its own. What is not read of a message is skipped.
+    """
+
+    def copy_to(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
+        """Copy the rest of the tensors to those of the same name and shape, without memory in between; return their names.
+
+        :raises ConfigurationError: if there is no such target.
+        """
+        return _drive(self._copied(targets))
+
+    def close(self) -> None:
+        """End the reception, and skip what is left."""
+        _drive(self._left())
+
+    def __enter__(self) -> TensorMessage:
+        self._in_block = True
+        _drive(self._begun())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            while (pair := _drive(self._next())) is not None:
+                yield pair
+                del pair
+        finally:
+            if not self._in_block:
+                self.close()
+
+
+class TensorChannel(_Channel):
+    """A channel of :class:`Client`. Its first :meth:`send` makes this process the sender, its first :meth:`receive` a reader.
+
+    It is used by one thread at a time. After a fork the child opens the channel again.
+    """
+
+    def send(self, tensors: Mapping[str, torch.Tensor], meta: Any = None, timeout: float | None = None) -> None:
+        """Copy tensors into slots, as one message; return when all are there, and may be changed.
+
+        Work that is queued on the GPU is waited for. Tensors may have any dtype and strides, and be on another device than the
+        channel; a message may be larger than all slots. ``requires_grad`` and the class of parameters are not sent.
+
+        :param meta: plain data that goes with them: None, bool, int, float, str, bytes, lists and dicts.
+        :param timeout: seconds to wait for a free slot, each time; None for no limit.
+        :raises DeadlineExceeded: if the readers have not acknowledged a slot in that time; what is there of the message is
+            skipped by them.
+        :raises ChannelClosed: if a reader has closed the channel, or its process has ended.
+        :raises CapabilityError: for a tensor that is not strided; while a CUDA graph is being captured.
+        :raises ConfigurationError: if another process is the sender.
+        """
+        _drive(_sent(self._parts, tensors, meta, timeout))
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until every reader has acknowledged all that was sent. For the errors see :meth:`send`.
+
+        :param timeout: seconds to wait; None for no limit.
+        """
+        _drive(_flushed(self._parts, timeout))
+
+    def receive(self, timeout: float | None = None) -> TensorMessage:
+        """Return the next message, which is waited for when its block is entered, or its iterator begins.
+
+        :param timeout: seconds to wait for a slot, each time; None for no limit.
+        :raises DeadlineExceeded: there, if the sender has not given a slot in that time.
+        :raises ChannelClosed: there, if the sender has closed the channel, or its process has ended, and all is received that
+            it gave; with ``reason="abandoned"`` if it gave up in the middle of a message.
+        :raises ConfigurationError: there, if the channel has as many readers as it was made for.
+        """
+        return TensorMessage(self._parts, timeout)
+
+    def __iter__(self) -> Iterator[TensorMessage]:
+        """Iterate over messages until the sender closes the channel."""
+        while True:
+            try:
+                message = self.receive().__enter__()
+            except ChannelClosed as error:
+                if error.reason == "closed":
+                    return
+                raise
+            with message:
+                yield message
+
+    def close(self) -> None:
+        """Leave the channel: the other side sees that. The memory goes when all sides have left it, or have ended."""
+        self._parts.ring.leave()
+        for handle in self._parts.handles:
+            handle.release()
+
+    def __enter__(self) -> TensorChannel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+class AsyncTensorMessage(_Reception):
+    """:class:`TensorMessage` for coroutines: ``async with``, and ``async for`` over pairs of name and tensor."""
+
+    def __init__(self, parts: _Parts, timeout: float | None, run: Callable[[Steps[Any]], Awaitable[Any]]) -> None:
+        super().__init__(parts, timeout)
+        self._run = run
+
+    async def copy_to(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
+        """Behave as :meth:`TensorMessage.copy_to`."""
+        names: list[str] = await self._run(self._copied(targets))
+        return names
+
+    async def close(self) -> None:
+        """Behave as :meth:`TensorMessage.close`."""
+        from anyio import CancelScope
+
+        with CancelScope(shield=True):
+            await self._run(self._left())
+
+    async def __aenter__(self) -> AsyncTensorMessage:
+        self._in_block = True
+        await self._run(self._begun())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        try:
+            while (pair := await self._run(self._next())) is not None:
+                yield pair
+                del pair
+        finally:
+            if not self._in_block:
+                await self.close()
+
+
+class AsyncTensorChannel(_Channel):
+    """:class:`TensorChannel` for coroutines. Copies and waits are made in a thread, whose streams are the default ones."""
+
+    def __init__(self, parts: _Parts) -> None:
+        from anyio import CapacityLimiter
+
+        super().__init__(parts)
+        self._limiter = CapacityLimiter(1)
+
+    async def send(self, tensors: Mapping[str, torch.Tensor], meta: Any = None, timeout: float | None = None) -> None:
+        """Behave as :meth:`TensorChannel.send`."""
+        await self._drive(_sent(self._parts, tensors, meta, timeout))
+
+    async def flush(self, timeout: float | None = None) -> None:
+        """Behave as :meth:`TensorChannel.flush`."""
+        await self._drive(_flushed(self._parts, timeout))
+
+    def receive(self, timeout: float | None = None) -> AsyncTensorMessage:
+        """Behave as :meth:`TensorChannel.receive`."""
+        return AsyncTensorMessage(self._parts, timeout, self._drive)
+
+    async def __aiter__(self) -> AsyncIterator[AsyncTensorMessage]:
+        """Iterate over messages until the sender closes the channel."""
+        while True:
+            try:
+                message = await self.receive().__aenter__()
+            except ChannelClosed as error:
+                if error.reason == "closed":
+                    return
+                raise
+            async with message:
+                yield message
+
+    async def close(self) -> None:
+        """Behave as :meth:`TensorChannel.close`."""
+        self._parts.ring.leave()
+        for handle in self._parts.handles:
+            await handle.release()
+
+    async def __aenter__(self) -> AsyncTensorChannel:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        from anyio import CancelScope
+
+        with CancelScope(shield=True):
+            await self.close()
+
+    async def _drive(self, steps: Steps[T]) -> T:
+        from anyio import to_thread
+
+        result: Any = None
+        try:
+            while True:
+                # Not abandoned when the caller is cancelled: no thread writes to a slot that is another message's.
+                result = await to_thread.run_sync(steps.send(result), limiter=self._limiter)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        finally:
+            steps.close()
+
+
+def _drive(steps: Steps[T]) -> T:
+    result: Any = None
+    try:
+        while True:
+            result = steps.send(result)()
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
+    finally:
+        steps.close()
+
+
+class ChannelOperations:
+    """Channels, as far as a server has to do with them."""
+
+    @operation
+    def _create_channel(
+        ctx: Context, name: str, nbytes: int, slots: int, readers: int, device: torch.device | str | None
+    ) -> Steps[_Parts]:
+        return (yield from _created(ctx, name, nbytes, slots, readers, device))
+
+    @operation
+    def _open_channel(ctx: Context, name: str, timeout: float) -> Steps[_Parts]:
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                return (yield from _opened(ctx, name))
+            except BufferNotFound as error:
+                if error.reason != "unknown" or time.monotonic() >= until:
+                    raise
+            yield Work(lambda: time.sleep(0.02))

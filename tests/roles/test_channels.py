@@ -1,0 +1,563 @@
+"""Channels: what one process sends, the others receive, and all sides see the end of each."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc import AsyncClient, Client, Provider, TensorChannel
+from shared_rpc.errors import BufferNotFound, CapabilityError, ChannelClosed, ConfigurationError, DeadlineExceeded
+from tests.kit.apps import Serve
+from tests.kit.attacker import CONTAINER, needs_namespaces
+from tests.kit.interpreter import Interpreter, bits
+from tests.kit.processes import Child, eventually, open_fds, python
+
+Run = Callable[..., Any]
+
+#: A process that opens the channel ``c``, and does what the body says with ``channel``.
+PEER = """
+    import os, sys, time, torch
+    from shared_rpc import Client
+
+    client = Client(device={device!r}, connect_timeout=5)
+    channel = client.open_channel("c")
+"""
+#: Bodies: one receives a message, and says so; the other one sends a message.
+RECEIVES = """
+    with channel.receive(timeout=20) as message:
+        print("received", [name for name, _ in message], flush=True)
+"""
+SENDS = """
+    channel.send({{"x": torch.ones(3)}})
+    print("sent", flush=True)
+"""
+STAYS = """
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def provider(base_path: str, device: str) -> Provider:
+    """A provider on each kind of device."""
+    return Provider(base_path, device=device)
+
+
+@pytest.fixture
+def client(no_leaks: None, serve: Serve, base_path: str, device: str) -> Iterator[Client]:
+    """A client of a server that runs."""
+    serve()
+    with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """A second process."""
+    process = Interpreter()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Run:
+    """``elsewhere(code)`` runs in a second process, which has a ``client``."""
+    return lambda code, **names: interpreter.run(code, base_path=base_path, device=device, **names)
+
+
+@pytest.fixture
+def peer(children: list[Child], device: str) -> Callable[..., Child]:
+    """``peer(body, …)`` runs bodies in a process of its own, which has opened the channel ``c``."""
+
+    def start(*bodies: str) -> Child:
+        child = python((PEER + "".join(bodies)).format(device=device))
+        children.append(child)
+        return child
+
+    return start
+
+
+def samples(device: str) -> dict[str, torch.Tensor]:
+    """Tensors of many kinds."""
+    generator = torch.Generator().manual_seed(1)
+    values = {
+        "matrix": torch.randn(30, 7, generator=generator),
+        "transposed": torch.randn(8, 5, generator=generator).T,
+        "rows": torch.randn(20, 4, generator=generator)[::3],
+        "half": torch.randn(11, generator=generator).to(torch.bfloat16),
+        "eight bits": torch.randn(9, generator=generator).to(torch.float8_e4m3fn),
+        "complex": torch.randn(6, 2, generator=generator).view(torch.complex64).conj(),
+        "flags": torch.tensor([True, False, True]),
+        "count": torch.tensor(3, dtype=torch.int64),
+        "nothing": torch.empty(0, 4),
+        "parameter": nn.Parameter(torch.randn(3, generator=generator)),
+        "larger than a slot": torch.randn(3000, generator=generator),
+        "larger and transposed": torch.randn(100, 50, generator=generator).T,
+        "ä" * 100: torch.zeros(1, dtype=torch.uint16),
+    }
+    return {name: value.to(device) for name, value in values.items()}
+
+
+RECEIVED = """
+received = []
+with client.open_channel("c") as channel:
+    for message in channel:
+        received.append([message.meta, {name: bits(tensor) for name, tensor in message}])
+answer = received
+"""
+
+
+@pytest.mark.parametrize("nbytes", [4096, 1 << 20])
+def test_tensors_of_every_kind(device: str, client: Client, elsewhere: Run, nbytes: int) -> None:
+    """Each message arrives whole and in order, in slots that are smaller than some of its tensors, or larger than all."""
+    tensors = samples(device)
+    with client.create_channel("c", nbytes) as channel:
+        sender = threading.Thread(target=lambda: send_all(channel, tensors))
+        sender.start()
+        received = elsewhere(RECEIVED)
+        sender.join()
+    digests = {name: bits(tensor) for name, tensor in tensors.items()}
+    assert received == [[{"step": 0}, digests], [None, {}], [[1, "two"], digests]]
+
+
+def send_all(channel: TensorChannel, tensors: dict[str, torch.Tensor]) -> None:
+    """Three messages, and the end."""
+    channel.send(tensors, {"step": 0})
+    channel.send({})
+    channel.send(tensors, [1, "two"])
+    channel.close()
+
+
+def test_copies_to_the_receivers_own(device: str, client: Client, elsewhere: Run) -> None:
+    """Tensors go to those of the same names, larger ones piece by piece, also where these are not contiguous."""
+    values = {"small": torch.arange(6.0).reshape(2, 3), "large": torch.arange(4000.0).reshape(40, 100), "last": torch.ones(2)}
+    code = """
+    mine = {"small": torch.zeros(2, 3), "large": torch.zeros(100, 40).T, "last": torch.zeros(2, dtype=torch.float64)}
+    plain = {name: tensor.contiguous() for name, tensor in mine.items()}
+    names = []
+    with client.open_channel("c") as channel:
+        for targets in (mine, plain):
+            with channel.receive(timeout=20) as message:
+                names += message.copy_to(targets)
+    answer = [names, bits(mine["large"]), bits(plain["large"]), mine["small"].tolist(), mine["last"].tolist()]
+    """
+    with client.create_channel("c", 4096) as channel:
+        sender = threading.Thread(target=lambda: [channel.send(values) for _ in range(2)])
+        sender.start()
+        names, first, second, small, last = elsewhere(code)
+        sender.join()
+        channel.close()
+    assert names == ["small", "large", "last"] * 2
+    assert first == second == bits(values["large"])
+    assert (small, last) == ([[0, 1, 2], [3, 4, 5]], [1, 1])
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_the_receivers_tensors_have_their_places(client: Client) -> None:
+    """A target that is missing, or of another shape, is named; the message is skipped."""
+    with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
+        for targets, why in (({}, "none of that name"), ({"x": torch.zeros(3)}, "one of shape (3,)")):
+            channel.send({"x": torch.zeros(2), "y": torch.zeros(2)})
+            with reader.receive(timeout=5) as message, pytest.raises(ConfigurationError, match="'x'") as caught:
+                message.copy_to(targets)
+            assert why in str(caught.value)
+        channel.flush(timeout=5)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_what_is_in_a_slot_stays_until_the_block_ends(client: Client) -> None:
+    """A reader that has gone through a message has its tensors in the block, where the sender cannot fill the slot again."""
+    with client.create_channel("c", 4096, slots=1) as channel, client.open_channel("c") as reader:
+        channel.send({"x": torch.ones(2), "y": torch.ones(2)})
+        with reader.receive(timeout=5) as message:
+            tensors = dict(message)
+            with pytest.raises(DeadlineExceeded):
+                channel.send({"x": torch.zeros(2)}, timeout=0)
+            assert [tensor.tolist() for tensor in tensors.values()] == [[1, 1], [1, 1]]
+        channel.send({"x": torch.zeros(2)}, timeout=0)
+        assert [(name, value.tolist()) for name, value in reader.receive(timeout=5)] == [("x", [0, 0])]
+        channel.flush(timeout=0)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_every_reader_gets_everything(client: Client, elsewhere: Run) -> None:
+    """A slot is filled again when all readers have acknowledged it; a third one is refused."""
+    with client.create_channel("c", 4096, readers=2) as channel:
+        got: list[Any] = []
+
+        def receive() -> None:
+            with client.open_channel("c") as reader:
+                got.extend(dict(message)["x"].item() for message in reader)
+
+        reader = threading.Thread(target=receive)
+        sender = threading.Thread(target=lambda: [channel.send({"x": torch.tensor(number)}) for number in range(50)])
+        reader.start()
+        sender.start()
+        code = """
+        got = []
+        with client.open_channel("c") as channel, client.open_channel("c") as third:
+            for number in range(50):
+                with channel.receive(timeout=20) as message:
+                    got += [tensor.item() for _, tensor in message]
+            try:
+                with third.receive(timeout=20):
+                    pass
+            except Exception as error:
+                answer = [got, str(error)]
+        """
+        theirs, refused = elsewhere(code)
+        sender.join()
+        channel.close()
+        reader.join()
+    assert got == theirs == list(range(50))
+    assert "2 readers already" in refused
+
+
+# Ends.
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_killed_reader_is_seen_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
+    """The sender that waits for it gets an error with its pid, and so does every later send."""
+    with client.create_channel("c", 4096) as channel:
+        reader = peer(RECEIVES, STAYS)
+        channel.send({"x": torch.ones(1)})
+        reader.expect("received")
+        killed: list[float] = []
+        threading.Timer(0.1, lambda: killed.append(time.monotonic()) or reader.process.kill()).start()
+        with pytest.raises(ChannelClosed, match=r"reader 1 of channel 'c' .* was killed") as caught:
+            for _ in range(3):
+                channel.send({"x": torch.ones(1)}, timeout=20)
+        assert time.monotonic() - killed[0] < 1
+        assert (caught.value.reason, caught.value.pid) == ("ended", reader.pid)
+        with pytest.raises(ChannelClosed):
+            channel.send({})
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_killed_sender_is_seen_within_a_second(client: Client, peer: Callable[..., Child]) -> None:
+    """The reader gets what was given, and then the error."""
+    with client.create_channel("c", 4096) as channel:
+        sender = peer(SENDS, STAYS)
+        sender.expect("sent")
+        killed: list[float] = []
+        threading.Timer(0.1, lambda: killed.append(time.monotonic()) or sender.process.kill()).start()
+        names = []
+        with pytest.raises(ChannelClosed, match=r"the sender of channel 'c' .* was killed") as caught:
+            for message in channel:
+                names += [name for name, _ in message]
+        assert time.monotonic() - killed[0] < 1
+        assert (names, caught.value.reason, caught.value.pid) == (["x"], "ended", sender.pid)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_maker_that_is_killed_before_it_sends(client: Client, elsewhere: Run, children: list[Child]) -> None:
+    """A reader that waits for the first message sees it too."""
+    maker = python(
+        """
+        import sys
+        from shared_rpc import Client
+        client = Client(device="cpu")
+        channel = client.create_channel("c", 4096)
+        print("made", flush=True)
+        sys.stdin.readline()
+        """
+    )
+    children.append(maker)
+    maker.expect("made")
+    threading.Timer(0.2, maker.process.kill).start()
+    with client.open_channel("c") as channel, pytest.raises(ChannelClosed, match=r"the maker .* was killed"):
+        channel.receive(timeout=20).__enter__()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_nothing_is_left_of_two_killed_sides(client: Client, peer: Callable[..., Child], children: list[Child]) -> None:
+    """The server has no object, and the name is free."""
+    maker = python(
+        """
+        import sys, torch
+        from shared_rpc import Client
+        client = Client(device="cpu")
+        channel = client.create_channel("c", 1 << 20)
+        channel.send({"x": torch.ones(3)})
+        print("made", flush=True)
+        sys.stdin.readline()
+        """
+    )
+    children.append(maker)
+    maker.expect("made")
+    reader = peer(RECEIVES, STAYS)
+    reader.expect("received")
+    assert len(client.list_objects()) == 2
+    maker.process.kill()
+    reader.process.kill()
+    eventually(lambda: not client.list_objects())
+    client.create_channel("c", 4096).close()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_closed_sides(client: Client) -> None:
+    """The end of a sender ends the iteration; that of a reader is an error of the sender; a closed channel says so."""
+    with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
+        channel.send({"x": torch.ones(1)})
+        with reader.receive(timeout=5) as message:
+            assert len(dict(message)) == 1
+        reader.close()
+        with pytest.raises(ChannelClosed, match="has closed its side") as caught:
+            channel.send({"x": torch.ones(1)})
+        assert (caught.value.reason, caught.value.pid) == ("closed", os.getpid())
+        with pytest.raises(ConfigurationError, match="closed here"), reader.receive():
+            pass
+        # Another reader has its place.
+        with client.open_channel("c") as other:
+            with pytest.raises(DeadlineExceeded):
+                other.receive(timeout=0).__enter__()
+            channel.send({"y": torch.ones(1)})
+            channel.close()
+            assert [[name for name, _ in message] for message in other] == [["y"]]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_waits_end_with_their_time(client: Client) -> None:
+    """Without the other side, a wait raises, and says who is waited for; a message that was given up is named."""
+    with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
+        with pytest.raises(DeadlineExceeded, match="the sender of channel 'c' has not come yet"):
+            reader.receive(timeout=0.01).__enter__()
+        with pytest.raises(DeadlineExceeded, match=rf"reader 1 .*pid {os.getpid()}"):
+            channel.send({"large": torch.zeros(10_000)}, timeout=0.01)
+        message = reader.receive(timeout=1).__enter__()
+        next_one = threading.Thread(target=channel.send, args=({"x": torch.ones(1)}, 7))
+        next_one.start()
+        with pytest.raises(ChannelClosed) as caught:
+            list(message)
+        next_one.join()
+        assert caught.value.reason == "abandoned"
+        with reader.receive(timeout=5) as following:
+            assert (following.meta, [name for name, _ in following]) == (7, ["x"])
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_message_that_is_left_is_skipped(client: Client) -> None:
+    """A reader that leaves a message of several slots gets the next one."""
+    with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
+
+        def send() -> None:
+            with suppress(ChannelClosed):  # of the last message, most of which nobody receives
+                for number in range(4):
+                    channel.send({"large": torch.zeros(5000)}, number)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        metas = []
+        for _ in range(4):
+            with reader.receive(timeout=10) as message:
+                metas.append(message.meta)
+        reader.close()
+        sender.join()
+    assert metas == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_the_servers_end_is_not_the_channels(base_path: str, provider: Provider, serve: Serve, elsewhere: Run) -> None:
+    """Two sides that have the memory need no server."""
+    server = serve()
+    with Client(base_path, device="cpu") as client:
+        channel, reader = client.create_channel("c", 4096), client.open_channel("c")
+        server.stop()
+        channel.send({"x": torch.ones(2)})
+        assert [(name, value.tolist()) for name, value in reader.receive(timeout=5)] == [("x", [1, 1])]
+        channel.close()
+        reader.close()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_ten_thousand_messages_keep_nothing(client: Client, elsewhere: Run) -> None:
+    """Descriptors, mappings and memory of both sides are what they were after the first messages."""
+    code = """
+    from tests.kit.processes import open_fds
+    from shared_rpc.memory.mapping import MAPPINGS
+    from tests.kit.family import private
+    import gc
+
+    target = {"x": torch.zeros(1000), "y": torch.zeros(10)}
+    def facts():
+        gc.collect()
+        return [open_fds(), len(MAPPINGS), private()]
+    with client.open_channel("c") as channel:
+        for number, message in enumerate(channel):
+            message.copy_to(target)
+            if number == 1000:
+                before = facts()
+        answer = [number, before, facts()]
+    """
+    with client.create_channel("c", 1 << 16) as channel:
+        fds: list[int] = []
+
+        def send() -> None:
+            tensors = {"x": torch.ones(1000), "y": torch.ones(10)}
+            for number in range(10_000):
+                channel.send(tensors, number)
+                if number in (1000, 9999):
+                    fds.append(open_fds())
+            channel.close()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        last, before, after = elsewhere(code)
+        sender.join()
+    assert last == 9999
+    assert after[:2] == before[:2] and fds[0] == fds[1]
+    assert after[2] - before[2] < 1 << 20
+
+
+# Names, places, kinds.
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_names(client: Client) -> None:
+    """A name is that of one channel at a time; one that is not there is named."""
+    with client.create_channel("c", 100, slots=3) as channel:
+        assert (channel.name, channel.nbytes, channel.slots, channel.readers) == ("c", 512, 3, 1)
+        with pytest.raises(ConfigurationError, match="'c' already"):
+            client.create_channel("c", 100)
+        assert len(client.list_objects()) == 2
+    with pytest.raises(BufferNotFound, match="'c' is not available"):
+        client.open_channel("c")
+    made: list[TensorChannel] = []
+    timer = threading.Timer(0.1, lambda: made.append(client.create_channel("c", 100)))
+    timer.start()
+    client.open_channel("c", timeout=20).close()
+    timer.join()
+    made[0].close()
+    for options in ({"name": ""}, {"nbytes": 0}, {"slots": 0}, {"readers": 61}):
+        with pytest.raises(ConfigurationError):
+            client.create_channel(**{"name": "d", "nbytes": 1, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_one_sender_at_a_time(client: Client) -> None:
+    """A second one is refused, as is one that receives; a third one comes after the first has closed the channel."""
+    with client.create_channel("c", 4096) as channel, client.open_channel("c") as other, client.open_channel("c") as third:
+        channel.send({"x": torch.zeros(1)})
+        with pytest.raises(ConfigurationError, match=f"a sender already, pid {os.getpid()}"):
+            other.send({})
+        with pytest.raises(ConfigurationError, match="and not both"):
+            channel.receive().__enter__()
+        channel.close()
+        third.send({"y": torch.zeros(1)})
+        names = [next(iter(dict(other.receive(timeout=5)))) for _ in range(2)]
+    assert names == ["x", "y"]
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_what_no_channel_carries(client: Client) -> None:
+    """Tensors without strides, names that are none, and meta that is no plain data are named before anything is sent."""
+    with client.create_channel("c", 4096, slots=1) as channel:
+        with pytest.raises(CapabilityError, match="'x' is no plain strided tensor"):
+            channel.send({"x": torch.eye(2).to_sparse()})
+        with pytest.raises(ConfigurationError, match="is a str"):
+            channel.send({3: torch.zeros(1)})  # type: ignore[dict-item]
+        with pytest.raises(ConfigurationError, match="not plain data"):
+            channel.send({}, meta=object())
+        with pytest.raises(ConfigurationError, match="send large data as a tensor"):
+            channel.send({}, meta="x" * (1 << 20))
+        channel.send({"x": torch.zeros(1)}, timeout=0)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_forked_child_opens_its_own(client: Client, elsewhere: Run) -> None:
+    """The parent's side is not the child's, which the parent's end does not outlast."""
+    code = """
+    from tests.kit.family import peer
+    import os
+    channel = client.create_channel("c", 4096)
+    channel.send({"x": torch.zeros(1)})
+    pid = os.fork()
+    if pid == 0:
+        try:
+            channel.send({})
+        except Exception as error:
+            os._exit(7 if "opened by the parent" in str(error) else 1)
+        os._exit(2)
+    answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    channel.close()
+    """
+    assert elsewhere(code) == 7
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@needs_namespaces
+def test_a_reader_in_a_container(client: Client, children: list[Child]) -> None:
+    """It has user, pid and ipc namespaces of its own; its end is seen too."""
+    code = """
+import sys, torch
+from shared_rpc import Client
+channel = Client(device="cpu", connect_timeout=5).open_channel("c")
+with channel.receive(timeout=20) as message:
+    print("received", [name for name, _ in message], flush=True)
+sys.stdin.readline()
+"""
+    with client.create_channel("c", 4096) as channel:
+        reader = Child("-c", code, before=(*CONTAINER, "--ipc"), fresh=True)
+        children.append(reader)
+        channel.send({"x": torch.ones(1)}, timeout=30)
+        assert reader.expect("received") == "received ['x']"
+        reader.process.kill()
+        with pytest.raises(ChannelClosed, match="was killed"):
+            for _ in range(4):
+                channel.send({"x": torch.ones(1)}, timeout=10)
+
+
+@pytest.mark.anyio
+async def test_coroutines(device: str, client: Client, base_path: str) -> None:
+    """The same channel, with one side on an event loop."""
+    tensors = samples(device)
+    digests = {name: bits(tensor) for name, tensor in tensors.items()}
+    async with AsyncClient(base_path, device=device) as other:
+        async with await other.create_channel("c", 4096) as channel:
+            got: list[Any] = []
+
+            async def receive() -> None:
+                async with await other.open_channel("c") as reader:
+                    async for message in reader:
+                        got.append([message.meta, {name: bits(tensor) async for name, tensor in message}])
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(receive)
+                await channel.send(tensors, 1)
+                await channel.flush(timeout=20)
+                await channel.close()
+        assert got == [[1, digests]]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("device", ["cpu"])
+async def test_a_cancelled_coroutine(client: Client, base_path: str) -> None:
+    """A wait ends when it is cancelled, and the next message is whole."""
+    async with (
+        AsyncClient(base_path, device="cpu") as other,
+        await other.create_channel("c", 4096) as channel,
+        await other.open_channel("c") as reader,
+    ):
+        with anyio.move_on_after(0.05) as scope:
+            async with reader.receive():
+                pass
+        assert scope.cancelled_caught
+        with anyio.move_on_after(0.05) as scope:
+            await channel.send({"large": torch.zeros(10_000)})
+        assert scope.cancelled_caught
+        async with reader.receive(timeout=5) as message:
+            assert message.meta is None
+        async with anyio.create_task_group() as group:
+            group.start_soon(channel.send, {"x": torch.ones(1)}, 2)
+            async with reader.receive(timeout=5) as message:
+                target = {"x": torch.zeros(1)}
+                assert (message.meta, await message.copy_to(target), target["x"].item()) == (2, ["x"], 1)
