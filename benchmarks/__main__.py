@@ -17,6 +17,7 @@ BENCHMARKS = {
     "starts": "repeated starts of a script, by python and by 'shared-rpc run', until it has its model",
     "tiers": "models that sleep and wake: beside plain copies and a reload, in several processes, and more than memory",
     "records": "a warm start: a module that is read from a file, against its build",
+    "channel": "named tensors to another process through a channel, beside two copies of as many bytes",
     "mechanisms": "the ways to share memory: the costs of each, and the memory after its maker was killed",
     "cluster": "deploys and refreshes on three Ray nodes of this machine, beside Ray's own transfer of the same bytes",
 }

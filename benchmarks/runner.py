@@ -159,6 +159,9 @@ GOALS = {
     # Beyond the start of an interpreter that does nothing.
     "start": Goal("≤ python + 0.3 s (host)", 0.3),
     "start_gpu": Goal("≤ python + 0.8 s (GPU)", 0.8),
+    "channel": Goal("≤ 1.3 x two copies", 1.3),
+    "bucket": Goal("≤ 200 µs", 200e-6),
+    "syncs": Goal("none", 0),
     "cluster_move": Goal("≤ 2 x Ray's", 2.0),
     "sleep": Goal("≤ 20 ms (16 GB, GPU)", 20e-3),
     "wake": Goal("≤ 1.15 x a plain copy (GPU)", 1.15),

@@ -39,6 +39,7 @@ SMALL = {
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
     "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --tasks 20 --clients 2 --long-run 50 --peers",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
+    "channel": "--device cpu --megabytes 8 --slot 2 --rounds 2 --syncs 50",
     "records": "--device cpu --megabytes 8 --rounds 2",
     "tiers": "--megabytes 32 --rounds 2 --models 5 --engines 1,2",
     "starts": "--device cpu --shape tiny --starts 1",
@@ -103,6 +104,14 @@ def test_a_command_prints_its_rows_and_writes_where_they_come_from(results: Call
         line = next((line for line in run.printed.splitlines() if line.startswith(row["name"])), "")
         assert line, f"{row['name']!r} is not in the table"
         assert row["goal"] is None or row["goal"] in line
+
+
+def test_a_channel_carries_all_of_it(results: Callable[[str], Run]) -> None:
+    """Large messages are timed beside two copies; small ones leave no descriptor and no mapping."""
+    run = results("channel")
+
+    assert {name: sample["n"] for name, sample in run.row("large")["samples"].items()} == {"shared_rpc": 2, "two copies": 2}
+    assert run.row("… the reader's descriptors")["met"] is True
 
 
 def test_records_go_to_disk_and_back(results: Callable[[str], Run]) -> None:
