@@ -440,7 +440,7 @@ def _new(piece: _Piece, device: torch.device) -> torch.Tensor:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with _plainly():
-        target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=target.is_cuda)  # a target on the host is read by who does not wait for a stream
 
 
 class _Channel:
