@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +27,6 @@ extensions = [
     "sphinx_design",
     # docs/_ext
     "catalogue",
-    "commands",
     "drawings",
     "names",
     "outside",
@@ -69,6 +70,17 @@ doctest_global_setup = "import os, shared_rpc; environment = dict(os.environ)"
 doctest_global_cleanup = "os.environ.clear(); os.environ.update(environment)"
 doctest_default_flags = doctest.ELLIPSIS | doctest.DONT_ACCEPT_TRUE_FOR_1
 trim_doctest_flags = True
+
+# The page on the command line includes what typer writes about each command.
+_made = DOCS / "_build" / "commands.md"
+_made.parent.mkdir(exist_ok=True)
+_made.write_text("")
+for _module, _name in (("shared_rpc.cli.app", "shared-rpc"), ("shared_rpc_ray.cli", "shared-rpc cluster")):
+    _words = [sys.executable, "-m", "typer", _module, "utils", "docs", "--name", _name]
+    _environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path[:2])}
+    _text = subprocess.run(_words, env=_environ, check=True, capture_output=True, text=True).stdout
+    with _made.open("a") as _file:
+        _file.write(_text[_text.index(f"## `{_name} ") :])
 
 # Looks
 html_theme = "furo"
