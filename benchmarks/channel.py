@@ -40,7 +40,7 @@ def run(
     megabytes = megabytes or (16 << 10 if device == "cuda" else 1 << 10)
     slot = slot or (1 << 10 if device == "cuda" else 256)
     report = Report("channel", f"{megabytes} MiB of bf16 through {slots} slots of {slot} MiB on {device}", [OURS, COPIES])
-    tensors = _weights(megabytes, device)
+    tensors = {name: tensor.fill_(1) for name, tensor in _empty(megabytes, device).items()}
     with (
         Servers(device) as servers,
         servers.broker(APP.format(device=device)) as (socket, _),
@@ -55,10 +55,10 @@ def run(
     report.finish(json)
 
 
-def _weights(megabytes: int, device: str) -> dict[str, torch.Tensor]:
+def _empty(megabytes: int, device: str) -> dict[str, torch.Tensor]:
     nbytes = min(_LARGE, megabytes << 20)
     return {
-        f"layers.{number}.weight": torch.full((nbytes // 2,), number, dtype=torch.bfloat16, device=device)
+        f"layers.{number}.weight": torch.empty(nbytes // 2, dtype=torch.bfloat16, device=device)
         for number in range((megabytes << 20) // nbytes)
     }
 
@@ -118,7 +118,7 @@ def _measure_small(report: Report, channel: TensorChannel, reader: Process, devi
 def main() -> None:
     """Receive: large messages to tensors of its own, then small ones."""
     config: dict[str, Any] = configuration()
-    targets = {name: torch.empty_like(tensor) for name, tensor in _weights(config["megabytes"], config["device"]).items()}
+    targets = _empty(config["megabytes"], config["device"])
     small = {"x": torch.zeros(_SMALL, dtype=torch.bfloat16, device=config["device"])}
     with Client(socket_path=config["socket"]) as client, client.open_channel("weights", timeout=_PATIENCE) as channel:
         for message in channel:
