@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -14,14 +13,12 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from shared_rpc.client.base import OWN_TIMEOUT, BaseClient
-from shared_rpc.client.channel import Channel
-from shared_rpc.client.connection import Connection
-from shared_rpc.client.exchange import BRIEFLY, PROMPT
+from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, Turn
+from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.pool import Turn
+from shared_rpc.client.link import AsyncLink, Link
 from shared_rpc.client.replies import too_late
-from shared_rpc.client.session import RENEWAL, ClientSession, Search, Takeover, renewing
+from shared_rpc.client.session import RENEWAL, Renewal, Search, renewing, takeover
 from shared_rpc.client.steps import (
     CoroutineMethods,
     Lend,
@@ -38,7 +35,7 @@ from shared_rpc.client.steps import (
 )
 from shared_rpc.client.suspension import lease_ended, renewed
 from shared_rpc.client.thread_job import ShieldedThreadJob
-from shared_rpc.client.transfer import ClientTransfer, TransferClosed
+from shared_rpc.client.transfer import TransferClosed
 from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
 from shared_rpc.lifecycle.finalizer import Job
 from shared_rpc.memory.mapping import MAPPINGS
@@ -59,31 +56,32 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         self._disconnected()
 
     def _end_job(self) -> Job | None:
-        # No coroutine waits any more, since it would refer to the client: the loop takes no part in the channel's end.
-        channel, session = getattr(self, "_channel", None), getattr(self, "_session", None)
-        return functools.partial(_leave, channel, session) if session is not None else None
+        # No coroutine waits any more, since it would refer to the client: the loop takes no part in the link's end.
+        link = getattr(self, "_link", None)
+        return functools.partial(_leave, link) if link is not None else None
 
     def _after_fork(self) -> None:
         super()._after_fork()
-        if self._channel is not None:
-            self._channel.abandon()
         self._disconnected()
 
     def _disconnected(self) -> None:
-        self._channel: Channel | None = None
-        self._session: ClientSession | None = None
+        #: The session; None before the first one, and after :meth:`close`.
+        self._link: AsyncLink | None = None
         self._connecting = anyio.Lock()
 
+    def _links(self) -> list[AsyncLink]:
+        link = self._link
+        return [link] if link is not None else []
+
     async def close(self) -> None:
-        """Close the connections and release the leases. Tensors stay valid; every later operation fails."""
+        """Close the connection and release the leases. Tensors stay valid; every later operation fails."""
         self._closed = True
         self._unwatch()
-        channel, session = self._channel, self._session
-        self._channel, self._session = None, None
-        if channel is not None:
-            channel.say_goodbye()
-        if session is not None:  # for a GPU this waits for the device
-            await anyio.to_thread.run_sync(session.transfer.close)
+        link, self._link = self._link, None
+        if link is not None:
+            link.ended = True
+            link.close()
+            await anyio.to_thread.run_sync(link.transfer.close)  # for a GPU this waits for the device
         await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
@@ -98,41 +96,21 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
     # Requests of handles.
 
     async def _aend_lease(self, object_id: str, session: object) -> None:
-        channel = self._channel
-        if session is not self._session or channel is None:
+        link = self._link
+        if session is not link or link is None:
             return
         with suppress(SharedRPCError):  # the connection has ended, and the session's leases with it
-            await channel.exchange(Request(m.Release([object_id]), "release"))
+            await link.exchange(Request(m.Release([object_id]), "release"))
             await self._run(lease_ended(self, [object_id]))
             await _drain()
 
     def _has_lease(self, handle: Lease[Any]) -> bool:
-        return handle.in_session(self._session)
-
-    def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
-        session, request = self._session, Request(m.Free(chunks), "free")
-        if session is None or session.transfer is not transfer:
-            raise TransferClosed
-        try:
-            self._exchange_apart(session, request).frame.close()
-        except (SharedRPCError, OSError):
-            if not request.sent:
-                raise
-
-    def _exchange_apart(self, session: ClientSession, request: Request) -> Reply:
-        # Not on the loop: over a connection of its own, in the same session.
-        connection = Connection(self.socket_path).open(session.token, BRIEFLY)
-        try:
-            if connection.welcome.token != session.token:
-                raise ConnectionClosed("the session has ended")
-            return connection.exchange(request, time.monotonic() + BRIEFLY)
-        finally:
-            connection.close()
+        return handle.in_session(self._link)
 
     # Driving of operations.
 
-    def _known(self) -> ClientSession | None:
-        return self._session
+    def _known(self) -> AsyncLink | None:
+        return self._link
 
     async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
         """Drive an operation as :func:`shared_rpc.client.steps.drive` does."""
@@ -164,114 +142,103 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             case Work():
                 return await _worked(step)
             case Lend():
-                return self._lend(step, None if self._closed else turn.session)
+                return self._lend(step, None if self._closed else turn.link)
             case Notify():
                 result = step.callback(step.info)
                 return await result if inspect.isawaitable(result) else None
             case Reach():
-                return await self._server()
+                return await self._connected()
             case Within():
                 turn.deadline = step.deadline(anyio.current_time())
-            case Tell() if self._channel is not None:
-                if not isinstance(step.message, m.Release) or (step.session or turn.session) is self._session:
-                    self._channel.notify(step.message)
+            case Tell():
+                self._tell(step, turn.link)
         return None
 
     async def _exchange(self, request: Request, turn: Turn) -> Reply:
         deadline = max(turn.deadline, anyio.current_time() + PROMPT) if request.at_once else turn.deadline
         while True:
-            channel: Channel | None = None
+            link: AsyncLink | None = None
             with anyio.CancelScope(deadline=deadline):
-                channel = await self._connected()
-            if channel is None:
+                link = await self._connected()
+            if link is None:
                 raise too_late(request.what)
-            if request.transfer is not None and request.transfer.closed:
+            if request.transfer is not None and request.transfer is not link.transfer:
                 raise TransferClosed
-            turn.session = self._session
+            turn.link = link
             if request.sessions:
-                request.keep_to(turn.session)
+                request.keep_to(link)
             try:
-                return await channel.exchange(request, deadline)
-            except ConnectionClosed:
-                # If the server hung up and the request is repeatable, the request is sent to the next server.
-                if self._closed or not request.repeatable or anyio.current_time() > deadline:
+                return await link.exchange(request, deadline)
+            except SharedRPCError as error:
+                if self._closed or not self._repeats(request, link, error) or anyio.current_time() > deadline:
                     raise
 
-    async def _server(self) -> ClientSession:
-        if self._session is None:
-            await self._connected()
-        if self._session is None:
-            raise ConnectionClosed("this client is closed")
-        return self._session
-
-    async def _connected(self) -> Channel:
-        channel = self._channel
-        if channel is not None and channel.alive:
-            return channel
+    async def _connected(self) -> AsyncLink:
+        link = self._link
+        if link is not None and link.usable:
+            return link
+        renewal: Renewal | None = None
         async with self._connecting:
             if self._closed:
                 raise ConnectionClosed("this client is closed")
-            if self._channel is not None and not self._channel.alive:
-                self._channel.close("the server closed the connection")
-                self._channel = None
-            outdated: list[Lease[Any]] = []
-            if self._channel is None:
-                self._channel, outdated = await self._connect()
-            channel = self._channel
+            if self._link is None or not self._link.usable:
+                link, renewal = await self._connect(self._link)
+            else:
+                link = self._link
+        outdated = renewal.outdated() if renewal is not None else []
         if outdated:
             await self._run(renewed(self, outdated), timeout=RENEWAL)
-        return channel
+        return link
 
-    async def _connect(self) -> tuple[Channel, list[Lease[Any]]]:
-        """Return a channel, and the handles whose memory is to be renewed."""
+    async def _connect(self, earlier: AsyncLink | None) -> tuple[AsyncLink, Renewal | None]:
+        """Begin a session, which has the leases of the one that it follows."""
         search = Search(self.socket_path, self._connect_timeout)
         while True:
             try:
-                channel, takeover = await self._join(search.path)
+                link, renewal = await self._reach(search.path, earlier)
                 break
             except ConnectError as error:
                 await anyio.sleep(search.failed(error))
         try:
-            if self._session is not None and not takeover.joined:
-                await anyio.to_thread.run_sync(self._session.transfer.close)
+            if earlier is not None:
+                earlier.close("the server closed the connection")
+                await anyio.to_thread.run_sync(earlier.transfer.close)
             if self._closed:
                 raise ConnectionClosed("this client is closed")
         except BaseException:
-            channel.close()
+            link.close()
             raise
         # No await from here on: whoever is cancelled has the session, or what it was to have.
-        if not takeover.joined:
-            self._session = takeover.begin(self._new_transfer())
-            takeover.move(self._session)
-        if takeover.renewal is None:
-            return channel, []
-        for message in takeover.renewal.corrections():
-            channel.notify(message)
-        return channel, takeover.renewal.outdated()
+        link.transfer = self._new_transfer()
+        self._link = link
+        if renewal is not None:
+            renewal.move(link)
+            with suppress(SharedRPCError):
+                for message in renewal.corrections():
+                    link.post(message)
+        return link, renewal
 
-    async def _join(self, path: str) -> tuple[Channel, Takeover]:
-        """Open a channel that joins the session, or begins another one, which has its leases then.
+    async def _reach(self, path: str, earlier: AsyncLink | None) -> tuple[AsyncLink, Renewal | None]:
+        """Open a link, and ask for the leases of the session that it follows.
 
         :raises ConnectError: if there is no server, or it goes away at once.
         """
-        session = self._session
-        token = session.token if session is not None else ""
-        channel = await Channel.open(path, token, self._timeout if self._timeout is not None else 3600.0)
+        link = await AsyncLink.open(path, self._timeout if self._timeout is not None else 3600.0)
         try:
-            takeover = Takeover(self._leases, session, channel.welcome, channel.pid)
-            if takeover.renewal is not None:
+            renewal = takeover(self._leases, earlier, link)
+            if renewal is not None:
                 with renewing(path):
-                    takeover.renewal.granted(await channel.exchange(takeover.renewal.request, anyio.current_time() + PROMPT))
+                    renewal.granted(await link.exchange(renewal.request, anyio.current_time() + PROMPT))
         except BaseException:
-            channel.close()
+            link.close()
             raise
-        return channel, takeover
+        return link, renewal
 
 
-def _leave(channel: Channel | None, session: ClientSession) -> None:
-    if channel is not None:
-        channel.say_goodbye()
-    session.transfer.close()
+def _leave(link: Link) -> None:
+    link.ended = True
+    link.close()
+    link.transfer.close()
 
 
 async def _worked(step: Work) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import sys
 import weakref
@@ -12,16 +13,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Self
 
-from shared_rpc.client.connection import Connection
+import msgspec
+
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
+from shared_rpc.client.link import BlockingLink, Link
 from shared_rpc.client.sending import send
-from shared_rpc.client.session import ClientSession, LeaseBook
-from shared_rpc.client.steps import Driver, Lend, Operation, Reply, Request, Step, Work, drive
-from shared_rpc.client.subscriptions import ConnectionSource, Subscriptions
+from shared_rpc.client.session import LeaseBook
+from shared_rpc.client.steps import Driver, Known, Lend, Operation, Reply, Request, Step, Tell, Work, drive
+from shared_rpc.client.subscriptions import LinkSource, Subscriptions
 from shared_rpc.client.suspension import Suspensions, lease_ended
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
+from shared_rpc.errors.interrupts import passed_over
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FINALIZER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
@@ -32,8 +36,20 @@ from shared_rpc.settings import resolve_base_path, socket_path
 
 #: A timeout that stands for the client's own.
 OWN_TIMEOUT = -1.0
-#: Seconds until the finaliser thread tries again to return leases to a server that is stuck.
-_LATER = 2.0
+
+
+class Turn(msgspec.Struct, eq=False):
+    """One operation of a client, from before its first request until its caller has the result."""
+
+    #: Seconds to wait for a server that is not there yet; and the deadline, on the clock of the driver.
+    patience: float = 0.0
+    deadline: float = math.inf
+    ended: bool = False
+    #: The latest request of the operation, which has the answer, and the answers so far.
+    request: Request | None = None
+    answers: int = 0
+    #: The session of the latest request, and so of the lease that came with the reply.
+    link: Link | None = None
 
 
 def preload_codec() -> None:
@@ -125,17 +141,21 @@ class BaseClient(Driver):
         return new_transfer
 
     @abstractmethod
+    def _links(self) -> Sequence[Link]:
+        """Return the sessions that have not ended."""
+
     def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
         """Return chunks of the server's pool, in their session; from another thread.
 
         :raises TransferClosed, SharedRPCError, OSError: if the message was not sent.
         """
+        link = next((link for link in self._links() if link.transfer is transfer), None)
+        if link is None:
+            raise TransferClosed
+        link.post(m.Free(chunks))
 
     def _after_fork(self) -> None:
-        """Begin anew in a forked child: the session is the parent's.
-
-        The copies of connections are closed here. Those that another thread was just making are closed by their modules.
-        """
+        """Begin anew in a forked child: the session is the parent's, and the links close their copies of descriptors."""
         self._values = weakref.WeakValueDictionary()
         self._watch = Subscriptions(weakly(self._news_source))
         self._leases = LeaseBook()
@@ -162,10 +182,10 @@ class BaseClient(Driver):
         return self._address.path()
 
     @abstractmethod
-    def _known(self) -> ClientSession | None:
+    def _known(self) -> Link | None:
         """Return the session, if there is one."""
 
-    def _lend(self, step: Lend, session: ClientSession | None) -> Lease[Any]:
+    def _lend(self, step: Lend, session: Link | None) -> Lease[Any]:
         """Return the handle of a value that came in a session, which is None once the client was closed."""
         if session is None:
             raise ConnectionClosed("this client was closed, which has ended the lease")
@@ -178,66 +198,62 @@ class BaseClient(Driver):
             )
         return handle
 
-    @abstractmethod
-    def _exchange_apart(self, session: ClientSession, request: Request) -> Reply:
-        """Send a request in a session, for the finaliser thread: wait for a second or so, and begin no operation.
+    def _tell(self, step: Tell, session: Link | None) -> None:
+        """Send a message whose answer is not needed; a release in the session of its lease, unless that has ended.
 
-        :raises TransferClosed, SharedRPCError: if there is no reply.
+        :param session: that of the operation's latest reply.
         """
+        link = step.session or session if isinstance(step.message, m.Release) else session or self._known()
+        if isinstance(link, Link) and not link.ended:
+            with passed_over(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
+                link.post(step.message)
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
-        if isinstance(session, ClientSession):
-            session.dropped.append(object_id)
-            if len(session.dropped) == 1:  # no other attempt is queued
-                self._release_dropped(session)
+        if isinstance(session, Link) and session in self._links():  # else its leases have ended
+            drive(_released(self, object_id), functools.partial(self._perform_apart, session))
 
-    def _release_dropped(self, session: ClientSession) -> None:
-        """Return the leases of collected handles. If the server takes no request now, try again later."""
-        if session is not self._known():
-            return  # its leases have ended, or end without these handles
-        request = Request(m.Release(session.dropped), "release", transfer=session.transfer)
-        try:
-            self._exchange_apart(session, request).frame.close()
-            drive(lease_ended(self, session.dropped), functools.partial(self._perform_apart, session))
-        except (TransferClosed, SharedRPCError, OSError):
-            if not request.sent and session is self._known():
-                again = weakly(self._release_dropped)
-                FINALIZER.submit(functools.partial(again, session), after=_LATER)
-                return
-        session.dropped = []
-
-    def _perform_apart(self, session: ClientSession, step: Step) -> Any:
-        """Do what an operation asks for that ends no lease, in the finaliser thread."""
+    def _perform_apart(self, session: Link, step: Step) -> Any:
+        """Do what an operation asks for that needs no answers, in the finaliser thread."""
         match step:
-            case Request():
-                return self._exchange_apart(session, step)
+            case Tell():
+                self._tell(step, session)
             case Work():
                 return step.function()
         return None
+
+    @staticmethod
+    def _repeats(request: Request, link: Link, error: SharedRPCError) -> bool:
+        """Return whether a request that has failed goes to the next server."""
+        if not request.repeatable:
+            return False
+        return isinstance(error, ConnectionClosed) or (request.unwritten and not link.usable)
 
     def _sent(
         self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
     ) -> Operation[tuple[Reply, ClientTransfer | None]]:
         return send(self._known, kind, endpoint, args, kwargs, what, pooled=pooled)
 
-    def _watch_in(self, server: ClientSession) -> Subscriptions:
-        """Return the subscriptions, whose connection is in this session."""
-        self._watched = server
+    def _watch_in(self, server: Known) -> Subscriptions:
+        """Return the subscriptions to the news of a server."""
+        self._watched = server.server_id
         return self._watch
 
-    def _news_source(self) -> ConnectionSource:
-        """Open a connection for news, whose positions mean something to one server.
+    def _news_source(self) -> LinkSource:
+        """Open a link for news, whose positions mean something to one server.
 
         :raises ConnectionClosed: if another server has the place of the watched one.
         """
         watched, timeout = self._watched, min(PROMPT, self._timeout or PROMPT)
-        connection = Connection(self.socket_path).open(watched.token, timeout)
-        if connection.welcome.server_id != watched.server_id:
-            connection.close()
-            raise ConnectionClosed(
-                f"the server {watched.server_id} has ended, and {connection.welcome.server_id} has its place"
-            )
-        return ConnectionSource(connection)
+        link = BlockingLink.open(self.socket_path, timeout)
+        if link.server_id != watched:
+            link.close()
+            raise ConnectionClosed(f"the server {watched} has ended, and {link.server_id} has its place")
+        return LinkSource(link)
 
     def _unwatch(self) -> None:
         self._watch.close()
+
+
+def _released(client: BaseClient, object_id: str) -> Operation[None]:
+    yield Tell(m.Release([object_id]))
+    yield from lease_ended(client, [object_id], waits=False)

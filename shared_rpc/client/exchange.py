@@ -11,7 +11,7 @@ works on :class:`~shared_rpc.protocol.socket.FrameBuffers`, so that faults are t
                   │
                abandon ──► owed ──deliver──► its grants are released
 
-Where a signal handler may raise between any two instructions (see :class:`~shared_rpc.client.pool.ConnectionPool`), the
+Where a signal handler may raise between any two instructions (see :class:`~shared_rpc.client.link.BlockingLink`), the
 descriptors of an answer are in the buffers or in :attr:`Request.frame`: they go from one to the other without a call.
 """
 
@@ -60,6 +60,10 @@ class Exchange(msgspec.Struct, eq=False):
     withdrawn: bool = False
     #: The message of :attr:`Request.frame`, or why the message cannot be read.
     answer: m.Message | str | None = None
+    #: Whether its thread waits in the kernel, where a signal handler interrupts nothing else.
+    idle: bool = False
+    #: The exchange that reads on when this one has its answer: it is of the code that a signal handler has interrupted.
+    below: Exchange | None = None
 
 
 class Exchanges:
@@ -67,12 +71,10 @@ class Exchanges:
 
     :param path: the server's socket, for errors.
     :param buffers: where frames come from, and are queued.
-    :param waits: whether the driver's thread can wait for a GPU, when the server needs memory.
     """
 
-    def __init__(self, path: str, buffers: FrameBuffers, *, waits: bool = True) -> None:
+    def __init__(self, path: str, buffers: FrameBuffers) -> None:
         self.path = path
-        self._waits = waits
         self._buffers = buffers
         self._ids = itertools.count()
         #: Unanswered requests by number, abandoned ones too.
@@ -85,9 +87,9 @@ class Exchanges:
 
     # The handshake.
 
-    def greet(self, token: str) -> Exchange:
-        """Queue the handshake, which joins a session or, with an empty token, begins one."""
-        return self.begin(Request(m.Hello(token), "the handshake"), 0)
+    def greet(self) -> Exchange:
+        """Queue the handshake."""
+        return self.begin(Request(m.Hello(), "the handshake"), 0)
 
     def welcome(self, greeting: Exchange) -> m.Welcome:
         """Return the server's answer to the handshake.
@@ -124,11 +126,14 @@ class Exchanges:
         :raises ConnectionClosed: if the connection has ended.
         """
         if self.broken is not None:
+            request.tries += 1
+            request.unwritten = True
             raise self.ended()
         if number is None:
             number = next(self._ids) % LAST_ID + 1
         exchange = Exchange(number, request)
         message, fds = request.addressed(self._sent) if request.arenas else (request.message, request.fds)
+        request.begin, request.unwritten = self._buffers.queued, False
         self._buffers.queue(message, number, request.payload, fds)
         request.sent = True
         request.end = self._buffers.queued
@@ -136,6 +141,10 @@ class Exchanges:
             self._sent.update([segment.info.id for segment in request.arenas.values()])
         self.under_way[number] = exchange
         return exchange
+
+    def of(self, request: Request) -> Exchange | None:
+        """Return the exchange of a request that may have been interrupted as it began; None if it has not begun."""
+        return next((exchange for exchange in tuple(self.under_way.values()) if exchange.request is request), None)
 
     def notify(self, message: m.Message) -> None:
         """Queue a request whose answer is not needed."""
@@ -208,25 +217,29 @@ class Exchanges:
                 self._told(exchange, frame)
             else:
                 news.append(exchange)
-                try:
-                    exchange.answer = decode_message(frame)
-                except ProtocolError as error:
-                    if is_of_handler(error):
-                        raise
-                    exchange.answer = str(error)
-                if frame.fds:
-                    self._learn(exchange, frame)
-                exchange.request.frame = frame
+                answer = self._read(exchange, frame)
+                # No call from here on: the exchange has all of it or nothing.
+                exchange.request.frame, exchange.answer = frame, answer
                 del self.under_way[exchange.number]
             del buffers.frames[0]
         return news
 
     @staticmethod
-    def _learn(exchange: Exchange, frame: Frame) -> None:
-        """Note arenas that an answer brings: the next one may be of the same arena, and be taken first."""
-        if exchange.request.transfer is not None and isinstance(exchange.answer, m.Result):
+    def _read(exchange: Exchange, frame: Frame) -> m.Message | str:
+        """Return an answer, or why it cannot be read.
+
+        Arenas that it brings are noted: the next answer may be of the same arena, and be taken first.
+        """
+        try:
+            answer = decode_message(frame)
+        except ProtocolError as error:
+            if is_of_handler(error):
+                raise
+            return str(error)
+        if frame.fds and exchange.request.transfer is not None and isinstance(answer, m.Result):
             with passed_over(OSError):  # if no file can be opened, the answer itself reports that
-                exchange.request.transfer.learn(exchange.answer, frame)
+                exchange.request.transfer.learn(answer, frame)
+        return answer
 
     def _told(self, exchange: Exchange, frame: Frame) -> None:
         message = decode_message(frame)
@@ -234,7 +247,7 @@ class Exchanges:
             if not exchange.withdrawn:
                 exchange.updates.append(message.info)
         else:
-            self._buffers.queue(exchange.request.when_out_of_memory(waits=self._waits), 0)
+            self._buffers.queue(exchange.request.when_out_of_memory(), 0)
         frame.close()
 
     def _stray(self, frame: Frame) -> None:

@@ -11,13 +11,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-from shared_rpc.client.connection import Connection, Stranger, nobody_listens
 from shared_rpc.client.handle import Lease
+from shared_rpc.client.link import Link, Stranger, nobody_listens
 from shared_rpc.client.steps import Reply, Request, message_of
-from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.mapping import MAPPINGS
@@ -32,32 +30,11 @@ RENEWAL = 5.0
 _SUMMONS = 3
 
 
-@dataclass(eq=False)
-class ClientSession:
-    """A session, whose identity handles remember.
-
-    A blocking client has its connections here: all of them, the idle ones, and those that are unusable, but open to keep the
-    session until another connection does.
-    """
-
-    server_id: str
-    token: str
-    device: str
-    pid: int
-    transfer: ClientTransfer
-    connections: set[Connection] = field(default_factory=set)
-    idle: list[Connection] = field(default_factory=list)
-    parked: list[Connection] = field(default_factory=list)
-    #: Objects of collected handles, whose leases the finaliser thread returns.
-    dropped: list[str] = field(default_factory=list)
-    ended: bool = False
-
-
 class LeaseBook:
     """Handles by the session that their leases are in. Thread-safe.
 
-    A lease ends with its session. Where the same server, by its id, has a new session for this client, because all
-    connections broke or the server was restarted with the objects it kept, the client asks for leases on the same objects
+    A lease ends with its session. Where the same server, by its id, has a new session for this client, because the
+    connection broke or the server was restarted with the objects it kept, the client asks for leases on the same objects
     first. The handle of a dropped object stays with the ended session.
     """
 
@@ -135,34 +112,13 @@ class Renewal:
         return [handle for handle in self._moved if handle.object_id in self._inactive and not handle.suspended]
 
 
-class Takeover:
-    """The relation of a new connection to the session before it: it joins that, or begins another one.
-
-    :param earlier: the session whose token the handshake had; None if it had none.
-    :param pid: the process that answered, 0 for one in another pid namespace.
-    """
-
-    def __init__(self, leases: LeaseBook, earlier: ClientSession | None, welcome: m.Welcome, pid: int) -> None:
-        self.earlier = earlier
-        self.welcome = welcome
-        self._pid = pid
-        self.joined = earlier is not None and earlier.token == welcome.token
-        if earlier is not None and not self.joined:
-            earlier.ended = True  # before its handles are looked for: a handle that is made from here on is not among them
-        #: The leases that the new session takes over, None if there are none.
-        self.renewal: Renewal | None = None
-        if earlier is not None and not self.joined and earlier.server_id == welcome.server_id:
-            handles = leases.of(earlier)
-            self.renewal = Renewal(leases, handles) if handles else None
-
-    def begin(self, transfer: ClientTransfer) -> ClientSession:
-        """Return the session that begins."""
-        return ClientSession(self.welcome.server_id, self.welcome.token, self.welcome.device, self._pid, transfer)
-
-    def move(self, session: ClientSession) -> None:
-        """Move the handles into the session that began."""
-        if self.renewal is not None:
-            self.renewal.move(session)
+def takeover(leases: LeaseBook, earlier: Link | None, link: Link) -> Renewal | None:
+    """Return the leases that a new session takes over from an earlier one, which has ended; None if there are none."""
+    if earlier is None:
+        return None
+    earlier.ended = True  # before its handles are looked for: a handle that is made from here on is not among them
+    handles = leases.of(earlier) if earlier.server_id == link.server_id else []
+    return Renewal(leases, handles) if handles else None
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Request:
 
     ``arenas`` are segments by their numbers in the message, whose descriptors go once over each connection; ``fds`` are those
     of the others. ``transfer`` is where the server's news of memory goes. ``until`` is a descriptor: the request is withdrawn
-    once that is readable, as at its deadline.
+    once that is readable, as at its deadline: an eventfd that counts (EFD_SEMAPHORE).
     """
 
     message: m.Message
@@ -70,13 +70,19 @@ class Request:
     out_of_memory: bool = False
     #: The answer; its descriptors are closed if the caller is interrupted.
     frame: Frame | None = None
-    #: How many connections broke during the request, and its last position among the bytes written to the current one.
+    #: Whether a signal handler has raised in the wait for the answer, so that nothing but the request was interrupted.
+    withdrawn: bool = False
+    #: How many connections broke during the request, and its place among the bytes written to the current one.
     tries: int = 0
+    begin: int = 0
     end: int = 0
+    #: Whether the connection broke before a byte of the request was written.
+    unwritten: bool = False
 
     def interrupted(self, connection: FrameBuffers) -> None:
         """Note that the connection broke. A frame whose last byte was not written is none, and the server never acts on it."""
         self.sent = connection.written >= self.end
+        self.unwritten = connection.written <= self.begin
         self.tries += 1
 
     def keep_to(self, session: object) -> None:
@@ -95,14 +101,14 @@ class Request:
         """Return the parts of an abandoned request that its answer needs."""
         return Request(self.message, self.what, transfer=self.transfer)
 
-    def when_out_of_memory(self, *, waits: bool) -> m.Free:
-        """Return the message for a server that needs memory for the result; ``waits``: see :class:`ClientTransfer`."""
+    def when_out_of_memory(self) -> m.Free:
+        """Return the message for a server that needs memory for the result."""
         if self.transfer is None:
             return m.Free([])
         if not self.out_of_memory:
             self.out_of_memory = True
             self.transfer.waiting += 1
-        return self.transfer.out_of_memory(waits=waits)
+        return self.transfer.out_of_memory()
 
     def addressed(self, sent: set[str]) -> tuple[m.Message, tuple[int, ...]]:
         """Return the message and its descriptors, for a connection that has the descriptors of the segments ``sent``."""

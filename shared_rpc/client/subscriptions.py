@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from shared_rpc.client.connection import Connection
+from shared_rpc.client.link import BlockingLink
 from shared_rpc.client.steps import Request, message_of
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.protocol import generations as g
@@ -27,32 +27,25 @@ class NewsSource(Protocol):
         :raises SharedRPCError: when no more news will come.
         """
 
-    def hang_up(self) -> None:
-        """End a :meth:`news` that waits in another thread by an error."""
-
     def close(self) -> None:
-        """Close the connection, on which no thread waits."""
+        """End the source, and a :meth:`news` that waits in another thread, by an error."""
 
 
-class ConnectionSource(NewsSource):
-    """News from a server, over a connection of its own."""
+class LinkSource(NewsSource):
+    """News from a server, over a link of its own: a wait that does not end would have a thread read for all others."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, link: BlockingLink) -> None:
+        self._link = link
 
     def news(self, after: int) -> tuple[list[Generation], int]:
         """Ask the server for news."""
         request = Request(g.AwaitRefreshes(after), "a wait for refreshes")
-        news = message_of(self._connection.exchange(request, math.inf), request.what, g.Refreshes)
+        news = message_of(self._link.exchange(request, math.inf), request.what, g.Refreshes)
         return news.generations, news.after
 
-    def hang_up(self) -> None:
-        """Hang up under the thread that waits."""
-        self._connection.hang_up()
-
     def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
+        """Hang up."""
+        self._link.close("the subscription ended")
 
 
 class Subscription:
@@ -99,8 +92,6 @@ class Subscriptions:
         self._subscriptions: list[Subscription] = []
         #: None without subscriptions.
         self._source: NewsSource | None = None
-        #: The source with which the thread continues.
-        self._next: NewsSource | None = None
         self._closed = False
 
     def subscribe(self, callback: Callable[[Generation], object], after: int) -> Subscription:
@@ -138,30 +129,7 @@ class Subscriptions:
             if source is None or self._subscriptions:
                 return
             self._source = None
-        source.hang_up()
-
-    @property
-    def active(self) -> bool:
-        """Whether there is a subscription."""
-        return self._source is not None
-
-    def move(self) -> None:
-        """Get the news from another source, with nothing lost in between.
-
-        :raises SharedRPCError: if the server cannot be reached.
-        """
-        earlier = self._source
-        source = self._connect() if earlier is not None else None
-        if earlier is None or source is None:
-            return
-        with self._lock:
-            moved = self._source is earlier
-            if moved:
-                self._source = self._next = source
-        if moved:
-            earlier.hang_up()
-        else:
-            source.close()
+        source.close()
 
     def close(self) -> None:
         """End all subscriptions, also those that are being made."""
@@ -179,12 +147,8 @@ class Subscriptions:
                         subscription.notify(generation)
             except SharedRPCError as error:
                 source.close()
-                with self._lock:
-                    following, self._next = self._next, None
-                if following is None:
-                    self._ended(source, error)
-                    return
-                source = following
+                self._ended(source, error)
+                return
             except BaseException:
                 source.close()
                 raise

@@ -162,24 +162,28 @@ def suspended(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
     yield from _settled(ctx, object_id, handle)
 
 
-def _settled(ctx: Suspending, object_id: str, handle: Lease[Any] | None = None) -> Operation[None]:
+def _settled(ctx: Suspending, object_id: str, handle: Lease[Any] | None = None, *, waits: bool = True) -> Operation[None]:
     """Unmap what no active handle needs, and tell the server.
 
     :param handle: the one that is suspended by that, and active again if the memory cannot be unmapped.
+    :param waits: whether to wait until the server knows.
     """
     passage = ctx._suspensions.begin_suspending(object_id)
     try:
         if handle is None or handle._fall_asleep():
-            yield from _given_up(ctx, object_id, handle)
+            yield from _given_up(ctx, object_id, handle, waits=waits)
     finally:
         passage.end()
 
 
-def _given_up(ctx: Suspending, object_id: str, handle: Lease[Any] | None) -> Operation[None]:
+def _given_up(ctx: Suspending, object_id: str, handle: Lease[Any] | None, *, waits: bool) -> Operation[None]:
     yield Work(functools.partial(_unmapped, object_id, handle))
     if handle is not None and ctx._lets_go:
         handle._let_go()
     if ctx._suspensions.is_to_tell(object_id):
+        if not waits:
+            yield Tell(t.Suspend([object_id]))
+            return
         with suppress(ConnectError, ConnectionClosed):  # the leases have ended; a session that takes them over begins with this
             yield from ask(Request(t.Suspend([object_id]), "suspend", at_once=True), m.Count)
 
@@ -323,12 +327,12 @@ def _mapped(book: Suspensions, object_id: str, segments: Sequence[Segment], owne
             segment.close()
 
 
-def lease_ended(ctx: Suspending, object_ids: Iterable[str]) -> Operation[None]:
-    """Settle what the end of a lease leaves: only suspended handles, or none."""
+def lease_ended(ctx: Suspending, object_ids: Iterable[str], *, waits: bool = True) -> Operation[None]:
+    """Settle what the end of a lease leaves: only suspended handles, or none; ``waits``: until the server knows."""
     book = ctx._suspensions
     for object_id in object_ids:
         if _sleeps(object_id):
-            yield from _settled(ctx, object_id)
+            yield from _settled(ctx, object_id, waits=waits)
         elif object_id in book.told and not book.leases.of_object(object_id):
             book.told.discard(object_id)
 

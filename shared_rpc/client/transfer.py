@@ -69,7 +69,7 @@ class ClientTransfer:
     @contextmanager
     def awaiting(self, frees: int) -> Iterator[int]:
         """Open a descriptor that is readable once a chunk for arguments is free that was not at so many :attr:`Pool.frees`."""
-        event = Descriptor.opened(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        event = Descriptor.opened(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
         wake = functools.partial(os.eventfd_write, event.number, 1)
         try:
             self.arguments.notify(wake, frees)
@@ -78,15 +78,9 @@ class ClientTransfer:
             self.arguments.forget(wake)
             event.close()
 
-    def out_of_memory(self, *, waits: bool = True) -> m.Free:
-        """Return the message for a server that needs memory.
-
-        :param waits: whether the caller can wait for the GPU. Else another thread returns what the GPU may still use.
-        """
-        if waits:
-            self.references.drain()
-        else:
-            self.references.poll(look=True)
+    def out_of_memory(self) -> m.Free:
+        """Return the message for a server that needs memory. Another thread returns what the GPU may still use."""
+        self.references.poll(look=True)
         free = m.Free(self.references.pop_returned())
         self._look_again()
         return free

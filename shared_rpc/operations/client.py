@@ -99,9 +99,10 @@ class BlockingOperations(Operations, BlockingMethods):
 class Client(BlockingDriver, BlockingOperations, Context):
     """Calls the endpoints of a server on this host.
 
-    Every thread that waits has a connection of its own, so one call does not hold up another. All connections share one
-    session, which ends, and its leases with it, by :meth:`close`, with the last reference to the client and its handles, or
-    with the process. After a fork the child begins a session of its own. The client connects with its first operation.
+    All threads share one connection, and no call holds up another; only a reply of tens of megabytes may delay those to other
+    threads. The connection is a session, which ends, and its leases with it, by :meth:`close`, with the last reference to the
+    client and its handles, or with the process. After a fork the child begins a session of its own. The client connects with
+    its first operation.
 
     :param base_path: the beginning of the socket's path, see :func:`shared_rpc.settings.resolve_base_path`.
     :param device: the server's device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.

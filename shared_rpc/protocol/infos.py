@@ -340,8 +340,8 @@ class HolderInfo(TypedDict):
     """A session that holds an object, and the process it belongs to; or a task whose result was not fetched, with ``kind``
     ``"task"``, whose id is ``session`` then.
 
-    ``leases`` is the number of its unreleased handles; ``since`` is the beginning of the session. A task and the session of the
-    server's own calls have no ``connections``, and ``since`` is None.
+    ``leases`` is the number of its unreleased handles; ``since`` is the beginning of the session. ``connections`` is 1; a task
+    and the session of the server's own calls have none, and ``since`` is None.
     """
 
     kind: HolderKind
@@ -360,7 +360,9 @@ class ListedObjectInfo(ObjectInfo):
 
 
 class SessionInfo(TypedDict):
-    """A process that is connected: the objects it holds (``leases``), the bytes they lie in, and since when it is there."""
+    """A client: the objects it holds (``leases``), the bytes they lie in, and since when it is there. ``connections`` is 1; a
+    process with subscriptions to refreshes has one more session for these.
+    """
 
     session: str
     pid: int

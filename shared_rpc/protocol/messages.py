@@ -23,17 +23,13 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Hello(Message):
-    """The first frame of a connection. ``token`` joins the session of an earlier connection of the same process."""
-
-    token: str = ""
+    """The first frame of a connection, with which a session begins."""
 
 
 class Welcome(Message):
     """The server takes the connection."""
 
     server_id: str
-    token: str
-    pid: int
     device: str
 
 

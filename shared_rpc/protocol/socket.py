@@ -31,9 +31,12 @@ _WRITE, _WRITES = 128 * 1024, 16
 _TIMEVAL = struct.Struct("ll")
 # As plain integers: an enum's operators are slow here.
 _GET_SEALS = int(fcntl.F_GET_SEALS)
-_CLOEXEC, _NOSIGNAL, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL), int(socket.MSG_CTRUNC)
-#: The arguments of a recvmsg(2), for :func:`itertools.starmap`.
+_CLOEXEC, _CTRUNC, _DONTWAIT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC), int(socket.MSG_DONTWAIT)
+#: The flags of a write.
+_SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+#: The arguments of a recvmsg(2), for :func:`itertools.starmap`: one that waits as the socket does, and one that does not wait.
 _RECEIVE = ((_CHUNK, _ANCILLARY, _CLOEXEC),)
+_RECEIVE_NOW = ((_CHUNK, _ANCILLARY, _CLOEXEC | _DONTWAIT),)
 
 
 def _fds_of(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
@@ -110,6 +113,8 @@ class FrameBuffers:
         self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
         #: Bytes, and the descriptors that go with them: duplicates, or owners.
         self._outbox: deque[tuple[memoryview, list[int] | list[FdOwner]]] = deque()
+        #: The number of bytes that were written, until they are out of the outbox.
+        self._wrote: list[int] = []
         #: Duplicates of descriptors on their way into the outbox.
         self._duplicates: list[int] = []
         #: Queued bytes and written bytes, since the beginning; and the descriptors in the outbox.
@@ -202,16 +207,25 @@ class FrameBuffers:
                 break
         return joined
 
-    def _sent(self, count: int) -> None:
-        """Forget written bytes."""
-        while self._outbox:
-            data, _ = self._outbox.popleft()
-            if len(data) > count:
-                self._outbox.appendleft((data[count:], []))
-                return
-            count -= len(data)
-            if not count:
-                return
+    def _note(self) -> None:
+        """Forget written bytes, and close the descriptors that went with them."""
+        while self._wrote:
+            count = self._wrote[0]
+            data, fds = self._outbox[0]
+            length, held = len(data), len(fds)
+            _drop(fds)
+            self.queued_fds -= held
+            # No call from here on, after which a signal handler could run.
+            if length <= count:
+                del self._outbox[0]
+                self.written += length
+                self._wrote[0] = count - length
+                if count > length:
+                    continue
+            else:
+                self._outbox[0] = (data[count:], [])
+                self.written += count
+            del self._wrote[0]
 
     def close(self) -> None:
         """Close every descriptor that came in or was to go out."""
@@ -228,9 +242,9 @@ class FrameSocket(FrameBuffers):
     Descriptors that a system call returns are stored by the same expression, in C, and go from hand to hand as in
     :class:`FrameDecoder`: a signal handler that raises leaves all of them to :meth:`close`.
 
-    On a blocking socket :meth:`receive` and :meth:`flush` wait as long as it does, see :meth:`limit`; on a
-    non-blocking one they do not wait. Where nothing arrived :meth:`receive` raises :class:`BlockingIOError`, and where
-    not everything was taken :meth:`flush` returns False.
+    On a blocking socket :meth:`receive` waits as long as it does, see :meth:`limit`; on a non-blocking one it does not wait.
+    Where nothing arrived it raises :class:`BlockingIOError`. :meth:`flush` never waits; where not everything was taken it
+    returns False.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits | None = None) -> None:
@@ -240,7 +254,7 @@ class FrameSocket(FrameBuffers):
         self._read: list[Any] = []
 
     def limit(self, seconds: float) -> None:
-        """Limit the time that a blocking socket waits for every connect, read and write. The kernel keeps it (SO_RCVTIMEO,
+        """Limit the time that a blocking socket waits for every connect and read. The kernel keeps it (SO_RCVTIMEO,
         SO_SNDTIMEO); after a signal Python begins to wait anew, so only short waits end in time whatever happens.
         """
         value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
@@ -252,79 +266,91 @@ class FrameSocket(FrameBuffers):
         return self.sock.fileno()
 
     def receive(self) -> None:
-        """Take in available bytes.
+        """Take in available bytes: :meth:`read` and :meth:`take`."""
+        self.read()
+        self.take()
 
-        :raises ConnectionClosed: at the end of the stream, or if the connection was reset.
-        :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
+    def read(self, *, wait: bool = True) -> None:
+        """Read available bytes, which :meth:`take` takes in.
+
+        :param wait: whether a blocking socket waits.
+        :raises ConnectionClosed: if the connection was reset.
         """
         try:
-            self._read.extend(itertools.starmap(self.sock.recvmsg, _RECEIVE))
+            self._read.extend(itertools.starmap(self.sock.recvmsg, _RECEIVE if wait else _RECEIVE_NOW))
         except OSError as error:
             if isinstance(error, (BlockingIOError, InterruptedError)) or is_of_handler(error):
                 raise
             raise ConnectionClosed(f"the connection broke: {error}") from error
-        data, ancillary, flags, _ = self._read[0]
-        if ancillary:
-            self._sort()
-            _, fds = self._arrived[0]
-            fds = [*fds]
+
+    def take(self) -> None:
+        """Take in what was read.
+
+        :raises ConnectionClosed: at the end of the stream.
+        :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
+        """
+        while self._arrived:  # a signal handler has raised here before
             self._decoder.consume(self._arrived)
-            _refuse_strange(fds, self._decoder.limits.files)
-        else:
-            self.partial += data
-            del self._read[0]
-        if flags & _CTRUNC:
-            raise ProtocolError(
-                "file descriptors were lost: this process is at its limit of open files; raise it (RLIMIT_NOFILE, ulimit -n)"
-            )
-        if not data:
-            raise ConnectionClosed("the other side closed the connection")
+        while self._read:
+            data, ancillary, flags, _ = self._read[0]
+            if ancillary:
+                self._sort()
+                _, fds = self._arrived[0]
+                fds = [*fds]
+                self._decoder.consume(self._arrived)
+                _refuse_strange(fds, self._decoder.limits.files)
+            else:
+                self.partial += data
+                del self._read[0]
+            if flags & _CTRUNC:
+                raise ProtocolError(
+                    "file descriptors were lost: this process is at its limit of open files; raise it (RLIMIT_NOFILE, "
+                    "ulimit -n)"
+                )
+            if not data:
+                raise ConnectionClosed("the other side closed the connection")
 
     def _sort(self) -> None:
-        """Take bytes and descriptors out of the result of recvmsg(2)."""
-        while self._read:
-            data, ancillary, _, _ = self._read[0]
-            fds = _fds_of(ancillary) if ancillary else []
-            self._arrived += ((data, fds),)
-            del self._read[0]
+        """Take bytes and descriptors out of the first result of recvmsg(2)."""
+        data, ancillary, _, _ = self._read[0]
+        fds = _fds_of(ancillary) if ancillary else []
+        self._arrived += ((data, fds),)
+        del self._read[0]
 
     def flush(self) -> bool:
         """Write queued bytes; False if there are more than one write takes.
 
         :raises ConnectionClosed: if the other side has hung up.
         """
+        if self._wrote:
+            self._note()
         for _ in range(_WRITES):
             if not self._outbox:
                 return True
             data, fds = self._outbox[0]
             try:
                 if fds:
-                    sent = self.sock.sendmsg([data[:_WRITE]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _packed(fds))], _NOSIGNAL)
+                    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _packed(fds))]
+                    self._wrote.extend(map(self.sock.sendmsg, ([data[:_WRITE]],), (rights,), (_SEND,)))
                 elif len(self._outbox) == 1:
-                    sent = self.sock.send(data[:_WRITE], _NOSIGNAL)
+                    self._wrote.extend(map(self.sock.send, (data[:_WRITE],), (_SEND,)))
                 else:
-                    sent = self.sock.sendmsg(self._joined(), (), _NOSIGNAL)
-            except BlockingIOError:
-                return False
+                    self._wrote.extend(map(self.sock.sendmsg, (self._joined(),), ((),), (_SEND,)))
             except OSError as error:
                 if is_of_handler(error):
                     raise
+                if isinstance(error, BlockingIOError):
+                    return False
                 # Some failures, as too many descriptors in flight, are not noticed in the other direction.
                 with passed_over(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
-            if fds:
-                self.queued_fds -= len(fds)
-                _drop(fds)
-            self.written += sent
-            if sent == len(data) and self._outbox:
-                self._outbox.popleft()
-            else:
-                self._sent(sent)
+            self._note()
         return not self._outbox
 
     def close(self) -> None:
         """Close the socket and every descriptor that came in or was to go out."""
-        self._sort()
+        while self._read:
+            self._sort()
         super().close()
         self.sock.close()

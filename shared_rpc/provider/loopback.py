@@ -486,7 +486,7 @@ class _LoopbackSource(NewsSource):
         caller = self._caller = _LocalCaller(self._engine.core, Request(g.AwaitRefreshes(after), "the wait for refreshes"))
         self._engine.post(caller.ask)
         if self._over:
-            self.hang_up()
+            self.close()
         try:
             message = caller.answered.result().message
         except concurrent.futures.CancelledError as error:
@@ -494,14 +494,11 @@ class _LoopbackSource(NewsSource):
         assert isinstance(message, g.Refreshes), "the answer to AwaitRefreshes is Refreshes"
         return message.generations, message.after
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         self._over = True
         if self._caller is not None:
             with suppress(ConnectionClosed):
                 self._engine.post(self._caller.stop_waiting)
-
-    def close(self) -> None:
-        pass
 
 
 def _on_the_loop(request: Request) -> str:

@@ -118,7 +118,7 @@ class RemoteClient:
         for caller in callers:
             caller.leave()
         if self.session is not None:
-            self.core.sessions.leave(self.session)
+            self.core.sessions.end(self.session)
         self._on_close(self)
 
     def refuse(self, error: SharedRPCError) -> None:
@@ -185,11 +185,11 @@ class RemoteClient:
         hello = decode_message(frame)
         if not isinstance(hello, m.Hello):
             raise ProtocolError(f"the first message of the connection is {type(hello).__name__}, not Hello")
-        self.session = self.core.sessions.join(self.peer, hello.token, self._may_send_code)
+        self.session = self.core.sessions.begin(self.peer, self._may_send_code)
         self.session_id = self.session.session_id
         self.name = f"{self.session_id[:8]}-{next(_numbers)}"
         self.stream.limit_frames(CLIENT)
-        self.send(m.Welcome(self.core.server_id, self.session.token, os.getpid(), self.core.device), frame.request_id)
+        self.send(m.Welcome(self.core.server_id, self.core.device), frame.request_id)
 
     def _end(self, error: Exception | None) -> None:
         if isinstance(error, ProtocolError):

@@ -1,7 +1,7 @@
 """Sessions of connected processes, and what ends with them.
 
-A session is what one client process holds. It begins with its first handshake, may span several connections of that
-process, and ends with the last of them, for whatever reason: then all its leases are released.
+A session is what one client holds. It begins with the handshake of its connection, and ends with that, for whatever reason:
+then all its leases are released.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from shared_rpc.settings import ClientCode
 
 
 class Session:
-    """One client process. ``token`` is the secret by which its later connections join.
+    """One client.
 
     :param may_send_code: see :meth:`Sessions.check_code`.
     """
 
     def __init__(self, peer: Peer, may_send_code: bool) -> None:
         self.session_id = secrets.token_hex(8)
-        self.token = secrets.token_hex(16)
         self.peer = peer
         self.may_send_code = may_send_code
         self.since = time.time()
-        self.connections = 0
         #: Whether the client has announced the session's end.
         self.closing = False
         self.began = time.monotonic()
@@ -68,7 +66,6 @@ class Sessions:
         self._on_end = on_end
         #: The number of connections, including those without a session.
         self.connections = 0
-        self._by_token: dict[str, Session] = {}
         self._by_id: dict[str, Session] = {}
 
     def peer_of(self, session_id: Holder) -> Peer | None:
@@ -98,21 +95,14 @@ class Sessions:
                 f"{what} has some: use plain tensors and scalars, or start the server with another --client-code"
             )
 
-    def join(self, peer: Peer, token: str, may_send_code: bool) -> Session:
-        """Return the session of a new connection: the one of its token, or a new one.
-
-        A token is good for the process it was given to. After a fork, or a restart of the server, a connection gets a
-        session of its own.
-        """
-        session = self._by_token.get(token)
-        if session is None or (session.peer, session.may_send_code) != (peer, may_send_code):
-            session = Session(peer, may_send_code)
-            self._by_token[session.token] = self._by_id[session.session_id] = session
-            if HOOKS.registered:
-                HOOKS.emit(
-                    SessionOpened(server_id=self._server_id, session=session.session_id, pid=session.peer.pid),
-                )
-        session.connections += 1
+    def begin(self, peer: Peer, may_send_code: bool) -> Session:
+        """Begin the session of a connection."""
+        session = Session(peer, may_send_code)
+        self._by_id[session.session_id] = session
+        if HOOKS.registered:
+            HOOKS.emit(
+                SessionOpened(server_id=self._server_id, session=session.session_id, pid=session.peer.pid),
+            )
         return session
 
     def closing(self, session_id: str) -> None:
@@ -120,26 +110,24 @@ class Sessions:
         if session_id in self._by_id:
             self._by_id[session_id].closing = True
 
-    def leave(self, session: Session) -> None:
-        """Note that a connection of a session ended; the session ends with its last one."""
-        session.connections -= 1
-        if not session.connections:
-            del self._by_token[session.token], self._by_id[session.session_id]
-            leases = self._leases.count(session.session_id)
-            # A thread that closes its connection while another thread waits cannot say goodbye, and the process lives on.
-            clean = session.closing or not _ends(session.peer.pid)
-            self._on_end(session.session_id, clean=clean)
-            if HOOKS.registered:
-                HOOKS.emit(
-                    SessionClosed(
-                        server_id=self._server_id,
-                        session=session.session_id,
-                        pid=session.peer.pid,
-                        seconds=time.monotonic() - session.began,
-                        leases=leases,
-                        clean=clean,
-                    )
+    def end(self, session: Session) -> None:
+        """End a session, because its connection ended."""
+        del self._by_id[session.session_id]
+        leases = self._leases.count(session.session_id)
+        # A process that could not say goodbye, but lives on, has ended its session on purpose.
+        clean = session.closing or not _ends(session.peer.pid)
+        self._on_end(session.session_id, clean=clean)
+        if HOOKS.registered:
+            HOOKS.emit(
+                SessionClosed(
+                    server_id=self._server_id,
+                    session=session.session_id,
+                    pid=session.peer.pid,
+                    seconds=time.monotonic() - session.began,
+                    leases=leases,
+                    clean=clean,
                 )
+            )
 
     def holders(self, object_id: str) -> list[HolderInfo]:
         """Return the sessions and tasks that hold an object."""
@@ -151,7 +139,7 @@ class Sessions:
                     "kind": "session" if isinstance(holder, str) else "task",
                     "session": holder if isinstance(holder, str) else holder.task_id,
                     "pid": self.pid_of(holder),
-                    "connections": session.connections if session is not None else 0,
+                    "connections": 1 if session is not None else 0,
                     "since": session.since if session is not None else None,
                     "leases": self._leases.handles(holder, object_id),
                 }
@@ -165,7 +153,7 @@ class Sessions:
             {
                 "session": session.session_id,
                 "pid": session.peer.pid,
-                "connections": session.connections,
+                "connections": 1,
                 "leases": leases.count(session.session_id),
                 "nbytes": sum(usage_of(objects.held_by(session.session_id)).values()),
                 "since": session.since,

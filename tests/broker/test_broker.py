@@ -385,7 +385,7 @@ def test_memory_of_a_call_that_was_given_up_comes_back(
 
     def settled() -> bool:
         impatient.call("plain")
-        session = impatient._pool.session
+        session = impatient._link
         return session is not None and session.transfer.arguments.used == 0 and client.get_server_info()["pools"]["chunks"] <= 1
 
     client.call("plain")
@@ -407,7 +407,7 @@ def test_memory_of_tasks_comes_back(app: BrokerApp) -> None:
 
     def settled() -> bool:
         client.call("plain")
-        session = client._pool.session
+        session = client._link
         return session is not None and session.transfer.arguments.used == 0
 
     eventually(settled)

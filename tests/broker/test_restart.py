@@ -7,7 +7,6 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, errors
-from shared_rpc.client.connection import ExchangeSocket
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.results import result_of
 from shared_rpc.client.session import LeaseBook
@@ -31,6 +29,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import EMPTY_TABLE
 from tests.kit.brokers import BrokerApp, begun
+from tests.kit.links import break_off
 from tests.kit.processes import eventually, sigstop
 
 
@@ -148,19 +147,7 @@ async def _call_async(base_path: str) -> Any:
         return await client.call("model", 9)
 
 
-@pytest.fixture
-def fooled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Once it was called, the next look at a connection finds it alive, though its server ends at just that time."""
-
-    def fool() -> None:
-        truth: Any = ExchangeSocket.__dict__["alive"]
-        lies = [True]
-        monkeypatch.setattr(ExchangeSocket, "alive", property(lambda each: lies.pop() if lies else bool(truth.fget(each))))
-
-    return fool
-
-
-def test_a_request_that_was_not_sent(app: BrokerApp, fooled: Callable[[], None]) -> None:
+def test_a_request_that_was_not_sent(app: BrokerApp) -> None:
     """The broker ended before a byte was written: whatever was asked goes to the next one, memory in arguments too."""
     broker = app.start()
     client = app.connect()
@@ -169,13 +156,12 @@ def test_a_request_that_was_not_sent(app: BrokerApp, fooled: Callable[[], None])
     for ask in (lambda: client.call("echo", x), lambda: client.call("model"), lambda: client.submit("model", 8)):
         broker.kill()
         broker = app.start()
-        fooled()
         ask()
     assert torch.equal(client.call("echo", x), x)
 
 
 @pytest.mark.asyncio
-async def test_a_request_that_was_not_sent_by_a_coroutine(app: BrokerApp, fooled: Callable[[], None]) -> None:
+async def test_a_request_that_was_not_sent_by_a_coroutine(app: BrokerApp) -> None:
     """The same for the asynchronous client."""
     broker = app.start()
     x = torch.arange(5000.0)
@@ -184,7 +170,6 @@ async def test_a_request_that_was_not_sent_by_a_coroutine(app: BrokerApp, fooled
         for ask in (functools.partial(client.call, "echo", x), functools.partial(client.submit, "model", 8)):
             broker.kill()
             broker = app.start()
-            fooled()
             await ask()
 
 
@@ -221,8 +206,8 @@ async def test_a_question_that_was_sent(app: BrokerApp, threads: concurrent.futu
         for client in clients:
             client.ping()
         await other.ping()
-        assert other._channel is not None
-        sockets = [other._channel._socket, *(next(iter(client._pool.session.connections))._socket for client in clients)]
+        assert other._link is not None
+        sockets = [each._link._socket for each in (other, *clients) if each._link is not None]
         before = [each.written for each in sockets]
         sigstop(broker.pid)
         asked = [
@@ -276,10 +261,8 @@ async def test_leases_when_all_connections_break(app: BrokerApp) -> None:
         kept, given = client.call("held"), client.call("held", 5)
         theirs = await other.call("held", 6)
         given.release()
-        for connection in client._pool.session.connections:
-            connection.hang_up()
-        assert other._channel is not None
-        other._channel._hang_up()
+        break_off(client)
+        break_off(other)
         eventually(lambda: watcher.get_server_info()["leases"] == 0)
         client.ping()
         await other.ping()
@@ -300,8 +283,7 @@ def test_a_lease_on_what_is_gone(app: BrokerApp) -> None:
     app.start()
     watcher, client = app.connect(), app.connect()
     handle = client.call("own")
-    for connection in client._pool.session.connections:
-        connection.hang_up()
+    break_off(client)
     eventually(lambda: watcher.get_server_info()["objects"] == 0)
     with pytest.raises(errors.StaleHandleError) as stale:
         client.ensure_handle_live(handle)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from shared_rpc import Client
-from shared_rpc.client import connection as connection_module
+from shared_rpc.client import link as link_module
 from shared_rpc.errors import CodecError, ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import VERSION
@@ -25,7 +25,7 @@ from tests.kit.raw import Raw, frame_of, sealed_memory
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 Manners = Callable[[Raw], None]
-WELCOME = m.Welcome("server-1", "token-1", 1, "cpu")
+WELCOME = m.Welcome("server-1", "cpu")
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def impostor(no_leaks: None, base_path: str) -> Iterator[Callable[[Manners], Non
 @pytest.fixture
 def client(impostor: object, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
     """A client that is not patient."""
-    monkeypatch.setattr(connection_module, "PROMPT", 0.5)
+    monkeypatch.setattr(link_module, "PROMPT", 0.5)
     return connect(timeout=0.5)
 
 
@@ -140,7 +140,7 @@ def test_a_bad_handshake(
             ProtocolError,
             "last word",
         ),
-        (replying(m.Welcome("", "", 0, "")), ProtocolError, "answered ping with Welcome"),
+        (replying(m.Welcome("", "")), ProtocolError, "answered ping with Welcome"),
         (replying(m.Error("a code of the future", "what?")), Exception, "what?"),
     ],
     ids=[
@@ -226,7 +226,7 @@ def test_a_lease_on_what_cannot_be_rebuilt_goes_back(impostor: Callable[[Manners
     impostor(greeting(manners))
     with pytest.raises(CodecError):
         client.call("anything")
-    assert asked == [m.Release(["object-1"])]
+    eventually(lambda: asked == [m.Release(["object-1"])])
     client.close()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import random
 import signal
 import threading
@@ -20,14 +19,10 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider
-from shared_rpc.client.connection import Connection
-from shared_rpc.client.pool import Turn
-from shared_rpc.client.steps import Request
 from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingTable
 from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import FrameDecoder, encode_frame
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import Child, eventually, open_fds, python
@@ -210,20 +205,20 @@ def held(watcher: Client, client: Client) -> dict[str, int]:
     """What the server and this process have, with nothing at work."""
     MAPPINGS.drain()
     info = watcher.get_server_info()
-    session = client._pool.session
+    session = client._link
     transfer = session.transfer if session is not None else None
     if transfer is not None:
         transfer.poll()  # else what was dropped counts, unless the thread that looks for it in a pause was faster
-    # The thread that ends sessions may have needed a connection of its own at the same time, which is as good as the other.
-    surplus = min(1, max(0, info["connections"] - 2))
+    # The pool for results grows where an operation runs while the result of an abandoned one is on its way.
+    arenas = len(transfer._spare) if transfer is not None else 0
     return {
-        "descriptors": open_fds() - surplus,
-        "connections": info["connections"] - surplus,
+        "descriptors": open_fds() - arenas,
+        "connections": info["connections"],
         "sessions": info["sessions"],
         "leases": info["leases"],
         "objects": info["objects"],
         "chunks of the server's pools": info["pools"]["chunks"],
-        "mappings": len(MAPPINGS),
+        "mappings": len(MAPPINGS) - arenas,
         "chunks of the client's pools": transfer.arguments.used if transfer is not None else 0,
         "chunks in use": transfer.references.in_use if transfer is not None else 0,
     }
@@ -280,88 +275,20 @@ def test_a_resumption_that_is_interrupted_beside_an_active_handle(client: Client
             other.resume()
 
 
-def test_an_operation_that_is_interrupted_when_its_session_has_ended(client: Client) -> None:
-    """It closes its connection: who ended the session has only hung up."""
-    client.ping()
-    pool, turn = client._pool, Turn()
-    session, connection = pool._acquire(None, math.inf, 0.0, turn)
-    pool.retire_session(session)
-    eventually(lambda: session.ended and session not in pool.retired)
-    assert connection._socket.fileno() >= 0
-    pool.retire(turn)
-    assert connection._socket.fileno() == -1
-
-
-def test_one_thread_at_a_time_ends_a_session(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an interrupted close() the finaliser thread continues it, while the caller may close the client again."""
-    client.ping()
-    both, met = threading.Barrier(2), []
-
-    def goodbye(connection: Connection) -> None:
-        with suppress(threading.BrokenBarrierError):
-            both.wait(0.5)
-            met.append(connection)
-        say_goodbye(connection)
-
-    say_goodbye = Connection.say_goodbye
-    monkeypatch.setattr(Connection, "say_goodbye", goodbye)
-    closing = [threading.Thread(target=client.close) for _ in range(2)]
-    for thread in closing:
-        thread.start()
-    for thread in closing:
-        thread.join(20)
-    assert not met
-
-
-def test_an_operation_that_is_interrupted_when_it_has_put_its_connection_back(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread may use the connection already: the end of the interrupted operation's session leaves it to that one."""
-    client.ping()
-    pool, session, others = client._pool, client._pool.session, []
-    put_back = pool._put_back
-
-    def interrupted(*args: Any) -> None:
-        put_back(*args)
-        others.append(pool._acquire(None, math.inf, 0.0, Turn())[1])
-        raise Interrupted
-
-    monkeypatch.setattr(pool, "_put_back", interrupted)
-    with pytest.raises(Interrupted):
-        client.ping()
-    monkeypatch.undo()
-    assert others[0] not in session.parked
-    eventually(lambda: session.ended)
-    assert others[0]._socket.fileno() >= 0
-    others[0].close()
-
-
 def test_a_call_that_waits_for_memory_of_an_interrupted_one(server: Child, base_path: str) -> None:
     """It gets memory in the next session: what the interrupted one had comes back when its session ends, with this call."""
     options = PoolOptions(initial=1 << 20, limit=4 << 20)
     with Client(base_path, device="cpu", timeout=20.0, pool=options) as client:
         client.ping()
-        session, results = client._pool.session, []
+        session, results = client._link, []
         pool = session.transfer.arguments
         pool.acquire("cpu", [1 << 20] * 4, "an interrupted call")
         waiting = threading.Thread(target=lambda: results.append(client.call("doubled", ARGUMENT)))
         waiting.start()
         eventually(lambda: pool._waiting)
-        client._pool.retire_session(session)
+        client._retire(session)
         waiting.join(20)
         assert torch.equal(results[0], ARGUMENT * 2)
-
-
-def test_a_connection_that_is_given_up_when_its_session_has_ended(client: Client) -> None:
-    """The thread that gives it up closes it: nobody looks at the session any more."""
-    client.ping()
-    pool, turn = client._pool, Turn()
-    session, connection = pool._acquire(None, math.inf, 0.0, turn)
-    connection.usable = False
-    connection._exchanges.owed[1] = Request(m.Ping(), "ping")
-    pool._hang_up(session)
-    pool._gave_up(session, connection, DeadlineExceeded("too late"), turn)
-    assert connection._socket.fileno() == -1
 
 
 @pytest.mark.parametrize("name", ["a call", "a tensor there and back", "attach and release"])
@@ -396,13 +323,13 @@ def test_a_client_that_is_interrupted_as_it_begins(server: Child, watcher: Clien
 def test_an_interruption_keeps_handles(client: Client, watcher: Client) -> None:
     """Their leases are taken again by the session that follows, of what is not cached too."""
     handle, other = client.call("own"), client.call("kept")
-    session = client._pool.session
+    session = client._link
     for point in (1, 60, 120):
         with raising_handler(Interrupted):
             assert interrupted_at(point, lambda: client.call("nothing"))[1]
     client.ping()
     eventually(lambda: watcher.get_server_info()["sessions"] == 2)
-    assert client._pool.session is not session
+    assert client._link is not session
     assert not handle.is_stale() and not other.is_stale()
     assert watcher.get_server_info()["leases"] == 2
     handle.release()
@@ -440,7 +367,7 @@ def test_an_interruption_of_one_thread_leaves_others_alone(client: Client, watch
 
 
 def test_subscriptions_go_on_after_an_interruption(client: Client, watcher: Client) -> None:
-    """They move to the session that follows, and miss nothing."""
+    """They have a link of their own, and miss nothing."""
     told: list[int] = []
     client.call("kept")
     with client.on_refresh(lambda generation: told.append(generation.generation)) as subscription:

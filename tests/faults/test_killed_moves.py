@@ -100,22 +100,22 @@ OF_CLIENTS = {
     "_unmapped": "shared_rpc.client.suspension",
     "_segments_of": "shared_rpc.client.suspension",
     "_mapped": "shared_rpc.client.suspension",
-    "Connection._send": "shared_rpc.client.connection",
+    "Link._start": "shared_rpc.client.link",
     **EFFECTS,
 }
 SUSPENDING = [
     "before suspended",
-    "before suspended, after Connection._send",
+    "before suspended, after Link._start",
     "before _unmapped",
     "before MappingTable._vacate_one",
     "after MappingTable._vacate_one",
     "after _unmapped",
-    "after _unmapped, after Connection._send",
+    "after _unmapped, after Link._start",
     "after suspended",
 ]
 RESUMING = [
     "before awakened",
-    "before awakened, after Connection._send",
+    "before awakened, after Link._start",
     "before _segments_of",
     "before MappingTable._fill",
     "after MappingTable._fill",

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.client import channel as channel_module
-from shared_rpc.client import connection as connection_module
-from shared_rpc.client.channel import Channel
+from shared_rpc.client import link as link_module
+from shared_rpc.client.link import AsyncLink
 from shared_rpc.client.steps import Request
 from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.client.transfer import ClientTransfer
@@ -117,25 +116,22 @@ def test_a_reply_that_comes_long_after_its_caller_left(
     server: Server, begun: threading.Event, go: threading.Event, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     """The server does not hear that, and says what it has to say: the memory of both sides goes back, and the lease, without
-    another call; and the connection is used again.
+    another call; and the connection is in order.
     """
     with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         client.call("doubled", torch.ones(4))
-        monkeypatch.setattr(connection_module, "BRIEFLY", 0.1)
+        monkeypatch.setattr(link_module, "BRIEFLY", 0.1)
         client._timeout = 0.2
         with deaf_from(server, begun, go), pytest.raises(DeadlineExceeded, match="is stuck"):
             client.call(endpoint, torch.ones(100))
         monkeypatch.undo()
-        transfer, session = transfer_of(client), client._pool.session
+        transfer, link = transfer_of(client), client._link
         eventually(lambda: chunks(server) == 0 and server.info()["leases"] == 0)
         client._timeout = 30.0
-        # A call that comes before the connection is in order again opens another one.
-        eventually(lambda: not session.parked)
         # What was in use then comes back with the next call, unless the answer that came late brought it.
         eventually(lambda: client.call("doubled", torch.ones(4)).sum() == 8 and transfer.arguments.used <= 1)
-        assert client._pool.session is session
-        # The lease may have gone back over another connection, while this one was not yet in order.
-        eventually(lambda: server.info()["connections"] == len(session.connections) <= 2)
+        assert client._link is link
+        assert server.info()["connections"] == 1
 
 
 def test_a_client_is_closed_before_the_reply_comes(
@@ -144,7 +140,7 @@ def test_a_client_is_closed_before_the_reply_comes(
     """Nothing waits for it any more, and nothing is left."""
     with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         client.call("doubled", torch.ones(4))
-        monkeypatch.setattr(connection_module, "BRIEFLY", 0.1)
+        monkeypatch.setattr(link_module, "BRIEFLY", 0.1)
         client._timeout = 0.2
         with deaf_from(server, begun, go):
             with pytest.raises(DeadlineExceeded, match="is stuck"):
@@ -161,20 +157,20 @@ async def test_a_reply_that_comes_long_after_its_coroutine_left(
     """What comes over the one connection is read with the next answer, and known for whose it is."""
     async with AsyncClient(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         await client.call("doubled", torch.ones(4))
-        monkeypatch.setattr(channel_module, "BRIEFLY", 0.1)
+        monkeypatch.setattr(link_module, "BRIEFLY", 0.1)
         with deaf_from(server, begun, go):
             client._timeout = 0.2
             with pytest.raises(DeadlineExceeded):
                 await client.call(endpoint, torch.ones(100))
             client._timeout = 30.0
         monkeypatch.undo()
-        transfer, channel = transfer_of(client), client._channel
+        transfer, channel = transfer_of(client), client._link
         await client.ping()
         assert channel is not None and channel._exchanges.owed == {}
         await anyio.to_thread.run_sync(eventually, lambda: chunks(server) == 0 and server.info()["leases"] == 0)
         while transfer.arguments.used > 1:  # what was in use then comes back with the next call
             assert (await client.call("doubled", torch.ones(4))).sum() == 8
-        assert client._channel is channel
+        assert client._link is channel
 
 
 @pytest.mark.asyncio
@@ -205,16 +201,17 @@ async def test_a_task_that_is_cancelled_when_it_is_to_read() -> None:
     """One coroutine reads for all. The next one is cancelled, and again while it takes its request back: a third one reads."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    channel, server = Channel("here", ours), FrameSocket(theirs)
+    channel, server = AsyncLink("here", ours), FrameSocket(theirs)
     tasks = [asyncio.create_task(channel.exchange(Request(m.Ping(), "ping"))) for _ in range(3)]
     for _ in range(10):
         await asyncio.sleep(0)
-    assert channel._reading and len(channel._exchanges.under_way) == 3
+    assert channel._reader is not None and len(channel._exchanges.under_way) == 3
+    reader = channel._reader
     server.queue(m.Pong(), 1)
     server.flush()
     while not tasks[0].done():
         await asyncio.sleep(0)
-        if not channel._reading:  # it has its answer, and has just woken the next one
+        if tasks[0].done() or channel._reader is not reader:  # it has its answer, and has just woken the next one
             tasks[1].cancel()
             await asyncio.sleep(0)
             tasks[1].cancel()

@@ -57,7 +57,9 @@ class MovedBuffer:
     def session(self) -> HoldingSession:
         """Begin a session with its broker."""
         session = HoldingSession(self._path)
-        self.pid = session.welcome.pid
+        server = session.ask(m.GetServerInfo())
+        assert isinstance(server, m.ServerReply), server
+        self.pid = server.info["pid"]
         return session
 
     def ask(self, message: m.Message) -> m.Message:

@@ -36,7 +36,7 @@ def sealed_memory(nbytes: int = 4096, seals: int = F_SEAL_SHRINK) -> int:
 class Raw:
     """One end of a connection; at the end of a ``with`` block it is closed without a word."""
 
-    def __init__(self, end: socket.socket | str, *, hello: bool = True, token: str = "") -> None:
+    def __init__(self, end: socket.socket | str, *, hello: bool = True) -> None:
         if isinstance(end, str):
             path, end = end, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -47,10 +47,10 @@ class Raw:
         end.settimeout(20.0)
         self.sock = end
         self._frames = FrameSocket(end)
-        self.welcome = m.Welcome("", "", 0, "")
+        self.welcome = m.Welcome("", "")
         if hello:
             try:
-                welcome = self.ask(m.Hello(token))
+                welcome = self.ask(m.Hello())
                 assert isinstance(welcome, m.Welcome), welcome
             except BaseException:
                 self._frames.close()

@@ -17,8 +17,8 @@ import torch
 
 import shared_rpc
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo, TaskStatus
-from shared_rpc.client.channel import Channel
 from shared_rpc.client.exchange import Exchange
+from shared_rpc.client.link import AsyncLink
 from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Request
 from shared_rpc.client.transfer import ClientTransfer
@@ -27,6 +27,7 @@ from shared_rpc.errors import (
     ConnectionClosed,
     DeadlineExceeded,
     EndpointNotFound,
+    ProtocolError,
     StaleHandleError,
     TaskCancelled,
     TaskError,
@@ -249,7 +250,7 @@ async def test_cancelling_at_the_moment_of_the_reply(
     """A lease that came too late for its caller goes back, and so do its descriptors."""
     await client.ping()
     before = open_fds()
-    channel = client._channel
+    channel = client._link
     assert channel is not None
     wait = channel._await
     scope = anyio.CancelScope()
@@ -276,7 +277,7 @@ async def test_cancelling_a_wait_at_the_moment_of_its_end(
     """What it claimed goes back; the result stays for who asks next."""
     provider.share("once", cache=False)(lambda: torch.ones(2))
     task_id = await client.submit("once")
-    channel = client._channel
+    channel = client._link
     assert channel is not None
     wait = channel._await
     scope = anyio.CancelScope()
@@ -473,7 +474,7 @@ async def test_what_is_told_together_with_the_answer() -> None:
     """All of it reaches the callback, in order, though it came in one piece."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    channel, server = Channel("here", ours), FrameSocket(theirs)
+    channel, server = AsyncLink("here", ours), FrameSocket(theirs)
     steps = [TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(step)) for step in range(3)]
     for step in steps:
         server.queue(m.TaskUpdate(step), 1)
@@ -486,27 +487,30 @@ async def test_what_is_told_together_with_the_answer() -> None:
     server.close()
 
 
-async def test_the_last_word_to_an_idle_channel() -> None:
-    """The server ended it for a reason that nobody waited for: the next request goes over another one."""
+async def test_the_last_word_to_an_idle_link() -> None:
+    """The server ended it for a reason that nobody waited for: nothing of the next request was sent, so it may go elsewhere."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    channel, server = Channel("here", ours), FrameSocket(theirs)
-    server.queue(m.Count(1), 7)  # of a message whose answer nobody needs
-    server.flush()
-    assert channel.alive
-    server.queue(m.Count(1), 8)
+    link, server = AsyncLink("here", ours), FrameSocket(theirs)
     server.queue(m.Error("protocol", "the server ends"), 0)
     server.flush()
-    assert not channel.alive
-    channel.close()
     server.close()
+    request = Request(m.Release(["an id"]), "release")
+    with pytest.raises(ProtocolError, match="the server ends"):
+        await link.exchange(request)
+    assert (request.unwritten, request.repeatable, link.usable) == (True, True, False)
+    link.close()
 
 
 async def test_an_arena_whose_first_reply_is_taken_later() -> None:
     """Replies are taken in whatever order their coroutines go on; descriptors came with the one that was sent first."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    channel, server, transfer = Channel("here", ours), FrameSocket(theirs), ClientTransfer(PoolOptions(), lambda numbers: None)
+    channel, server, transfer = (
+        AsyncLink("here", ours),
+        FrameSocket(theirs),
+        ClientTransfer(PoolOptions(), lambda numbers: None),
+    )
     taken: list[int] = []
 
     async def ask(number: int) -> None:
@@ -518,7 +522,7 @@ async def test_an_arena_whose_first_reply_is_taken_later() -> None:
     with HOST.create(4096) as segment:
         async with anyio.create_task_group() as group:
             group.start_soon(ask, 1)
-            await until(lambda: channel._reading)
+            await until(lambda: channel._reader)
             group.start_soon(ask, 2)
             await until(lambda: len(channel._exchanges.under_way) == 2)
             # The one who reads asked first, and is answered last.

@@ -6,7 +6,6 @@ import functools
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.client.steps import Request
 from shared_rpc.errors import CapabilityError, DeadlineExceeded, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
@@ -108,7 +106,7 @@ def test_memory_is_used_again(server: Server, client: Client) -> None:
     x = torch.ones(1000, device=client.call("full", 1.0).device)
     for _ in range(100):
         client.call("doubled", x)
-    client._return_chunks(client._pool.session.transfer, [])
+    client._return_chunks(client._link.transfer, [])
     before = open_fds(), pools(server)["nbytes"], len(MAPPINGS)
     for _ in range(1000):
         client.call("doubled", x)
@@ -146,7 +144,7 @@ def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
     matrix = torch.arange(8.0 * MIB, device=device).view(1024, -1)
     assert torch.equal(client.call("doubled", matrix[3]), matrix[3] * 2)
     assert torch.equal(client.call("doubled", matrix[:, 5:9:3][::100].T), matrix[:, 5:9:3][::100].T * 2)
-    transfer = client._pool.session.transfer
+    transfer = client._link.transfer
     assert transfer.arguments.nbytes <= 8 * MIB
 
 
@@ -172,7 +170,7 @@ def test_a_result_goes_back_as_an_argument(client: Client) -> None:
     pointers = {client.call("pointer", part).item() - part.storage_offset() * 4 for part in (result, result[10:], result)}
     assert len(pointers) == 1
     assert torch.equal(client.call("doubled", result), result * 2)
-    transfer = client._pool.session.transfer
+    transfer = client._link.transfer
     assert transfer.arguments.nbytes == 0
 
 
@@ -250,7 +248,7 @@ def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading
     calls = [threading.Thread(target=lambda: sums.append(client.call("slow", x).item())) for _ in range(8)]
     for call in calls:
         call.start()
-    transfer = client._pool.session.transfer
+    transfer = client._link.transfer
     eventually(lambda: transfer.arguments.used == 8)
     timeout, client._timeout = client._timeout, 0.3
     with pytest.raises(ServerBusy, match=r"doubled\(\): .* 8 of arguments of slow\(\) with 8388608 bytes"):
@@ -270,7 +268,7 @@ def test_room_that_another_thread_makes(
     """A call waits for memory that the server has given back, and that other calls of the process free later."""
     x = torch.ones(MIB // 2, device=device)
     client.ping()
-    transfer, may_free = client._pool.session.transfer, threading.Event()
+    transfer, may_free = client._link.transfer, threading.Event()
     pool, release = transfer.arguments, transfer.arguments.release
 
     def late(numbers: list[int]) -> int:
@@ -297,20 +295,6 @@ def test_room_that_another_thread_makes(
     assert sums == [MIB]
 
 
-@pytest.mark.parametrize("sent", [False, True])
-def test_chunks_go_back_once(client: Client, monkeypatch: pytest.MonkeyPatch, sent: bool) -> None:
-    """A message that the server may still read is not repeated: it would free what another call uses by then."""
-
-    def stuck(request: Request, *_: Any) -> None:
-        request.sent = sent
-        raise DeadlineExceeded("the server is stuck")
-
-    client.ping()
-    monkeypatch.setattr(client._pool, "exchange", stuck)
-    with nullcontext() if sent else pytest.raises(DeadlineExceeded):
-        client._return_chunks(client._pool.session.transfer, [7])
-
-
 def test_chunks_go_back_in_their_session(
     server: Server, client: Client, go: threading.Event, begun: threading.Event, device: str
 ) -> None:
@@ -319,8 +303,8 @@ def test_chunks_go_back_in_their_session(
     call = threading.Thread(target=client.call, args=("slow", torch.ones(10, device=device)))
     call.start()
     assert begun.wait(20)
-    client._pool.session.transfer.waiting = True  # nothing else has a GPU's work looked at in the background
-    client._pool.retire_session(client._pool.session)
+    client._link.transfer.waiting = True  # nothing else has a GPU's work looked at in the background
+    client._retire(client._link)
     client.ping()
     assert pools(server)["chunks"] == 1
     result.clear()
@@ -339,7 +323,7 @@ def test_a_result_nobody_takes(
         client.call("slow", torch.ones(1000, device=device))
     client._timeout = 30.0
     go.set()
-    transfer = client._pool.session.transfer
+    transfer = client._link.transfer
 
     def clean() -> bool:
         client.call("full", 1.0)
@@ -483,15 +467,15 @@ class TestHostile:
             assert pools(server)["chunks"] == 1
 
     def test_an_arena_is_sent_once(self, server: Server, client: Client) -> None:
-        """It is known by its id from then on, on every connection of the session, and nowhere else."""
+        """It is known by its id from then on in the session, and nowhere else."""
         fd = sealed_memory()
-        with Raw(server.socket_path) as raw, Raw(server.socket_path, token=raw.welcome.token) as second:
+        with Raw(server.socket_path) as raw:
             try:
                 first = raw.ask(in_arena(INFO, arenas=[0], chunks=[1]), fds=[fd])
             finally:
                 os.close(fd)
             assert isinstance(first, m.Result)
-            again = second.ask(in_arena(INFO, arenas=[0], kept=[0], chunks=[1]))
+            again = raw.ask(in_arena(INFO, arenas=[0], kept=[0], chunks=[1]))
             assert isinstance(again, m.Result)
             freed = [*first.freed, *again.freed]
             while len(freed) < 2:

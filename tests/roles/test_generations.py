@@ -15,8 +15,8 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Generation, Handle, Provider, Server
 from shared_rpc.client import base
-from shared_rpc.client.connection import Connection
-from shared_rpc.client.subscriptions import ConnectionSource
+from shared_rpc.client.link import BlockingLink
+from shared_rpc.client.subscriptions import LinkSource
 from shared_rpc.errors import (
     ConfigurationError,
     ConnectError,
@@ -629,12 +629,12 @@ def test_closing_while_a_subscription_is_made(
 ) -> None:
     """The subscription fails, and its connection does not keep the session."""
 
-    def wait(connection: Connection) -> ConnectionSource:
+    def wait(link: BlockingLink) -> LinkSource:
         begun.set()
         assert go.wait(30)
-        return ConnectionSource(connection)
+        return LinkSource(link)
 
-    monkeypatch.setattr(base, "ConnectionSource", wait)
+    monkeypatch.setattr(base, "LinkSource", wait)
     subscribing = threads.submit(client.on_refresh, print)
     assert begun.wait(30)
     client.close()
@@ -659,7 +659,6 @@ def test_a_subscription_is_not_moved_to_another_server(
     server.stop()
     server.start()
     client.ping()
-    client._moved()
     go.set()
     eventually(lambda: not subscription.active)
 

@@ -325,7 +325,7 @@ def test_a_relative_path(provider: Provider, tmp_path: Path, monkeypatch: pytest
 
 CONNECT = """
 try:
-    Connection(sys.argv[1]).open("", 5.0).close()
+    BlockingLink.open(sys.argv[1], 5.0).close()
 except Exception as error:
     print(type(error).__name__, error)
 else:
@@ -342,7 +342,7 @@ def test_a_client_of_another_user_is_turned_away(children: list[Child]) -> None:
         Client(directory / "s", device="cpu") as mine,
     ):
         os.chmod(server.socket_path, 0o666)
-        stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.connection import Connection")
+        stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink")
         children.append(stranger)
         assert stranger.expect("") == (
             f"ConfigurationError the server (pid {os.getpid()}) of uid 0 admits its own user alone, and this process is of uid "
@@ -355,7 +355,7 @@ def test_a_client_of_another_user_is_turned_away(children: list[Child]) -> None:
 def test_the_socket_keeps_other_users_out(children: list[Child]) -> None:
     """Before the server asks anybody, the socket's mode does."""
     with common_directory() as directory, Server(Provider(directory / "s", device="cpu")) as server:
-        stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.connection import Connection")
+        stranger = as_uid(CONNECT, server.socket_path, before="from shared_rpc.client.link import BlockingLink")
         children.append(stranger)
         assert "Permission denied" in stranger.expect("ConnectError")
 

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Handle, Provider
-from shared_rpc.client import asynchronous, pool
+from shared_rpc.client import asynchronous, blocking
+from shared_rpc.client.base import Turn
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.pool import Turn
 from shared_rpc.client.results import ReceivedResult, rebuild
 from shared_rpc.client.session import LeaseBook, Renewal
 from shared_rpc.client.steps import Reply, Step, Work, drive
@@ -36,6 +36,7 @@ from shared_rpc.protocol.frames import Frame
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
+from tests.kit.links import break_off
 from tests.kit.processes import Child, eventually, python
 from tests.kit.repetitions import repetitions
 from tests.kit.suspending import APP, SIZE, has_numbers
@@ -88,13 +89,7 @@ def writer(children: list[Child]) -> Callable[[], Child]:
 def lose(other: Client, object_id: str, *clients: Client | AsyncClient) -> None:
     """Break all connections of those who have an object, and wait until the server knows it."""
     for client in clients:
-        if isinstance(client, AsyncClient):
-            assert client._channel is not None
-            client._channel._hang_up()
-        else:
-            assert client._pool.session is not None
-            for connection in list(client._pool.session.connections):
-                connection.hang_up()
+        break_off(client)
     eventually(lambda: state(other, object_id)[1] == 0)
 
 
@@ -286,7 +281,7 @@ async def test_a_request_waits_for_capacity_for_a_while(
     blocks: bool,
 ) -> None:
     """Where requests wait for it: the warning says who has it, and nobody waits any more when the request has its answer."""
-    for module in (pool, asynchronous):
+    for module in (blocking, asynchronous):
         monkeypatch.setattr(module, "RENEWAL", 0.1)
     broker_app.write(APP)
     broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={ROOM}", "--when-full", "evict")
@@ -435,15 +430,15 @@ def test_a_handle_is_resumed_in_a_session_that_was_retired(client: Client, other
     """Its lease is there until another session takes it over, which has it active then."""
     handle, turn = client.call("load"), Turn()
     handle.suspend()
-    client._pool.turns.add(turn)  # an operation of another thread, which the session does not end before
-    client._interrupted(client._pool.session)
+    client._turns.add(turn)  # an operation of another thread, which the session does not end before
+    client._interrupted(client._link)
     client.ping()
     handle.resume()
     assert (has_numbers(handle.value), state(other, handle.object_id)) == (True, ("device", 1, 1))
     turn.ended = True
-    client._pool.turns.discard(turn)
-    client._pool.end_soon()
-    eventually(lambda: not client._pool.retired)
+    client._turns.discard(turn)
+    client._end_soon()
+    eventually(lambda: not client._retired)
     assert (has_numbers(handle.value), state(other, handle.object_id)) == (True, ("device", 1, 1))
 
 
@@ -455,7 +450,7 @@ def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, ot
 
     def lose_and_evict() -> None:
         client.ping()
-        eventually(lambda: not client._pool.retired)
+        eventually(lambda: not client._retired)
         handle.resume()
         lose(other, handle.object_id, client)
         evict(other, handle.object_id)
@@ -589,9 +584,9 @@ async def test_a_cancelled_request_leaves_no_handle_with_earlier_memory(
         evict(other, handle.object_id)
         with other.create_buffer(ROOM):
             async with anyio.create_task_group() as group:
-                lost = client._session
+                lost = client._link
                 group.start_soon(client.ping)
-                while client._session is lost:
+                while client._link is lost:
                     await anyio.lowlevel.checkpoint()
                 group.cancel_scope.cancel()
             assert handle.suspended

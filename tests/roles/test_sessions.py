@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from shared_rpc import Client, Handle, Provider, Server
-from shared_rpc.client import connection as connection_module
-from shared_rpc.client.exchange import TooLate
+from shared_rpc.client import link as link_module
+from shared_rpc.client.exchange import BRIEFLY
+from shared_rpc.client.steps import Request
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
 from shared_rpc.protocol import messages as m
 from tests.kit.apps import Connect, Serve
@@ -134,7 +135,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_a_process_ends(server: Server, children: list[Child], end: str) -> None:
-    """However it ends, and over however many connections it spoke, its leases are back within a second."""
+    """However it ends, and however many threads it has, its leases are back within a second."""
     child = python(
         HOLDER
         + f"""
@@ -195,7 +196,7 @@ def test_threads_share_one_session(server: Server, connect: Connect) -> None:
 def test_a_slow_call_holds_up_no_other_thread(
     client: Client, server: Server, go: threading.Event, begun: threading.Event
 ) -> None:
-    """Every thread that waits has a connection of its own."""
+    """Whichever of them reads, each gets its own answer."""
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(client.call, "slow", 3)
         begun.wait(10)
@@ -274,7 +275,7 @@ def test_a_server_that_is_stuck_for_a_while_keeps_the_session(
     """A server that answers nobody until later finds the session of those who gave up waiting still there."""
     client = connect()
     held = client.call("own", 3)
-    monkeypatch.setattr(connection_module, "BRIEFLY", 0.1)
+    monkeypatch.setattr(link_module, "BRIEFLY", 0.1)
     monkeypatch.setattr(client, "_timeout", 0.1)
     with pytest.raises(DeadlineExceeded, match=f"the server at {server.socket_path} is stuck"):
         client.call("jam")
@@ -284,7 +285,7 @@ def test_a_server_that_is_stuck_for_a_while_keeps_the_session(
     patient.ping()
     assert not held.is_stale()
     assert client.release(held)
-    eventually(lambda: server.info()["connections"] == 2)
+    assert server.info()["connections"] == 2
 
 
 # Forks.
@@ -490,7 +491,7 @@ def test_a_deadline_is_kept_while_much_is_sent(base_path: str, trickles: bool) -
     def serve() -> None:
         with listener.accept()[0] as sock, Raw(sock, hello=False) as raw:
             hello = raw.hear_frame()
-            raw.say(m.Welcome("server", "token", os.getpid(), "cpu"), hello.request_id)
+            raw.say(m.Welcome("server", "cpu"), hello.request_id)
             while not done.wait(0.05):
                 if trickles:
                     sock.recv(10_000)
@@ -500,12 +501,13 @@ def test_a_deadline_is_kept_while_much_is_sent(base_path: str, trickles: bool) -
         listener.listen()
         with ThreadPoolExecutor(1) as pool:
             serving = pool.submit(serve)
-            connection = connection_module.Connection(f"{base_path}-cpu.sock").open("", 5.0)
+            link = link_module.BlockingLink.open(f"{base_path}-cpu.sock", 5.0)
+            begin = time.monotonic()
             try:
-                connection._socket.queue(m.Call("take", ["x" * 8_000_000]), 1)
-                with pytest.raises(TooLate):
-                    connection._send(time.monotonic() + 0.5)
+                with pytest.raises(DeadlineExceeded, match="is stuck"):
+                    link.exchange(Request(m.Call("take", ["x" * 8_000_000]), "take()"), begin + 0.5)
+                assert time.monotonic() - begin < 0.5 + 2 * BRIEFLY
             finally:
                 done.set()
                 serving.result(10)
-                connection.close()
+                link.close()

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -141,7 +140,7 @@ def client(server: Server) -> Iterator[Client]:
 
 def transfer(client: Client) -> Any:
     """What the client uses for short-lived memory."""
-    session = client._pool.session
+    session = client._link
     assert session is not None
     return session.transfer
 
@@ -438,15 +437,6 @@ def test_a_caller_that_left_gets_its_chunk_back(
         return first not in transfer(client).arguments._chunks
 
     eventually(clean)
-
-
-def test_a_busy_client_needs_one_connection(client: Client, device: str) -> None:
-    """What it has done with goes back with its calls, for as long as it makes some."""
-    begin = time.monotonic()
-    while time.monotonic() - begin < 0.5:
-        client.call("full", 1.0)
-        client.call("echo", torch.ones(8, device=device))
-    assert len(client._pool.session.connections) == 1
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.cli.discovery import live_servers
 from shared_rpc.cli.doctor import examine
-from shared_rpc.client import connection as connection_module
+from shared_rpc.client import link as link_module
 from shared_rpc.client.starting import ServerStarter, log_path
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.protocol.election import Election
@@ -89,7 +89,7 @@ def stranger(path: str, children: list[Child]) -> Callable[..., Child]:
 @pytest.fixture
 def everybody_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says of each server that it is another user's, without another user."""
-    monkeypatch.setattr(connection_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1, 0))
+    monkeypatch.setattr(link_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1, 0))
 
 
 def server() -> Server:
@@ -231,7 +231,7 @@ while True:
     with Raw(sock, hello=False) as raw:
         if sys.argv[2] == "asked":
             raw.hear()
-        raw.say(m.Welcome("server", "token", os.getpid(), "cpu"), 0)
+        raw.say(m.Welcome("server", "cpu"), 0)
         raw.hear_end()
 """
 
@@ -346,7 +346,7 @@ def test_a_starter_of_servers_meets_a_squatter(path: str, stranger: Callable[...
     stranger(LISTENING.format(backlog=5)).expect("listening")
     started: list[str] = []
     with client(connect_timeout=5) as mine:
-        mine._pool.summon = lambda *_: started.append("a server")
+        mine._summon = lambda *_: started.append("a server")
         with pytest.raises(ConnectError, match=f"belongs to uid {NOBODY}, not to you"):
             mine.ping()
     assert not started

@@ -18,6 +18,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Connect
 from tests.kit.brokers import BrokerApp
 from tests.kit.kernel_maps import rights
+from tests.kit.links import break_off
 from tests.kit.processes import Child, eventually, python
 from tests.kit.suspending import APP, SIZE, has_numbers
 
@@ -380,8 +381,7 @@ def test_a_session_that_takes_leases_over_suspends_what_was_suspended(broker: Br
     asleep, awake, both = client.call("load", 1), client.call("load", 2), [client.call("load", 3) for _ in range(2)]
     asleep.suspend()
     both[0].suspend()
-    for connection in list(client._pool.session.connections):
-        connection.hang_up()
+    break_off(client)
     watcher = broker.connect()
 
     def seen() -> list[int]:

@@ -15,6 +15,7 @@ from shared_rpc.errors import HandleSuspended, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
+from tests.kit.links import break_off
 from tests.kit.processes import Child, eventually, python
 from tests.kit.suspending import APP, SIZE, has_numbers
 
@@ -177,8 +178,7 @@ def test_a_new_session_has_an_evicted_object_suspended(broker: BrokerApp, client
     handle = client.call("load")
     handle.suspend()
     evict(client, handle.object_id)
-    for connection in list(client._pool.session.connections):
-        connection.hang_up()
+    break_off(client)
     client.ping()
     assert (handle.get_object_info()["active"], handle.get_object_info()["tier"]) == (0, "file")
     handle.resume()

@@ -337,8 +337,9 @@ def test_request_ids_begin_again(serve: Callable[..., Server], connect: Callable
     serve()
     client = connect()
     client.ping()
-    (connection,) = client._pool.session.connections
-    connection._ids = itertools.count(2**32 - 3)
+    link = client._link
+    assert link is not None
+    link._exchanges._ids = itertools.count(2**32 - 3)
     for _ in range(5):
         client.ping()
-    assert client._pool.session.connections == {connection}
+    assert client._link is link

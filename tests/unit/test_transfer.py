@@ -226,23 +226,13 @@ def test_a_session_that_has_ended_asks_nobody(
     assert (told, gpu.asked, clock.jobs) == ([], 0, [])
 
 
-def test_memory_that_the_server_needs_now_is_waited_for(
-    transfer: ClientTransfer, gpu: Gpu, drop: Callable[[], list[int]]
-) -> None:
-    """Chunks that were marked earlier and whose work goes on are returned too: nothing would be sent later."""
-    numbers = drop()
-    request(transfer)
-    assert (gpu.marked, gpu.done) == (1, False)
-    assert sorted(transfer.out_of_memory().chunks) == sorted(numbers)
-
-
-def test_an_event_loop_does_not_wait_for_a_gpu(
+def test_a_server_that_needs_memory_is_answered_at_once(
     transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
 ) -> None:
-    """Another thread waits for it, and returns the chunks to a server that needs memory for a coroutine's result."""
+    """Another thread waits for the GPU, and returns the chunks that it may still use."""
     numbers = drop()
     transfer.waiting = 1
-    assert transfer.out_of_memory(waits=False).chunks == []
+    assert transfer.out_of_memory().chunks == []
     assert not gpu.done
     clock.advance(1)
     assert gpu.done and sorted(itertools.chain(*told)) == sorted(numbers)

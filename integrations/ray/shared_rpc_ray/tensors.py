@@ -76,7 +76,7 @@ class TensorClient(Client):
         if socket_path is None:
             # By a name and not by this class: the server's workers import it.
             options = ServeOptions(devices=(device,), idle_exit=_IDLE_EXIT)
-            self._pool.summon = ServerStarter(lambda: "shared_rpc.provider.empty:provider", options)
+            self._summon = ServerStarter(lambda: "shared_rpc.provider.empty:provider", options)
 
     @lending
     def keep_segments(ctx: Any, segment_ids: Sequence[str], linger: float) -> Steps[Leased[list[torch.Tensor]]]:

@@ -39,7 +39,7 @@ class SpawnRuntime(ClientRuntime):
             preload=preload,
             cluster=cluster,
         )
-        self.operations._pool.summon = ServerStarter(target, options)
+        self.operations._summon = ServerStarter(target, options)
 
     def describe(self, info: RuntimeInfo) -> None:
         """Add the server's own description, and the log of a started server."""

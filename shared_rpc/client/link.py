@@ -1,0 +1,740 @@
+"""The connection of a client to its server, which is the session: it carries the requests of all threads or coroutines at once.
+
+There is no thread and no task in the background. Of the callers that wait for answers one reads for all, and wakes the others
+for theirs; when it has its own, it hands the reading to another one. Writing never waits: what the socket does not take at once
+stays queued, and who waits for an answer sends it.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import inspect
+import math
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Self
+
+import anyio
+import anyio.lowlevel
+
+from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
+from shared_rpc.client.steps import Reply, Request
+from shared_rpc.client.transfer import ClientTransfer
+from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, SharedRPCError
+from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
+from shared_rpc.forks import after_fork
+from shared_rpc.lifecycle.finalizer import FINALIZER
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.peers import Peer, answerer_of, ask_who_answers, foreign_owner, is_own_or_root, named, peer_of
+from shared_rpc.protocol.socket import FrameSocket
+
+#: Seconds that a read waits by itself: most round trips are faster and need no poll(2).
+_MOMENT = 0.004
+#: Seconds; poll(2) counts milliseconds in an int.
+_LONG = 3600.0
+#: Seconds after which a caller whose request is not written looks whether its answer has come all the same.
+_SLICE = 0.1
+#: Seconds between two looks at a connection that no caller waits on, and that has something to read, or to send.
+_LOOK, _SOON = 0.5, 0.05
+
+
+class Stranger(ConnectError):
+    """The server of another user. To wait does not help: only that user can end it."""
+
+
+def connect(sock: socket.socket, path: str) -> None:
+    """Connect a socket to the server that listens at ``path``.
+
+    :raises ConnectError: if no process listens, or another user's.
+    """
+    try:
+        sock.connect(path)
+    except OSError as error:
+        if is_of_handler(error):
+            raise
+        raise _connect_error(error, path) from error
+    _refuse_stranger(peer_of(sock), path)
+    ask_who_answers(sock)
+
+
+def _connect_error(error: OSError, path: str) -> ConnectError:
+    """Return the error for a connect(2) that failed."""
+    why = "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
+    owner = foreign_owner(path)
+    if owner is not None:
+        why += (
+            f"; the file belongs to {named(owner)}, not to you (uid {os.geteuid()}), so no server of yours can listen there: "
+            f"have that user remove it, or choose another base_path (SHARED_TENSOR_BASE_PATH)"
+        )
+    return ConnectError(f"cannot connect to {path}: {why}")
+
+
+def nobody_listens(error: ConnectError) -> bool:
+    """Return whether an error means that no process listens, not that a process does not answer or is another user's."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)
+
+
+def _refuse_stranger(peer: Peer, path: str) -> None:
+    """Check whose server it is: by the process that listens, before anything is read or sent, and by the one that answers.
+
+    :raises Stranger: if it is neither this user's nor root's, or another user's link led to it.
+    """
+    pid, uid, _ = peer
+    way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user stop the server"
+    if not is_own_or_root(uid):
+        raise Stranger(
+            f"the server at {path} belongs to {named(uid)}, not to you (uid {os.geteuid()}): it is pid {pid}; {way_out}"
+        )
+    owner = foreign_owner(path)
+    if owner is not None and os.path.islink(path):
+        # With fs.protected_symlinks, the kernel does not follow such a link.
+        raise Stranger(
+            f"{path} is a link of {named(owner)}, not yours (uid {os.geteuid()}), to another server: remove it, or {way_out}"
+        )
+
+
+class Link:
+    """A connection to the server that listens at ``path``, and the session that lasts as long. Thread-safe.
+
+    The state is changed under a lock that is never held while a caller waits. Bytes are read by the one exchange that is the
+    reader, and only without a reader by :meth:`catch_up` or :meth:`close`.
+    """
+
+    #: The id of the server and of its device, and the process that answers, 0 for one in another pid namespace: once the server
+    #: has answered the handshake.
+    server_id: str = ""
+    device: str = ""
+    pid: int = 0
+    #: The pools of the session; a link that only waits for news has none.
+    transfer: ClientTransfer
+    #: Whether the leases of the session are lost, or another session takes them over.
+    ended = False
+    #: The process that answers, where its first answer has come. Root's process may have made the socket listen for it.
+    answerer: Peer | None = None
+
+    def __init__(self, path: str, sock: socket.socket) -> None:
+        self.path = path
+        self._socket = FrameSocket(sock)
+        self._exchanges = Exchanges(path, self._socket)
+        self._lock = threading.RLock()
+        #: The exchange whose caller reads for all, and the thread of that; 0 for a coroutine.
+        self._reader: Exchange | None = None
+        self._thread = 0
+        #: What wakes the callers that wait while another one reads. There are none without a reader.
+        self._waiting: dict[Exchange, Callable[[], object]] = {}
+        self._attended = False
+        #: Whether a caller was interrupted, perhaps before all was delivered that had arrived.
+        self._undelivered = False
+        # Open copies in the child would keep the parent's session from ending, and closing them does not end it. Also of a
+        # connection that another thread is just opening.
+        after_fork(self.abandon)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the connection has not ended, as far as is known without asking."""
+        return self._exchanges.broken is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is :attr:`usable`, and this thread is not in a signal's handler that came in a change of its state."""
+        # _is_owned() is private, as in shared_rpc.forks.
+        return self._exchanges.broken is None and not self._lock._is_owned()  # type: ignore[attr-defined]
+
+    # Requests.
+
+    def post(self, message: m.Message) -> None:
+        """Send a message whose answer is not needed, from any thread. Never waits: what cannot be sent now is sent later.
+
+        :raises ConnectionClosed: if the connection has ended.
+        """
+        with self._lock:
+            if not self.usable:
+                raise self._exchanges.ended()
+            self._exchanges.notify(message)
+            self._flush()
+        self._attend()
+
+    def _start(self, request: Request, thread: int = 0) -> Exchange:
+        """Send a request. Its caller reads for all, if no other one does and this is a thread."""
+        with self._lock:
+            exchange = self._exchanges.begin(request)
+            self._flush()
+            if thread and self._reader is None:
+                self._reader, self._thread = exchange, thread
+        return exchange
+
+    def _flush(self) -> bool:
+        try:
+            return self._socket.flush()
+        except ConnectionClosed as error:
+            # A server that hung up may have sent the reason, which is read next.
+            if is_of_handler(error):
+                raise
+            return True
+
+    def _finish(self, exchange: Exchange) -> Reply:
+        """Return the reply of an exchange, which ends; see :meth:`Exchanges.reply` for what is raised."""
+        if exchange.answer is None:
+            with self._lock:
+                if exchange.answer is None:
+                    self._exchanges.abandon(exchange)
+            self._attend()
+        return self._exchanges.reply(exchange)
+
+    def _give_up(self, exchange: Exchange) -> None:
+        """Withdraw a request whose caller does not wait for the answer any more, nor for what comes of that."""
+        with self._lock:
+            self._undelivered = True
+            self._leave(exchange)
+            if not exchange.idle:  # a signal handler may have raised before others were woken for what they have got
+                self._wake_all()
+            with passed_over(SharedRPCError, OSError):
+                self._exchanges.withdraw(exchange)
+                self._exchanges.abandon(exchange)
+            self._flush()
+        self._attend()
+
+    # One reads for all.
+
+    def _take_turn(self, exchange: Exchange, sleep: Callable[[], Callable[[], object]], thread: int = 0) -> bool | None:
+        """Return whether the caller is to read for all.
+
+        If not, what ``sleep`` returns is called when there is news for it, or when it is to read.
+
+        A caller is also the reader if it is in a signal handler of the reader's thread, which goes on when it is done.
+
+        :returns: None if there is news.
+        :raises SharedRPCError: if the connection has ended.
+        """
+        with self._lock:
+            if exchange.updates or exchange.answer is not None:
+                return None
+            if self._exchanges.broken is not None:
+                raise self._exchanges.ended()
+            reader = self._reader
+            if reader is None or reader is exchange or (thread and thread == self._thread):
+                if reader is not exchange:
+                    exchange.below, self._reader = reader, exchange
+                self._thread = thread
+                return True
+            self._waiting[exchange] = sleep()
+            return False
+
+    def _leave(self, exchange: Exchange) -> None:
+        """End a turn; the reader hands the reading over."""
+        with self._lock:
+            self._waiting.pop(exchange, None)
+            if self._reader is not exchange:
+                return
+            self._reader, exchange.below = exchange.below, None
+            if self._reader is None:
+                if self._waiting:
+                    self._hand_over()
+                if self._reader is None and self._exchanges.broken is not None:
+                    self._close()
+
+    def _hand_over(self) -> None:
+        following = next((each for each in self._waiting if each.answer is None), None)
+        if following is not None:
+            self._reader, self._thread = following, 0
+            self._wake(following)
+
+    def _wake(self, exchange: Exchange) -> None:
+        wake = self._waiting.get(exchange)
+        if wake is not None:
+            wake()  # before it is forgotten: a signal handler that raises leaves none asleep
+            self._waiting.pop(exchange, None)
+
+    def _wake_all(self) -> None:
+        for exchange in tuple(self._waiting):
+            self._wake(exchange)
+
+    def _read(self, *, wait: bool = True) -> None:
+        """Take bytes from the socket; of the first ones, who sent them.
+
+        :raises ConnectionClosed: if there come no more.
+        """
+        try:
+            if self.answerer is None:
+                self.answerer = answerer_of(self._socket.sock)
+        except OSError as error:
+            if isinstance(error, (BlockingIOError, InterruptedError)) or is_of_handler(error):
+                raise
+            raise ConnectionClosed(f"the connection broke: {error}") from error
+        self._socket.read(wait=wait)
+
+    def _deliver(self) -> None:
+        """Deliver what was read, and wake those who have news."""
+        self._socket.take()
+        for exchange in self._exchanges.deliver():
+            if exchange in self._waiting:
+                self._wake(exchange)
+        if self._exchanges.broken is not None:
+            self._end()
+
+    def _attend(self) -> None:
+        """Have another thread send what is left, and read what is owed, in case that no caller comes soon."""
+        if (self._exchanges.owed or self._socket.unsent) and not self._attended and self.usable:
+            self._attended = True
+            FINALIZER.start()
+            FINALIZER.submit(functools.partial(_attend, weakref.ref(self)), after=_SOON if self._socket.unsent else _LOOK)
+
+    def catch_up(self) -> None:
+        """Send what is queued, and read owed answers, as far as that takes no wait and no caller does. What is left is looked
+        at again.
+        """
+        with self._lock:
+            self._attended = False
+            if not self.usable:
+                return
+            self._flush()
+            try:
+                while self._exchanges.owed and self._reader is None:
+                    self._read(wait=False)
+                    self._deliver()
+                self._flush()
+            except BlockingIOError:
+                pass
+            except (ConnectionClosed, ProtocolError) as error:
+                self._break(error)
+        self._attend()
+
+    # The handshake.
+
+    def _greet(self) -> Exchange:
+        with self._lock:
+            exchange = self._exchanges.greet()
+            self._flush()
+        return exchange
+
+    def _welcomed(self, greeting: Exchange) -> None:
+        """Take the answer to the handshake, if this user or root gave it.
+
+        :raises Stranger: if another user did. The text of a refusal is anybody's: a server may refuse before it is asked.
+        """
+        answer = greeting.answer
+        refused = isinstance(answer, m.Error) and not answer.endpoint_raised
+        if self.answerer is not None and not refused:
+            _refuse_stranger(self.answerer, self.path)
+        welcome = self._exchanges.welcome(greeting)
+        self.server_id, self.device = welcome.server_id, welcome.device
+        self.pid = self.answerer.pid if self.answerer is not None else 0
+
+    # The end.
+
+    def close(self, reason: str = "this client was closed") -> None:
+        """Notify the server that the session ends on purpose, as far as possible at once, and hang up. All callers that wait
+        get the reason.
+        """
+        with self._lock:
+            if self.usable:
+                with passed_over(SharedRPCError, OSError, ValueError):
+                    self._exchanges.goodbye()
+                    self._socket.flush()
+            self._break(ConnectionClosed(reason))
+
+    def _break(self, error: Exception) -> None:
+        with self._lock:
+            self._exchanges.fail(error)
+            self._end()
+
+    def _end(self) -> None:
+        """Wake all that wait: nothing comes any more. The reader closes the socket, if there is one."""
+        with passed_over(OSError):  # it is not connected, or closed
+            self._socket.sock.shutdown(socket.SHUT_RDWR)
+        self._wake_all()
+        if self._reader is None:
+            self._close()
+
+    def _close(self) -> None:
+        self._socket.close()
+
+    def abandon(self) -> None:
+        """Close the copies of descriptors in a forked child, where the session is another process's."""
+        self._socket.close()
+        self.ended = True
+        if hasattr(self, "transfer"):
+            self.transfer.closed = True
+
+
+def _attend(link: weakref.ref[Link]) -> None:
+    """Look after a connection in the finaliser thread, which must not keep it."""
+    found = link()
+    if found is not None:
+        found.catch_up()
+
+
+def _seconds_until(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TooLate
+    return left
+
+
+class BlockingLink(Link):
+    """A link for threads, made with :meth:`open`.
+
+    A signal handler may raise within :meth:`exchange`. In the wait, as :attr:`Exchange.idle` says, the request is withdrawn and
+    the link is in order. Elsewhere the link still delivers what is under way, but it is not known what was sent or noted: its
+    owner has another session take the leases over.
+    """
+
+    @classmethod
+    def open(cls, path: str, timeout: float) -> Self:
+        """Connect and shake hands.
+
+        :raises ConnectError: if no process answers, or another user's does.
+        """
+        link = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
+        try:
+            link._socket.limit(min(timeout, PROMPT))
+            connect(link._socket.sock, path)
+            link._socket.limit(_MOMENT)
+            with link._exchanges.greeting():
+                greeting = link._greet()
+                link._await(greeting, time.monotonic() + min(timeout, PROMPT))
+                link._welcomed(greeting)
+        except BaseException:
+            link._break(ConnectionClosed("the handshake failed"))  # without a word: it may be a stranger's
+            raise
+        return link
+
+    def exchange(self, request: Request, deadline: float) -> Reply:
+        """Send a request and wait for its reply until ``deadline`` (time.monotonic()).
+
+        :raises DeadlineExceeded: if there is none by then; a reply that came just in time is returned.
+        :raises ConnectionClosed: if the server goes away, or the link is closed.
+        """
+        exchange: Exchange | None = None
+        try:
+            exchange = self._start(request, threading.get_ident())
+            if request.transfer is not None:
+                request.transfer.poll()  # while the server works
+            try:
+                self._await(exchange, deadline)
+            except TooLate:
+                exchange.idle = False
+                self._withdraw(exchange)
+        except BaseException as error:
+            exchange = exchange or self._exchanges.of(request)
+            if exchange is not None:
+                self._give_up(exchange)
+                request.withdrawn = exchange.idle and is_interrupt(error)
+            raise
+        return self._finish(exchange)
+
+    def _withdraw(self, exchange: Exchange) -> None:
+        """Withdraw a request, and wait for the server's answer to that: it says why there was no reply."""
+        with self._lock:
+            waits = self._exchanges.withdraw(exchange)
+            self._flush()
+        if waits:
+            with passed_over(TooLate, SharedRPCError):
+                self._await(exchange, time.monotonic() + BRIEFLY)
+
+    def _await(self, exchange: Exchange, deadline: float) -> None:
+        """Pass on the updates of an exchange until its answer is there."""
+        request = exchange.request
+        while True:
+            while exchange.updates:
+                info = exchange.updates.popleft()
+                if request.on_event is not None:
+                    request.on_event(info)
+                _seconds_until(deadline)
+            if exchange.answer is not None:
+                return
+            until = None if exchange.withdrawn else request.until
+            try:
+                if self._reader is exchange:
+                    self._read_for_all(exchange, deadline, until)
+                    continue
+                sleep = _Sleep(exchange, until)
+                reads = self._take_turn(exchange, sleep.prepare, threading.get_ident())
+                if reads is False:
+                    self._sleep(exchange, deadline, sleep)
+            except BaseException:
+                self._leave(exchange)
+                raise
+
+    def _read_for_all(self, exchange: Exchange, deadline: float, until: int | None) -> None:
+        """Deliver what arrives until there is news for one exchange, or the connection has ended."""
+        reads, self._undelivered = not self._undelivered, False
+        while True:
+            try:
+                if reads:
+                    exchange.idle = True
+                    self._read()
+                    exchange.idle = False
+                reads = True
+                with self._lock:
+                    self._deliver()
+                    if exchange.answer is not None:
+                        self._leave(exchange)
+                        return
+            except BlockingIOError as error:
+                if is_of_handler(error):
+                    raise
+                self._poll(exchange, deadline, until)
+            except (ConnectionClosed, ProtocolError) as error:
+                if is_of_handler(error):
+                    raise
+                exchange.idle = False
+                self._break(error)
+            if exchange.updates or self._exchanges.broken is not None or self._reader is not exchange:
+                self._leave(exchange)
+                return
+            if self._socket.unsent:  # for example the answer to OutOfPoolMemory
+                with self._lock:
+                    self._flush()
+            _seconds_until(deadline)
+
+    def _poll(self, exchange: Exchange, deadline: float, until: int | None) -> None:
+        """Wait until the socket is ready. poll(2) begins anew after a signal, with the time that is left.
+
+        :raises TooLate: if the descriptor ``until`` is readable first.
+        """
+        left = _seconds_until(deadline)
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._socket.unsent else 0))
+        if until is not None:
+            poll.register(until, select.POLLIN)
+        exchange.idle = True
+        ready = poll.poll(min(left, _LONG) * 1000)
+        exchange.idle = False
+        if [fd for fd, _ in ready] == [until]:
+            raise TooLate
+
+    def _sleep(self, exchange: Exchange, deadline: float, sleep: _Sleep) -> None:
+        """Wait until the reader has news for an exchange, or it is the one to read.
+
+        :raises TooLate: if the deadline, or the event of the request, comes first.
+        """
+        left = _seconds_until(deadline)
+        if self._socket.written >= exchange.request.end:
+            sleep.sleep(min(left, _LONG))
+        else:
+            sleep.sleep(min(left, _SLICE), self._socket.fileno())
+            with self._lock:
+                self._flush()
+
+
+class _Sleep:
+    """The wait of a thread that does not read.
+
+    :param until: a descriptor of an event, which ends the wait as the deadline does. It counts, so that the event that ends the
+        wait is told from the one that wakes.
+    """
+
+    __slots__ = ("_exchange", "_lock", "_until", "_woken")
+
+    def __init__(self, exchange: Exchange, until: int | None) -> None:
+        self._exchange = exchange
+        self._until = until
+
+    def prepare(self) -> Callable[[], object]:
+        """Begin the wait; return what ends it."""
+        self._woken = False
+        self._lock = threading.Lock()
+        self._lock.acquire(blocking=False)
+        return self.wake
+
+    def wake(self) -> None:
+        """End the wait, from another thread; once."""
+        if not self._woken:
+            self._woken = True
+            if self._until is not None:
+                os.eventfd_write(self._until, 1)
+            else:
+                self._lock.release()
+
+    def sleep(self, seconds: float, writable: int = -1) -> None:
+        """Wait so many seconds, or until a socket is writable, if there is one.
+
+        :raises TooLate: if the event has come.
+        """
+        exchange, until = self._exchange, self._until
+        exchange.idle = True
+        if until is None and writable < 0:
+            self._lock.acquire(timeout=seconds)
+        else:
+            poll = select.poll()
+            if until is not None:
+                poll.register(until, select.POLLIN)
+            if writable >= 0:
+                poll.register(writable, select.POLLOUT)
+            ready = [fd for fd, _ in poll.poll(seconds * 1000)]
+            if until is not None and until in ready:
+                if not self._woken:
+                    raise TooLate
+                os.eventfd_read(until)
+        exchange.idle = False
+
+
+class _Rest:
+    """The wait of a coroutine that does not read."""
+
+    __slots__ = ("event",)
+
+    def prepare(self) -> Callable[[], object]:
+        """Begin the wait; return what ends it."""
+        self.event = anyio.Event()
+        return self.event.set
+
+
+class AsyncLink(Link):
+    """A link for coroutines on asyncio and on trio, on a non-blocking socket, made with :meth:`open`."""
+
+    def __init__(self, path: str, sock: socket.socket) -> None:
+        super().__init__(path, sock)
+        self._gathering = False
+        self._writing = anyio.Lock()
+
+    @classmethod
+    async def open(cls, path: str, timeout: float) -> Self:
+        """Connect and shake hands.
+
+        :raises ConnectError: if no server answers at ``path``, or another user's does.
+        """
+        link = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK))
+        try:
+            connect(link._socket.sock, path)
+            with link._exchanges.greeting():
+                greeting = link._greet()
+                with anyio.move_on_after(min(timeout, PROMPT)):
+                    await link._await(greeting)
+                if greeting.answer is None:
+                    raise TooLate
+                link._welcomed(greeting)
+        except BaseException:
+            link._break(ConnectionClosed("the handshake failed"))  # without a word: it may be a stranger's
+            raise
+        return link
+
+    async def exchange(self, request: Request, deadline: float = math.inf) -> Reply:
+        """Send a request and wait for its reply. A request that is cancelled is withdrawn, without a wait.
+
+        :param deadline: when to give up, in terms of anyio.current_time().
+        :raises DeadlineExceeded: if there is no reply by then; a reply that came just in time is returned.
+        :raises ConnectionClosed: if the server goes away, or the link is closed.
+        """
+        # Requests of coroutines of the same turn of the loop are sent in one write.
+        with self._lock:
+            exchange = self._exchanges.begin(request)
+        try:
+            with anyio.CancelScope(deadline=deadline):
+                await (self._await(exchange) if request.until is None else self._await_until(exchange, request.until))
+            if exchange.answer is None:
+                await self._withdraw(exchange)
+        except BaseException:
+            self._give_up(exchange)
+            raise
+        return self._finish(exchange)
+
+    async def _withdraw(self, exchange: Exchange) -> None:
+        """Withdraw a request, and wait for the server's answer to that: it says why there was no reply."""
+        with self._lock:
+            waits = self._exchanges.withdraw(exchange)
+        if waits:
+            with anyio.move_on_after(BRIEFLY), suppress(SharedRPCError):
+                await self._await(exchange)
+
+    async def _await(self, exchange: Exchange) -> None:
+        """Send all that is queued, and pass on the updates of an exchange, until its answer is there."""
+        request = exchange.request
+        await self._send()
+        if request.transfer is not None:
+            request.transfer.poll()  # while the server works
+        while True:
+            while exchange.updates:
+                info = exchange.updates.popleft()
+                if request.on_event is not None:
+                    result = request.on_event(info)
+                    if inspect.isawaitable(result):
+                        await result
+                # Several answers may have come at once, and the caller's deadline may have passed.
+                await anyio.lowlevel.checkpoint()
+            if exchange.answer is not None:
+                return
+            rest = _Rest()
+            try:
+                reads = self._take_turn(exchange, rest.prepare)
+                if reads:
+                    await self._read_for_all(exchange)
+                    self._leave(exchange)
+                elif reads is not None:
+                    await rest.event.wait()
+            except BaseException:
+                self._leave(exchange)
+                raise
+            if self._socket.unsent:  # for example the answer to OutOfPoolMemory
+                await self._send()
+
+    async def _await_until(self, exchange: Exchange, until: int) -> None:
+        """Wait as :meth:`_await` does, but no longer than until a descriptor is readable."""
+        errors: list[SharedRPCError] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_when_readable, tasks.cancel_scope, until)
+            try:
+                await self._await(exchange)
+            except SharedRPCError as error:
+                errors.append(error)  # the task group would wrap it
+            tasks.cancel_scope.cancel()
+        if errors:
+            raise errors.pop()
+
+    async def _send(self) -> None:
+        if len(self._exchanges.under_way) > 1:
+            # Other coroutines run too.
+            if self._gathering:
+                return
+            self._gathering = True
+            try:
+                await anyio.lowlevel.checkpoint()
+            finally:
+                self._gathering = False
+        with self._lock:
+            if self._flush():
+                return
+        async with self._writing:
+            while True:
+                with self._lock:
+                    if self._flush() or not self.usable:
+                        return
+                with suppress(anyio.ClosedResourceError, OSError, ValueError):  # closed meanwhile
+                    await anyio.wait_writable(self._socket.sock)
+
+    async def _read_for_all(self, exchange: Exchange) -> None:
+        """Deliver what arrives until there is news for one exchange, or something to send, or the connection has ended."""
+        while True:
+            try:
+                with self._lock:
+                    self._read()
+                    self._deliver()
+            except BlockingIOError:
+                try:
+                    await anyio.wait_readable(self._socket.sock)
+                except (anyio.ClosedResourceError, OSError, ValueError) as error:
+                    self._break(ConnectionClosed(f"the connection was closed: {error}"))
+            except (ConnectionClosed, ProtocolError) as error:
+                self._break(error)
+            if exchange.updates or exchange.answer is not None or self._exchanges.broken is not None or self._socket.unsent:
+                return
+
+    def _close(self) -> None:
+        if self._socket.fileno() >= 0:
+            with suppress(Exception):  # without an event loop no coroutine waits
+                anyio.notify_closing(self._socket.sock)
+        super()._close()
+
+
+async def _cancel_when_readable(scope: anyio.CancelScope, fd: int) -> None:
+    await anyio.wait_readable(fd)
+    scope.cancel()
