@@ -72,7 +72,7 @@ def segments() -> dict[str, int]:
         try:
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:shared-rpc"):
                 nbytes += os.fstat(int(fd)).st_size
-        except FileNotFoundError:
+        except OSError:  # another thread has closed it
             continue
     with open("/proc/self/maps") as maps:
         return {"held": nbytes, "mapped": sum("/memfd:shared-rpc" in line for line in maps)}
