@@ -12,9 +12,8 @@ from typing import Any
 from shared_rpc.broker.transfer import ForwardedTransfer
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, ConnectionClosed, EndpointNotFound, ProtocolError, ServerBusy, SharedRPCError
-from shared_rpc.execution.executor import Owner
 from shared_rpc.execution.outcomes import Completed, Failure
-from shared_rpc.execution.run import Run
+from shared_rpc.execution.run import Owner, Run
 from shared_rpc.execution.session_transfer import Transfers
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.memory.segments import Segment

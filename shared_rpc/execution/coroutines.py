@@ -7,15 +7,16 @@ import contextvars
 import importlib.util
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 import anyio
 
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import SharedRPCError, TaskCancelled
-from shared_rpc.execution.forks import one_process
 from shared_rpc.execution.outcomes import Failure
+from shared_rpc.forks import after_fork
 
 #: Whether uvloop is installed.
 USES_UVLOOP = importlib.util.find_spec("uvloop") is not None
@@ -117,3 +118,48 @@ async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunC
 def run_loop(main: Callable[[], Awaitable[None]]) -> None:
     """Run a coroutine function in a new event loop of this thread: uvloop's where it is installed."""
     anyio.run(main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
+
+
+def end_if_forked(pid: int, endpoint: str) -> None:
+    """Exit if the endpoint, which began in process ``pid``, returns, raises or awaits in a process that it has forked.
+
+    Below its frame there is nothing to return to: the thread waits for the next job for ever, and the event loop reads its
+    parent's descriptors. Processes of :mod:`multiprocessing`, and those that call ``os._exit()``, never return here.
+    """
+    if os.getpid() != pid:
+        text = f"shared_rpc: endpoint {endpoint!r} forked this process (pid {os.getpid()}) from pid {pid}, and left it"
+        print(f"{text}: end such a process by os._exit(), or use multiprocessing", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+@types.coroutine
+def one_process(begun: Awaitable[Any], pid: int, endpoint: str) -> Generator[Any, Any, Any]:
+    """Await an endpoint's coroutine, and check the process whenever it gives control back."""
+    work = begun if isinstance(begun, Coroutine) else _wait_for(begun)
+    thrown: list[BaseException] = []
+    while True:
+        try:
+            wanted = work.throw(thrown.pop()) if thrown else work.send(None)
+        except StopIteration as done:
+            return done.value
+        finally:
+            end_if_forked(pid, endpoint)
+        try:
+            yield wanted
+        except GeneratorExit:
+            work.close()
+            raise
+        except BaseException as error:
+            thrown.append(error)
+        # send() needs no value: a coroutine gets results from its futures, not from the loop.
+
+
+async def _wait_for(begun: Awaitable[Any]) -> Any:
+    return await begun
+
+
+@after_fork
+def _forget_run() -> None:
+    run = CURRENT_RUN.get()
+    if run is not None:
+        run.report = lambda _: None  # the parent's loop has no reports of a child

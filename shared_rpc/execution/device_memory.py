@@ -1,4 +1,4 @@
-"""The memory that a server makes buffers of, and to which it takes the bytes of objects."""
+"""The memory that a server makes buffers of, and to which it takes the bytes of objects; and waiting until it is free."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.execution.freeing import frees_are_pending, until_freed
 from shared_rpc.execution.threads import WorkerThreads
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.copies import (
     ON_HOST,
     CopyOrder,
@@ -265,3 +265,28 @@ def _is_of_host(order: CopyOrder) -> bool:
 def _as(segment: Segment, info: SegmentInfo) -> Segment:
     segment.info = info
     return segment
+
+
+def frees_are_pending() -> bool:
+    """Return True if an allocation may fail because frees are pending: any of a GPU's memory, which is allocated as a whole, or
+    more of the host's than is free.
+    """
+    if not CLOSER:
+        return False
+    left = dict(CLOSER.left())
+    on_host = left.pop("cpu", 0)
+    return bool(left) or on_host > (free_bytes("cpu") or 0)
+
+
+async def until_freed() -> None:
+    """Wait until all memory that was dropped so far is free. It is the one place where a request waits for that."""
+    if not CLOSER:
+        return
+    loop, freed = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(freed.set)
+
+    CLOSER.notify(wake)
+    await freed.wait()

@@ -11,14 +11,12 @@ from typing import Any
 
 from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import ConnectionClosed, TaskCancelled
-from shared_rpc.execution.coroutines import Coroutines
+from shared_rpc.execution.coroutines import Coroutines, end_if_forked
 from shared_rpc.execution.endpoints import Endpoint
-from shared_rpc.execution.executor import Owner
-from shared_rpc.execution.forks import end_if_forked
 from shared_rpc.execution.outcomes import AwaitingRoom, Completed, Failure
 from shared_rpc.execution.publishing import Publisher, guarded, let_go, load, loads_soon
 from shared_rpc.execution.reporter import Reporter
-from shared_rpc.execution.run import Run
+from shared_rpc.execution.run import Owner, Run
 from shared_rpc.execution.session_transfer import Transfers
 from shared_rpc.execution.threads import Job, WorkerThreads
 from shared_rpc.execution.transfer import ServerTransfer

@@ -171,7 +171,7 @@ class _LocalCaller:
 
     def give_up(self) -> SharedRPCError | None:
         """Stop waiting when the time is over; return the error of that, None if the answer is there. On the loop."""
-        busy = self.core.waits_for(self._waiter) if self._waiter is not None else ""
+        busy = self.core.state.waits_for(self._waiter) if self._waiter is not None else ""
         if not self.stop_waiting():
             return None
         return ServerBusy(busy) if busy else too_late(self.request.what)

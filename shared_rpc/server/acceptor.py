@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -93,7 +92,7 @@ class Acceptor:
                 await anyio.lowlevel.checkpoint()
                 try:
                     await self._accept_one()
-                except Exception:  # also of an observer of what is evicted for the sake of descriptors
+                except Exception:
                     _log.exception("cannot accept a connection")
                     await anyio.sleep(_PAUSE)
 
@@ -106,9 +105,7 @@ class Acceptor:
         except OSError as error:
             # Without free descriptors, or when the client hung up at once. Neither may end the server.
             _log.error("cannot accept a connection: %s", error)
-            full = error.errno in (errno.EMFILE, errno.ENFILE)
-            if not full or self._core.objects.descriptors.closing() or not self._core.capacity.relieve():
-                await anyio.sleep(_PAUSE)
+            await anyio.sleep(_PAUSE)
             return
         try:
             self._admit(sock)
@@ -118,7 +115,7 @@ class Acceptor:
 
     def _admit(self, sock: socket.socket) -> None:
         peer = peer_of(sock)
-        scarce = self._core.objects.descriptors.are_scarce(sock.fileno()) and not self._core.capacity.relieve()
+        scarce = self._core.objects.descriptors.are_scarce(sock.fileno())
         connection = RemoteClient(sock, peer, self._core, self._connections.discard)
         if not is_own(peer.uid):
             _log.warning("refused the connection of pid %d of %s", peer.pid, named(peer.uid))

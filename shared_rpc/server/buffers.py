@@ -44,10 +44,11 @@ class Buffers:
         device = await state.memory.device(message.device or state.device)
         self.table.check_capacity(self._coming)
         self.table.check_name(message.name)
+        state.capacity.require_descriptors(1 + self._coming)
         sizes = {device.id: -(-extent.nbytes // device.granularity) * device.granularity}
         self._coming += 1
         try:
-            async with state.capacity.reserve(caller.waiter, sizes, descriptors=1, totals={device.id: device.total}):
+            async with state.capacity.reserve(caller.waiter, sizes, totals={device.id: device.total}):
                 record = await self._new_record(extent, device.id, room=message.room)
         finally:
             self._coming -= 1

@@ -49,10 +49,7 @@ _QUOTA, _ALL = "the quota (--quota, or Server(quotas=...))", "the device's memor
 
 
 class Mover(Protocol):
-    """The moves of a server's objects between tiers."""
-
-    def users(self, stored: StoredObject) -> Sequence[str]:
-        """Return the sessions that use an object: it cannot leave its devices."""
+    """The moves of a server's objects between tiers: :class:`shared_rpc.server.tiers.Tiers`."""
 
     def is_moving(self, stored: StoredObject) -> bool:
         """Return whether an object is being moved, or is about to be used."""
@@ -71,18 +68,16 @@ class Mover(Protocol):
 
 
 class Reservation:
-    """Bytes by device, and descriptors, that are reserved until they are an object's. A context ends it."""
+    """Bytes by device that are reserved until they are an object's. A context ends it."""
 
-    def __init__(self, capacity: Capacity, sizes: Mapping[str, int], descriptors: int = 0) -> None:
+    def __init__(self, capacity: Capacity, sizes: Mapping[str, int]) -> None:
         self._capacity = capacity
         self.sizes = Counter(sizes)
-        self.descriptors = descriptors
 
     def release(self) -> None:
         """End the reservation: the memory counts as an object's, or was never made. Harmless if it has ended."""
         sizes, self.sizes = self.sizes, Counter()
-        descriptors, self.descriptors = self.descriptors, 0
-        self._capacity._end(sizes, descriptors)
+        self._capacity._end(sizes)
 
     def __enter__(self) -> Reservation:
         return self
@@ -111,14 +106,13 @@ class CapacityRequest:
 class _Candidate(NamedTuple):
     """Objects that share memory, and what their leaving would free; without a tier in ``below`` they are dropped.
 
-    ``host_bytes`` is what they take in host copies, and ``host_ready`` what of it is allocated already.
+    ``host_bytes`` is what they take in host copies.
     """
 
     group: Sequence[StoredObject]
     frees: Mapping[str, int]
     below: tuple[Below, ...] = ()
     host_bytes: int = 0
-    host_ready: int = 0
 
 
 class _HostCopies(NamedTuple):
@@ -132,7 +126,8 @@ class _HostCopies(NamedTuple):
 class Capacity:
     """The capacity of a server's devices. On its loop only.
 
-    A dropped object's memory counts as free at once, though freeing it may take time: see :mod:`shared_rpc.execution.freeing`.
+    A dropped object's memory counts as free at once, though freeing it may take time: see
+    :func:`~shared_rpc.execution.device_memory.until_freed`.
 
     :param wake_within: called when :meth:`expire` is to be called in so many seconds.
     :param pid_of: the process behind a session, for people.
@@ -206,7 +201,6 @@ class Capacity:
         owner: Hashable,
         sizes: Mapping[str, int],
         *,
-        descriptors: int = 0,
         totals: Mapping[str, int] | None = None,
         first: bool = False,
         patient: bool = True,
@@ -215,14 +209,13 @@ class Capacity:
 
         :param owner: identifies the request, see :meth:`why`.
         :param sizes: bytes by device, that are about to be made, or are made.
-        :param descriptors: how many the memory will have.
         :param totals: the memory of devices, which is the limit where there is no quota; by default there is none then.
         :param first: before all who wait, because the turn of ``owner`` had come already.
         :param patient: False to be refused where nothing that could give way is enough now.
         :raises CapabilityError: if there can never be so much.
         :raises ServerBusy: if there is none, and requests do not wait; or if it never has capacity beside pinned objects.
         """
-        request = self.enter(owner, sizes, descriptors=descriptors, totals=totals, first=first, patient=patient)
+        request = self.enter(owner, sizes, totals=totals, first=first, patient=patient)
         with await self.granted(request) as reservation:
             yield reservation
 
@@ -233,7 +226,7 @@ class Capacity:
         """
         return await self.granted(self.enter(owner, {}, stored, first=first))
 
-    def take(self, sizes: Mapping[str, int], descriptors: int = 0, totals: Mapping[str, int] | None = None) -> Reservation:
+    def take(self, sizes: Mapping[str, int], totals: Mapping[str, int] | None = None) -> Reservation:
         """Reserve memory that is there now; cached objects without holders are dropped for it.
 
         :raises CapabilityError: if there can never be so much.
@@ -245,20 +238,10 @@ class Capacity:
                 self._require(device, nbytes, (totals or {}).get(device))
                 reservation.sizes[device] += nbytes
                 self._taken[device] += nbytes
-            self.add_descriptors(reservation, descriptors)
         except SharedRPCError:
             reservation.release()
             raise
         return reservation
-
-    def add_descriptors(self, reservation: Reservation, count: int) -> None:
-        """Reserve descriptors too.
-
-        :raises ServerBusy: if there are none.
-        """
-        self.require_descriptors(count)
-        self._objects.descriptors.used += count
-        reservation.descriptors += count
 
     def take_host(self, nbytes: int, spared: Collection[StoredObject] = (), *, drops: bool = True) -> Reservation:
         """Reserve host memory for copies that are made now.
@@ -303,9 +286,8 @@ class Capacity:
         copies = [self._objects.copies.get(name, "host") for name in _infos(group)]
         return all(copy is None or copy.revision == STALE for copy in copies)
 
-    def _end(self, sizes: Mapping[str, int], descriptors: int) -> None:
+    def _end(self, sizes: Mapping[str, int]) -> None:
         self._taken.subtract(sizes)
-        self._objects.descriptors.used -= descriptors
         if sizes:
             self.changed()
 
@@ -317,7 +299,6 @@ class Capacity:
         sizes: Mapping[str, int],
         stored: StoredObject | None = None,
         *,
-        descriptors: int = 0,
         totals: Mapping[str, int] | None = None,
         first: bool = False,
         patient: bool = True,
@@ -327,7 +308,7 @@ class Capacity:
         :meth:`granted` is to be awaited, unless the request is granted when this returns.
         """
         at_once = sizes if not self.evicts else {name: sizes[name] for name in sizes.keys() - self._limits.keys()}
-        request = CapacityRequest(owner, self.take(at_once, descriptors, totals), sizes, stored, patient)
+        request = CapacityRequest(owner, self.take(at_once, totals), sizes, stored, patient)
         if not self.evicts:
             request.granted = True
             return request
@@ -553,12 +534,10 @@ class Capacity:
             if group[0].cold or any(mover.is_moving(stored) for stored in group):
                 continue
             below, infos = mover.below(group), _infos(group)
-            if below and any(mover.users(stored) or stored.pinned for stored in group):
+            if below and any(self._users_of(stored) or stored.pinned for stored in group):
                 continue
             if below:
-                total = sum(info.nbytes for info in infos.values())
-                ready = sum(info.nbytes for info in infos.values() if self._objects.copies.get(info.id, "host") is not None)
-                yield _Candidate(group, _by_device(infos), below, total, ready)
+                yield _Candidate(group, _by_device(infos), below, sum(info.nbytes for info in infos.values()))
             elif all(map(self._is_droppable, group)):
                 yield _Candidate(group, _by_device(infos))
             else:
@@ -588,6 +567,10 @@ class Capacity:
                 yield _HostCopies(group, nbytes, cold=False)
             elif found and "file" in mover.below(group):
                 yield _HostCopies(group, nbytes, cold=True)
+
+    def _users_of(self, stored: StoredObject) -> list[str]:
+        """Return the sessions that use an object: it cannot leave its devices."""
+        return [holder for holder in self._leases.active(stored.object_id) if isinstance(holder, str)]
 
     def _groups(self) -> list[list[StoredObject]]:
         """Return all objects that have memory or copies, with those that share it; those that were used last come last."""
@@ -623,10 +606,6 @@ class Capacity:
                 f"{nbytes} bytes on {device} do not fit: {what} is {limit}, and {self.used(device)} are in use: "
                 f"{self._largest_holders(device)}. Release handles, free buffers, or ask for less"
             )
-
-    def relieve(self) -> bool:
-        """Drop some cached objects without holders for their descriptors; False if there are none."""
-        return any(self._objects.drop_idle(count, lambda info: 1, of_copy=1) for count in (64, 8, 1))
 
     def require_descriptors(self, count: int) -> None:
         """Check that objects may have so many descriptors more; cached objects without holders are dropped for it.
@@ -721,7 +700,7 @@ class Capacity:
 
     def _state(self, stored: StoredObject) -> str:
         active = self._leases.active(stored.object_id)
-        pids = sorted({self._pid_of(session) for session in self.mover.users(stored)})
+        pids = sorted({self._pid_of(session) for session in self._users_of(stored)})
         if pids:
             return f"which pid {', '.join(map(str, pids[:_SHOWN]))} {'uses' if len(pids) == 1 else 'use'}"
         if stored.pinned:

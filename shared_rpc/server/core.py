@@ -17,9 +17,9 @@ import anyio
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
-from shared_rpc.execution.executor import Executor
 from shared_rpc.execution.limits import resolve_host_quota
 from shared_rpc.execution.outcomes import Failure
+from shared_rpc.execution.run import Executor
 from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
 from shared_rpc.memory.backends.choice import makers
 from shared_rpc.memory.copies import LowerCopy
@@ -47,7 +47,6 @@ from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.sources import SourceTable
-from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.sweeper import BootClock, Sweeper
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.server.tiers import Tiers
@@ -154,10 +153,7 @@ class Core:
         self.sources = Sources(state, self.runs, self.records, missed, self._joiner)
         # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
         first = int(clock.now() * 1e6) if server_id is not None else 1
-        table: TaskTable[Waiter] = TaskTable(
-            self.server_id, clock, self._forget_task, result_ttl=options.result_ttl, capacity=options.max_tasks, first=first
-        )
-        self.tasks = Tasks(state, self.runs, self.tiers, table, lambda: state.wake_within(options.result_ttl), self.waits_for)
+        self.tasks = Tasks(state, self.runs, self.tiers, options, first)
         self.calls = Calls(state, self.runs, self.generations, self.tasks, transfers)
         self.holdings = Holdings(state, self.tiers)
         self.requests = Requests(
@@ -290,15 +286,6 @@ class Core:
             waiter.observed.left()
         self.runs.leave(waiter)
 
-    def waits_for(self, waiter: Waiter, users: dict[str, str] | None = None) -> str:
-        """Return which capacity a waiter waits for and who has it, for people; ``""`` if it does not wait for any.
-
-        :param users: see :meth:`Capacity.why`.
-        """
-        # The deadline of a wait for a task is not the task's: it goes on, and its info says what it waits for.
-        owners = [waiter, waiter.run, waiter.behind, waiter.behind.run if waiter.behind is not None else None]
-        return next((why for owner in owners if owner is not None and (why := self.capacity.why(owner, users))), "")
-
     def end_session(self, session: str, *, clean: bool = True) -> None:
         """Give back all that the session held.
 
@@ -351,10 +338,7 @@ class Core:
         for stored in self.objects:
             if pid in makers(stored.record.segments):
                 _log.warning("object %s of %s ended with the process that made its memory", stored.object_id, stored.endpoint)
-                for session in self.leases.holders(stored.object_id):
-                    while self.leases.release(session, stored.object_id):
-                        pass
-                self.objects.unlist(stored)
+                self.state.drop(stored)
 
     def apart(self, asker: str = "") -> set[str]:
         """Return the sessions that are not users of the server: of its own processes, of its source, and the asker's."""
@@ -392,9 +376,6 @@ class Core:
             **self.runs.statistics.totals(),
             **self._executor.info(),
         }
-
-    def _forget_task(self, task: Task[Waiter]) -> None:
-        self.tasks.forget(task)
 
     def _added(self, stored: StoredObject) -> None:
         self._told.added(stored)

@@ -285,7 +285,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         caller = self._client.waiting.get(self._number)
         if caller is not None:
             assert caller._waiter is not None, "only a waiting request is cancelled"
-            busy = self.core.waits_for(caller._waiter) or caller._out_of_memory
+            busy = self.core.state.waits_for(caller._waiter) or caller._out_of_memory
             caller.leave()
             text = "the caller has cancelled the call"
             caller.reply(m.Error(ServerBusy.code, busy) if busy else m.Error(DeadlineExceeded.code, text))

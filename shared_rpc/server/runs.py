@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from shared_rpc.errors import SharedRPCError, StaleHandleError
-from shared_rpc.execution.freeing import frees_are_pending, until_freed
+from shared_rpc.execution.device_memory import frees_are_pending, until_freed
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.memory.records import Arguments, Record
@@ -181,7 +181,7 @@ class Runs:
             try:
                 request = self._capacity.enter(run, sizes, first=any(waiter.inner for waiter in run.waiters))
             except SharedRPCError as error:
-                self._not_begun(run, Failure.of(error))
+                self.fail(run, Failure.of(error))
                 return
         if request is not None and request.granted:
             run.reservation, request = request.reservation, None
@@ -196,7 +196,7 @@ class Runs:
                 run.reservation = await self._capacity.granted(request)
             await until_freed()
         except SharedRPCError as error:
-            self._not_begun(run, Failure.of(error))
+            self.fail(run, Failure.of(error))
             return
         if run.over:  # it was withdrawn before this began
             self._end_reservation(run)
@@ -208,9 +208,9 @@ class Runs:
         try:
             self._executor.start(run, self)
         except Exception as error:
-            self._not_begun(run, Failure.unexpected(error, f"a run of {run.spec.name}() cannot be started"))
+            self.fail(run, Failure.unexpected(error, f"a run of {run.spec.name}() cannot be started"))
 
-    def _not_begun(self, run: Run[Waiter], failure: Failure) -> None:
+    def fail(self, run: Run[Waiter], failure: Failure) -> None:
         """End a run whose work does not begin."""
         close_arguments(run.arguments)
         self.ended(run, failure)
@@ -230,11 +230,6 @@ class Runs:
         close_arguments(run.arguments)
         run.adopted = True
         self.ended(run, Completed(record, None))
-
-    def fail(self, run: Run[Waiter], failure: Failure) -> None:
-        """End a run that waited for a source of records with an error."""
-        close_arguments(run.arguments)
-        self.ended(run, failure)
 
     def drop(self, run: Run[Waiter]) -> None:
         """Drop a run that has not begun."""
@@ -390,7 +385,8 @@ class Runs:
         sizes, descriptors = self._capacity.needs_of(record)
         first = had_turn or any(waiter.inner for waiter in waiters)
         try:
-            request = self._capacity.enter(run, sizes, descriptors=descriptors, first=first)
+            self._capacity.require_descriptors(descriptors)
+            request = self._capacity.enter(run, sizes, first=first)
         except SharedRPCError as error:
             self._discard(record)
             self._close(run, Failure.of(error))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shared_rpc.errors import StaleHandleError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
-from shared_rpc.execution.executor import Executor
+from shared_rpc.execution.run import Executor
 from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.observing import Listeners
 from shared_rpc.server.sessions import Sessions
@@ -64,6 +64,23 @@ class State:
         released = [object_id for object_id in object_ids if self.leases.release(session, object_id)]
         self.settle(*released)
         return len(released)
+
+    def drop(self, stored: StoredObject) -> None:
+        """Drop an object whose bytes are gone, whoever holds it."""
+        for holder in self.leases.holders(stored.object_id):
+            while self.leases.release(holder, stored.object_id):
+                pass
+        if self.objects.get(stored.object_id) is stored:
+            self.objects.unlist(stored)
+
+    def waits_for(self, waiter: Waiter, users: dict[str, str] | None = None) -> str:
+        """Return which capacity a waiter waits for and who has it, for people; ``""`` if it does not wait for any.
+
+        :param users: see :meth:`Capacity.why`.
+        """
+        # The deadline of a wait for a task is not the task's: it goes on, and its info says what it waits for.
+        owners = [waiter, waiter.run, waiter.behind, waiter.behind.run if waiter.behind is not None else None]
+        return next((why for owner in owners if owner is not None and (why := self.capacity.why(owner, users))), "")
 
     def settle(self, *object_ids: str) -> None:
         """Drop objects that nothing keeps, after leases on these changed or they were added."""

@@ -26,6 +26,7 @@ from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Waiter, tell
+from shared_rpc.settings import ServeOptions
 
 __all__ = ["Tasks"]
 
@@ -54,25 +55,17 @@ class Watcher:
 class Tasks:
     """All tasks of a server. On its loop only.
 
-    :param changed: called when a task ended: there may be one more to expire.
-    :param waits_for: returns which capacity a waiter waits for, see :meth:`Core.waits_for`.
+    :param first: the number of the first task, see :class:`TaskTable`.
     """
 
-    def __init__(
-        self,
-        state: State,
-        runs: Runs,
-        tiers: Tiers,
-        table: TaskTable[Waiter],
-        changed: Callable[[], None],
-        waits_for: Callable[[Waiter, dict[str, str]], str],
-    ) -> None:
-        self.table = table
+    def __init__(self, state: State, runs: Runs, tiers: Tiers, options: ServeOptions, first: int) -> None:
+        self._result_ttl = options.result_ttl
+        self.table: TaskTable[Waiter] = TaskTable(
+            state.server_id, state.clock, self.forget, result_ttl=options.result_ttl, capacity=options.max_tasks, first=first
+        )
         self._state = state
         self._runs = runs
         self._tiers = tiers
-        self._changed = changed
-        self._waits_for = waits_for
 
     def submit(
         self,
@@ -204,7 +197,7 @@ class Tasks:
         return [self._info(self.table.get(info.task_id), users) for info in infos], following
 
     def _info(self, task: Task[Waiter], users: dict[str, str]) -> TaskInfo:
-        why = self._waits_for(task.waiter, users) if task.waiter is not None else ""
+        why = self._state.waits_for(task.waiter, users) if task.waiter is not None else ""
         return msgspec.structs.replace(task.info, waits_for=why) if why else task.info
 
     # Requests that wait for a task's end.
@@ -336,7 +329,7 @@ class Tasks:
         if status.finished:
             # A task is remembered for long, without its run.
             task.waiter = None
-            self._changed()
+            self._state.wake_within(self._result_ttl)
 
     def _emit(self, task: Task[Waiter]) -> None:
         """Report a task's status to hooks."""

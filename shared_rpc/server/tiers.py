@@ -27,7 +27,7 @@ from shared_rpc.errors import (
     SharedRPCError,
     StaleHandleError,
 )
-from shared_rpc.execution.freeing import until_freed
+from shared_rpc.execution.device_memory import until_freed
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.revisions import settled_revision
@@ -359,11 +359,7 @@ class Tiers:
             with self._capacity.take_host(nbytes, move.group) as move.host:
                 yield
 
-    # What capacity needs: this object is its mover, see :class:`~shared_rpc.server.capacity.Mover`.
-
-    def users(self, stored: StoredObject) -> Sequence[str]:
-        """Return the sessions that use an object."""
-        return self.active(stored.object_id)
+    # What :class:`~shared_rpc.server.capacity.Capacity` needs to have objects give way.
 
     def is_moving(self, stored: StoredObject) -> bool:
         """Return whether an object is being moved, or is about to be given out."""
@@ -612,8 +608,8 @@ class Tiers:
             sizes[info.device] += info.nbytes
         borrowed = [copy.segment for copy in copies]
         try:
-            with reservation or self._capacity.take(sizes) as reserved:
-                self._capacity.add_descriptors(reserved, len(infos))
+            with reservation or self._capacity.take(sizes):
+                self._capacity.require_descriptors(len(infos))
                 segments = await self._memory.raise_(copies, list(infos.values()), move.note)
                 left = [member for member in group if self._keeps(member)]
                 used = _infos(left)
@@ -641,11 +637,7 @@ class Tiers:
         """Drop objects whose bytes cannot be had any more, whoever holds them."""
         for stored in group:
             _log.error("%s is dropped, because it cannot be restored: %s", _named(stored), error)
-            for session in self._leases.holders(stored.object_id):
-                while self._leases.release(session, stored.object_id):
-                    pass
-            if self._keeps(stored):
-                self._objects.unlist(stored)
+            self._state.drop(stored)
         return StaleHandleError(f"{_named(group[0])} was dropped: it cannot be restored: {error}", reason="object_gone")
 
     def _told(

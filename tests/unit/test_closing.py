@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shared_rpc.execution import device_memory, freeing
+from shared_rpc.execution import device_memory
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.closing import CLOSER, LARGE
@@ -221,14 +221,14 @@ def test_pending_frees(left: dict[str, int], free: int, lacks: bool, monkeypatch
         def left(self) -> dict[str, int]:
             return left
 
-    monkeypatch.setattr(freeing, "CLOSER", Closer())
-    monkeypatch.setattr(freeing, "free_bytes", lambda device: free)
-    assert freeing.frees_are_pending() is lacks
+    monkeypatch.setattr(device_memory, "CLOSER", Closer())
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: free)
+    assert device_memory.frees_are_pending() is lacks
 
 
 def test_new_memory_waits_for_pending_frees(spared: None, closes: Closes, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was dropped for it is free before it is made."""
-    monkeypatch.setattr(freeing, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
     closed_before: list[bool] = []
 
     class Backend:
