@@ -13,7 +13,7 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ServerBusy
-from shared_rpc.execution import freeing
+from shared_rpc.execution import device_memory
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.closings import FILE, LARGE, late_closings
@@ -209,7 +209,7 @@ def test_a_build_waits_for_memory_without_which_it_may_not_fit(
         monkeypatch.setattr(CLOSER, "notify", lambda function: (go.set(), notify(function)))
         client.create_buffer(LARGE).release()
         eventually(lambda: len(CLOSER) == 1)
-        monkeypatch.setattr(freeing, "free_bytes", lambda device: 0)
+        monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
         client.call("weights")
     assert left == [0]
 
@@ -226,7 +226,7 @@ def test_a_build_that_waits_for_pending_frees_can_be_given_up(
     with late_closings() as go:
         client.create_buffer(LARGE).release()
         eventually(lambda: len(CLOSER) == 1)
-        monkeypatch.setattr(freeing, "free_bytes", lambda device: 0)
+        monkeypatch.setattr(device_memory, "free_bytes", lambda device: 0)
         task_id = client.submit("weights")
         assert client.cancel_task(task_id)
         go.set()
