@@ -213,7 +213,8 @@ def tensor_reduced(tensor: torch.Tensor) -> Any:
     :raises CapabilityError: for memory of a GPU that no other process can have.
     """
     reduced = reduce_tensor(tensor)
-    if reduced is None and tensor.is_cuda and tensor.layout is torch.strided and _find(tensor.untyped_storage()) is not None:
+    plain = tensor.layout is torch.strided and (tensor.is_leaf or not tensor.requires_grad)
+    if reduced is None and plain and tensor.is_cuda and _find(tensor.untyped_storage()) is not None:
         raise CapabilityError(
             f"a tensor of {tensor.nbytes} bytes on {tensor.device} lies in memory that no server keeps: it is the result of an "
             f"uncached call, whose memory is reused when it is released, or its server has ended. Send tensor.clone(), or let "

@@ -518,7 +518,7 @@ def test_results_of_one_call_stay_with_their_caller(provider: Provider, serve: S
             answer = [type(error).__name__, str(error)]
         """
     )
-    assert problem[0] == "CapabilityError" and "send tensor.clone()" in problem[1]
+    assert problem[0] == "CapabilityError" and "Send tensor.clone()" in problem[1]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
