@@ -112,6 +112,13 @@ def tests_on(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Change the rules of a server one by one, and count the changes that no test notices; ``mutmut results`` lists them."""
+    session.install("torch", "-e", ".[test]", "mutmut==3.8.1", *CONSTRAINTS)
+    session.run("mutmut", "run", *session.posargs)
+
+
+@nox.session
 def compat(session: nox.Session) -> None:
     """Other people's libraries over shared memory; ``-- -k Llama`` for some, ``-- --write`` has the page say what is found."""
     # Nothing here needs --no-deps: all of them are content with the torch of the constraints, and pip fetches no other. The
