@@ -174,14 +174,16 @@ class FrameBuffers:
         rest = [(memoryview(buffer), list[int]()) for buffer in buffers[1:]]
         length = sum(map(len, buffers))
         entries: list[tuple[memoryview, list[Any]]] = []
-        if fds or owners:
+        if self._duplicates:  # of a frame that was not queued, because a signal handler raised here
+            close_all(self._duplicates)
+        count = len(fds) + len(owners)
+        if count:
             owned: list[Any] = self._duplicates if fds else [*owners]
             try:
                 owned.extend(map(os.dup, fds))
             except OSError:
                 close_all(owned)
                 raise
-            self.queued_fds += len(owned)
             # One sendmsg(2) takes a limited number of descriptors and needs a byte to carry them.
             begin = 0
             while len(owned) - begin > FDS_PER_MESSAGE:
@@ -190,10 +192,12 @@ class FrameBuffers:
             entries.append((first, owned[begin:]))
         else:
             entries.append((first, []))
+        # No call from here on, after which a signal handler could run.
         self._outbox += entries
         self._duplicates = []
         self._outbox += rest
         self.queued += length
+        self.queued_fds += count
 
     def _joined(self) -> list[memoryview]:
         """Return the bytes of one write, which have no descriptors, so that none are sent before their turn."""
