@@ -868,6 +868,7 @@ class CapacityModel(RuleBasedStateMachine):
                 if not world.tiers.get(stored.object_id) and not world.is_moving(stored):
                     for session in world.leases.holders(stored.object_id):
                         world.leases.release(session, stored.object_id)
+            world.turn(world.capacity.changed)
             for ask in self.making:
                 world.leave(ask)
             for move in list(world.moves):
