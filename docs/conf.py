@@ -27,9 +27,7 @@ extensions = [
     "sphinx_design",
     # docs/_ext
     "catalogue",
-    "drawings",
     "names",
-    "outside",
 ]
 exclude_patterns = ["_build"]
 # An index has patterns, for its order; one that no page goes by is no defect. Sphinx gives this warning no type to suppress.
