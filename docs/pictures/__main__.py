@@ -5,40 +5,57 @@ A further picture is a further line in :data:`PICTURES`.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import pty
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
+import termios
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
-from docs.pictures.terminal import Row, replaced, screen_of, svg_of
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
 from shared_rpc import Client
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "_static" / "cli"
+_COLORS = [
+    (24, 26, 31),
+    (235, 108, 116),
+    (95, 211, 165),
+    (226, 192, 109),
+    (97, 175, 239),
+    (198, 120, 221),
+    (86, 182, 194),
+    (200, 204, 212),
+]
+_THEME = TerminalTheme((24, 26, 31), (214, 216, 222), _COLORS, _COLORS)
+#: Seconds that the server is watched before the picture of ``top`` is taken.
+_WATCHED = 12.0
 
 
 class Picture(NamedTuple):
-    """A command, and when its picture is taken.
+    """A command, and the width of the terminal on which it runs to its end; ``top`` is watched for a while.
 
-    That is at its end, or as soon as ``until``, a regular expression, is on the screen.
-    ``beside`` is a script of this folder that runs at the same time. ``measured``: times and sizes are what the picture
-    is about.
-    ``gpu``: the server has a model of 16 GB on a GPU, and four processes hold it.
+    ``measured``: times and sizes are what the picture is about. ``gpu``: the server has a model of 16 GB on a GPU, and four
+    processes hold it.
     """
 
     name: str
     command: str
-    until: str | None = None
     columns: int = 112
     lines: int = 40
-    beside: str = ""
     measured: bool = False
     gpu: bool = False
 
@@ -48,15 +65,12 @@ PICTURES = [
     Picture("info", "shared-rpc info"),
     Picture("objects", "shared-rpc objects", columns=148),
     Picture("devices", "shared-rpc devices"),
-    Picture(
-        "top", "shared-rpc top", until=r" ([5-9]\d\d|[12]\d{3})/3000", columns=124, lines=28, beside="traffic.py", measured=True
-    ),
-    # The task of this one runs on when the picture is taken.
-    Picture("call", "shared-rpc call train steps=200", until=r"1[0-4]\d/200"),
+    Picture("top", "shared-rpc top", columns=124, lines=28, measured=True),
+    Picture("call", "shared-rpc call train steps=200"),
     Picture("tasks", "shared-rpc tasks", columns=124),
     Picture("doctor", "shared-rpc doctor"),
-    Picture("verify", "shared-rpc verify", lines=60, measured=True),
-    Picture("top-gpu", "shared-rpc top", until=r"up [1-9]\ds", columns=112, lines=26, measured=True, gpu=True),
+    Picture("verify", "shared-rpc verify", measured=True),
+    Picture("top-gpu", "shared-rpc top", lines=26, measured=True, gpu=True),
 ]
 
 
@@ -65,64 +79,41 @@ def main() -> None:
     chosen = [picture for picture in PICTURES if (picture.name in sys.argv[1:] if sys.argv[1:] else not picture.gpu)]
     FOLDER.mkdir(parents=True, exist_ok=True)
     for gpu in {picture.gpu for picture in chosen}:
-        _take([picture for picture in chosen if picture.gpu is gpu], gpu)
-
-
-def _take(pictures: list[Picture], gpu: bool) -> None:
-    with _gpu_scene() if gpu else _scene() as (environ, runtime):
-        for picture in pictures:
-            words = [sys.executable, "-m", "shared_rpc.cli", *shlex.split(picture.command)[1:]]
-            with ExitStack() as stack:
-                if picture.beside:
-                    stack.enter_context(_running(environ, picture.beside))
-                rows = screen_of(words, environ, picture.columns, picture.lines, picture.until)
-            drawn = svg_of(picture.name, picture.command, _settled(rows, runtime, picture.measured), picture.columns)
-            (FOLDER / f"{picture.name}.svg").write_text("".join(f"{line.rstrip()}\n" for line in drawn.splitlines()))
-            print(f"{picture.name}.svg: $ {picture.command}")
+        with _scene(gpu) as (environ, runtime):
+            for picture in (picture for picture in chosen if picture.gpu is gpu):
+                drawn = _top(picture, environ) if picture.name.startswith("top") else _printed(picture, environ, runtime)
+                # rich fetches a font; a picture fetches nothing.
+                drawn = re.sub(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", "", drawn, flags=re.DOTALL)
+                drawn = drawn.replace("Fira Code, monospace", "ui-monospace, 'DejaVu Sans Mono', Menlo, monospace")
+                drawn = drawn.replace(runtime, "/run/user/1000")
+                (FOLDER / f"{picture.name}.svg").write_text("".join(f"{line.rstrip()}\n" for line in drawn.splitlines()))
+                print(f"{picture.name}.svg: $ {picture.command}")
 
 
 @contextmanager
-def _scene() -> Iterator[tuple[dict[str, str], str]]:
-    """A server with two processes that hold what it has, and a task that has ended."""
+def _scene(gpu: bool) -> Iterator[tuple[dict[str, str], str]]:
+    """A server with processes that hold what it has; on the host also with a task that has ended."""
     with ExitStack() as stack:
-        runtime = stack.enter_context(_runtime())
-        environ = _environ(runtime) | {"CUDA_VISIBLE_DEVICES": ""}
-        serve = ("-m", "shared_rpc.cli", "serve", "app.py", "--quota", "cpu=8GiB")
+        # As long as /run/user/1000, which stands for it in the pictures.
+        runtime = stack.enter_context(tempfile.TemporaryDirectory(prefix="p", dir="/tmp"))
+        own = ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE")
+        environ = {name: value for name, value in os.environ.items() if name not in own} | {
+            "SHARED_TENSOR_BASE_PATH": f"{runtime}/models",
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONWARNINGS": "ignore",
+        }
+        serve = ["-m", "shared_rpc.cli", "serve", *(["app_gpu.py"] if gpu else ["app.py", "--quota", "cpu=8GiB"])]
+        if not gpu:
+            environ["CUDA_VISIBLE_DEVICES"] = ""
         stack.enter_context(_running(environ, *serve))
-        subprocess.run(
-            ["python", "-m", "shared_rpc.cli", "call", "train", "steps=10"], env=environ, check=True, stdout=subprocess.DEVNULL
-        )
-        for _ in range(2):
-            stack.enter_context(_running(environ, "worker.py"))
-        _await_zygote(environ["SHARED_TENSOR_BASE_PATH"])
-        yield environ, runtime
-
-
-@contextmanager
-def _gpu_scene() -> Iterator[tuple[dict[str, str], str]]:
-    """A server with a model of 16 GB on a GPU, and four processes that hold it."""
-    with ExitStack() as stack:
-        runtime = stack.enter_context(_runtime())
-        environ = _environ(runtime)
-        stack.enter_context(_running(environ, "-m", "shared_rpc.cli", "serve", "app_gpu.py"))
-        for _ in range(4):
+        if not gpu:
+            command = ["python", "-m", "shared_rpc.cli", "call", "train", "steps=10"]
+            subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL)
+            _await_zygote(environ["SHARED_TENSOR_BASE_PATH"])
+        for _ in range(4 if gpu else 2):
             stack.enter_context(_running(environ, "worker.py"))
         yield environ, runtime
-
-
-def _runtime() -> tempfile.TemporaryDirectory[str]:
-    # As long as /run/user/1000, which stands for it in the pictures.
-    return tempfile.TemporaryDirectory(prefix="p", dir="/tmp")
-
-
-def _environ(runtime: str) -> dict[str, str]:
-    own = ("SHARED_TENSOR_ENABLED", "SHARED_TENSOR_ROLE")
-    return {name: value for name, value in os.environ.items() if name not in own} | {
-        "SHARED_TENSOR_BASE_PATH": f"{runtime}/models",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONWARNINGS": "ignore",
-    }
 
 
 def _await_zygote(base_path: str) -> None:
@@ -151,23 +142,66 @@ def _running(environ: dict[str, str], *words: str) -> Iterator[None]:
         process.communicate()
 
 
+def _top(picture: Picture, environ: dict[str, str]) -> str:
+    """Draw ``top``, beside a program that calls where the server is on the host."""
+    from shared_rpc.cli.top.app import TopApp
+    from shared_rpc.cli.top.tables import parts_for
+    from shared_rpc.cli.top.watching import ServerWatcher
+
+    device = "cuda:0" if picture.gpu else "cpu"
+    watcher = ServerWatcher(lambda _: Client(environ["SHARED_TENSOR_BASE_PATH"], device=device))
+    app = TopApp(watcher, 1.0, "size", parts_for(Console()))
+
+    async def watch() -> str:
+        async with app.run_test(size=(picture.columns, picture.lines)) as pilot:
+            await pilot.pause(_WATCHED)
+            return app.export_screenshot(title=picture.command)
+
+    with closing(watcher), ExitStack() as stack:
+        if not picture.gpu:
+            stack.enter_context(_running(environ, "traffic.py"))
+        return asyncio.run(watch())
+
+
+def _printed(picture: Picture, environ: dict[str, str], runtime: str) -> str:
+    """Draw a terminal in which the command was typed."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (picture.lines, picture.columns))
+    words = [sys.executable, "-m", "shared_rpc.cli", *shlex.split(picture.command)[1:]]
+    environ = environ | {"TERM": "xterm-256color"}
+    pieces: list[bytes] = []
+    with subprocess.Popen(words, stdin=slave, stdout=slave, stderr=subprocess.DEVNULL, env=environ, start_new_session=True):
+        os.close(slave)
+        with suppress(OSError):  # the terminal's other side was closed
+            while piece := os.read(master, 65536):
+                pieces.append(piece)
+    os.close(master)
+    text = Text.from_ansi(b"".join(pieces).decode().replace("\r\n", "\n").rstrip())
+    _replace(text, re.escape(runtime), lambda _: "/run/user/1000")
+    if not picture.measured:
+        # What differs from run to run does not in the pictures.
+        _replace(text, r"\b[0-9a-f]{16,24}\b", _id)
+        # "pid 123", a row of that name, one before a command, and a column after a socket.
+        _replace(text, r"(?<=pid )\s*\d+|\b\d{3,}(?= \()|(?<=\.sock)\s+\d+", _pid)
+        _replace(text, r"\b\d\d?(?= s\b)", lambda old: "12"[: len(old)])
+        _replace(text, r"\b\d\d+\.\d(?= GiB)", lambda old: "31.2".rjust(len(old), "1"))
+    console = Console(record=True, width=picture.columns, file=StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Text.assemble(("$ ", "green"), (picture.command, "bold")))
+    console.print(text, soft_wrap=True)
+    return console.export_svg(title="", theme=_THEME, unique_id=f"cli-{picture.name}")
+
+
+def _replace(text: Text, pattern: str, new: Callable[[str], str]) -> None:
+    """Replace each match by as many characters, so that all stays in its column and has its colour."""
+    replaced = re.sub(pattern, lambda found: new(found[0]), text.plain)
+    if len(replaced) != len(text.plain):
+        raise ValueError(f"a replacement for {pattern!r} is not as long as what it replaces")
+    text.plain = replaced
+
+
 #: Ids and pids of this run, and those that stand for them in all pictures.
 _IDS: dict[str, str] = {}
 _PIDS: dict[str, str] = {}
-
-
-def _settled(rows: list[Row], runtime: str, measured: bool) -> list[Row]:
-    """What differs from run to run does not in the pictures: paths, ids, pids, and but for ``measured`` times and the machine's
-    memory.
-    """
-    rows = replaced(rows, runtime, lambda _: "/run/user/1000")
-    if measured:
-        return rows
-    rows = replaced(rows, r"\b[0-9a-f]{16,24}\b", _id)
-    # "pid 123", a row of that name, one before a command, and a column after a socket.
-    rows = replaced(rows, r"(?<=pid )\s*\d+|\b\d{3,}(?= \()|(?<=\.sock)\s+\d+", _pid)
-    rows = replaced(rows, r"\b\d\d?(?= s\b)", lambda old: "12"[: len(old)])
-    return replaced(rows, r"\b\d\d+\.\d(?= GiB)", lambda old: "31.2".rjust(len(old), "1"))
 
 
 def _id(old: str) -> str:

@@ -9,8 +9,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-pytest.importorskip("pyte")
-
 from docs.pictures import __main__ as pictures
 
 #: Those whose words do not depend on the machine, as what ``doctor`` finds does, nor on what was measured.
