@@ -22,7 +22,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -224,30 +224,6 @@ def change_environment(changes: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         elif os.environ.get(name) != value:
             os.environ[name] = value
-
-
-@contextmanager
-def watched_environment(on_change: Callable[[str, str | None], None]) -> Iterator[None]:
-    """Call ``on_change`` before every change of a variable, with its name, and its value or None where it is removed."""
-    kind: Any = type(os.environ)
-    set_item, delete_item = kind.__setitem__, kind.__delitem__
-
-    def set_and_notify(self: object, name: str, value: str) -> None:
-        if self is os.environ:
-            on_change(name, value)
-        set_item(self, name, value)
-
-    def delete_and_notify(self: object, name: str) -> None:
-        if self is os.environ:
-            on_change(name, None)
-        delete_item(self, name)
-
-    # All methods of os.environ use these two; code that uses os.putenv() directly does not read the variable again.
-    kind.__setitem__, kind.__delitem__ = set_and_notify, delete_and_notify
-    try:
-        yield
-    finally:
-        kind.__setitem__, kind.__delitem__ = set_item, delete_item
 
 
 class ScriptSettings(NamedTuple):

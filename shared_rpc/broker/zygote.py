@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -220,22 +220,21 @@ class WorkerZygote:
     def learn(self, imports: Imports | None, forked: bool) -> None:
         """Take in a worker's imports of the app: the next zygote has those of the last worker.
 
-        :param forked: whether it began as a fork. Where the app set other variables than the zygote's imports were made with,
-            it has begun again as a new process.
+        :param forked: whether it began as a fork. If the app set variables of the environment, it has begun again as a new
+            process.
         """
         if imports is None or not self.wanted:
             return
         before = self._imports
         if forked and before is not None:
-            if _variables(imports) == _variables(before):
-                self._failures = 0
-                # A fork cannot tell when its zygote's modules would have been imported; it adds what is new.
-                known = {step for step in before.steps if isinstance(step, str)}
-                known |= self._running.modules if self._running is not None else set()
-                new = [step for step in imports.steps if isinstance(step, str) and step not in known]
-                imports = msgspec.structs.replace(imports, steps=[*before.steps, *new])
-            else:
-                self._fail("a fork of the zygote began again as a new process: the app set other variables than before")
+            if imports.variables:
+                self._give_up(_sets(imports.variables.keys() - before.variables.keys() or imports.variables))
+                return
+            self._failures = 0
+            # A fork cannot tell when its zygote's modules would have been imported; it adds what is new.
+            known = {*before.installed, *(self._running.modules if self._running is not None else ())}
+            new = [name for name in imports.installed if name not in known]
+            imports = msgspec.structs.replace(imports, installed=[*before.installed, *new], variables=before.variables)
         self._imports = imports
         if self.wanted and (imports != before or self._running is None):
             self._due.set()
@@ -284,8 +283,8 @@ class WorkerZygote:
         try:
             running = _Running(imports)
             self._made = [*(one for one in self._made if not one.child.gone.is_set()), running]
-            steps = [one for one in imports.steps if isinstance(one, dict) or _top(one) not in self._left_out]
-            answer = await running.prepare(steps=steps, own=imports.own, folders=imports.folders)
+            modules = [name for name in imports.installed if _top(name) not in self._left_out]
+            answer = await running.prepare(modules=modules, own=imports.own, folders=imports.folders)
         except (_Failed, OSError, RuntimeError) as error:
             if running is not None:
                 running.end()
@@ -295,6 +294,10 @@ class WorkerZygote:
                 self._fail(f"cannot start a zygote with all imports of the app: {error}")
             return
         dropped: dict[str, str] = answer.get("dropped", {})
+        if by_app := dict(imports.variables.items() - answer.get("variables", imports.variables).items()):
+            running.end()
+            self._give_up(_sets(by_app))
+            return
         if answer["type"] == "Ready":
             async with self._asking:
                 self._end()
@@ -335,10 +338,9 @@ class WorkerZygote:
             return begun
 
     async def _fork(self, running: _Running, number: int) -> ForkedWorker | None:
-        supposed = msgspec.json.encode(_variables(running.imports)).decode()
         request = {
             "type": "Fork",
-            "words": ["-m", "shared_rpc.worker", *self._command.words(number, _LINK), "--forked", supposed],
+            "words": ["-m", "shared_rpc.worker", *self._command.words(number, _LINK), "--forked"],
             "options": program("")[1:-2],
             "variables": environment(),
             "fds": [0, 1, 2, _LINK],
@@ -378,6 +380,9 @@ def _top(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _variables(imports: Imports) -> dict[str, str | None]:
-    """Return the variables of the environment that the app sets."""
-    return {name: value for step in imports.steps if isinstance(step, dict) for name, value in step.items()}
+def _sets(variables: Iterable[str]) -> str:
+    names = ", ".join(sorted(variables))
+    return (
+        f"the app sets {names} while it is loaded, which imports of a zygote could not have read; to have one, set it in the "
+        "environment of 'shared-rpc serve'"
+    )

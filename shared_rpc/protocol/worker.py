@@ -42,17 +42,19 @@ class Shared(Message):
 class Imports(msgspec.Struct, frozen=True):
     """Modules that a worker imported with the app, so that the next one can begin with them.
 
-    :param steps: names of modules that lie in the interpreter's directories for packages, and of this library's, in the order
-        in which their imports began; between them the variables of the environment that the app set, None where it removed one.
+    :param installed: names of modules that lie in the interpreter's directories for packages, and of this library's, in the
+        order in which their imports began.
     :param own: names of the modules that are the person's own.
     :param folders: directories of the person's in which Python looks for modules.
     :param first: those that it searches before its own.
+    :param variables: variables of the environment that were set while the app was loaded, None where one was removed.
     """
 
-    steps: list[str | dict[str, str | None]]
+    installed: list[str]
     own: list[str]
     folders: list[str]
     first: list[str]
+    variables: dict[str, str | None]
 
 
 class Loaded(Message):

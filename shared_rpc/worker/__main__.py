@@ -17,8 +17,8 @@ from shared_rpc.zygote.process import die_with_parent
 
 
 def _load(host: WorkerHost, beginning: Beginning, target: str, options: ServeOptions) -> None:
-    with beginning.watching(may_restart=lambda: not host.hosts):
-        providers = load_providers(target)
+    providers = load_providers(target)
+    beginning.check(may_restart=not host.hosts)
     if options.socket is not None and len(providers) > 1:
         raise ConfigurationError(f"{target} has {len(providers)} providers for one --socket: name one with {target}:name")
     for provider in providers:
@@ -36,11 +36,11 @@ def main() -> None:
     parser.add_argument("--parent", type=int, help="In a new process: the pid of the broker.")
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--options", default="{}", help="ServeOptions as JSON.")
-    parser.add_argument("--forked", help="In a fork: the variables that the app is supposed to set, as JSON.")
+    parser.add_argument("--forked", action="store_true", help="In a fork, which has the app's imports.")
     words = parser.parse_args()
     if words.parent is not None:  # a fork ends with its watcher
         die_with_parent(words.parent)
-    beginning = Beginning(words.forked, sys.argv[1:])
+    beginning = Beginning(sys.argv[1:])
     options = ServeOptions.of(words.options)
     if options.log_format is not None or options.log_level is not None:
         # The broker logs the events; this is for the app's own logging, with the ids of requests.

@@ -49,13 +49,13 @@ def _listen(options: argparse.Namespace) -> Callable[[], NoReturn] | None:
     report = daemonize(options.detach, options.report)  # before the imports, which could prevent a fork
     if not options.stay:
         os.chdir("/")
-    needed, steps = options.preload
+    needed, modules = options.preload
     set_title([sys.executable, "-m", "shared_rpc.zygote", options.listen, *needed])
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     zygote = Zygote()
     folders = [entry for entry in sys.path if not is_installed(entry)]
-    answer = zygote.prepare({"steps": steps, "needed": needed, "folders": folders})
+    answer = zygote.prepare({"modules": modules, "needed": needed, "folders": folders})
     if answer["type"] == "Unfit":
         report(f"a zygote that has imported {', '.join(needed)} cannot be forked: {answer['why']}")
         return None

@@ -9,16 +9,14 @@ import pkgutil
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from zipimport import zipimporter
 
-from shared_rpc.settings import change_environment, environment
+from shared_rpc.settings import environment
 
-#: A step of a zygote's preparation: an import, or a change of environment variables (None removes one).
-Step = str | dict[str, str | None]
 #: Names of directories to which pip and Debian install packages.
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
@@ -65,24 +63,28 @@ def file_of(module: object) -> str:
     return file if type(file) is str else ""
 
 
+def changes_since(before: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables of the environment that have changed since, None for removed ones."""
+    after = environment()
+    return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
+
+
 @dataclass
 class Preloaded:
     """The outcome of imports.
 
     :param dropped: modules that could not be imported, and why.
-    :param variables: variables that modules set when they were imported, None for removed ones.
     :param spoiled: why the process cannot be forked any more; empty if it can be.
     :param module: the one whose import was the reason.
     """
 
     dropped: dict[str, str] = field(default_factory=dict)
-    variables: dict[str, str | None] = field(default_factory=dict)
     spoiled: str = ""
     module: str = ""
 
 
-def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], str]) -> Preloaded:
-    """Take the steps.
+def preload(names: Sequence[str], folders: Iterable[str], check: Callable[[], str]) -> Preloaded:
+    """Import modules.
 
     :param folders: directories whose modules are not imported.
     :param check: returns after each import why the process cannot be forked any more.
@@ -92,22 +94,16 @@ def preload(steps: Sequence[Step], folders: Iterable[str], check: Callable[[], s
     left_out = {os.path.realpath(folder) for folder in folders}
     sys.path[:] = safe = [entry for entry in path if os.path.realpath(entry) not in left_out]
     try:
-        for step in steps:
-            if isinstance(step, dict):
-                change_environment(step)
+        for name in names:
+            if name in sys.modules:
                 continue
-            if step in sys.modules:
-                continue
-            before = environment()
             try:
-                importlib.import_module(step)
+                importlib.import_module(name)
             except BaseException as error:  # any exception is the module's, SystemExit too
-                done.dropped[step] = f"{type(error).__name__}: {error}"
-            after = environment()
-            done.variables |= {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
+                done.dropped[name] = f"{type(error).__name__}: {error}"
             done.spoiled = check()
             if done.spoiled:
-                done.module = step
+                done.module = name
                 break
         return done
     finally:

@@ -20,7 +20,7 @@ from shared_rpc.protocol.peers import is_own, peer_of
 from shared_rpc.settings import change_environment, environment
 from shared_rpc.zygote import child
 from shared_rpc.zygote.child import become, open_descriptors, own_path, run_program
-from shared_rpc.zygote.imports import Files, changeable, preload, shadowed
+from shared_rpc.zygote.imports import Files, changeable, changes_since, preload, shadowed
 from shared_rpc.zygote.process import fork, fork_watched, pss_of, refuse
 from shared_rpc.zygote.safety import try_fork, unsafe
 from shared_rpc.zygote.wire import GO, GREETING, Lost, framed, receive, send
@@ -82,10 +82,7 @@ class Control:
 
 
 class Zygote:
-    """A process that is forked. In the main thread of a process that has no other, and nothing open that it need not.
-
-    The steps of its preparation that change the environment are for what is imported after them, and undone in the forks.
-    """
+    """A process that is forked. In the main thread of a process that has no other, and nothing open that it need not."""
 
     def __init__(self) -> None:
         #: The ``sys.path`` of forks, without that of their program.
@@ -93,27 +90,27 @@ class Zygote:
         #: Descriptors that imports have opened. Libffi 3.5 maps its own file whenever it needs trampolines.
         names = {fd: os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) for fd in open_descriptors()}
         self._kept = [fd for fd, name in names.items() if ".so." in name or name.endswith(".so")]
-        #: The environment at the beginning, and with the changes of the imports.
+        #: The environment at the beginning, and what the imports have changed of it.
         self._inherited = environment()
-        self._variables: dict[str, str | None] = dict(environment())
+        self._changed: dict[str, str | None] = {}
         self._fds = frozenset(open_descriptors())
         self._files: Files | None = None
 
     def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take the ``steps`` of a Preload, and find out whether this process can be forked then; return the answer.
+        """Import the ``modules`` of a Preload, and find out whether this process can be forked then; return the answer.
 
         ``own`` are names of modules that it must not have: those of the person's own code. ``folders`` are directories whose
         modules it must not import: files of a person change at any time, and come first where Python looks for modules.
         ``needed`` are modules without which the zygote is not wanted.
         """
         change_environment(_ASK_NVML)
-        begin = sys.path[:]
+        before, begin = environment(), sys.path[:]
         with collector.paused():
-            done = preload(request["steps"], request.get("folders", ()), lambda: unsafe(self._fds))
+            done = preload(request["modules"], request.get("folders", ()), lambda: unsafe(self._fds))
         if done.spoiled:
             why = f"importing {done.module} makes the process unfit for forks: {done.spoiled}"
             return {"type": "Unfit", "why": why, "module": done.module}
-        self._variables |= done.variables
+        self._changed = changes_since(before)
         self._path += [entry for entry in sys.path if entry not in begin]
         needed = request.get("needed", ())
         why = changeable() if needed else ""
@@ -133,7 +130,7 @@ class Zygote:
         self._kept = sorted({*self._kept, *({*open_descriptors()} - self._fds)})
         self._files = Files()
         modules = [name for name, imported in sys.modules.items() if imported is not None]
-        return {"type": "Ready", "modules": modules, "dropped": done.dropped}
+        return {"type": "Ready", "modules": modules, "dropped": done.dropped, "variables": self._changed}
 
     def serve(self, door: Control) -> Callable[[], NoReturn] | None:
         """Fork for each client until none can come any more. Returns the program in requested processes, None at the end."""
@@ -221,11 +218,7 @@ class Zygote:
 
     def _variables_of(self, variables: dict[str, str]) -> dict[str, str]:
         """Return the environment of a fork: that of the request, with what imports would have changed in it too."""
-        made = {
-            name: self._variables.get(name)
-            for name in {*self._inherited, *self._variables}
-            if variables.get(name) == self._inherited.get(name) != self._variables.get(name)
-        }
+        made = {name: value for name, value in self._changed.items() if variables.get(name) == self._inherited.get(name)}
         return {name: value for name, value in {**variables, **made}.items() if value is not None}
 
 

@@ -55,9 +55,10 @@ def zygote_ready(app: BrokerApp) -> None:
 
 def test_a_broker_its_zygote_and_its_workers(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
     """None of them imports from there: not the first worker, nor a fork, nor one that begins again for a variable's sake."""
-    broker_app.write("os.environ['LEVEL'] = str(os.getpid())\nimport colorsys")
+    broker_app.write("import colorsys")
     serve(hostile, children, str(broker_app.file))
     zygote_ready(broker_app)
+    broker_app.write("os.environ['LEVEL'] = '1'\nimport colorsys")
     client = broker_app.connect()
     (first,) = worker_pids(client)
     os.kill(first, signal.SIGKILL)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from shared_rpc.scripts.starting import CODE
-from shared_rpc.zygote.imports import Step
 from shared_rpc.zygote.process import WatchedProcess
 from shared_rpc.zygote.wire import GO, ROOM, Lost, ask, framed, receive, send
 from tests.kit.processes import PYTHONPATH
@@ -94,9 +93,9 @@ class Zygote:
         path.write_text(textwrap.dedent(code))
         return path
 
-    def ask(self, *steps: Step, **options: Any) -> dict[str, Any]:
+    def ask(self, *modules: str, **options: Any) -> dict[str, Any]:
         """Its answer to a preload."""
-        send(self.socket, framed({"type": "Preload", "steps": steps, **options}))
+        send(self.socket, framed({"type": "Preload", "modules": modules, **options}))
         self.socket.settimeout(120)
         try:
             return receive(self.socket)[0]
@@ -108,9 +107,9 @@ class Zygote:
         assert self.process.stderr is not None
         return self.process.stderr.read().decode()
 
-    def prepare(self, *steps: Step, **options: Any) -> dict[str, Any]:
+    def prepare(self, *modules: str, **options: Any) -> dict[str, Any]:
         """Have it import modules, and be ready."""
-        answer = self.ask(*steps, **options)
+        answer = self.ask(*modules, **options)
         assert answer["type"] == "Ready", answer
         return answer
 

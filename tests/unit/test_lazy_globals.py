@@ -54,7 +54,7 @@ def test_the_imports_of_an_app() -> None:
     """They are reported: the person's own modules, and installed ones."""
     imports = Beginning().imports()
     assert "lazy_app" in imports.own
-    assert "numpy" in imports.steps
+    assert "numpy" in imports.installed
 
 
 def test_looking_for_an_apps_providers(own: ModuleType) -> None:
