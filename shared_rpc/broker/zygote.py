@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from shared_rpc.broker.worker import ForkedWorker, WorkerCommand
@@ -22,7 +23,7 @@ from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.settings import environment, program
 from shared_rpc.zygote.process import WatchedProcess, pss_of
-from shared_rpc.zygote.wire import GO, ROOM, Lost, framed, length_of, unpacked
+from shared_rpc.zygote.wire import GO, ROOM, Lost, ask, framed, receive, send
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -62,11 +63,9 @@ class _Running:
         self.lost: Callable[[], None] | None = None
         self.modules: frozenset[str] = frozenset()
         self.dropped: dict[str, str] = {}
-        self._loop = asyncio.get_running_loop()
         with ExitStack() as opened:
             self._socket, theirs = socket.socketpair()
             opened.enter_context(self._socket)
-            self._socket.setblocking(False)
             number = str(theirs.fileno())
             with theirs:
                 process = subprocess.Popen(
@@ -86,7 +85,12 @@ class _Running:
 
         :raises _Failed: if there is no answer; then it has been ended.
         """
-        return await self._exchange(self._socket, {"type": "Preload", **request}, _PREPARATION)
+
+        def prepared() -> dict[str, Any]:
+            send(self._socket, framed({"type": "Preload", **request}))
+            return receive(self._socket)[0]
+
+        return await self._exchange(self._socket, prepared, _PREPARATION)
 
     async def fork(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], socket.socket]:
         """Have it fork a process; return the answer, and the connection to the watcher. One at a time.
@@ -95,30 +99,21 @@ class _Running:
         """
         ours, theirs = socket.socketpair()
         try:
-            ours.setblocking(False)
             with theirs:
                 socket.send_fds(self._socket, [GO], [theirs.fileno()])
-            answer = await self._exchange(ours, {}, _PATIENCE)
-            if answer["type"] == "Greeting":
-                answer = await self._exchange(ours, request, _PATIENCE, fds)
+            answer = await self._exchange(ours, lambda: ask(ours, request, fds), _PATIENCE)
             if answer["type"] == "Forked":
-                await self._loop.sock_sendall(ours, GO)
+                ours.sendall(GO)
             return answer, ours
         except BaseException:
             ours.close()
             raise
 
-    async def _exchange(
-        self, sock: socket.socket, request: dict[str, Any], seconds: float, fds: Sequence[int] = ()
-    ) -> dict[str, Any]:
-        """Send a request, if there is one, and return the next message."""
+    async def _exchange(self, sock: socket.socket, exchange: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+        """Exchange messages in a thread, within so many seconds each, and return the answer."""
+        sock.settimeout(seconds)
         try:
-            with anyio.fail_after(seconds):
-                data = framed(request) if request else b""
-                sent = socket.send_fds(sock, [data[:1]], fds) if fds else 0
-                await self._loop.sock_sendall(sock, data[sent:])
-                head = await self._exactly(sock, 4)
-                return unpacked(await self._exactly(sock, length_of(head)))
+            return await anyio.to_thread.run_sync(exchange, abandon_on_cancel=True)
         except TimeoutError:
             self.end()
             raise _Failed(f"the zygote (pid {self.child.pid}) did not answer within {seconds:g} s") from None
@@ -129,15 +124,6 @@ class _Running:
         except BaseException:
             self.end()
             raise
-
-    async def _exactly(self, sock: socket.socket, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            part = await self._loop.sock_recv(sock, size - len(data))
-            if not part:
-                raise Lost("it hung up")
-            data += part
-        return data
 
     def ended(self) -> str:
         """End the process, if it has not ended; return how it has."""

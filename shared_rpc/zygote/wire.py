@@ -51,31 +51,6 @@ def framed(message: Mapping[str, Any]) -> bytes:
 GREETING = framed({"type": "Greeting"})
 
 
-def unpacked(data: bytes) -> dict[str, Any]:
-    """Return the message of a frame behind its length.
-
-    :raises Lost: if it is none.
-    """
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict) or "type" not in message:
-        raise Lost("received bytes that are no message")
-    return message
-
-
-def length_of(head: bytes) -> int:
-    """Return the length of a message whose frame begins with these bytes.
-
-    :raises Lost: if it is too long.
-    """
-    length = int.from_bytes(head[:_LENGTH], "big")
-    if length > _LIMIT:
-        raise Lost(f"a message of {length} bytes: the limit is {_LIMIT}")
-    return length
-
-
 def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
     """Send a frame, and descriptors with it.
 
@@ -95,11 +70,24 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """
     fds: list[int] = []
     try:
-        return unpacked(_exactly(sock, length_of(_exactly(sock, _LENGTH, fds)), fds)), fds
+        length = int.from_bytes(_exactly(sock, _LENGTH, fds), "big")
+        if length > _LIMIT:
+            raise Lost(f"a message of {length} bytes: the limit is {_LIMIT}")
+        message = _message(_exactly(sock, length, fds))
+        if not isinstance(message, dict) or "type" not in message:
+            raise Lost("received bytes that are no message")
+        return message, fds
     except BaseException:
         for fd in fds:
             os.close(fd)
         raise
+
+
+def _message(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes:
