@@ -1,20 +1,17 @@
 """``http://host:port/metrics``, by the HTTP server of prometheus-client. Imported only where metrics are asked for.
 
-A client of this port is not trusted: it may be another user of the host, or a web page. Its connections are few, and end when
-they are silent; answers are at most four a second, and each costs the server's loop one reading of its tables.
+A client of this port is not trusted: it may be another user of the host, or a web page. A connection ends when it is silent,
+and an answer costs the server's loop one reading of its tables.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import io
 import ipaddress
-import logging
 import platform
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -28,14 +25,8 @@ if TYPE_CHECKING:
     from shared_rpc.observability.metrics import Read, Reading
 
 
-_log = logging.getLogger("shared_rpc.server")
-
-#: The limit of connections; further ones are closed at once.
-_MOST = 16
 #: Seconds of silence that end a connection.
 _PATIENCE = 2.0
-#: Seconds between two answers.
-_PAUSE = 0.25
 #: Seconds for the server's loop to make a reading.
 _BUSY = 5.0
 
@@ -74,7 +65,6 @@ class Exporter:
         # Modules below the command line do not import the package itself.
         build_info.labels(sys.modules["shared_rpc"].__version__, platform.python_version()).set(1)
         self._turn = threading.Lock()
-        self._next = 0.0
         self._ready = threading.Event()
         try:
             # On Python 3.14 the server below would share a port in use.
@@ -89,7 +79,8 @@ class Exporter:
         self._thread.name = "shared-rpc-metrics"
         self._app: Any = self._server.get_app()
         self._server.set_app(self._answer)
-        self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass)
+        handler: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _PATIENCE})
         self.host, self.port = host, self._server.server_port
         self._local = ipaddress.ip_address(str(self._server.server_address[0])).is_loopback
         self._post: Callable[[Callable[[], None]], object]
@@ -132,14 +123,12 @@ class Exporter:
             start_response("403 Forbidden", plain)
             return [b"ask for it by its address, or as localhost\n"]
         with self._turn:
-            time.sleep(max(0.0, self._next - time.monotonic()))
             try:
                 self._collector.update(self._ask())
             except TimeoutError as error:
                 start_response("503 Service Unavailable", plain)
                 return [f"{error}\n".encode()]
             body: Iterable[bytes] = self._app(environ, start_response)
-            self._next = time.monotonic() + _PAUSE
         return body
 
     def _ask(self) -> Reading:
@@ -164,28 +153,6 @@ class Exporter:
         except TimeoutError:
             future.cancel()
             raise TimeoutError("the server's loop is busy") from None
-
-
-def _bounded(handler: Any) -> Any:
-    """Return a handler of few connections at a time, which end when they are silent."""
-    slots = threading.BoundedSemaphore(_MOST)
-
-    class Bounded(handler):  # type: ignore[misc]
-        timeout = _PATIENCE
-
-        def handle(self) -> None:
-            if slots.acquire(blocking=False):
-                try:
-                    super().handle()
-                except Exception:
-                    _log.debug("a connection for metrics failed", exc_info=True)
-                finally:
-                    slots.release()
-
-        def get_stderr(self) -> io.StringIO:
-            return io.StringIO()  # any client could fill the log
-
-    return Bounded
 
 
 def _is_local(host: str) -> bool:
