@@ -133,11 +133,7 @@ class Supervisor:
         #: Whether any worker has ever loaded the app.
         self._serves = False
         self._reloading = anyio.Lock()
-        #: The number of the latest requested reload, and of the latest that is done or refused; then the reason of a refusal.
-        self._asked = self._answered = 0
-        self._refused: Exception | None = None
-        #: Workers of the latest completed reload: some may have ended since.
-        self._loaded_last: list[Worker] = []
+        self._reload: asyncio.Task[list[Worker]] | None = None
         self._stopping = False
         self._spawn: Spawner
 
@@ -367,55 +363,46 @@ class Supervisor:
 
         :raises WorkerCrashed: if a worker fails to load the code; then nothing has changed.
         """
-        self._asked += 1
-        number = self._asked
-        for worker in self._next:
-            if worker in self._loaded:
-                worker.kill("a later reload took its place")
+        if self._reload is not None:
+            self._reload.cancel()
+        self._reload = asyncio.create_task(self._load_next())
+        self._reload.add_done_callback(_seen)
         while True:
-            async with self._reloading:  # in order of arrival: an earlier reload that retries comes after the later ones
-                if self._answered < number == self._asked:
-                    self._refused = await self._load_next(number)
-                    if self._refused is None or number == self._asked:
-                        self._answered = number
-                if self._answered >= number:
-                    if self._refused is not None:
-                        raise self._refused
-                    return self._loaded_last
+            latest = self._reload
+            try:
+                return await asyncio.shield(latest)
+            except asyncio.CancelledError:
+                if latest is self._reload or not latest.cancelled():  # this caller was cancelled
+                    raise
 
-    async def _load_next(self, asked: int) -> Exception | None:
-        """Replace the workers by new ones; return the error of loading the app, or None.
-
-        :param asked: the number of the reload that this is for.
-        """
-        if self._stopping:
-            return ConfigurationError("the broker is stopping")
-        mine: list[Worker] = []
-        loaded: list[asyncio.Future[None]] = []
-        self._next = []
-        try:
-            for number in range(self._count):
-                mine.append(await self._new(number))
-                self._next.append(mine[-1])
-                loaded.append(self._loaded[mine[-1]])  # now: it may have loaded the app before the next worker is started
-                if asked != self._asked:
-                    mine[-1].kill("a later reload took its place")
-            await _all_done(loaded)
-        except BaseException as error:
-            for worker in mine:
-                self._loaded.pop(worker, None)
-                worker.kill("another worker of the same reload failed")
-            if not isinstance(error, Exception):
+    async def _load_next(self) -> list[Worker]:
+        """Replace the workers by new ones, which are returned. If that fails or is cancelled, the new ones are killed."""
+        async with self._reloading:
+            if self._stopping:
+                raise ConfigurationError("the broker is stopping")
+            mine: list[Worker] = []
+            loaded: list[asyncio.Future[None]] = []
+            self._next = []
+            try:
+                for number in range(self._count):
+                    mine.append(await self._new(number))
+                    self._next.append(mine[-1])
+                    loaded.append(self._loaded[mine[-1]])  # now: it may have loaded the app before the next worker is started
+                await _all_done(loaded)
+            except BaseException as error:
+                later = isinstance(error, asyncio.CancelledError)
+                for worker in mine:
+                    self._loaded.pop(worker, None)
+                    worker.kill("a later reload took its place" if later else "another worker of the same reload failed")
                 raise
-            return error
-        self._old += self.workers
-        self.workers, self._next, self._loaded_last = self._next, [], mine
-        self._crashes.clear()
-        self._stopped_until, self._last = 0.0, None
-        for worker in mine:
-            if worker not in self.workers:  # it ended while the others loaded the app
-                self._spawn(self._restart, worker.number)
-        return None
+            self._old += self.workers
+            self.workers, self._next = self._next, []
+            self._crashes.clear()
+            self._stopped_until, self._last = 0.0, None
+            for worker in mine:
+                if worker not in self.workers:  # it ended while the others loaded the app
+                    self._spawn(self._restart, worker.number)
+            return mine
 
     def retire_old(self) -> None:
         """Have the workers that were replaced end as soon as they have nothing to do."""
@@ -427,6 +414,8 @@ class Supervisor:
     def stop(self) -> None:
         """End all of them."""
         self._stopping = True
+        if self._reload is not None:
+            self._reload.cancel()
         workers = [*self.all, *([self._bare] if self._bare is not None else [])]
         for worker in workers:
             worker.close_link()
@@ -474,7 +463,7 @@ async def _all_done(loaded: list[asyncio.Future[None]]) -> None:
         one.result()
 
 
-def _seen(future: asyncio.Future[None]) -> None:
+def _seen(future: asyncio.Future[Any]) -> None:
     """Mark the error of a future as seen: of several that fail together one is reported."""
     if not future.cancelled():
         future.exception()
