@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.runner import OURS, Device, Json, Report, chosen, numbers
+from benchmarks.runner import OURS, Device, Json, Report, Shape, chosen, numbers
 from benchmarks.servers import Process, Servers, commands, configuration, say
 from benchmarks.sides import PEER, Side, client_of, missing
+from shared_rpc import Client
+from shared_rpc.memory.backends.choice import mps
+from shared_rpc.memory.devices import device_id
 
 #: Seconds of a turn, and those between the word to begin and the beginning, so that all begin together.
 _TURN, _NOTICE = 0.5, 0.1
@@ -21,6 +26,8 @@ _PATIENCE = 10.0
 _WARM_UP = 20
 #: An endpoint that one side has, and what the other side has instead.
 _ON_LOOP, _INSTEAD = "fresh_on_loop", "fresh"
+#: A pass over the model that the process has attached.
+_FORWARD = "forward"
 #: A process that completes less than this share of the others' median is named in a note.
 _FAIR = 0.25
 
@@ -28,11 +35,13 @@ _FAIR = 0.25
 def run(
     device: Device = "auto",
     clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",
+    replicas: Annotated[str, typer.Option(help="Processes that compute with one model, ascending; empty for none.")] = "1,2,4",
     rounds: Annotated[int, typer.Option(help="Turns that each side has, of half a second.")] = 5,
+    shape: Shape = "small",
     json: Json = None,
 ) -> None:
-    """Measure calls a second, against the number of client processes."""
-    device, _ = chosen(device)
+    """Measure calls a second, against the number of client processes, and passes a second of replicas of one model."""
+    device, shape = chosen(device, shape)
     absent = missing(tensors=device)
     report = Report("clients", f"Calls a second, tensors on {device}", [*([PEER] if absent is None else []), OURS])
     report.note(absent)
@@ -41,7 +50,24 @@ def run(
         addresses[OURS] = servers.start("Ours").address
         for count in numbers(clients):
             throughput(report, servers, addresses, device, count, rounds, judge=False)
+        for count in numbers(replicas):
+            _passes(report, servers, addresses[OURS], device, count, rounds, shape)
+        if device == "cuda" and mps(device_id("cuda:0")):
+            report.note("under NVIDIA's Multi-Process Service")
     report.finish(json)
+
+
+def _passes(report: Report, servers: Servers, address: str, device: str, count: int, rounds: int, shape: str) -> None:
+    """Measure forward passes of one token, by processes that share one model."""
+    callers = [servers.client("clients", device=device, addresses={OURS: address}, shape=shape) for _ in range(count)]
+    for caller in callers:
+        caller.read()
+    counts = [_turn(report, callers, OURS, _FORWARD) for _ in range(rounds)]
+    passes = statistics.median(sum(each) for each in counts) / _TURN
+    name = f"{count} replica{'' if count == 1 else 's'} of one model ({shape}): forward passes/s"
+    report.row(name, {OURS: passes}, "number", processes=count, calls={OURS: counts})
+    for caller in callers:
+        caller.close()
 
 
 def throughput(
@@ -103,13 +129,13 @@ def _turn(report: Report, callers: list[Process], name: str, endpoint: str) -> l
 # In each of the processes.
 
 
-def _calls(side: Side, endpoint: str, begin: float) -> dict[str, Any]:
+def _calls(call: Callable[[], object], begin: float) -> dict[str, Any]:
     """Count the ``calls`` that were complete in time, with the ``error`` that ended the turn early."""
     end, calls = begin + _TURN, 0
     time.sleep(max(begin - time.monotonic(), 0))
     try:
         while True:
-            side.call(endpoint)
+            call()
             if time.monotonic() > end:
                 return {"calls": calls, "error": None}
             calls += 1
@@ -117,10 +143,29 @@ def _calls(side: Side, endpoint: str, begin: float) -> dict[str, Any]:
         return {"calls": calls, "error": f"{type(problem).__name__}: {problem}"}
 
 
+def _forward(config: dict[str, Any]) -> Callable[[], object]:
+    """Attach the model; return a pass of one token over it, which is complete when it returns."""
+    import torch
+
+    model = Client(socket_path=config["addresses"][OURS]).call("model", config["shape"]).value
+    token = torch.ones((1, 1), dtype=torch.long, device=config["device"])
+
+    def forward() -> None:
+        with torch.inference_mode():
+            model(token)[0, 0, 0].item()
+
+    for _ in range(_WARM_UP):
+        forward()
+    return forward
+
+
 def main() -> None:
-    """Call. The configuration has ``device`` and ``addresses``, a command ``who``, ``endpoint`` and ``begin``."""
+    """Call. The configuration has ``device`` and ``addresses``, and for passes over a model its ``shape``; a command has
+    ``who``, ``endpoint`` and ``begin``.
+    """
     config = configuration()
     sides: dict[str, Side] = {}
+    forward = _forward(config) if "shape" in config else None
     for name, address in config["addresses"].items():
         sides[name] = client_of(name, address, config["device"], timeout=_PATIENCE)
         with suppress(Exception):  # its turns will show it
@@ -130,7 +175,8 @@ def main() -> None:
     say(ready=True)
     for command in commands():
         who, endpoint = command["who"], command["endpoint"]
-        say(**_calls(sides[who], _INSTEAD if endpoint == _ON_LOOP and who != OURS else endpoint, command["begin"]))
+        endpoint = _INSTEAD if endpoint == _ON_LOOP and who != OURS else endpoint
+        say(**_calls(forward or partial(sides[who].call, endpoint), command["begin"]))
     for side in sides.values():
         side.close()
 

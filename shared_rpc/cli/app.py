@@ -17,6 +17,7 @@ from shared_rpc.cli.discovery import live_servers, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
 from shared_rpc.cli.records import export_object, import_file
 from shared_rpc.cli.rendering import (
+    MPS,
     ago,
     as_json,
     command_of,
@@ -158,7 +159,8 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
         "tasks": counts,
     }
     if facts["mechanism"] is not None:
-        shown["mechanism"] = "{name}: {reason}".format_map(facts["mechanism"])
+        text = "{name}: {reason}".format_map(facts["mechanism"])
+        shown["mechanism"] = f"{text}; {MPS}" if facts["mechanism"]["mps"] else text
     workers = [f"pid {worker['pid']} {worker['state']}, {worker['runs']} runs" for worker in facts["workers"]]
     shown["pools"] = f"{size(facts['pools']['nbytes'])}, {facts['pools']['chunks']} results in use"
     shown["descriptors"] = "{used} of {limit} for objects, the process may have {available}".format_map(facts["descriptors"])

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from shared_rpc.cli.rendering import MPS
 from shared_rpc.errors import SharedRPCError
-from shared_rpc.memory.backends.choice import PREFERENCE, chosen, survey
+from shared_rpc.memory.backends.choice import PREFERENCE, chosen, mps, survey
 from shared_rpc.protocol.own_files import why_not_there
 from shared_rpc.protocol.peers import is_own
 from shared_rpc.settings import resolve_base_path, resolve_role
@@ -133,6 +134,9 @@ def _gpu(name: str, uuid: str, reach: str) -> Finding:
     except SharedRPCError as error:
         return Finding(name, "limited", f"{uuid}{reach}; {error}", "a newer driver or GPU; host memory works as it is")
     found = f"{uuid}{reach}; {works}; uses {choice.name}: {choice.reason}"
+    if mps(uuid):
+        fix = "where clients must not end each other, run them without it: echo quit | nvidia-cuda-mps-control"
+        return Finding(name, "limited", f"{found}; {MPS}", fix)
     if choice.name == "vmm":
         return Finding(name, "good", found)
     fix = "a newer driver or GPU gives memory that outlives its maker and can be mapped read-only; vGPU and WSL lack it"

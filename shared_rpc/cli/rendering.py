@@ -20,6 +20,8 @@ from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import DeviceInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.tasks import Progress, TaskInfo
 
+#: What ``info`` and ``doctor`` say where a GPU is used through NVIDIA's Multi-Process Service.
+MPS = "under MPS: a write to memory shared with access='read' ends all processes of the service"
 # A program that reads a pipe gets one line for each row, however long.
 _console = Console(soft_wrap=False, width=None if sys.stdout.isatty() else 10_000)
 

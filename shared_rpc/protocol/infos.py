@@ -41,10 +41,14 @@ __all__ = [
 
 
 class MechanismInfo(TypedDict):
-    """Mechanism by which a process shares its device's memory, and the ``reason``; ``name`` is None where nothing works."""
+    """Mechanism by which a process shares its device's memory, and the ``reason``; ``name`` is None where nothing works.
+
+    ``mps`` is whether the process uses the GPU through NVIDIA's Multi-Process Service.
+    """
 
     name: str | None
     reason: str
+    mps: bool
 
 
 class DescriptorInfo(TypedDict):

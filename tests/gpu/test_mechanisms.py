@@ -182,7 +182,7 @@ def test_info_tells_the_mechanism_and_the_lifetime(
     provider.share("load", managed=True)(lambda: torch.ones(1))
     serve()
     client = connect()
-    assert client.get_server_info()["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd"}
+    assert client.get_server_info()["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd", "mps": False}
     with client.call("load") as handle:
         assert "lifetime" not in handle.get_object_info()
 
@@ -331,7 +331,7 @@ def test_writes_are_seen_both_ways(mechanism: str, server: tuple[Child, str], at
 
     with Client(socket_path=server[1]) as client:
         found = client.get_server_info()["mechanism"]
-        assert found == {"name": mechanism, "reason": f"chosen by Provider(mechanism={mechanism!r})"}
+        assert found == {"name": mechanism, "reason": f"chosen by Provider(mechanism={mechanism!r})", "mps": False}
         with client.call("model") as handle:
             bound = f"bound to the life of pid {server[0].pid}"
             expected = None if mechanism == "vmm" else bound

@@ -599,7 +599,7 @@ def test_runtime_info(app: App) -> None:
     app.share("load")(lambda: torch.ones(1))()
     info = app.provider.get_runtime_info()
     assert (info["execution_mode"], info["device"]) == (app.role, "cpu")
-    assert info["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd"}
+    assert info["mechanism"] == {"name": "memfd", "reason": "host memory is a memfd", "mps": False}
     if app.role == "local":
         assert (set(info), info["objects"]) == ({"execution_mode", "device", "mechanism", "pid", "objects"}, 1)
     else:

@@ -56,7 +56,7 @@ class Moving:
         notifier.notify = self._tell  # type: ignore[method-assign]
         self.store = FdStore(notifier, soon=self._due.append)
         core = Mock(server_id="server", **{"registry.all.return_value": []})
-        self.store.keep_service(w.Serve("key", "socket", GPU, [], {"name": "vmm", "reason": ""}, [], {}), core)
+        self.store.keep_service(w.Serve("key", "socket", GPU, [], {"name": "vmm", "reason": "", "mps": False}, [], {}), core)
         #: The memory as it is on its devices, and on the host.
         self._segments = {
             "gpu": self._made(SegmentInfo("gpu", 4096, GPU, mechanism="vmm")),

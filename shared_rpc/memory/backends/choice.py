@@ -150,8 +150,15 @@ def mechanism_info(asked: str, device: str) -> MechanismInfo:
     except CapabilityError as error:
         if asked != "auto":
             raise
-        return {"name": None, "reason": str(error)}
-    return {"name": choice.name, "reason": choice.reason}
+        return {"name": None, "reason": str(error), "mps": False}
+    return {"name": choice.name, "reason": choice.reason, "mps": device != "cpu" and mps(device)}
+
+
+def mps(device: str) -> bool:
+    """Return whether this process uses the GPU of a device id through NVIDIA's Multi-Process Service."""
+    with gpu_support():
+        from shared_rpc.memory.backends.cuda import ordinal_of, under_mps
+    return under_mps(ordinal_of(device))
 
 
 def makers(segments: Iterable[Segment]) -> set[int]:

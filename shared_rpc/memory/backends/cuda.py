@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from cuda.bindings import driver
 
 from shared_rpc.errors import CapabilityError
 from shared_rpc.protocol.records import Access
+from shared_rpc.settings import mps_control
 
 #: Streams of one priority in torch's pool (c10/cuda/CUDAStream.cpp).
 _TORCH_POOL = 32
@@ -85,6 +87,18 @@ def attribute(ordinal: int, name: str) -> int:
         return int(check(driver.cuDeviceGetAttribute(known, check(driver.cuDeviceGet(ordinal)))))
     except DriverError:
         return 0
+
+
+@functools.cache
+def under_mps(ordinal: int) -> bool:
+    """Return whether this process shares its context of a visible GPU with others, by NVIDIA's Multi-Process Service.
+
+    The driver reports it (CU_DEVICE_ATTRIBUTE_MPS_ENABLED, cuda.h); where the bindings are too old to ask, a daemon's pipe is
+    looked for.
+    """
+    if hasattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED"):
+        return bool(attribute(ordinal, "MPS_ENABLED"))
+    return os.path.exists(mps_control())
 
 
 def peer_capable(ordinal: int, other: int) -> bool:

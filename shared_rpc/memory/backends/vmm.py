@@ -6,6 +6,8 @@ mapping does. See the CUDA Driver API, "Virtual Memory Management".
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -21,11 +23,25 @@ from shared_rpc.memory.backends.cuda import (
     attribute,
     check,
     location_of,
+    under_mps,
     visible_gpus,
 )
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Access, Mechanism, SegmentInfo
+
+_log = logging.getLogger("shared_rpc")
+
+
+@functools.cache
+def _warn_of_mps(ordinal: int) -> None:
+    """Say once that a write to memory shared with ``access="read"`` ends more than this process."""
+    if under_mps(ordinal):
+        _log.warning(
+            "this process uses GPU %d through NVIDIA's Multi-Process Service (MPS): a write to memory that is shared with "
+            "access='read' ends the other processes of the service too, not this one alone; see docs/how-to/mps.md",
+            ordinal,
+        )
 
 
 class VmmBackend(CudaBackend):
@@ -102,6 +118,8 @@ class VmmBackend(CudaBackend):
         """Import the allocation behind ``fd`` and map it for this backend's GPU, and for its peers."""
         address = handle = None
         mapped = False
+        if access == "read" and self.on_gpu:
+            _warn_of_mps(self.ordinal)
         with self.current():
             try:
                 handle = check(driver.cuMemImportFromShareableHandle(fd, POSIX_FD))
