@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from shared_rpc import __version__
 from shared_rpc.cli.discovery import live_servers, the_server
-from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, keywords
+from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, is_list, keywords
 from shared_rpc.cli.records import export_object, import_file
 from shared_rpc.cli.rendering import (
     MPS,
@@ -221,8 +221,10 @@ def _zygote(facts: ZygoteInfo) -> str:
     return f"pid {facts['pid']}, {facts['modules']:,} modules{left_out}, {size(facts['pss'])}"
 
 
-def objects(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
-    """List the objects of a server, with the processes that hold them."""
+def objects(context: typer.Context, socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
+    """List the objects of a server, with the processes that hold them; its commands change them."""
+    if not is_list(context):
+        return
     with the_server(socket, base_path) as client:
         items = client.list_objects()
     if json:
@@ -349,21 +351,30 @@ _PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "reload": reload,
         "stop": stop,
     },
-    "Calls and tasks": {"call": call, "tasks": tasks, "wait": wait, "cancel": cancel},
-    "Objects": {
-        "objects": objects,
+    "Calls and objects": {"call": call, "tasks": tasks, "objects": objects},
+    "Checks": {"doctor": doctor, "verify": verify},
+}
+#: The commands of a command that lists what they are for.
+_OF_LISTS: dict[str, dict[str, Callable[..., None]]] = {
+    "tasks": {"wait": wait, "cancel": cancel},
+    "objects": {
         "invalidate": invalidate,
         "evict": evict,
         "restore": restore,
         "export": export_object,
         "import": import_file,
     },
-    "Checks": {"doctor": doctor, "verify": verify},
 }
 for _panel, _commands in _PANELS.items():
     for _name, _command in _commands.items():
-        # The words after a script's name are the script's arguments.
-        app.command(_name, rich_help_panel=_panel, context_settings={"allow_interspersed_args": _name != "run"})(_command)
+        if _name not in _OF_LISTS:
+            # The words after a script's name are the script's arguments.
+            app.command(_name, rich_help_panel=_panel, context_settings={"allow_interspersed_args": _name != "run"})(_command)
+            continue
+        _list = typer.Typer(invoke_without_command=True, callback=_command)
+        for _part, _action in _OF_LISTS[_name].items():
+            _list.command(_part)(_action)
+        app.add_typer(_list, name=_name, rich_help_panel=_panel)
 
 
 __all__ = ["Commands"]

@@ -42,6 +42,20 @@ def as_misuse() -> Iterator[None]:
         raise Misuse(str(error)) from error
 
 
+def is_list(context: typer.Context) -> bool:
+    """Return whether a command that has others is to list what there is, because none of them is named.
+
+    :raises Misuse: for options before one of them, which has its own.
+    """
+    if (command := context.invoked_subcommand) is None:
+        return True
+    defaults = {option.name: (option.opts[0], option.get_default(context)) for option in context.command.params}
+    for name, value in context.params.items():
+        if value != defaults[name][1]:
+            raise Misuse(f"{defaults[name][0]} is of the list: write the options of {command!r} after it")
+    return False
+
+
 def keywords(arguments: Arguments) -> dict[str, Any]:
     """Parse keyword arguments of a call, each ``key=value``. A value that is no Python literal is a string.
 

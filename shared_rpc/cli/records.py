@@ -24,7 +24,7 @@ def export_object(
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
-    """Write an object to a file; 'shared-rpc import' restores it without building it."""
+    """Write an object to a file; 'shared-rpc objects import' restores it without building it."""
     from shared_rpc.extras import record_file
 
     begin = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from shared_rpc.cli.discovery import live_servers, the_owner, the_server
-from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, keywords
+from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, is_list, keywords
 from shared_rpc.cli.rendering import ago, as_json, status_of, steps, table, task_object, took
 from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -23,12 +23,15 @@ TaskId = Annotated[str, typer.Argument(metavar="TASK", help="The task's id, whic
 
 
 def tasks(
+    context: typer.Context,
     status: Annotated[TaskStatus | None, typer.Option(help="Only tasks of this status.")] = None,
     socket: Annotated[str | None, typer.Option("--socket", help="One server's socket; all live servers by default.")] = None,
     base_path: BasePath = None,
     json: Json = False,
 ) -> None:
-    """List the tasks of this user's servers, with progress and outcome."""
+    """List the tasks of this user's servers, with progress and outcome; its commands wait for one and cancel one."""
+    if not is_list(context):
+        return
     infos: list[TaskInfo] = []
     if socket is not None:
         with the_server(socket, base_path) as client:
@@ -125,7 +128,7 @@ def _interruptible(task: str, socket: str | None, base_path: str | None) -> Iter
     except KeyboardInterrupt:
         where = {"--socket": socket, "--base-path": base_path}
         options = "".join(f" {name} {shlex.quote(path)}" for name, path in where.items() if path is not None)
-        print(f"shared-rpc: task {task} goes on; to cancel it: shared-rpc cancel {task}{options}", file=sys.stderr)
+        print(f"shared-rpc: task {task} goes on; to cancel it: shared-rpc tasks cancel {task}{options}", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

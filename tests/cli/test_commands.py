@@ -218,7 +218,7 @@ def test_which_server_is_meant(served: Server, another: Server) -> None:
 @pytest.mark.parametrize("command", ["info", "objects", "devices", "invalidate"])
 def test_the_server_of_a_base_path(served: Server, another: Server, base_path: str, command: str) -> None:
     """It is the one that is meant, also where its base path begins another one's."""
-    words = [command, "load"] if command == "invalidate" else [command]
+    words = ["objects", command, "load"] if command == "invalidate" else [command]
     assert cli(*words, "--base-path", base_path, "--json").code == 0
     for base in (base_path, f"{base_path}-another"):
         data = cli("info", "--json", "--base-path", base).data
@@ -344,17 +344,17 @@ def test_invalidating_an_endpoint(served: Server, connect: Callable[..., Client]
     """Without arguments all results of the endpoint go; it says how many."""
     for size in (1, 2):
         connect().call("load", size).release()
-    assert cli("invalidate", "load").output == "2 cached results of load dropped\n"
-    assert cli("invalidate", "load", "--json").data == {"endpoint": "load", "invalidated": 0}
+    assert cli("objects", "invalidate", "load").output == "2 cached results of load dropped\n"
+    assert cli("objects", "invalidate", "load", "--json").data == {"endpoint": "load", "invalidated": 0}
 
 
 def test_invalidating_a_call(served: Server, connect: Callable[..., Client]) -> None:
     """With arguments, as Python literals or plain text, the result of that call goes."""
     for name in ("base", "big", "3"):
         connect().call("load", 1, name).release()
-    assert cli("invalidate", "load", "size=1", "name=big").output == "1 cached result of load dropped\n"
-    assert cli("invalidate", "load", "size=1", "name='3'").output == "1 cached result of load dropped\n"
-    assert cli("invalidate", "load", "size=1", "name=big").output == "0 cached results of load dropped\n"
+    assert cli("objects", "invalidate", "load", "size=1", "name=big").output == "1 cached result of load dropped\n"
+    assert cli("objects", "invalidate", "load", "size=1", "name='3'").output == "1 cached result of load dropped\n"
+    assert cli("objects", "invalidate", "load", "size=1", "name=big").output == "0 cached results of load dropped\n"
     assert served.info()["objects"] == 1
 
 
@@ -368,7 +368,7 @@ def test_invalidating_a_call(served: Server, connect: Callable[..., Client]) -> 
 )
 def test_invalidating_what_is_not_there(served: Server, arguments: list[str], complaint: str) -> None:
     """A wrong name is an error, not zero results."""
-    assert cli("invalidate", *arguments).complaint.startswith(complaint)
+    assert cli("objects", "invalidate", *arguments).complaint.startswith(complaint)
 
 
 # serve
@@ -715,7 +715,7 @@ def test_completion_in_a_shell() -> None:
         environ = {"_SHARED_RPC_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
         return CliRunner().invoke(program, env=environ, prog_name="shared-rpc").output.split()
 
-    assert completed("shared-rpc re") == ["reload", "restore"]
+    assert completed("shared-rpc re") == ["reload"]
     assert completed("shared-rpc serve --max-b") == ["--max-bytes"]
 
 
@@ -723,7 +723,7 @@ def test_no_command_shows_the_help() -> None:
     """Every command is in the help, with what it does."""
     ran = cli("--help")
     assert ran.code == 0
-    for command in ("serve", "ls", "info", "objects", "invalidate", "devices", "doctor", "tasks", "wait", "cancel", "call"):
+    for command in ("serve", "ls", "info", "objects", "devices", "doctor", "tasks", "call"):
         assert re.search(rf"\b{command} +[A-Z]", ran.output)
     assert cli().output.strip() == ran.output.strip()
 
@@ -732,7 +732,7 @@ def test_no_command_shows_the_help() -> None:
     "arguments",
     [
         *(["lst"], ["ls", "--jsn"], ["serve"], ["serve", "app.py", "--threads", "0"], ["serve", "app", "--max-tasks", "0"]),
-        *(["wait"], ["cancel"], ["call"], ["wait", "a-1", "--timeout", "-1"]),
+        *(["tasks", "wait"], ["tasks", "cancel"], ["call"], ["tasks", "wait", "a-1", "--timeout", "-1"]),
     ],
     ids=str,
 )
@@ -744,7 +744,9 @@ def test_misuse(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["ls"], ["info"], ["objects"], ["invalidate", "load"], ["invalidate", "load", "size=1"]], ids=str
+    "command",
+    [["ls"], ["info"], ["objects"], ["objects", "invalidate", "load"], ["objects", "invalidate", "load", "size=1"]],
+    ids=str,
 )
 def test_looking_loads_no_torch(served: Server, connect: Callable[..., Client], command: list[str]) -> None:
     """Commands that only ask a server start fast: they import neither torch nor cloudpickle nor the server."""

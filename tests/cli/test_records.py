@@ -1,4 +1,4 @@
-"""``shared-rpc export`` and ``import``: an object on disk, and a server that has it again."""
+"""``shared-rpc objects export`` and ``import``: an object on disk, and a server that has it again."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_an_object_goes_to_disk_and_back(client: Client, tmp_path: Path) -> None
     """By its id; it becomes the next generation of what is cached, or the first one."""
     path = tmp_path / "load.record"
     handle = client.call("load", 8)
-    ran = cli("export", handle.object_id, str(path))
+    ran = cli("objects", "export", handle.object_id, str(path))
     assert (ran.code, ran.errors) == (0, "")
     assert ran.output.startswith(f"load(size=8, name='base') (256 B) written to {path} in ")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     client.refresh("load", 8)
-    ran = cli("import", str(path))
+    ran = cli("objects", "import", str(path))
     assert (ran.code, ran.errors) == (0, "")
     assert ran.output.startswith("load(size=8, name='base') (256 B) is generation 3, read in ")
     assert (client.call("load", 8).value.weight == 1).all()
@@ -64,7 +64,7 @@ def test_a_key_cannot_move_the_cursor(client: Client, tmp_path: Path) -> None:
     """A client chose its text, which is printed without control characters."""
     path = tmp_path / "titled.record"
     handle = client.call("titled", "a\x1b]0;title\x07b")
-    for ran in (cli("export", handle.object_id, str(path)), cli("import", str(path))):
+    for ran in (cli("objects", "export", handle.object_id, str(path)), cli("objects", "import", str(path))):
         assert ran.code == 0
         assert ran.output.rstrip("\n").isprintable()
 
@@ -73,7 +73,7 @@ def test_an_object_is_named_by_its_key(client: Client, tmp_path: Path) -> None:
     """As ``objects`` shows it: a script knows no ids. Machines get JSON."""
     path = tmp_path / "load.record"
     handle = client.call("load", 8)
-    data = cli("export", "load(size=8, name='base')", str(path), "--json").data
+    data = cli("objects", "export", "load(size=8, name='base')", str(path), "--json").data
     assert data == {
         "object_id": handle.object_id,
         "file": str(path),
@@ -82,14 +82,14 @@ def test_an_object_is_named_by_its_key(client: Client, tmp_path: Path) -> None:
         "cache_key": "load(size=8, name='base')",
         "generation": 1,
     }
-    data = cli("import", str(path), "--json", "--endpoint", "other", "size=5").data
+    data = cli("objects", "import", str(path), "--json", "--endpoint", "other", "size=5").data
     assert (data["endpoint"], data["cache_key"], data["generation"], data["nbytes"]) == ("other", "other(size=5)", 1, 256)
     assert client.call("other", 5).object_id == data["object_id"]
 
 
 def test_an_unknown_object(client: Client, tmp_path: Path) -> None:
     """One line says that the server has none; no file is made."""
-    ran = cli("export", "load(size=9)", str(tmp_path / "load.record"))
+    ran = cli("objects", "export", "load(size=9)", str(tmp_path / "load.record"))
     assert (ran.code, ran.output) == (1, "")
     assert "has no object load(size=9)" in ran.errors and len(ran.errors.splitlines()) == 1
     assert not (tmp_path / "load.record").exists()
@@ -106,8 +106,8 @@ def test_a_wrong_call(client: Client, tmp_path: Path, arguments: tuple[str, ...]
     """An error of one line, and nothing has changed."""
     path = tmp_path / "load.record"
     with client.call("load", 8) as handle:
-        assert cli("export", handle.object_id, str(path)).code == 0
-    ran = cli("import", str(path), *arguments)
+        assert cli("objects", "export", handle.object_id, str(path)).code == 0
+    ran = cli("objects", "import", str(path), *arguments)
     assert (ran.code, ran.output) == (1, "")
     assert told in ran.errors and len(ran.errors.splitlines()) == 1
     assert [info["generation"] for info in client.list_objects()] == [1]
@@ -117,20 +117,20 @@ def test_a_damaged_file(client: Client, tmp_path: Path) -> None:
     """Exit code 1, and a line that names the file and what is wrong with it."""
     path = tmp_path / "load.record"
     with client.call("load", 8) as handle:
-        assert cli("export", handle.object_id, str(path)).code == 0
+        assert cli("objects", "export", handle.object_id, str(path)).code == 0
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    ran = cli("import", str(path))
+    ran = cli("objects", "import", str(path))
     assert (ran.code, ran.errors.count("\n")) == (1, 1)
     assert f"the record {path} is damaged: it has {len(data) - 1} bytes, and {len(data)} were written" in ran.errors
     path.write_bytes(data)
     path.chmod(0o666)
-    assert "has mode 0666, so other users may have written it" in cli("import", str(path)).errors
-    assert "cannot read the record" in cli("import", str(tmp_path / "none")).errors
+    assert "has mode 0666, so other users may have written it" in cli("objects", "import", str(path)).errors
+    assert "cannot read the record" in cli("objects", "import", str(tmp_path / "none")).errors
     path.write_text("a text")
     path.chmod(0o600)
-    assert "is no record" in cli("import", str(path)).errors
-    assert "Is a directory" in cli("export", "load(size=8, name='base')", str(tmp_path)).errors
+    assert "is no record" in cli("objects", "import", str(path)).errors
+    assert "Is a directory" in cli("objects", "export", "load(size=8, name='base')", str(tmp_path)).errors
 
 
 def test_an_export_that_is_killed_leaves_nothing(
@@ -139,7 +139,7 @@ def test_an_export_that_is_killed_leaves_nothing(
     """Wherever it was: neither a part of a file nor a lease; and an earlier file is whole."""
     path = tmp_path / "load.record"
     with client.call("load", 8) as handle:
-        assert cli("export", handle.object_id, str(path)).code == 0
+        assert cli("objects", "export", handle.object_id, str(path)).code == 0
         before = path.read_bytes()
         code = f"""
 import os
@@ -168,7 +168,7 @@ def test_an_import_that_is_interrupted_leaves_nothing(
     """Ctrl-C, or a kill, while the file is read: the room goes with the process."""
     path = tmp_path / "load.record"
     with client.call("load", 256) as handle:
-        assert cli("export", handle.object_id, str(path)).code == 0
+        assert cli("objects", "export", handle.object_id, str(path)).code == 0
     client.invalidate_endpoint_cache("load")
     code = f"""
 import os, time
@@ -184,7 +184,7 @@ file_reader.read_exactly = slowly
 file_reader.STEP = 4096
 from shared_rpc.cli.app import main
 import sys
-sys.argv = ["shared-rpc", "import", {str(path)!r}]
+sys.argv = ["shared-rpc", "objects", "import", {str(path)!r}]
 main()
 """
     for end in ("kill", "interrupt"):

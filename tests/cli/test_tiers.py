@@ -44,28 +44,28 @@ def rows(output: str) -> list[list[str]]:
 def test_an_object_goes_to_a_file_and_back(client: Client) -> None:
     """By its id, with what that freed and took; the second eviction finds the copy."""
     object_id = client.call("load", 1).object_id
-    header, out = rows(cli("evict", object_id).output)
+    header, out = rows(cli("objects", "evict", object_id).output)
     assert header == ["object", "of", "tier", "freed", "copied", "took"]
     assert out[:5] == [object_id, "load(number=1)", "file", "1.0 MiB", "1.0 MiB"]
     assert tiers(client) == ["file"]
-    header, back = rows(cli("restore", object_id).output)
+    header, back = rows(cli("objects", "restore", object_id).output)
     assert header[3] == "taken"
     assert back[:5] == [object_id, "load(number=1)", "device", "1.0 MiB", "1.0 MiB"]
-    assert rows(cli("evict", object_id).output)[1][3:5] == ["1.0 MiB", "0 B"]
+    assert rows(cli("objects", "evict", object_id).output)[1][3:5] == ["1.0 MiB", "0 B"]
 
 
 def test_all_objects_of_an_endpoint_are_moved(client: Client) -> None:
     """And nothing is left to be moved the second time."""
     client.call("load", 1).release(), client.call("load", 2).release()
-    assert len(cli("evict", "load", "--json").data) == 2
+    assert len(cli("objects", "evict", "load", "--json").data) == 2
     assert tiers(client) == ["file", "file"]
-    assert cli("evict", "load").output == "nothing is to be moved\n"
+    assert cli("objects", "evict", "load").output == "nothing is to be moved\n"
 
 
 def test_an_object_is_named_by_its_key(client: Client) -> None:
     """As ``objects`` shows it."""
     client.call("load", 1).release(), client.call("load", 2).release()
-    (moved,) = cli("evict", "load(number=2)", "--to", "file", "--json").data
+    (moved,) = cli("objects", "evict", "load(number=2)", "--to", "file", "--json").data
     assert (moved["cache_key"], moved["tier"]) == ("load(number=2)", "file")
     assert tiers(client) == ["device", "file"]
 
@@ -73,7 +73,7 @@ def test_an_object_is_named_by_its_key(client: Client) -> None:
 def test_an_object_in_use_is_left_where_it_is(client: Client) -> None:
     """And the process that has it active is named."""
     with client.call("load", 1) as handle:
-        ran = cli("evict", handle.object_id)
+        ran = cli("objects", "evict", handle.object_id)
         assert (ran.code, tiers(client)) == (1, ["device"])
         assert str(os.getpid()) in ran.complaint
 
@@ -81,7 +81,7 @@ def test_an_object_in_use_is_left_where_it_is(client: Client) -> None:
 def test_a_pinned_object_stays(client: Client) -> None:
     """The complaint names the pin."""
     client.call("stays").release()
-    ran = cli("evict", "stays")
+    ran = cli("objects", "evict", "stays")
     assert ran.code == 1
     assert "pinned" in ran.complaint
 
@@ -89,9 +89,9 @@ def test_a_pinned_object_stays(client: Client) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("evict", "load", "--to", "host"), "host"),
-        (("evict", "nothing"), "nothing"),
-        (("restore", "nothing"), "nothing"),
+        (("objects", "evict", "load", "--to", "host"), "host"),
+        (("objects", "evict", "nothing"), "nothing"),
+        (("objects", "restore", "nothing"), "nothing"),
     ],
     ids=" ".join,
 )
@@ -107,7 +107,7 @@ def test_what_cannot_be_moved_is_told(client: Client, arguments: tuple[str, ...]
 def test_objects_tells_the_tier_and_the_copies(client: Client) -> None:
     """In columns of their own."""
     client.call("load", 1).release()
-    cli("evict", "load")
+    cli("objects", "evict", "load")
     header, row = rows(cli("objects").output)
     found = dict(zip(header, row, strict=True))
     assert (found["tier"], found["copies"], found["active"]) == ("file", "1.0 MiB file", "0")
@@ -117,7 +117,7 @@ def test_devices_tells_the_copies(client: Client) -> None:
     """Of what is on the device, and of what was there."""
     assert "copies" not in rows(cli("devices").output)[0]
     client.call("load", 1).release()
-    cli("evict", "load")
+    cli("objects", "evict", "load")
     header, row = rows(cli("devices").output)
     assert (header[-1], row[-1]) == ("copies", "1.0 MiB file")
 
