@@ -281,7 +281,8 @@ class Provider(BlockingOperations):
         :param managed: return a :class:`Handle`, whose lease keeps the object, in every role.
         :param singleflight: whether an identical call that is cached and in flight is joined; it is by default.
         :param access: ``"read"`` maps the memory read-only in clients. It protects against accidents: a write ends the client
-            that tries it, with SIGSEGV on the host and an illegal memory access on a GPU. The default is ``"read_write"``.
+            that tries it, with SIGSEGV on the host and an illegal memory access on a GPU (under NVIDIA's MPS, the other clients
+            of the service too). The default is ``"read_write"``.
         :param tensors: ``"parameters"`` shares the memory that a :class:`torch.nn.Parameter` uses, wherever in the result it is
             and nothing else: of every other tensor (buffers, statistics, scales) each process that attaches gets a copy of its
             own on the same device, with the bytes of the moment in which the endpoint returned, to be written to with

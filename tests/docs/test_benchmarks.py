@@ -43,7 +43,7 @@ SMALL = {
     "records": "--device cpu --megabytes 8 --rounds 2",
     "tiers": "--megabytes 32 --rounds 2 --models 5 --engines 1,2",
     "starts": "--device cpu --shape tiny --starts 1",
-    "clients": "--device cpu --clients 1,2 --rounds 1",
+    "clients": "--device cpu --clients 1,2 --replicas 2 --shape tiny --rounds 1",
     "scale": "--idle 0,5 --rounds 1 --calls 5 --clients 1 --killed 5 --patience 0.3 --shape tiny",
 }
 
@@ -273,13 +273,14 @@ def test_starts_where_no_zygote_can_be_used(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_clients_counts_calls_for_each_number_of_processes(results: Callable[[str], Run]) -> None:
-    """Three endpoints, each with one process and with two."""
-    rows = results("clients").written["rows"]
+    """Three endpoints, each with one process and with two; and passes of two replicas."""
+    *rows, replicas = results("clients").written["rows"]
 
     assert [(row["endpoint"], row["processes"]) for row in rows] == [
         (endpoint, count) for count in (1, 2) for endpoint in ("small", "fresh", "fresh_on_loop")
     ]
-    assert all(row["values"][OURS] > 0 for row in rows)
+    assert replicas["processes"] == 2
+    assert all(row["values"][OURS] > 0 for row in (*rows, replicas))
 
 
 def test_scale_asks_beside_idle_connections(results: Callable[[str], Run]) -> None:
