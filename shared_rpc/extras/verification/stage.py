@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -75,14 +76,12 @@ class Interrupted(BaseException):
 class Interrupts:
     """Handler of this process's signals while the block runs, in the main thread.
 
-    It raises in the middle of the code that runs, except in :meth:`deferred` blocks: between the start of a process and the
-    note that it was started, and while processes are ended.
+    The first signal raises, wherever the code is: :meth:`Stage.close` finds a process that was just started by its environment.
     """
 
     def __init__(self) -> None:
         #: The first signal that came, 0 before it.
         self.number = 0
-        self._depth = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -97,28 +96,18 @@ class Interrupts:
             signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # The first one is enough: another one must not interrupt the cleaning up that it has begun.
+        # Another one must not interrupt the cleaning up that the first has begun.
         if not self.number:
             self.number = number
-            self.check()
+            raise Interrupted(number)
 
     def check(self) -> None:
         """Raise if a signal has come: the exception of one that came during a finaliser is lost.
 
-        :raises Interrupted: unless it is deferred.
+        :raises Interrupted: once more.
         """
-        if self.number and not self._depth:
+        if self.number:
             raise Interrupted(self.number)
-
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Raise after the block for a signal within it, unless the block ends with an exception of its own."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-        self.check()
 
 
 def counts_of(pid: int) -> tuple[int, ...]:
@@ -209,19 +198,19 @@ class Stage:
         self._client: Client | None = None
 
     def __enter__(self) -> Stage:
-        with self.interrupts.deferred():
-            self.directory = Path(tempfile.mkdtemp(prefix="shared-rpc-verify-"))
-            if len(os.fsencode(self.directory.parent / _LONGEST)) > SOCKET_PATH_LIMIT:
-                self.close()
-                raise CannotRun(f"{tempfile.gettempdir()} has too long a name for sockets: set TMPDIR to a shorter one")
-            self._environ = {**server_environment(), "SHARED_TENSOR_BASE_PATH": str(self.folder / "s")}
-            self.socket_path = str(self.folder / "s.sock")
-            self._start_server()
-            resource_tracker.ensure_running()  # it outlives the verification, and must not have the mark
-            forkserver.set_forkserver_preload(PRELOAD)
-            with environment_of_children({name: self._environ[name] for name in ("PYTHONPATH", "SHARED_TENSOR_BASE_PATH")}):
-                forkserver.ensure_running()
-            forkserver.set_forkserver_preload(["__main__"])  # the default
+        place = Path(tempfile.gettempdir())
+        if len(os.fsencode(place / _LONGEST)) > SOCKET_PATH_LIMIT:
+            raise CannotRun(f"{place} has too long a name for sockets: set TMPDIR to a shorter one")
+        self.directory = place / f"shared-rpc-verify-{secrets.token_hex(4)}"
+        self.directory.mkdir(0o700)
+        self._environ = {**server_environment(), "SHARED_TENSOR_BASE_PATH": str(self.folder / "s")}
+        self.socket_path = str(self.folder / "s.sock")
+        self._start_server()
+        resource_tracker.ensure_running()  # it outlives the verification, and must not have the mark
+        forkserver.set_forkserver_preload(PRELOAD)
+        with environment_of_children({name: self._environ[name] for name in ("PYTHONPATH", "SHARED_TENSOR_BASE_PATH")}):
+            forkserver.ensure_running()
+        forkserver.set_forkserver_preload(["__main__"])  # the default
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -231,7 +220,7 @@ class Stage:
 
     def _start_server(self) -> None:
         words = ["serve", "shared_rpc.extras.verification.app", "--no-preload", "--device", self._device]
-        with self.interrupts.deferred(), open(self.folder / "server.log", "ab") as log:
+        with open(self.folder / "server.log", "ab") as log:
             self._broker = subprocess.Popen(
                 program("shared_rpc.cli", *words, "--socket", self.socket_path, "--idle-exit", str(_ORPHANED)),
                 cwd=self.folder,
@@ -386,25 +375,22 @@ class Stage:
 
     def close(self) -> None:
         """End all processes, and remove the directory. A second call does nothing."""
-        with self.interrupts.deferred():
-            if self.directory is None:
-                return
-            if self._client is not None:
-                self._client.close()
-            if self._broker is not None:
-                self._broker.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    self._broker.wait(_END)
-            # The fork server is among them; multiprocessing starts another one when it is asked to.
-            self.within(_END, self._kill_all)
-            if self._broker is not None:
-                self._broker.wait()
-            shutil.rmtree(self.directory, ignore_errors=True)
-            self.directory = None
-
-    def _kill_all(self) -> bool:
-        left = self.pids()
-        for pid in left:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        return not left
+        if self.directory is None:
+            return
+        if self._client is not None:
+            self._client.close()
+        if self._broker is not None:
+            self._broker.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._broker.wait(_END)
+        deadline = time.monotonic() + _END
+        # The fork server is among them; multiprocessing starts another one when it is asked to.
+        while (left := self.pids()) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_PAUSE)
+        if self._broker is not None:
+            self._broker.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory = None
