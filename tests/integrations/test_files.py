@@ -4,28 +4,78 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from shared_rpc.integrations.files import files_of
-from shared_rpc.integrations.keys import Unshareable, source_of
+from shared_rpc.integrations.keys import Unshareable, files_of, source_of
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with a part in a folder of its own, as of sentence-transformers."""
-    for name in ("config.json", "model.safetensors", "1_Dense/model.safetensors"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    """A model with a part in a folder of its own, and links, as the hub's cache has them."""
+    made = tmp_path / "model"
+    for name in ("model/1_Dense/model.safetensors", "blob", "elsewhere/config.json", "model/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    return tmp_path
+    (made / "model.safetensors").symlink_to(tmp_path / "blob")
+    (made / "2_Normalize").symlink_to(tmp_path / "elsewhere")
+    return made
 
 
-def test_a_file_in_a_folder_of_the_checkpoint_counts(folder: Path) -> None:
-    """A module reads weights from there; whoever loads after a change of them gets others."""
-    before = source_of(folder, {}, "config.json")
-    (folder / "1_Dense" / "model.safetensors").write_bytes(b"other")
-    assert source_of(folder, {}, "config.json") != before
+def _replace(path: Path) -> None:
+    """Put another file of the same size and time in the place of one."""
+    status = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(bytes(status.st_size))
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    other.replace(path)
+
+
+def _touch(path: Path) -> None:
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "config.json").write_text("{ }"),
+        lambda folder: _replace(folder / "config.json"),
+        lambda folder: _replace((folder / "model.safetensors").resolve()),
+        lambda folder: _touch((folder / "model.safetensors").resolve()),
+        lambda folder: (folder / "model-2.safetensors").write_bytes(b""),
+        lambda folder: (folder / "config.json").unlink(),
+        lambda folder: (folder / "modeling.py").write_text(""),
+        lambda folder: _replace(folder / "1_Dense" / "model.safetensors"),
+        lambda folder: _replace(folder / "2_Normalize" / "config.json"),
+    ],
+    ids=["size", "inode", "inode of a link's file", "time", "one more", "one less", "code", "in a folder", "in a linked one"],
+)
+def test_another_file_is_another_checkpoint(folder: Path, change: Callable[[Path], object]) -> None:
+    """By its name, size, time or inode."""
+    before = files_of(str(folder))
+    change(folder)
+    assert files_of(str(folder)) != before
+
+
+@pytest.mark.parametrize("name", ["README.md", ".cache/huggingface/model.safetensors", "checkpoint-500/model.safetensors"])
+def test_files_without_weights_do_not_count(folder: Path, name: str) -> None:
+    """A training that goes on beside a model does not make another one of it."""
+    before = files_of(str(folder))
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    assert files_of(str(folder)) == before
+
+
+def test_a_single_file_counts(tmp_path: Path) -> None:
+    """A GGUF file is a whole model."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights")
+    before = files_of(str(path))
+    _replace(path)
+    assert files_of(str(path)) != before
 
 
 def test_a_link_that_leads_back_is_followed_once(folder: Path) -> None:
@@ -40,7 +90,9 @@ def test_it_is_plain_data(folder: Path) -> None:
     """It travels in requests, and is compared there."""
     found = files_of(str(folder))
     assert json.loads(json.dumps(found)) == found
-    assert [name for name, *_ in found] == ["1_Dense/model.safetensors", "config.json", "model.safetensors"]
+    assert [name for name, *_ in found] == [
+        *("1_Dense/model.safetensors", "2_Normalize/config.json", "config.json", "model.safetensors")
+    ]
 
 
 def test_what_is_not_there_has_no_key(folder: Path) -> None:

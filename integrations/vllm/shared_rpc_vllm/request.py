@@ -8,15 +8,16 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
 from shared_rpc_vllm import __version__
-from shared_rpc_vllm.checkpoint import checkpoint_identity, commit_of
 from shared_rpc_vllm.errors import NotShareable
 
-__all__ = ["deciding_variables", "label", "plain", "request_of", "same_release"]
+__all__ = ["commit_of", "deciding_variables", "label", "plain", "request_of", "same_release"]
 
 #: Fields of ``ModelConfig`` that weights do not depend on. All others count, also those that a later vLLM may have: at worst
 #: two engines have a copy each.
@@ -73,11 +74,36 @@ def request_of(vllm_config: Any, layout: Mapping[str, tuple[int, int]], load_for
         arguments["enable_lora"] = True
     return {
         "arguments": arguments,
-        "checkpoint": list(checkpoint_identity(arguments["model"], arguments["revision"])),
+        "checkpoint": list(_checkpoint(arguments["model"], arguments["revision"])),
         "layout": {name: list(seat) for name, seat in sorted(layout.items())},
         "variables": deciding_variables(),
         "versions": _versions(),
     }
+
+
+def _checkpoint(model: str, commit: str | None) -> Checkpoint:
+    if not os.path.exists(model):
+        return Checkpoint(model, str(commit))
+    try:
+        return source_of(model, {}, "config.json")
+    except Unshareable as error:
+        raise NotShareable(f"{model}: {error}") from error
+
+
+def commit_of(model: str, revision: str | None) -> str | None:
+    """Return the commit that a revision of a model on the Hugging Face hub stands for; the revision where it is not cached.
+
+    An engine has read the model's configuration before it loads weights, so that it is in the cache.
+    """
+    if os.path.exists(model):
+        return revision
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("config.json", "params.json"):
+        found = try_to_load_from_cache(model, name, revision=revision)
+        if isinstance(found, str):  # …/snapshots/<commit>/config.json
+            return Path(found).parent.name
+    return revision
 
 
 def _model_fields(model_config: Any) -> dict[str, str]:

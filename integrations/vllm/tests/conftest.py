@@ -19,7 +19,7 @@ import pytest
 import checkpoints
 import engine
 from shared_rpc import Client
-from shared_rpc_vllm.checkpoint import checkpoint_identity
+from shared_rpc.integrations.keys import files_of
 
 #: What vLLM's CPU build wants to know where there are few cores, and what keeps its engine in the process that asks for it.
 ENVIRON = {
@@ -222,7 +222,7 @@ def ordinary(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     known: dict[str, list[int]] = {}
 
     def tokens(model: Path) -> list[int]:
-        key = json.dumps([str(model), checkpoint_identity(str(model), None)])
+        key = json.dumps([str(model), files_of(str(model))])
         if key not in known:
             with folder.start(model, load_format="auto") as made:
                 known[key] = made.ask(engine.generate)

@@ -1,11 +1,14 @@
-"""Options of the load format, and the place where engines meet."""
+"""Options of the load format, the place where engines meet, and the commit that they ask for."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc_vllm.options import LoaderOptions, base_path
+from shared_rpc_vllm.request import commit_of
 
 
 def test_without_options_there_are_defaults() -> None:
@@ -48,3 +51,18 @@ def test_engines_meet_beside_the_users_own_servers() -> None:
 def test_a_base_path_from_the_environment_is_taken_as_it_is() -> None:
     """Whoever sets one knows who else uses it."""
     assert base_path({"SHARED_TENSOR_BASE_PATH": "/run/weights"}) == "/run/weights"
+
+
+def test_a_revision_is_the_commit_that_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` stands for another one later."""
+    hub = pytest.importorskip("huggingface_hub")
+    cache = tmp_path / "models--org--model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    (cache / "snapshots" / "abc" / "config.json").write_text("{}")
+    found = hub.try_to_load_from_cache
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *args, **kwargs: found(*args, cache_dir=tmp_path, **kwargs))
+    assert commit_of("org/model", None) == "abc"
+    assert commit_of("org/other", "v1") == "v1"
+    assert commit_of(str(tmp_path), None) is None
