@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -18,6 +18,17 @@ from shared_rpc import Client
 from shared_rpc.memory.backends.choice import mps
 from shared_rpc.memory.devices import device_id
 
+#: The same endpoints, for a broker with several workers.
+APP = """
+from benchmarks.workload import Workload
+from shared_rpc import Provider
+
+provider, workload = Provider(device={device!r}), Workload({device!r})
+provider.share(workload.small)
+provider.share(cache=False)(workload.fresh)
+provider.share(cache=False)(workload.fresh_on_loop)
+provider.share(managed=True)(workload.model)
+"""
 #: Seconds of a turn, and those between the word to begin and the beginning, so that all begin together.
 _TURN, _NOTICE = 0.5, 0.1
 #: Seconds after which a call counts as failed.
@@ -36,6 +47,9 @@ def run(
     device: Device = "auto",
     clients: Annotated[str, typer.Option(help="Client processes, ascending.")] = "1,2,4,8,16",
     replicas: Annotated[str, typer.Option(help="Processes that compute with one model, ascending; empty for none.")] = "1,2,4",
+    workers: Annotated[
+        int, typer.Option(help="Have 'shared-rpc serve' with so many workers; 0 for a server in one process.")
+    ] = 0,
     rounds: Annotated[int, typer.Option(help="Turns that each side has, of half a second.")] = 5,
     shape: Shape = "small",
     json: Json = None,
@@ -45,9 +59,14 @@ def run(
     absent = missing(tensors=device)
     report = Report("clients", f"Calls a second, tensors on {device}", [*([PEER] if absent is None else []), OURS])
     report.note(absent)
-    with Servers(device) as servers:
+    with Servers(device) as servers, ExitStack() as stack:
         addresses = {PEER: servers.start("Peer").address} if absent is None else {}
-        addresses[OURS] = servers.start("Ours").address
+        if workers:
+            report.note(f"shared-rpc serve --workers {workers}")
+            broker = servers.broker(APP.format(device=device), "--workers", str(workers))
+            addresses[OURS], _ = stack.enter_context(broker)
+        else:
+            addresses[OURS] = servers.start("Ours").address
         for count in numbers(clients):
             throughput(report, servers, addresses, device, count, rounds, judge=False)
         for count in numbers(replicas):
