@@ -182,7 +182,7 @@ class InProcessExecutor:
 
         args, kwargs = loaded.live
         begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(endpoint.function, *args, **kwargs)]
-        # Other references to the arguments decide whether the result can be returned in their chunks.
+        # Other references to the arguments decide whether the result can be returned in their memory.
         loaded.live = None
         del args, kwargs
         try:
