@@ -183,11 +183,21 @@ class _Parts:
         self.headers = [control.value.data_ptr() + _SETTINGS + at * _HEADER for at in range(settings.slots)]
         mapping = MAPPINGS.find(flat.data_ptr())
         assert mapping is not None, "a buffer is mapped"
-        self._backend = mapping[0].backend
+        self._backend: Any = mapping[0].backend
+        self._device = flat.device
 
-    def synchronize(self) -> None:
-        """Wait until no queued work of this process touches a slot."""
-        if not self._backend.synchronize():
+    def synchronize(self, *, copied: bool) -> None:
+        """Wait until no queued work of this process touches a slot.
+
+        :param copied: whether only copies on the current stream do: then nothing else is waited for.
+        """
+        import torch
+
+        if not copied or self._device.type != "cuda":
+            over = self._backend.synchronize()
+        elif over := not torch.cuda.is_current_stream_capturing():
+            self._backend.wait(torch.cuda.current_stream(self._device).cuda_stream)
+        if not over:
             raise CapabilityError(
                 f"channel {self.name!r} waits for the GPU, and a CUDA graph is being captured: send and receive before or after"
             )
@@ -274,7 +284,7 @@ def _put(parts: _Parts, turn: int, fill: Sequence[tuple[_Piece, torch.Tensor]]) 
             whole = piece.nbytes == tensor.nbytes
             source = tensor.detach() if whole else _part(tensor.detach().contiguous(), piece)
             _place(slot, piece).copy_(source, non_blocking=True)
-    parts.synchronize()
+    parts.synchronize(copied=True)
 
 
 def _sent(parts: _Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout: float | None) -> Steps[None]:
@@ -314,6 +324,8 @@ class _Reception:
         self._slot: torch.Tensor | None = None
         self._pieces: Iterator[_Piece] = iter(())
         self._over = False
+        #: Whether the caller was given tensors that lie in a slot, which any stream may use.
+        self._lent = False
         #: Whether a block ends the reception, and not an iterator.
         self._in_block = False
         self._meta: Any = None
@@ -371,7 +383,7 @@ class _Reception:
         return piece
 
     def _acknowledge(self) -> None:
-        self._parts.synchronize()
+        self._parts.synchronize(copied=not self._lent)
         self._parts.ring.advance()
 
     def _left(self) -> Steps[None]:
@@ -388,6 +400,7 @@ class _Reception:
         assert self._slot is not None, "a piece has a slot"
         found = _place(self._slot, piece)
         if piece.nbytes == piece.extent.nbytes:
+            self._lent = True
             return piece.name, found
         whole = yield functools.partial(_new, piece, self._slot.device)
         yield from self._assembled(piece, whole)
