@@ -49,8 +49,6 @@ from shared_rpc_ray.memo import read_memo, write_memo
 from shared_rpc_ray.messages import AgentPlace, Group, Held, Key, Lost, Receive, SourceFailed, Statement, Version
 from shared_rpc_ray.transfer import Sending, in_turn, part_nbytes, parts_of, take
 
-__all__ = ["NodeAgent"]
-
 _log = logging.getLogger("shared_rpc_ray")
 
 #: Seconds to wait for the broker: it ran when the agent was created, and its end is to be noticed soon.
@@ -211,7 +209,10 @@ class NodeAgent:
         what = (object_id, nbytes, mover)
         async with self._exporting:
             if what not in self._sendings:
-                self._sendings[what] = Sending(await self._client.export(object_id), nbytes, mover)
+                record = await self._client.export(object_id)
+                self._sendings[what] = Sending(
+                    record, nbytes, mover, lambda: self._tasks.spawn(self._sendings.pop(what).close())
+                )
             return self._sendings[what]
 
     # Methods for users.
@@ -305,8 +306,6 @@ class NodeAgent:
             except (Lost, RayError) as error:
                 _log.info("the directory is lost: %s", error)
                 self._joined.clear()
-            for what in [what for what, sending in self._sendings.items() if sending.is_idle()]:
-                await self._sendings.pop(what).close()
             await self._publish()
             await asyncio.sleep(_LOOK if self._joined.is_set() else _PAUSE * random.random())
 

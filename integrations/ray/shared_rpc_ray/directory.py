@@ -27,8 +27,6 @@ from shared_rpc.errors import ClusterError, RemoteError, SharedRPCError
 from shared_rpc_ray.membership import Tasks, actor_name, find, got, named
 from shared_rpc_ray.messages import FACTS, Change, Key, Lost, Receive, SourceFailed, Statement, Version
 
-__all__ = ["Directory"]
-
 _log = logging.getLogger("shared_rpc_ray")
 
 #: Nodes that may fail to build a key, one after the other.

@@ -26,8 +26,6 @@ from shared_rpc_ray.membership import actor_name, alive_nodes, connect, find_or_
 from shared_rpc_ray.messages import AgentPlace
 from shared_rpc_ray.settings import cluster_settings, facts_here
 
-__all__ = ["main"]
-
 #: Seconds between two attempts to have an agent.
 _PAUSE = 0.5
 #: Seconds between two attempts to find Ray: joiners wait for it, whatever is started first.

@@ -14,21 +14,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from shared_rpc.errors import ClusterError, SharedRPCError
 from shared_rpc_ray.messages import Lost, SourceFailed
 
-__all__ = [
-    "NAMESPACE",
-    "RayNode",
-    "Tasks",
-    "actor_name",
-    "alive_nodes",
-    "connect",
-    "find",
-    "find_or_create",
-    "first_line",
-    "got",
-    "named",
-    "node_of",
-]
-
 _log = logging.getLogger("shared_rpc_ray")
 
 #: Of all actors of this library.

@@ -15,8 +15,6 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.own_files import open_own
 from shared_rpc_ray.messages import Version
 
-__all__ = ["read_memo", "write_memo"]
-
 #: Bytes of a memo at most.
 _LIMIT = 16 << 20
 

@@ -6,20 +6,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "FACTS",
-    "AgentPlace",
-    "Change",
-    "Group",
-    "Held",
-    "Key",
-    "Lost",
-    "Receive",
-    "SourceFailed",
-    "Statement",
-    "Version",
-]
-
 #: Facts that nodes must have in common to use each other's records, apart from the endpoint's code.
 FACTS = ("device", "python", "torch", "shared_rpc")
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.settings import CLUSTER_NAME
 
-__all__ = ["MOVERS", "ClusterSettings", "cluster_settings", "facts_here"]
-
 #: What carries bytes between nodes: Ray's object store, or its tensor transport over NIXL, whose actors import torch.
 MOVERS = ("objects", "nixl")
 

@@ -8,19 +8,16 @@ keeps the references of the last :data:`WINDOW` parts only, so a small store suf
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import ray
 import xxhash
 
 from shared_rpc.client.exported import AsyncExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.protocol.records import SegmentInfo
-
-__all__ = ["Part", "Sending", "in_turn", "part_nbytes", "parts_of", "take"]
 
 #: Bytes of a part at most. A part costs Ray some milliseconds; while one is written, others travel.
 _LARGEST_PART = 16 << 20
@@ -29,8 +26,8 @@ _SMALLEST_PART = 1 << 20
 _SHARE = 32
 #: Parts of a record that its holder keeps in the store for further receivers.
 WINDOW = 4
-#: Seconds for which a record is kept open, with its last parts, for the next request. A request after that opens it again.
-_IDLE = 5.0
+#: Seconds after the last request in which a record is kept open, with its last parts. A request after that opens it again.
+_IDLE = 1.0
 
 
 class Part(NamedTuple):
@@ -73,21 +70,26 @@ class Sending:
     :param record: taken over.
     :param nbytes: bytes of a part.
     :param mover: one of :data:`shared_rpc_ray.settings.MOVERS`.
+    :param on_idle: called when no receiver has asked for a part in the last :data:`_IDLE` seconds: to close this.
     """
 
-    def __init__(self, record: AsyncExportedRecord, nbytes: int, mover: str) -> None:
+    def __init__(self, record: AsyncExportedRecord, nbytes: int, mover: str, on_idle: Callable[[], object]) -> None:
         self.record = record
-        self.mover = mover
-        self._used = time.monotonic()
         self.parts = parts_of([segment.info for segment in record.segments], nbytes)
+        self._mover = mover
+        self._on_idle = on_idle
         #: References and digests of parts by their numbers, the least recently put first.
-        self._kept: dict[int, asyncio.Future[tuple[Any, bytes]]] = {}
+        self._kept: dict[int, asyncio.Task[tuple[Any, bytes]]] = {}
+        #: Parts are put one after the other: the first one travels while the next one is put.
+        self._turn = asyncio.Lock()
+        self._timer = asyncio.get_running_loop().call_later(_IDLE, self._rest)
 
     async def part(self, number: int) -> tuple[Any, bytes]:
         """Return the reference of a part, and the digest of its bytes."""
-        self._used = time.monotonic()
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(_IDLE, self._rest)
         if number not in self._kept:
-            self._kept[number] = asyncio.ensure_future(asyncio.to_thread(self._put, number))
+            self._kept[number] = asyncio.create_task(self._put_in_turn(number))
             while len(self._kept) > WINDOW:
                 del self._kept[next(iter(self._kept))]
         kept = self._kept[number]
@@ -98,27 +100,33 @@ class Sending:
                 del self._kept[number]  # the store may have room later
             raise
 
-    def is_idle(self) -> bool:
-        """Return whether nobody has asked for a part in the last :data:`_IDLE` seconds."""
-        return time.monotonic() - self._used > _IDLE and all(kept.done() for kept in self._kept.values())
-
     def drop(self) -> None:
         """Put the parts again for the requests from here on."""
         self._kept.clear()
 
     async def close(self) -> None:
         """Drop the parts, and release the record."""
+        self._timer.cancel()
         self.drop()
-        await self.record.close()
+        async with self._turn:
+            await self.record.close()
+
+    def _rest(self) -> None:
+        if all(kept.done() for kept in self._kept.values()):
+            self._on_idle()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(_IDLE, self._rest)
+
+    async def _put_in_turn(self, number: int) -> tuple[Any, bytes]:
+        async with self._turn:
+            return await asyncio.to_thread(self._put, number)
 
     def _put(self, number: int) -> tuple[Any, bytes]:
         part = self.parts[number]
         segment = self.record.segments[part.segment]
-        if self.mover == "nixl":
-            tensor = _slice(segment, part)
-            return ray.put(tensor, _tensor_transport="nixl"), _tensor_digest(tensor)
-        data = _host_bytes(segment, part)
-        return ray.put(_Bytes(data)), xxhash.xxh3_128_digest(data)
+        if self._mover == "nixl":
+            return ray.put(_slice(segment, part), _tensor_transport="nixl"), _digest(segment, part)
+        return ray.put(_array(segment, part)), _digest(segment, part)
 
 
 def take(given: Any, room: RecordBytes, part: Part, mover: str) -> bytes:
@@ -128,57 +136,37 @@ def take(given: Any, room: RecordBytes, part: Part, mover: str) -> bytes:
     """
     segment = room.segments[part.segment]
     if mover == "nixl":
-        target = _slice(segment, part)
-        _set_target(given, target)
+        target = _slice(segment, part)  # Ray does not keep it
+        ray.experimental.set_target_for_ref(given, [target])
         ray.get(given)
-        return _tensor_digest(target)
-    data = given.data
-    if len(data) == part.nbytes:
-        _write(segment, part, data)
-    return xxhash.xxh3_128_digest(data)
+    elif segment.info.device == "cpu":
+        segment.write(part.offset, given.data)
+        return xxhash.xxh3_128_digest(given)
+    else:
+        import torch
+
+        _slice(segment, part).copy_(torch.frombuffer(bytearray(given), dtype=torch.uint8))
+    return _digest(segment, part)
 
 
-class _Bytes:
-    """Bytes that Ray takes without pickling: it copies them once, into the object store, where the receiver reads them."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = memoryview(data)
-
-    def __reduce__(self) -> tuple[type[_Bytes], tuple[pickle.PickleBuffer]]:
-        return _Bytes, (pickle.PickleBuffer(self.data),)
-
-
-def _host_bytes(segment: SegmentBytes, part: Part) -> Any:
-    """Return the bytes of a part as a buffer, which is a copy for the memory of a GPU."""
+def _array(segment: SegmentBytes, part: Part) -> numpy.ndarray[Any, Any]:
+    """Return a part as Ray takes it without pickling, and copies it once; one in the memory of a GPU is copied here."""
     if segment.info.device == "cpu":
-        return segment.buffer()[part.offset : part.offset + part.nbytes]
-    return _slice(segment, part).cpu().numpy()
-
-
-def _write(segment: SegmentBytes, part: Part, data: memoryview) -> None:
-    if segment.info.device == "cpu":
-        segment.write(part.offset, data)
-        return
-    import torch
-
-    _slice(segment, part).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return numpy.frombuffer(segment.buffer(), numpy.uint8, part.nbytes, part.offset)
+    return _slice(segment, part).cpu().numpy()  # type: ignore[no-any-return]
 
 
 def _slice(segment: SegmentBytes, part: Part) -> Any:
     return segment.tensor()[part.offset : part.offset + part.nbytes]
 
 
-def _set_target(reference: Any, target: Any) -> None:
-    from ray.experimental import set_target_for_ref
-
-    set_target_for_ref(reference, [target])
-
-
-def _tensor_digest(tensor: Any) -> bytes:
-    """Return a digest that a GPU computes where the bytes lie: the sum of their words, modulo 2**64."""
+def _digest(segment: SegmentBytes, part: Part) -> bytes:
+    """Return the digest of a part; for a GPU one that it computes there, the sum of the words modulo 2**64 and the rest."""
+    if segment.info.device == "cpu":
+        return xxhash.xxh3_128_digest(segment.buffer()[part.offset : part.offset + part.nbytes])
     import torch
 
+    tensor = _slice(segment, part)
     whole = tensor.numel() // 8 * 8
     words = int(tensor[:whole].clone().view(torch.int64).sum()) if whole else 0
-    rest = bytes(tensor[whole:].cpu().tolist())
-    return words.to_bytes(8, "little", signed=True) + rest
+    return words.to_bytes(8, "little", signed=True) + bytes(tensor[whole:].cpu().tolist())
