@@ -14,7 +14,7 @@ LOAD_FORMAT = "shared_rpc"
 
 
 def register() -> None:
-    """Register the load format and its sleep mode; vLLM calls this once in each process, whatever load format it uses."""
+    """Register load format, sleep mode and weight transfer; vLLM calls this once in each process."""
     try:
         from vllm.model_executor.model_loader import register_model_loader
 
@@ -28,3 +28,9 @@ def register() -> None:
             from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
             SleepModeBackendFactory.register_backend(LOAD_FORMAT, "shared_rpc_vllm.sleeping", "SharedRpcSleepMode")
+        with suppress(ImportError, ValueError):
+            from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+            module = "shared_rpc_vllm.weight_transfer"
+            WeightTransferEngineFactory.register_engine(LOAD_FORMAT, module, "SharedRpcWeightTransfer")
+            WeightTransferTrainerFactory.register_engine(LOAD_FORMAT, module, "SharedRpcTrainer")

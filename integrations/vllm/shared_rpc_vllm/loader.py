@@ -72,7 +72,7 @@ class SharedRpcLoader(BaseModelLoader):
 
         They are in memory when this returns: vLLM looks at what is free next.
         """
-        if current_platform.is_cpu() or _loads_itself():
+        if current_platform.is_cpu() or _loads_itself() or _is_trained(vllm_config):
             return 0
         try:
             name, handle = self._attach(vllm_config, vllm_config.model_config)
@@ -97,9 +97,16 @@ class SharedRpcLoader(BaseModelLoader):
             began = time.perf_counter()
             name, handle = self._attach(vllm_config, model_config)
             done = time.perf_counter()
-            model = _built(handle, vllm_config, model_config, prefix)
-            choose_sleep_mode(vllm_config.model_config)
-            attached.add(handle)
+            nbytes, tensors = handle.get_object_info()["nbytes"], handle.value
+            if _is_trained(vllm_config):
+                tensors = _copied(tensors)
+                handle.release()
+                model = _built(tensors, vllm_config, model_config, prefix, packed=True)
+            else:
+                model = _built(tensors, vllm_config, model_config, prefix)
+                model.load_weights = _reload_of(model, handle)  # type: ignore[assignment]
+                choose_sleep_mode(vllm_config.model_config)
+                attached.add(handle)
         except Exception as error:
             if not self.options.fallback:
                 raise
@@ -113,8 +120,8 @@ class SharedRpcLoader(BaseModelLoader):
             name,
             1e3 * (done - began),
             1e3 * (time.perf_counter() - done),
-            len(handle.value),
-            handle.get_object_info()["nbytes"] / 2**30,
+            len(tensors),
+            nbytes / 2**30,
         )
         return model
 
@@ -197,16 +204,35 @@ def _explained(options: LoaderOptions) -> Iterator[SharedFunction[[str, dict[str
         ) from error
 
 
-def _built(handle: Weights, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
-    """Make an engine's model around the tensors of a handle."""
+def _is_trained(vllm_config: Any) -> bool:
+    """Return whether weights are written while the engine runs: it has a copy of its own then."""
+    return getattr(vllm_config, "weight_transfer_config", None) is not None
+
+
+def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors; one with several names has them still."""
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in copies:
+            copy = tensor.detach().clone()
+            copies[id(tensor)] = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _built(
+    tensors: dict[str, torch.Tensor], vllm_config: Any, model_config: Any, prefix: str, packed: bool = False
+) -> nn.Module:
+    """Make an engine's model around tensors.
+
+    :param packed: whether kernels may pack weights into memory of their own.
+    """
     device = torch.device(vllm_config.device_config.device)
     with set_default_torch_dtype(model_config.dtype):
         with device, WithoutWeights():
             model: nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        bind(model, handle.value)
-        process(model, model_config, device, again=True)
+        bind(model, tensors)
+        process(model, model_config, device, again=True, packed=packed)
     refuse_meta(model)
-    model.load_weights = _reload_of(model, handle)  # type: ignore[assignment]
     return model.eval()
 
 

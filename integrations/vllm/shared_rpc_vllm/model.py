@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +42,6 @@ _REFUSED = {
     "--sleep-preserve-parameter-names: an engine would write to its weights when it wakes": (
         "model_config.sleep_preserve_parameter_names"
     ),
-    "--weight-transfer-config: weights are written while an engine runs": "weight_transfer_config",
     "--cpu-offload-gb: weights move between devices": "offload_config.uva.cpu_offload_gb",
     "--offload-group-size: weights move between devices": "offload_config.prefetch.offload_group_size",
     "a device of their own (load_config.device): they are where the server has them": "load_config.device",
@@ -119,10 +118,11 @@ def _is_shareable(method: QuantizeMethodBase) -> bool:
     return bool(getattr(method, "supports_pre_processed_weights", False))
 
 
-def process(model: nn.Module, model_config: Any, device: torch.device, *, again: bool) -> None:
+def process(model: nn.Module, model_config: Any, device: torch.device, *, again: bool, packed: bool = False) -> None:
     """Have vLLM bring loaded weights into the order of its kernels, as far as that leaves them in the model's own memory.
 
     :param again: whether the weights are in that order already, and only the rest of the model's state is to be made.
+    :param packed: whether kernels may pack weights into memory of their own.
     """
     # Heads that repeat the embeddings are tied by the server; an engine gets them as one tensor. The comparison would read all
     # weights, which :func:`_unpacked` hides.
@@ -132,7 +132,7 @@ def process(model: nn.Module, model_config: Any, device: torch.device, *, again:
 
             maybe_retie_word_embeddings(model, model_config)
         model_config.word_embeddings_untied_by_checkpoint = False
-    with _unpacked(model), _processed(again):
+    with nullcontext() if packed else _unpacked(model), _processed(again):
         process_weights_after_loading(model, model_config, device)
 
 

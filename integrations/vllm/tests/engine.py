@@ -26,6 +26,7 @@ __all__ = [
     "sleep",
     "tensors",
     "wake",
+    "weight_sync",
     "work",
     "write_into_a_weight",
 ]
@@ -173,6 +174,11 @@ def reload(llm: Any) -> None:
 def reload_from(llm: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Give the worker other weights, as a trainer does."""
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": [(name, torch.zeros(*shapes[name])) for name in shapes]})
+
+
+def weight_sync(llm: Any, step: str, *arguments: Any) -> None:
+    """Do a step of weight transfer, as the routes of vLLM's server for it do."""
+    getattr(llm, step)(*arguments)
 
 
 def write_into_a_weight(llm: Any) -> None:

@@ -1,0 +1,235 @@
+"""Weight transfer: a trainer sends weights to engines that run, through a channel of the server.
+
+One ``update_weights`` of an engine receives as many messages of the channel as it is told, each with some of the weights, by
+the names that the checkpoint has for them. vLLM loads them as it loads a checkpoint, layer by layer.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from shared_rpc import Client, TensorChannel
+from shared_rpc.errors import ChannelClosed, ConfigurationError
+from shared_rpc_vllm import LOAD_FORMAT
+
+__all__ = ["SharedRpcTrainer", "SharedRpcTrainerInfo", "SharedRpcWeightTransfer"]
+
+
+@dataclass
+class ChannelInfo(WeightTransferInitInfo):
+    """Where an engine finds the channel.
+
+    :param channel: its name.
+    :param socket_path: the socket of the server that has it.
+    :param timeout: seconds to wait for each slot.
+    """
+
+    channel: str
+    socket_path: str
+    timeout: float = 300.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """How many messages of the channel an update receives."""
+
+    messages: int = 1
+
+
+class SharedRpcWeightTransfer(WeightTransferEngine[ChannelInfo, UpdateInfo]):
+    """The weight-transfer engine ``shared_rpc``, of each rank of an engine: a reader of the trainer's channel."""
+
+    init_info_cls = ChannelInfo
+    update_info_cls = UpdateInfo
+
+    _info: ChannelInfo
+    _client: Client | None = None
+    _channel: TensorChannel | None = None
+
+    def init_transfer_engine(self, init_info: ChannelInfo) -> None:
+        """Open the channel, in place of an earlier one."""
+        self.shutdown()
+        self._info = init_info
+        self._client = Client(socket_path=init_info.socket_path, connect_timeout=10.0)
+        self._channel = self._client.open_channel(init_info.channel, timeout=10.0)
+
+    def start_weight_update(self) -> None:
+        """Have vLLM load into the layers again."""
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Have vLLM process what was not processed with its layer."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            # vLLM packs heads for the CPU, and packs one again only if weights came by its own name: not if it is tied.
+            for module in self.model.modules():
+                if isinstance(method := getattr(module, "quant_method", None), UnquantizedEmbeddingMethod):
+                    method.process_weights_after_loading(module)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive some of the weights, and load them."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":  # without accelerators there is nothing to wait for, and torch raises
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive some of the weights, and load them. If that fails, layers that have not got all of theirs are as before.
+
+        :raises ConfigurationError: before :meth:`init_transfer_engine`, and after an update that failed.
+        :raises ChannelClosed: if the trainer has ended, or given up.
+        :raises DeadlineExceeded: if the trainer has not sent anything in time.
+        """
+        if self._channel is None:
+            raise ConfigurationError("this engine has no channel: call init_weight_transfer_engine, also after a failed update")
+        try:
+            with disable_mtp_completeness_check():
+                self.model.load_weights(self._received(self._channel, update_info.messages))
+        except BaseException:
+            self.shutdown()  # so that the trainer does not wait for this reader
+            for module in self.model.modules():
+                # vLLM would load what came with what comes next.
+                layer = get_layerwise_info(module)
+                layer.loaded_weights.clear()
+                layer.load_numel = 0
+            self.finish_weight_update()
+            raise
+
+    def _received(self, channel: TensorChannel, messages: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for _ in range(messages):
+            with channel.receive(timeout=self._info.timeout) as message:
+                for name, tensor in message:
+                    # vLLM keeps what it has of a layer until it has all of it, and the slot is the next message's by then.
+                    yield name, tensor.to(self.device, copy=True)
+
+    def shutdown(self) -> None:
+        """Leave the channel."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+@dataclass
+class SharedRpcTrainerInfo(TrainerInitInfo):
+    """Options of a trainer.
+
+    :param readers: how many ranks there are in all engines: each receives everything, and takes its part.
+    :param nbytes: bytes of each of the two slots; some layers of the model are a good size.
+    :param base_path: the beginning of the server's socket path; by default that of engines.
+    :param device: where the slots are, by default on the trainer's GPU, or on the host where it has none.
+    :param timeout: seconds that trainer and engines wait for each other, for each slot.
+    """
+
+    backend: ClassVar[str] = LOAD_FORMAT
+    readers: int = 1
+    nbytes: int = 1 << 30
+    base_path: str | None = None
+    device: str | None = None
+    timeout: float = 300.0
+
+
+class SharedRpcTrainer(TrainerWeightTransferEngine[SharedRpcTrainerInfo]):
+    """The trainer's side of the weight-transfer engine ``shared_rpc``.
+
+    Every rank of the trainer makes one, and calls :meth:`send_weights`: rank 0 sends, and the others take part in gathering.
+    Each message has the weights of a layer, so that no more than those is gathered at once.
+    """
+
+    init_info_cls = SharedRpcTrainerInfo
+
+    def __init__(self, info: SharedRpcTrainerInfo, client: VLLMWeightSyncClient, source: WeightSource) -> None:
+        super().__init__(client=client, source=source, is_sender=info.is_sender)
+        self._info = info
+        self._weights = source
+        self._channel: TensorChannel | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: SharedRpcTrainerInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        """Make a channel, and have the engines open it.
+
+        :raises ConfigurationError: without a source, and for one whose ranks have parts of the model.
+        """
+        if source is None or source.held_names() is not None:
+            raise ConfigurationError(f"weight transfer by {LOAD_FORMAT} needs a source that has all weights on rank 0")
+        trainer = cls(init_info, client, source)
+        if trainer.is_sender:
+            trainer._open()
+        return trainer
+
+    def _open(self) -> TensorChannel:
+        from shared_rpc_vllm.app import provider
+
+        info = self._info
+        if info.base_path is not None:
+            provider.base_path = info.base_path
+        provider.device = info.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = f"weights-{uuid.uuid4()}"
+        self._channel = channel = provider.create_channel(name, info.nbytes, readers=info.readers)
+        channel.flush()  # this process is the sender from here on, so that engines see its end
+        self.client.init_weight_transfer_engine(
+            {"channel": name, "socket_path": provider.get_runtime_info()["socket_path"], "timeout": info.timeout}
+        )
+        return channel
+
+    def send_weights(self) -> None:
+        """Send all weights to the engines, which have them when this returns.
+
+        :raises Exception: what the engines' client raises if one of them fails; the next call connects to them again.
+        """
+        groups = self._weights.iter_groups()
+        if not self.is_sender:
+            for _ in groups:  # gathering takes all ranks
+                pass
+            return
+        channel = self._channel or self._open()
+        try:
+            self.client.start_weight_update()
+            with ThreadPoolExecutor(1) as pool:
+                update = pool.submit(self.client.update_weights, {"messages": len(self._weights.groups())})
+                try:
+                    for names, tensors in groups:
+                        channel.send(dict(zip(names, tensors, strict=True)), timeout=self._info.timeout)
+                except BaseException as error:
+                    self.shutdown()  # so that no engine waits for the rest
+                    _explain(update, error)
+                    raise
+                update.result()
+            self.client.finish_weight_update()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """Leave the channel. The next :meth:`send_weights` makes another one."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def _explain(update: Future[None], error: BaseException) -> None:
+    """Raise what an engine failed with, if that is why it has left the channel."""
+    if isinstance(error, ChannelClosed) and (reason := update.exception()) is not None:
+        raise reason from error
