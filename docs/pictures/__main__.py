@@ -6,7 +6,6 @@ A further picture is a further line in :data:`PICTURES`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import pty
 import re
@@ -16,31 +15,19 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from shared_rpc import Client
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parent / "_static" / "cli"
-_COLORS = [
-    (24, 26, 31),
-    (235, 108, 116),
-    (95, 211, 165),
-    (226, 192, 109),
-    (97, 175, 239),
-    (198, 120, 221),
-    (86, 182, 194),
-    (200, 204, 212),
-]
-_THEME = TerminalTheme((24, 26, 31), (214, 216, 222), _COLORS, _COLORS)
 #: Seconds that the server is watched before the picture of ``top`` is taken.
 _WATCHED = 12.0
 
@@ -48,15 +35,13 @@ _WATCHED = 12.0
 class Picture(NamedTuple):
     """A command, and the width of the terminal on which it runs to its end; ``top`` is watched for a while.
 
-    ``measured``: times and sizes are what the picture is about. ``gpu``: the server has a model of 16 GB on a GPU, and four
-    processes hold it.
+    ``gpu``: the server has a model of 16 GB on a GPU, and four processes hold it.
     """
 
     name: str
     command: str
     columns: int = 112
     lines: int = 40
-    measured: bool = False
     gpu: bool = False
 
 
@@ -65,12 +50,12 @@ PICTURES = [
     Picture("info", "shared-rpc info"),
     Picture("objects", "shared-rpc objects", columns=148),
     Picture("devices", "shared-rpc devices"),
-    Picture("top", "shared-rpc top", columns=124, lines=28, measured=True),
+    Picture("top", "shared-rpc top", columns=124, lines=28),
     Picture("call", "shared-rpc call train steps=200"),
     Picture("tasks", "shared-rpc tasks", columns=124),
     Picture("doctor", "shared-rpc doctor"),
-    Picture("verify", "shared-rpc verify", measured=True),
-    Picture("top-gpu", "shared-rpc top", lines=26, measured=True, gpu=True),
+    Picture("verify", "shared-rpc verify"),
+    Picture("top-gpu", "shared-rpc top", lines=26, gpu=True),
 ]
 
 
@@ -176,41 +161,11 @@ def _printed(picture: Picture, environ: dict[str, str], runtime: str) -> str:
             while piece := os.read(master, 65536):
                 pieces.append(piece)
     os.close(master)
-    text = Text.from_ansi(b"".join(pieces).decode().replace("\r\n", "\n").rstrip())
-    _replace(text, re.escape(runtime), lambda _: "/run/user/1000")
-    if not picture.measured:
-        # What differs from run to run does not in the pictures.
-        _replace(text, r"\b[0-9a-f]{16,24}\b", _id)
-        # "pid 123", a row of that name, one before a command, and a column after a socket.
-        _replace(text, r"(?<=pid )\s*\d+|\b\d{3,}(?= \()|(?<=\.sock)\s+\d+", _pid)
-        _replace(text, r"\b\d\d?(?= s\b)", lambda old: "12"[: len(old)])
-        _replace(text, r"\b\d\d+\.\d(?= GiB)", lambda old: "31.2".rjust(len(old), "1"))
+    text = Text.from_ansi(b"".join(pieces).decode().replace("\r\n", "\n").rstrip().replace(runtime, "/run/user/1000"))
     console = Console(record=True, width=picture.columns, file=StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.assemble(("$ ", "green"), (picture.command, "bold")))
     console.print(text, soft_wrap=True)
-    return console.export_svg(title="", theme=_THEME, unique_id=f"cli-{picture.name}")
-
-
-def _replace(text: Text, pattern: str, new: Callable[[str], str]) -> None:
-    """Replace each match by as many characters, so that all stays in its column and has its colour."""
-    replaced = re.sub(pattern, lambda found: new(found[0]), text.plain)
-    if len(replaced) != len(text.plain):
-        raise ValueError(f"a replacement for {pattern!r} is not as long as what it replaces")
-    text.plain = replaced
-
-
-#: Ids and pids of this run, and those that stand for them in all pictures.
-_IDS: dict[str, str] = {}
-_PIDS: dict[str, str] = {}
-
-
-def _id(old: str) -> str:
-    return _IDS.setdefault(old, hashlib.sha256(str(len(_IDS)).encode()).hexdigest()[: len(old)])
-
-
-def _pid(old: str) -> str:
-    digits = old.strip()
-    return _PIDS.setdefault(digits, str(4 * 10 ** (len(digits) - 1) + 11 * (len(_PIDS) + 1))).rjust(len(old))
+    return console.export_svg(title="", unique_id=f"cli-{picture.name}")
 
 
 if __name__ == "__main__":
