@@ -122,7 +122,7 @@ class Server:
         check_when_full(when_full, quotas or {})
         self._pool = pool
         self._options = ServeOptions(
-            socket=os.fspath(socket_path) if socket_path is not None else None,
+            socket=os.path.abspath(socket_path) if socket_path is not None else None,
             threads=max_workers,
             max_bytes=max_bytes,
             max_tasks=max_tasks,
@@ -146,14 +146,14 @@ class Server:
     def of(cls, provider: App, options: ServeOptions) -> Server:
         """Return a server with the options of ``shared-rpc serve``."""
         server = cls(provider)
-        server._options = options
+        server._options = options._replace(socket=os.path.abspath(options.socket) if options.socket is not None else None)
         return server
 
     @property
     def socket_path(self) -> str:
         """The path at which the server listens, or will."""
         if self._options.socket is not None:
-            return os.path.abspath(self._options.socket)
+            return self._options.socket
         return socket_path(resolve_base_path(self._provider.base_path), device_tag(self._provider.device_id))
 
     @property

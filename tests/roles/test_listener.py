@@ -14,6 +14,7 @@ import pytest
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.server.listener import bind_socket
 from tests.kit.apps import Connect, Serve
 from tests.kit.attacker import STRANGER, as_uid, common_directory, needs_another_uid, needs_namespaces
@@ -318,7 +319,8 @@ def test_a_relative_path(provider: Provider, tmp_path: Path, monkeypatch: pytest
     with Server(provider, socket_path="here.sock") as server, client:
         monkeypatch.chdir("/")
         client.ping()
-        assert server.info()["socket_path"] == str(tmp_path / "here.sock")
+        assert server.info()["socket_path"] == server.socket_path == str(tmp_path / "here.sock")
+    assert server.socket_path not in MAPPINGS.homes
 
 
 # Other users.
