@@ -30,7 +30,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from shared_rpc.client.exported import ExportedRecord, RecordBytes, SegmentBytes
 from shared_rpc.errors import RecordError
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.file_reader import DIGEST, PART, Part, PartError, digest, place_in, read_parts, sink_to, write_exactly
+from shared_rpc.memory.file_reader import (
+    DIGEST,
+    PART,
+    Part,
+    PartError,
+    digest,
+    place_in,
+    read_exactly,
+    read_parts,
+    sink_to,
+    write_exactly,
+)
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.peers import is_own_or_root, named
@@ -315,9 +326,11 @@ def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, by
     nbytes, count = _COUNTS.unpack_from(fixed, len(_MAGIC))
     if nbytes > _LARGEST or count * DIGEST > _LARGEST:
         raise RecordError(f"the record {path} is damaged: its header would have {nbytes} bytes", reason="damaged")
-    rest = b"".join(iter(_reader(fd, _FIXED, nbytes + count * DIGEST), b""))
-    if len(rest) < nbytes + count * DIGEST:
+    if size < _FIXED + nbytes + count * DIGEST:
         raise damaged
+    read = bytearray(nbytes + count * DIGEST)
+    read_exactly(fd, memoryview(read), _FIXED)
+    rest = bytes(read)
     if digest(fixed[:-DIGEST], rest) != fixed[-DIGEST:]:
         raise RecordError(f"the record {path} is damaged: its header is not the one that was written", reason="damaged")
     header = RecordHeader.from_bytes(rest[:nbytes])
@@ -338,16 +351,3 @@ def _read_head(fd: int, path: str, size: int) -> tuple[RecordHeader, _Layout, by
             reason="damaged",
         )
     return header, layout, rest[nbytes:]
-
-
-def _reader(fd: int, offset: int, nbytes: int) -> Callable[[], bytes]:
-    """Return a function that returns the next of so many bytes, and nothing at their end."""
-    done = 0
-
-    def read() -> bytes:
-        nonlocal done
-        data = os.pread(fd, nbytes - done, offset + done)
-        done += len(data)
-        return data
-
-    return read
