@@ -28,6 +28,7 @@ from tests.kit import forks
 from tests.kit.apps import ROLES, App
 from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
+from tests.kit.interpreter import Interpreter
 from tests.kit.joiners import TOKEN
 from tests.kit.processes import Child, eventually, open_fds
 
@@ -298,3 +299,26 @@ def rebuilt(published: Callable[..., Record]) -> Callable[..., Any]:
         return decode_result(record.skeleton, record.table, record.segments)
 
     return rebuild
+
+
+@pytest.fixture(scope="module")
+def interpreters() -> Iterator[list[Interpreter]]:
+    """Two other processes."""
+    processes = [Interpreter(), Interpreter()]
+    yield processes
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """Another process."""
+    process = Interpreter()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Callable[..., Any]:
+    """``elsewhere(code, **names)`` runs in another process, which has a ``client`` of this test's server."""
+    return lambda code, **names: interpreter.run(code, base_path=base_path, device=device, **names)

@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -215,15 +215,6 @@ def test_copy_on_write_is_for_the_host(no_leaks: None, monkeypatch: pytest.Monke
 
 
 # Other processes.
-
-
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[list[Interpreter]]:
-    """Two other processes."""
-    started = [Interpreter(), Interpreter()]
-    yield started
-    for process in started:
-        process.kill()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from shared_rpc import AsyncClient, Client, Provider, TensorChannel
 from shared_rpc.errors import BufferNotFound, CapabilityError, ChannelClosed, ConfigurationError, DeadlineExceeded
 from tests.kit.apps import Serve
 from tests.kit.attacker import CONTAINER, needs_namespaces
-from tests.kit.interpreter import Interpreter, bits
+from tests.kit.interpreter import bits
 from tests.kit.processes import Child, eventually, open_fds, python
 
 Run = Callable[..., Any]
@@ -57,20 +57,6 @@ def client(no_leaks: None, serve: Serve, base_path: str, device: str) -> Iterato
     serve()
     with Client(base_path, device=device, timeout=30, connect_timeout=0) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    """A second process."""
-    process = Interpreter()
-    yield process
-    process.kill()
-
-
-@pytest.fixture
-def elsewhere(interpreter: Interpreter, base_path: str, device: str) -> Run:
-    """``elsewhere(code)`` runs in a second process, which has a ``client``."""
-    return lambda code, **names: interpreter.run(code, base_path=base_path, device=device, **names)
 
 
 @pytest.fixture

@@ -46,15 +46,6 @@ def client(base_path: str, device: str) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def interpreters() -> Iterator[list[Interpreter]]:
-    """Two other processes."""
-    processes = [Interpreter(), Interpreter()]
-    yield processes
-    for process in processes:
-        process.kill()
-
-
 @pytest.fixture
 def elsewhere(interpreters: list[Interpreter], base_path: str, device: str) -> Elsewhere:
     """``elsewhere(code, number)`` runs in one of two other processes, each with a client of this test's server."""

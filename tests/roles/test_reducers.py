@@ -63,14 +63,6 @@ def provider(base_path: str, device: str) -> Provider:
     return Provider(base_path, device=device)
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    """A process of another family."""
-    process = Interpreter()
-    yield process
-    process.kill()
-
-
 @pytest.fixture
 def elsewhere(interpreter: Interpreter, device: str) -> Run:
     """``elsewhere(code, data=…)`` runs in a process of another family, which has no client of the server."""

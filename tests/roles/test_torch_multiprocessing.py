@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,6 @@ def fill(number: float) -> torch.Tensor:
 def provider(base_path: str, device: str) -> Provider:
     """A provider on each kind of device."""
     return Provider(base_path, device=device)
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    """The client process; its children are its own."""
-    process = Interpreter()
-    yield process
-    process.kill()
 
 
 @pytest.fixture
