@@ -172,6 +172,7 @@ def test_an_import_that_is_interrupted_leaves_nothing(
     client.invalidate_endpoint_cache("load")
     code = f"""
 import os, time
+from shared_rpc.extras import record_file  # before the next, so that the head of the file is read as ever
 from shared_rpc.memory import file_reader
 
 def slowly(*_):
