@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shared_rpc.errors import ClusterError, ConfigurationError, EndpointNotFound
+from shared_rpc.errors import ClusterError, EndpointNotFound
 from shared_rpc_ray import Cluster
 from sites import Site, Sites, loading, until
 
@@ -137,9 +137,3 @@ def test_an_endpoint_that_no_node_has_is_named(cluster: Sites, users: Cluster) -
     for ask in (lambda another: another.refresh("load_model"), Cluster.status):
         with pytest.raises(ClusterError, match="has no nodes"):
             ask(Cluster("another"))
-
-
-def test_a_call_with_memory_among_its_arguments_is_refused(users: Cluster) -> None:
-    """Arguments go to the node that builds, by a message."""
-    with pytest.raises((ConfigurationError, Exception), match="pass None, bool, int"):
-        users.refresh("load_model", object())

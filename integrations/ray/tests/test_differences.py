@@ -15,7 +15,6 @@ from tests.kit.processes import PYTHONPATH
 
 pytestmark = pytest.mark.timeout(150)
 
-JOIN = f"{sys.executable} -m shared_rpc_ray.join"
 #: A joiner whose node has another fact.
 DIFFERING = """
 import sys
@@ -39,53 +38,42 @@ def test_nodes_that_differ_build_each_for_themselves(cluster: Sites, name: str, 
     assert all(what in key["differs"] for key in cluster.status()["keys"] if f"'{name}'" in key["cache_key"])
 
 
-def test_two_nodes_cannot_have_one_server(cluster: Sites) -> None:
-    """The second joiner is refused; the error names both nodes, and the remedy."""
-    first, second, *_ = cluster.sites
-    words = (*JOIN.split()[1:], "--socket", first.socket)
-    refused = run_app(cluster, first, *words, SHARED_TENSOR_CLUSTER_NODE=second.node_id)
-    assert refused.returncode == 1
-    assert first.node_id in refused.stdout and second.node_id in refused.stdout
-    assert "SHARED_TENSOR_BASE_PATH" in refused.stdout
+NO_TARGETS = "import ray.experimental; del ray.experimental.set_target_for_ref; "
+#: What a joiner is refused for: another environment, code before it, and what it prints, apart from the ids of these nodes.
+REFUSALS = {
+    "two nodes cannot have one server": ({"SHARED_TENSOR_CLUSTER_NODE": 1}, "", "SHARED_TENSOR_BASE_PATH", [0, 1]),
+    "a machine with several nodes wants one named": (
+        {"SHARED_TENSOR_CLUSTER_NODE": ""},
+        "",
+        "set SHARED_TENSOR_CLUSTER_NODE",
+        [0, 1, 2],
+    ),
+    "an unknown mover": ({"SHARED_TENSOR_CLUSTER_MOVER": "pigeon"}, "", "MOVER='pigeon': use objects or nixl", []),
+    "no tensors in place": ({"SHARED_TENSOR_CLUSTER_MOVER": "nixl"}, NO_TARGETS, "cannot receive tensors in place", []),
+}
 
 
-def test_a_machine_with_several_nodes_wants_one_named(cluster: Sites) -> None:
-    """The error has them all."""
-    site = cluster.sites[0]
-    words = (*JOIN.split()[1:], "--socket", site.socket)
-    refused = run_app(cluster, site, *words, SHARED_TENSOR_CLUSTER_NODE="")
-    assert refused.returncode == 1
-    assert "set SHARED_TENSOR_CLUSTER_NODE" in refused.stdout
-    assert all(other.node_id in refused.stdout for other in cluster.sites)
-
-
-def test_an_unknown_mover_is_an_error(cluster: Sites) -> None:
-    """It names those that there are."""
-    site = cluster.sites[0]
-    words = (*JOIN.split()[1:], "--socket", f"{site.base_path}-x-cpu.sock")
-    refused = run_app(cluster, site, *words, SHARED_TENSOR_CLUSTER_MOVER="pigeon")
-    assert refused.returncode == 1
-    assert "SHARED_TENSOR_CLUSTER_MOVER='pigeon': use objects or nixl" in refused.stdout
-
-
-def test_a_ray_without_tensors_in_place_is_named(cluster: Sites) -> None:
-    """For NIXL it takes a later one."""
-    code = (
-        "import sys, ray.experimental; del ray.experimental.set_target_for_ref; "
-        "from shared_rpc_ray.join import main; sys.exit(main(sys.argv[1:]))"
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_joiner_says_why_it_is_refused(cluster: Sites, what: str) -> None:
+    """It names the nodes, where that helps, and the remedy."""
+    environ, before, printed, named = REFUSALS[what]
+    site, *_ = cluster.sites
+    ids = [found.node_id for found in cluster.sites]
+    variables = {name: ids[value] if isinstance(value, int) else value for name, value in environ.items()}
+    code = f"{before}import sys; from shared_rpc_ray.join import main; sys.exit(main(['--socket', {site.socket!r}]))"
+    refused = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": PYTHONPATH, "PATH": str(Path(sys.executable).parent), **site.environ, **variables},
     )
-    refused = run_app(cluster, cluster.sites[0], "-c", code, "--socket", "/x", SHARED_TENSOR_CLUSTER_MOVER="nixl")
     assert refused.returncode == 1
-    assert "cannot receive tensors in place" in refused.stdout
+    assert printed in refused.stdout and all(ids[number] in refused.stdout for number in named)
 
 
 def test_importing_the_package_loads_no_ray() -> None:
     """Nor does the part of it that is for clusters."""
     code = "import sys, shared_rpc_ray, shared_rpc_ray.cli, shared_rpc.cli.app; sys.exit('ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
-
-
-def run_app(cluster: Sites, site: Site, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A command in the environment of a site, which ends by itself."""
-    variables = {"PYTHONPATH": PYTHONPATH, "PATH": str(Path(sys.executable).parent), **site.environ, **environ}
-    return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, timeout=60, env=variables)

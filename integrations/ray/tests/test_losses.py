@@ -154,16 +154,6 @@ def received_by(cluster: Sites, node: str) -> int:
     return int(cluster.status()["nodes"][node]["received"])
 
 
-def test_a_broker_that_starts_again_gets_its_objects_from_the_others(cluster: Sites, name: str, lost: Site) -> None:
-    """It has another joiner and another agent."""
-    digest = cluster.sites[0].load(name).digest
-    assert lost.load(name).digest == digest
-    lost.kill_broker()
-    lost.serve()
-    assert lost.load(name).digest == digest
-    assert cluster.builds(name) == [cluster.sites[0].name]
-
-
 def test_the_directorys_node_is_lost(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
     """Another node has it then; it is in a cluster of its own here, which those of the other tests know nothing of."""
     first, second = (victim(SHARED_TENSOR_CLUSTER="other") for _ in range(2))
