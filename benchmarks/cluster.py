@@ -41,7 +41,7 @@ def run(
     """Measure deploys and refreshes on three Ray nodes of this machine, beside Ray's own transfer of the same bytes."""
     report = Report("cluster", f"Deploys to {COUNT} nodes of this machine", [OURS, RAY], divided=False)
     sizes = numbers(megabytes)
-    store = (max(sizes) * 5 // 4 + 256) << 20
+    store = (max(sizes) * 5 // 4 + 512) << 20  # parts are as large as on hosts, whose stores are larger still
     needed, free = COUNT * (store + (max(sizes) << 20)), free_bytes("cpu") or 0
     if free < needed:  # Ray is not to kill anything for it
         raise typer.BadParameter(f"{max(sizes)} MiB on {COUNT} nodes need {needed >> 20} MiB of memory, {free >> 20} are free")
