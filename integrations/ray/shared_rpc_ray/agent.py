@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import time
 from collections import deque
@@ -39,15 +40,15 @@ from shared_rpc.operations.sources import AsyncSource
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.infos import ClusterStatus, EndpointInfo
+from shared_rpc.protocol.own_files import open_own
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.settings import change_environment
 from shared_rpc_ray.directory import Directory
-from shared_rpc_ray.membership import Tasks, actor_name, find, find_or_create, first_line, got
-from shared_rpc_ray.memo import read_memo, write_memo
+from shared_rpc_ray.membership import Tasks, actor_name, find_or_create, first_line, got
 from shared_rpc_ray.messages import AgentPlace, Group, Held, Key, Lost, Receive, SourceFailed, Statement, Version
-from shared_rpc_ray.transfer import Sending, in_turn, part_nbytes, parts_of, take
+from shared_rpc_ray.transfer import Part, Sending, in_turn, part_nbytes, parts_of, take
 
 _log = logging.getLogger("shared_rpc_ray")
 
@@ -63,6 +64,8 @@ _ANSWER = 60.0
 _BUILD_APPEARS = 5.0
 #: Lines for the server's log that the joiner has not read; older ones are dropped.
 _LINES = 1000
+#: Bytes of a memo at most.
+_MEMO = 16 << 20
 #: Seconds before a lost directory is looked for again, at most.
 _PAUSE = 0.5
 
@@ -87,7 +90,6 @@ class NodeAgent:
         device = "cpu" if info["device"] == "cpu" else devices[info["device"]]["name"]
         self._facts = {"device": device, **place.facts}
         self._broker = f"{place.socket} (pid {info['pid']})"
-        self._mover = place.mover
         self._held: dict[Key, Held] = {}
         #: The origin and the handle of each candidate.
         self._candidates: dict[Key, tuple[str, AsyncHandle[Any]]] = {}
@@ -102,6 +104,7 @@ class NodeAgent:
         self._lines: asyncio.Queue[str] = asyncio.Queue()
         self._directory: Any = None
         self._joined = asyncio.Event()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._source: AsyncSource | None = None
         self._tasks = Tasks()
         await self.state()  # Ray may repeat orders as soon as this returns
@@ -111,7 +114,7 @@ class NodeAgent:
 
     async def describe(self) -> tuple[str, str]:
         """Return the Ray node that this agent runs on, and its broker."""
-        return self._place.ray_node, self._broker
+        return self._place.ray_node.id, self._broker
 
     @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     async def line(self) -> str:
@@ -120,19 +123,19 @@ class NodeAgent:
 
     # Methods for the directory.
 
-    async def hold(self) -> None:
-        """Wait for ever: a call of this fails when this agent ends for good."""
-        await asyncio.Event().wait()
+    async def hold(self) -> str:
+        """Return why this agent ends when it does so by itself. A call of this fails when the agent is lost for good."""
+        return await asyncio.shield(self._ended)
 
     async def state(self) -> Statement:
         """State what the broker holds, and which builds run here."""
-        versions = read_memo(self._place.socket)
+        versions = self._read_memo()
         self._held = {
             key: Held(versions.get(object_id, Version(0, object_id)), object_id, nbytes)
             for key, object_id, nbytes in await self._listed()
         }
         builds = tuple(what[1] for what in self._running if what[0] == "build")
-        return Statement(self._place.node, self._place.host, self._broker, self._facts, self._held, builds)
+        return Statement(self._place.node, self._place.ray_node.address, self._broker, self._facts, self._held, builds)
 
     async def doing(self) -> dict[str, Any]:
         """Return the bytes that have come and gone, and the orders that are being carried out."""
@@ -191,11 +194,12 @@ class NodeAgent:
             object_id = found.object_id
         else:
             raise ClusterError(f"{self._place.node} has no version {version.number} of {key.cache_key}", reason="failed")
-        nbytes = part_nbytes(min(store_nbytes, self._place.store_nbytes))
-        mover = mover if mover == self._mover else "objects"
+        nbytes = part_nbytes(min(store_nbytes, self._place.ray_node.store_nbytes))
+        mover = mover if mover == self._place.mover and not order.again else "objects"
         sending = await self._sending(object_id, nbytes, mover)
         if order.again:
             sending.drop()
+        sending.begin()
         return object_id, sending.record.header.to_bytes(), nbytes, mover
 
     async def part(self, object_id: str, nbytes: int, mover: str, number: int) -> tuple[list[Any], bytes]:
@@ -247,13 +251,11 @@ class NodeAgent:
                 tasks.create_task(self._listen(self._source))
                 tasks.create_task(self._look_regularly())
         except* Exception as group:
-            errors = ", ".join(sorted({f"{type(error).__name__}: {error}" for error in _leaves(group)}))
+            errors = ", ".join(sorted({f"{type(error).__name__}: {error}" for error in group.exceptions}))
             self._say(f"the agent ends: {errors}")
             _log.warning("the agent of %s ends: %s", self._place.socket, errors)
-        with contextlib.suppress(Lost, ClusterError, TimeoutError):
-            async with asyncio.timeout(2.0):
-                directory = find(actor_name(self._place.cluster, "directory"))
-                await got(directory.leave.remote(self._place.node, "its broker has ended"))
+        self._ended.set_result("its broker has ended")
+        await asyncio.sleep(_PAUSE)  # the answer is sent
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def _listen(self, source: AsyncSource) -> None:
@@ -269,7 +271,7 @@ class NodeAgent:
         :raises Lost: if it is gone for good: the next attempt creates another one.
         """
         name = actor_name(self._place.cluster, "directory")
-        directory = find_or_create(Directory, name, self._place.ray_node, self._place.cluster, soft=True)
+        directory = find_or_create(Directory, name, self._place.ray_node.id, self._place.cluster, soft=True)
         for line in await got(directory.join.remote(await self.state(), ray.get_runtime_context().current_actor)):
             self._say(line)
         self._directory = directory
@@ -390,8 +392,25 @@ class NodeAgent:
         object_id = object_id or version.origin
         info = await self._client.get_object_info(object_id)
         self._held[key] = Held(version, object_id, info["nbytes"])
-        write_memo(self._place.socket, {held.object_id: held.version for held in self._held.values()})
+        self._write_memo()
         return object_id, info["nbytes"]
+
+    # The memo is a file beside the broker's socket that says which object is which version. The broker outlives its agent and
+    # Ray; without it a new agent would take equal objects of two nodes for different ones, and have one of them sent again.
+
+    def _read_memo(self) -> dict[str, Version]:
+        try:
+            with open(open_own(f"{self._place.socket}.cluster", os.O_RDWR), "rb") as file:
+                return msgspec.json.decode(file.read(_MEMO) or b"{}", type=dict[str, Version])
+        except (OSError, ConfigurationError, msgspec.DecodeError):
+            return {}
+
+    def _write_memo(self) -> None:
+        path = f"{self._place.socket}.cluster"
+        with contextlib.suppress(OSError, ConfigurationError):
+            with open(open_own(f"{path}~", os.O_WRONLY | os.O_TRUNC), "wb") as file:
+                file.write(msgspec.json.encode({held.object_id: held.version for held in self._held.values()}))
+            os.replace(f"{path}~", path)
 
     async def _prepare(self, key: Key, payload: bytes) -> tuple[str, int]:
         args, kwargs = msgspec.msgpack.decode(payload, type=tuple[bytes, bytes])
@@ -463,63 +482,49 @@ class NodeAgent:
         return (await self._client.adopt(room)).object_id
 
     async def _received_room(self, order: Receive, doing: dict[str, Any]) -> AsyncExportedRecord:
-        """Return a room of the broker with the bytes of a version.
+        """Return a room of the broker with the bytes of a version, of which a few parts are under way at a time.
 
         :raises SourceFailed: if the source could not send it, or a digest differs.
         """
-        mover = self._mover
-        try:
-            async with asyncio.timeout(_ANSWER):
-                object_id, header, nbytes, mover = await order.agent.offer.remote(order, self._place.store_nbytes, mover)
-            room = await self._client.allocate(RecordHeader.from_bytes(header))
-            try:
-                await self._take_parts(order, (object_id, nbytes, mover), room, doing)
-                return room
-            except BaseException:
-                await room.close()
-                raise
-        except TimeoutError as error:
-            raise SourceFailed(f"{order.source} has not answered in {_ANSWER:g} s") from error
-        except RayError as error:
-            if mover != "objects":
-                self._mover = "objects"
-                self._say(f"the object store carries records from now on: {mover} failed, {first_line(error)}")
-            cause = getattr(error, "cause", None)
-            raise SourceFailed(f"{order.source} failed: {cause or first_line(error)}") from error
-
-    async def _take_parts(
-        self, order: Receive, what: tuple[str, int, str], room: AsyncExportedRecord, doing: dict[str, Any]
-    ) -> None:
-        """Receive all parts, a few at a time."""
-        _, nbytes, mover = what
-        parts = parts_of([segment.info for segment in room.segments], nbytes)
-        waiting = in_turn(len(parts))
-        under_way: deque[tuple[int, asyncio.Task[Any]]] = deque()
+        under_way = asyncio.Semaphore(_AHEAD + 1)
+        waiting: deque[tuple[Part, asyncio.Task[tuple[Any, bytes]]]] = deque()
 
         async def fetched(number: int) -> tuple[Any, bytes]:
+            await under_way.acquire()
             async with asyncio.timeout(_ANSWER):
-                [reference], digest = await order.agent.part.remote(*what, number)
+                [reference], digest = await order.agent.part.remote(object_id, nbytes, mover, number)
                 return (await reference if mover == "objects" else reference), digest
 
-        def ask_ahead() -> None:
-            while len(under_way) <= _AHEAD and (number := next(waiting, None)) is not None:
-                under_way.append((number, asyncio.create_task(fetched(number))))
-
+        room: AsyncExportedRecord | None = None
         try:
-            ask_ahead()
-            while under_way:
-                number, task = under_way[0]
+            async with asyncio.timeout(_ANSWER):
+                offer = await order.agent.offer.remote(order, self._place.ray_node.store_nbytes, self._place.mover)
+            object_id, encoded, nbytes, mover = offer
+            header = RecordHeader.from_bytes(encoded)
+            parts = parts_of(header.segments, nbytes)
+            waiting.extend((parts[number], asyncio.create_task(fetched(number))) for number in in_turn(len(parts)))
+            room = await self._client.allocate(header)
+            while waiting:
+                part, task = waiting[0]
                 given, digest = await task
-                under_way.popleft()
-                ask_ahead()
-                if digest != await _uninterrupted(asyncio.to_thread(take, given, room, parts[number], mover)):
+                waiting.popleft()
+                under_way.release()
+                if digest != await _uninterrupted(asyncio.to_thread(take, given, room, part, mover)):
                     raise SourceFailed(f"the digests do not fit: what arrived from {order.source} is damaged")
-                del given, task
-                doing["nbytes"] += parts[number].nbytes
-                self._received += parts[number].nbytes
-        finally:
-            for _, task in under_way:
+                del given, task  # Ray frees the part
+                doing["nbytes"] += part.nbytes
+                self._received += part.nbytes
+            return room
+        except BaseException as error:
+            for _, task in waiting:
                 task.cancel()
+            if room is not None:
+                await room.close()
+            if isinstance(error, TimeoutError):
+                raise SourceFailed(f"{order.source} has not answered in {_ANSWER:g} s") from error
+            if isinstance(error, RayError):
+                raise SourceFailed(f"{order.source} failed: {getattr(error, 'cause', None) or first_line(error)}") from error
+            raise
 
     # The broker.
 
@@ -559,10 +564,3 @@ async def _uninterrupted(work: Awaitable[Any]) -> Any:
 def _described(doing: dict[str, Any]) -> str:
     text = f"{doing['what']} {doing['cache_key']}"
     return f"{text} from {doing['source']}, {doing['nbytes']} of {doing['of']} bytes" if "of" in doing else text
-
-
-def _leaves(group: BaseExceptionGroup[Exception]) -> list[BaseException]:
-    found: list[BaseException] = []
-    for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found

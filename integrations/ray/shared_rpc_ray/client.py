@@ -11,14 +11,14 @@ from typing import Any, NoReturn, Self, cast
 
 import msgspec
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 
 from shared_rpc.client.replies import raise_error
 from shared_rpc.errors import ClusterError, DeadlineExceeded, EndpointNotFound, RemoteError, to_wire
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.values import DtypeRef, encode_call, lower_call, refuse
-from shared_rpc_ray.membership import actor_name, connect, find, first_line, named
+from shared_rpc_ray.membership import actor_name, connect, find, named, reason_of
 from shared_rpc_ray.messages import Change, Key, Lost
 from shared_rpc_ray.settings import cluster_settings
 
@@ -166,10 +166,8 @@ def _got(reference: Any, timeout: float | None) -> Any:
         return ray.get(reference, timeout=timeout)
     except GetTimeoutError as error:
         raise DeadlineExceeded(f"the cluster did not answer in {timeout:g} s; what it does goes on") from error
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
     except RayError as error:
-        raise Lost(first_line(error)) from error
+        raise reason_of(error) from None
 
 
 def _encoded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, bytes]:

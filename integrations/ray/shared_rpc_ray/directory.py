@@ -114,6 +114,11 @@ class _Entry:
         text = str(error) if error is not None else ""
         return Change(key.endpoint, key.cache_key, kind, number, tuple(sorted(nodes)), left_out, text), error
 
+    def unchanged(self, failures: dict[str, Exception], problem: str) -> _Outcome:
+        """Return the outcome of a refresh that has failed."""
+        reasons = _texts(failures)
+        return self.change(None, (), reasons, ClusterError(f"{problem}: {'; '.join(reasons.values())}"))
+
 
 class Directory:
     """The actor. There is one for a cluster; Ray restarts it, on another node if it has to."""
@@ -156,10 +161,6 @@ class Directory:
             if what:
                 lines[what] = f"{node} has {what}: each of both kinds of nodes builds for itself"
         return list(lines.values())
-
-    async def leave(self, node: str, reason: str) -> None:
-        """Take a node out."""
-        self._left(node, reason)
 
     async def report(self, node: str, dropped: dict[Key, Version]) -> int:
         """Note what a broker has evicted or invalidated by itself; return the number of nodes.
@@ -265,10 +266,11 @@ class Directory:
     async def _watch(self, node: str, member: _Member) -> None:
         """Wait until an agent is gone for good."""
         try:
-            await got(member.agent.hold.remote())
+            reason = await got(member.agent.hold.remote())
         except Lost as error:
-            if self._members.get(node) is member:
-                self._left(node, str(error))
+            reason = str(error)
+        if self._members.get(node) is member:
+            self._left(node, reason)
 
     def _left(self, node: str, reason: str) -> None:
         if self._members.pop(node, None) is None:
@@ -417,8 +419,7 @@ class Directory:
                     if isinstance(error, RemoteError):
                         return entry.change(None, (), _texts(failures), error)
             else:
-                problem = "; ".join(_texts(failures).values())
-                return entry.change(None, (), _texts(failures), ClusterError(f"no node could build it: {problem}"))
+                return entry.unchanged(failures, "no node could build it")
             version = Version(number, origin)
             ready = [builder]
 
@@ -434,8 +435,7 @@ class Directory:
                 self._tasks.spawn(self._ask(name, "discard", entry.key, version))
             promoted = outcomes.keys() - failures.keys()
             if not promoted:
-                problem = "; ".join(_texts(failures).values())
-                return entry.change(None, (), _texts(failures), ClusterError(f"no node could promote it: {problem}"))
+                return entry.unchanged(failures, "no node could promote it")
             entry.left_out.update({name: str(reason) for name, reason in failures.items() if name in entry.holders})
             for name in promoted:
                 self._hold(entry, name, version, nbytes)

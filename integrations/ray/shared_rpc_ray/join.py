@@ -65,10 +65,8 @@ def _stay(socket: str, name: str | None) -> None:
     place = AgentPlace(
         cluster=name or settings.name,
         node=f"{ray_node.address}:{socket}",
-        host=ray_node.address,
-        ray_node=ray_node.id,
+        ray_node=ray_node,
         socket=socket,
-        store_nbytes=ray_node.store_nbytes,
         mover=settings.mover,
         gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
         token=source_token(),
@@ -77,8 +75,8 @@ def _stay(socket: str, name: str | None) -> None:
     printed = ""
     while True:
         problem = _with_agent(place)
-        if place.ray_node not in alive_nodes():
-            raise ClusterError(f"Ray node {place.ray_node} is lost, and with it this server's place in the cluster")
+        if ray_node.id not in alive_nodes():
+            raise ClusterError(f"Ray node {ray_node.id} is lost, and with it this server's place in the cluster")
         if problem != printed:
             _print(problem)
         printed = problem
@@ -103,13 +101,13 @@ def _with_agent(place: AgentPlace) -> str:
     """Create or find the agent, and print its messages until its process ends; return why it did."""
     # Only an actor with this option takes tensors by Ray's own transports; it imports torch.
     options = {"enable_tensor_transport": True} if place.mover == "nixl" else {}
-    agent = find_or_create(NodeAgent, actor_name(place.cluster, "agent", place.node), place.ray_node, place, **options)
+    agent = find_or_create(NodeAgent, actor_name(place.cluster, "agent", place.node), place.ray_node.id, place, **options)
     try:
         ray_node, broker = ray.get(agent.describe.remote())
-        if ray_node != place.ray_node:
+        if ray_node != place.ray_node.id:
             raise ClusterError(
                 f"the broker at {place.socket} has an agent on Ray node {ray_node} already, and this joiner is one of Ray node "
-                f"{place.ray_node}: two nodes of a machine need a broker each, at base paths of their own "
+                f"{place.ray_node.id}: two nodes of a machine need a broker each, at base paths of their own "
                 f"(SHARED_TENSOR_BASE_PATH)"
             )
         _print(f"{broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {ray_node}")

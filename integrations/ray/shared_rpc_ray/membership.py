@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared_rpc.errors import ClusterError, SharedRPCError
-from shared_rpc_ray.messages import Lost, SourceFailed
+from shared_rpc_ray.messages import Lost, RayNode, SourceFailed
 
 _log = logging.getLogger("shared_rpc_ray")
 
@@ -32,10 +32,15 @@ async def got(reference: Awaitable[Any]) -> Any:
     """
     try:
         return await reference
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
     except RayError as error:
-        raise Lost(first_line(error)) from error
+        raise reason_of(error) from None
+
+
+def reason_of(error: RayError) -> Exception:
+    """Return what the method of an actor raised, or :class:`Lost` if the actor is gone for good."""
+    if isinstance(error, RayTaskError):
+        return error.cause if isinstance(error.cause, Exception) else error
+    return Lost(first_line(error))
 
 
 class Tasks:
@@ -56,14 +61,6 @@ class Tasks:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, (Lost, SourceFailed, SharedRPCError)):
             _log.error("a background task failed", exc_info=error)
-
-
-class RayNode(NamedTuple):
-    """A node of the Ray cluster that is alive."""
-
-    id: str
-    address: str
-    store_nbytes: int
 
 
 def connect(address: str) -> None:

@@ -97,14 +97,20 @@ class Change(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class RayNode(msgspec.Struct, frozen=True):
+    """A node of the Ray cluster that is alive; ``store_nbytes`` is the size of its object store."""
+
+    id: str
+    address: str
+    store_nbytes: int
+
+
 class AgentPlace(msgspec.Struct, frozen=True):
     """Parameters of an agent.
 
     :param node: the node's unique name in the cluster.
-    :param host: see :class:`Statement`.
-    :param ray_node: the id of the Ray node that the agent runs on.
+    :param ray_node: that on which the agent runs.
     :param socket: that of the broker.
-    :param store_nbytes: the size of the Ray node's object store.
     :param mover: one of :data:`shared_rpc_ray.settings.MOVERS`.
     :param gpus: the GPUs that the broker sees: Ray hides them from actors that reserve none.
     :param token: proves to the broker that it started the joiner.
@@ -113,10 +119,8 @@ class AgentPlace(msgspec.Struct, frozen=True):
 
     cluster: str
     node: str
-    host: str
-    ray_node: str
+    ray_node: RayNode
     socket: str
-    store_nbytes: int
     mover: str
     gpus: str | None
     token: str

@@ -88,17 +88,26 @@ class Sending:
         """Return the reference of a part, and the digest of its bytes."""
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(_IDLE, self._rest)
-        if number not in self._kept:
-            self._kept[number] = asyncio.create_task(self._put_in_turn(number))
-            while len(self._kept) > WINDOW:
-                del self._kept[next(iter(self._kept))]
-        kept = self._kept[number]
+        kept = self._begin(number)
         try:
             return await asyncio.shield(kept)
         except BaseException:
             if self._kept.get(number) is kept and kept.done():
                 del self._kept[number]  # the store may have room later
             raise
+
+    def begin(self) -> None:
+        """Put the first parts: a receiver is about to ask for them."""
+        if not self._kept:
+            for number in range(min(WINDOW, len(self.parts))):
+                self._begin(number)
+
+    def _begin(self, number: int) -> asyncio.Task[tuple[Any, bytes]]:
+        if number not in self._kept:
+            self._kept[number] = asyncio.create_task(self._put_in_turn(number))
+            while len(self._kept) > WINDOW:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[number]
 
     def drop(self) -> None:
         """Put the parts again for the requests from here on."""
