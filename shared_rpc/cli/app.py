@@ -375,6 +375,3 @@ for _panel, _commands in _PANELS.items():
         for _part, _action in _OF_LISTS[_name].items():
             _list.command(_part)(_action)
         app.add_typer(_list, name=_name, rich_help_panel=_panel)
-
-
-__all__ = ["Commands"]

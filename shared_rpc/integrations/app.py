@@ -7,8 +7,6 @@ from typing import Any
 from shared_rpc.integrations import loading
 from shared_rpc.provider.provider import Provider
 
-__all__ = ["provider"]
-
 #: Of processes that pass none of their own. A large checkpoint takes longer to load than any call should.
 provider = Provider(timeout=None)
 

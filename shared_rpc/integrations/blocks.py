@@ -13,8 +13,6 @@ from shared_rpc.integrations.loading import LoadRequest, attach
 from shared_rpc.integrations.patching import Loader, ordinarily, replaced
 from shared_rpc.provider.provider import Provider
 
-__all__ = ["Library", "Plan", "block"]
-
 #: How often files may change between a question and its answer.
 _ATTEMPTS = 3
 

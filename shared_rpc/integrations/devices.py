@@ -11,8 +11,6 @@ from torch import nn
 from shared_rpc.integrations.keys import Unshareable
 from shared_rpc.memory.devices import torch_device
 
-__all__ = ["LoadDevice", "check_device_map"]
-
 #: Maps that a library makes by itself, of which there is one alone where there is one device.
 _MADE = ("auto", "balanced", "balanced_low_0", "sequential")
 

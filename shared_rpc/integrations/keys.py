@@ -18,8 +18,6 @@ import torch
 
 from shared_rpc.integrations.loading import library
 
-__all__ = ["Checkpoint", "CheckpointChanged", "Unshareable", "digest_of", "files_of", "source_of"]
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 #: Files that decide about weights: these themselves, what the model is made from, and code that comes with it. Others, as a
 #: log, may change.

@@ -23,8 +23,6 @@ from shared_rpc.integrations.patching import ordinarily
 from shared_rpc.operations.client import Client
 from shared_rpc.provider.provider import ManagedDecorator, Provider
 
-__all__ = ["ENDPOINT", "LoadRequest", "attach", "endpoint_of", "library", "load", "release", "serve_with", "versions_of"]
-
 #: The name of the endpoint.
 ENDPOINT = "from_pretrained"
 #: Seconds after which a server drops what no process holds: as long as a server that was started by itself waits.

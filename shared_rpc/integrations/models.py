@@ -12,8 +12,6 @@ from shared_rpc.integrations.devices import LoadDevice, check_device_map
 from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
 from shared_rpc.memory.devices import torch_device
 
-__all__ = ["CLASS_OPTIONS", "HUB_OPTIONS", "MEMORY_OPTIONS", "ModelRequest", "PretrainedCall", "call_of", "own_model"]
-
 #: Attributes of classes by which checkpoints are read, and which some libraries change while they load.
 CLASS_OPTIONS = ("base_model_prefix",)
 #: Options of every ``from_pretrained`` that say where files are, and how they come into memory, and not what is in them.

@@ -15,8 +15,6 @@ from typing import Any
 
 from shared_rpc.forks import fork_safe_lock
 
-__all__ = ["Loader", "ordinarily", "replaced"]
-
 #: Loads in place of a class's method: called with the class, the original, and its arguments.
 Loader = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["main"]
-
 _USAGE = """\
 usage: shared-rpc-vllm {preload,refresh} MODEL [options of vllm serve]
 

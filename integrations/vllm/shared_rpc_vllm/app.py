@@ -13,8 +13,6 @@ from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.options import base_path
 from shared_rpc_vllm.request import label as label_of
 
-__all__ = ["ENDPOINT", "provider", "weights"]
-
 #: The number is that of what is asked and answered: an engine does not find the endpoint of a server that knows another.
 ENDPOINT = "vllm_weights_1"
 

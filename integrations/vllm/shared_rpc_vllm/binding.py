@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from shared_rpc_vllm.errors import NotShareable
 
-__all__ = ["WithoutWeights", "bind", "refuse_meta", "tensors_of"]
-
 
 class WithoutWeights(TorchFunctionMode):
     """A mode in which ``torch.empty`` makes tensors on the meta device: what is about to be loaded takes no memory.

@@ -21,8 +21,6 @@ from shared_rpc_vllm.layout import seated
 from shared_rpc_vllm.model import process, refuse_methods, warn_of_version
 from shared_rpc_vllm.request import deciding_variables, same_release
 
-__all__ = ["build"]
-
 
 def build(request: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
     """Load the weights that a request describes, and return them in the order of vLLM's kernels.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NotShareable"]
-
 
 class NotShareable(RuntimeError):
     """A model, or an engine's option, with which the weights cannot be one copy for several engines. The message names it."""

@@ -10,8 +10,6 @@ import torch
 from vllm.distributed import parallel_state
 from vllm.distributed.parallel_state import GroupCoordinator
 
-__all__ = ["layout_of_this_process", "seated"]
-
 #: Groups that models ask for, in any engine.
 _ALWAYS = ("_WORLD", "_TP", "_PP", "_DP", "_EP", "_DCP", "_PCP")
 

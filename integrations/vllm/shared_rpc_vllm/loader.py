@@ -29,8 +29,6 @@ from shared_rpc_vllm.model import choose_sleep_mode, process, refuse_engine, war
 from shared_rpc_vllm.options import LoaderOptions
 from shared_rpc_vllm.request import label, request_of
 
-__all__ = ["SharedRpcLoader", "attached"]
-
 _log = init_logger(f"vllm.{__name__}")
 
 Weights = Handle[dict[str, torch.Tensor]]

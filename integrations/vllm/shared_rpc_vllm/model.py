@@ -20,8 +20,6 @@ from vllm.platforms import current_platform
 from shared_rpc_vllm import LOAD_FORMAT
 from shared_rpc_vllm.errors import NotShareable
 
-__all__ = ["choose_sleep_mode", "process", "refuse_engine", "refuse_methods", "warn_of_version"]
-
 _log = init_logger(f"vllm.{__name__}")
 
 #: Releases of vLLM with which the tests are run.

@@ -10,8 +10,6 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.settings import resolve_base_path
 from shared_rpc_vllm import LOAD_FORMAT
 
-__all__ = ["LoaderOptions", "base_path"]
-
 
 class LoaderOptions(NamedTuple):
     """Options of one engine's loader.

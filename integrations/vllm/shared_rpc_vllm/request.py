@@ -17,8 +17,6 @@ from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
 from shared_rpc_vllm import __version__
 from shared_rpc_vllm.errors import NotShareable
 
-__all__ = ["commit_of", "deciding_variables", "label", "plain", "request_of", "same_release"]
-
 #: Fields of ``ModelConfig`` that weights do not depend on. All others count, also those that a later vLLM may have: at worst
 #: two engines have a copy each.
 _NO_WEIGHTS = {

@@ -12,8 +12,6 @@ from shared_rpc import Handle
 from shared_rpc.errors import SharedRPCError
 from shared_rpc_vllm.loader import attached
 
-__all__ = ["SharedRpcSleepMode"]
-
 _log = init_logger(f"vllm.{__name__}")
 
 

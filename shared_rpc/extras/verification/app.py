@@ -11,8 +11,6 @@ from shared_rpc import Provider
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["build", "digest", "provider", "true_size"]
-
 #: Layers of a model, or a few more: enough for a table of tensors, few enough for a quick forward pass.
 _LAYERS = 16
 #: Rows of the input.

@@ -16,8 +16,6 @@ from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
 from shared_rpc.extras.verification.stage import COUNTED as _COUNTED
 from shared_rpc.extras.verification.stage import SEED, Stage, all_of, counts_of
 
-__all__ = ["CHECKS", "LEAST", "Check", "Outcome", "size"]
-
 #: Bytes of the smallest model: a copy exceeds the noise of the measurements.
 LEAST = 8 << 20
 #: Bytes of the model of many processes: to read a large one would take most of the time.

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from shared_rpc import Handle
 
-__all__ = ["LOG", "PRELOAD", "ClientFailed", "Subject", "VerifyClient"]
-
 #: Log file of the client processes, in the verification's directory.
 LOG = "clients.log"
 #: Imports of the fork server.

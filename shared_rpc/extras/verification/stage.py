@@ -28,20 +28,6 @@ from shared_rpc.extras.verification.clients import LOG, PRELOAD, VerifyClient
 from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, program, server_environment
 
-__all__ = [
-    "COUNTED",
-    "SEED",
-    "CannotRun",
-    "Interrupted",
-    "Interrupts",
-    "Stage",
-    "all_of",
-    "counts_of",
-    "marked",
-    "memory_of",
-    "segment_bytes",
-]
-
 #: What is counted of a process: descriptors, mappings, threads, and anonymous memory.
 COUNTED = "fds", "mappings", "threads", "memory_bytes"
 #: An anonymous file of the library in a line of /proc/PID/maps.
