@@ -121,12 +121,15 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 def compat(session: nox.Session) -> None:
     """Other people's libraries over shared memory; ``-- -k Llama`` for some, ``-- --write`` has the page say what is found."""
-    # Nothing here needs --no-deps: all of them are content with the torch of the constraints, and pip fetches no other. The
-    # wheels of torchvision are built for CUDA, which tests/compat/site/ sees to.
+    # Nothing of the extra needs --no-deps: all of it is content with the torch of the constraints, and pip fetches no other.
+    # The wheels of torchvision are built for CUDA, which tests/compat/site/ sees to.
     session.install("torch", "-e", ".[compat]", *CONSTRAINTS)
+    # The modules of these two that are tested need nothing but the others.
+    session.install("--no-deps", "verl==0.9.1", "checkpoint-engine==0.4.2", "loguru", "pyzmq")
     session.run("pytest", "tests/compat", "--require-all", *session.posargs)
     if not session.posargs:
-        others = [f"tests/integrations/test_{name}.py" for name in ("diffusers", "peft", "quantised", "sentence_transformers")]
+        names = ("diffusers", "peft", "quantised", "sentence_transformers", "weight_receivers")
+        others = [f"tests/integrations/test_{name}.py" for name in names]
         session.run("pytest", "-m", "not gpu", *others, env={"PYTHONPATH": "tests/compat/site"})
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import checkpoints
 import engine
@@ -33,7 +34,15 @@ ENVIRON = {
 REPORT = pytest.StashKey[list[str]]()
 
 #: An engine that is small, and reads no tokenizer.
-SMALL = {"skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 2, "disable_log_stats": True}
+SMALL: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 2,
+    "disable_log_stats": True,
+}
+if torch.cuda.is_available():
+    SMALL["gpu_memory_utilization"] = 0.1  # several of them start at once
 
 
 class Engine:

@@ -21,6 +21,7 @@ from shared_rpc_vllm.weight_transfer import SharedRpcTrainer, SharedRpcTrainerIn
 
 Ordinary = Callable[[Path], list[int]]
 OPTIONS = {"weight_transfer_config": {"backend": "shared_rpc"}}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Sync:
@@ -52,8 +53,8 @@ class Sync:
 
 def trained(model: Path, rate: float = 1.0) -> Any:
     """Return a model of transformers from a checkpoint, after a step of training."""
-    module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    tokens = torch.tensor([[*engine.PROMPT, 200, 300, 400, 7]])
+    module = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(DEVICE)
+    tokens = torch.tensor([[*engine.PROMPT, 200, 300, 400, 7]], device=DEVICE)
     module(input_ids=tokens, labels=tokens).loss.backward()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -71,7 +72,7 @@ def base_path(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def trainer(source: Any, *engines: Engine, **options: Any) -> SharedRpcTrainer:
     """Make a trainer by the name of the backend."""
-    info = SharedRpcTrainerInfo(rank=0, device="cpu", nbytes=1 << 18, readers=len(engines), timeout=30.0, **options)
+    info = SharedRpcTrainerInfo(rank=0, device=DEVICE, nbytes=1 << 18, readers=len(engines), timeout=30.0, **options)
     made = WeightTransferTrainerFactory.trainer_init(info, client=Sync(*engines), source=source)
     assert isinstance(made, SharedRpcTrainer)
     return made
