@@ -15,7 +15,7 @@ import functools
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,7 +76,11 @@ class _Piece(msgspec.Struct, array_like=True):
     @property
     def extent(self) -> Extent:
         """The extent of the whole tensor."""
-        return Extent.of(self.shape, self.dtype)
+        return _extent(self.shape, self.dtype)
+
+
+#: Messages have the same tensors again and again.
+_extent = functools.lru_cache(8192)(Extent.of)
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -154,6 +158,8 @@ def _settings_of(control: torch.Tensor, name: str) -> _Settings:
         raise ProtocolError(f"buffer {name!r} is no channel: {error}") from error
     if control.nbytes < _SETTINGS + _HEADER * settings.slots or not 1 <= settings.readers <= MOST_READERS:
         raise ProtocolError(f"buffer {name!r} is no channel: it is too small for {settings}")
+    if settings.nbytes <= 0 or settings.nbytes != aligned(settings.nbytes):
+        raise ProtocolError(f"buffer {name!r} is no channel: it has slots of {settings.nbytes} bytes")
     return settings
 
 
@@ -170,6 +176,26 @@ def _read(address: int, limit: int) -> bytes:
     return ctypes.string_at(address + 8, length)
 
 
+class _Slot:
+    """The memory of a slot."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.device = flat.device
+        self.nbytes = len(flat)
+        self._flat = flat
+        self._typed: dict[str, torch.Tensor] = {}
+
+    def elements(self, dtype: str) -> torch.Tensor:
+        """Return all of it as elements of a dtype."""
+        found = self._typed.get(dtype)
+        if found is None:
+            import torch
+
+            with _plainly():
+                found = self._typed[dtype] = self._flat.view(getattr(torch, dtype))
+        return found
+
+
 class _Parts:
     """The buffers of a channel, as one process has them."""
 
@@ -179,7 +205,7 @@ class _Parts:
         self.handles: tuple[Any, ...] = data, control
         self.ring = ring
         flat: torch.Tensor = data.value.view(-1)
-        self.slots = [flat[at * settings.nbytes : (at + 1) * settings.nbytes] for at in range(settings.slots)]
+        self.slots = [_Slot(flat[at * settings.nbytes : (at + 1) * settings.nbytes]) for at in range(settings.slots)]
         self.headers = [control.value.data_ptr() + _SETTINGS + at * _HEADER for at in range(settings.slots)]
         mapping = MAPPINGS.find(flat.data_ptr())
         assert mapping is not None, "a buffer is mapped"
@@ -251,24 +277,23 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
             raise CapabilityError(f"{what} has {tensor.dim()} dimensions of {tensor.dtype}, which a channel does not carry")
 
 
-@contextmanager
-def _plainly() -> Iterator[None]:
+def _plainly() -> AbstractContextManager[object]:
+    """Leave inference mode for a block: what is made in it, or written, could not be used outside."""
     import torch
 
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def _place(slot: torch.Tensor, piece: _Piece) -> torch.Tensor:
+def _place(slot: _Slot, piece: _Piece) -> torch.Tensor:
     """Return a piece's elements in a slot, as a tensor of the whole's shape, or as a flat part of it."""
-    import torch
-
-    extent = piece.extent
-    end = piece.offset + piece.nbytes
-    if not (0 <= piece.offset <= end <= len(slot) and 0 <= piece.start <= piece.start + piece.nbytes <= extent.nbytes):
-        raise ProtocolError(f"a channel's header places {piece.nbytes} bytes of {piece.name[:200]!r} outside of its slot")
-    flat = slot[piece.offset : end].view(getattr(torch, piece.dtype))
-    return flat.view(piece.shape) if piece.nbytes == extent.nbytes else flat
+    total, item = piece.extent.nbytes, ITEM_SIZES[piece.dtype]
+    offset, nbytes, start = piece.offset, piece.nbytes, piece.start
+    if not (0 <= offset <= offset + nbytes <= slot.nbytes and 0 <= start <= start + nbytes <= total):
+        raise ProtocolError(f"a channel's header places {nbytes} bytes of {piece.name[:200]!r} outside of its slot")
+    if offset % item or nbytes % item or start % item:
+        raise ProtocolError(f"a channel's header cuts an element of {piece.name[:200]!r}, of {piece.dtype}")
+    flat = slot.elements(piece.dtype).narrow(0, offset // item, nbytes // item)
+    return flat.view(piece.shape) if nbytes == total and len(piece.shape) != 1 else flat
 
 
 def _part(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
@@ -321,7 +346,7 @@ class _Reception:
         self._parts = parts
         self._timeout = timeout
         self._header: _Header | None = None
-        self._slot: torch.Tensor | None = None
+        self._slot: _Slot | None = None
         self._pieces: Iterator[_Piece] = iter(())
         self._over = False
         #: Whether the caller was given tensors that lie in a slot, which any stream may use.
@@ -453,7 +478,8 @@ def _new(piece: _Piece, device: torch.device) -> torch.Tensor:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with _plainly():
-        target.copy_(source, non_blocking=target.is_cuda)  # a target on the host is read by who does not wait for a stream
+        # It may be a parameter. A target on the host is read by who does not wait for a stream.
+        target.detach().copy_(source, non_blocking=target.is_cuda)
 
 
 class _Channel:

@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from shared_rpc import AsyncClient, Client, Provider, TensorChannel
-from shared_rpc.errors import BufferNotFound, CapabilityError, ChannelClosed, ConfigurationError, DeadlineExceeded
+from shared_rpc.errors import (
+    BufferNotFound,
+    CapabilityError,
+    ChannelClosed,
+    ConfigurationError,
+    DeadlineExceeded,
+    ProtocolError,
+)
+from shared_rpc.operations import channels
 from tests.kit.apps import Serve
 from tests.kit.attacker import CONTAINER, needs_namespaces
 from tests.kit.interpreter import bits
@@ -405,6 +413,31 @@ def test_ten_thousand_messages_keep_nothing(client: Client, elsewhere: Run) -> N
 
 
 # Names, places, kinds.
+
+
+def test_inference_mode_and_parameters(device: str, client: Client) -> None:
+    """One side may be in inference mode; a parameter is sent and is a target, and what is received can be computed with."""
+    module = torch.nn.Linear(3, 2, device=device)
+    with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
+        with torch.inference_mode():
+            channel.send({"weight": torch.ones(2, 3, device=device)})
+            with reader.receive(timeout=10) as message:
+                assert message.copy_to({"weight": module.weight}) == ["weight"]
+        assert module.weight.requires_grad and module.weight.is_leaf
+        channel.send(dict(module.named_parameters()))
+        with reader.receive(timeout=10) as message:
+            got = {name: tensor.clone().requires_grad_() for name, tensor in message}
+        got["weight"].sum().backward()
+        assert got["weight"].tolist() == [[1.0] * 3] * 2 and got["weight"].grad is not None
+
+
+@pytest.mark.parametrize("place", [(4096, 8, 0), (-8, 8, 0), (2, 8, 0), (0, 6, 0), (0, 8, 4), (0, 16, 0)])
+def test_a_header_does_not_reach_beyond_its_slot(place: tuple[int, int, int]) -> None:
+    """Neither do the elements of a piece begin or end inside of others, whatever a sender writes."""
+    offset, nbytes, start = place
+    slot = channels._Slot(torch.zeros(4096, dtype=torch.uint8))
+    with pytest.raises(ProtocolError, match=r"a channel's header (places|cuts)"):
+        channels._place(slot, channels._Piece("x", "float32", (2,), start, nbytes, offset))
 
 
 @pytest.mark.parametrize("device", ["cpu"])
