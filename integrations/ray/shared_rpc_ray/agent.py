@@ -57,7 +57,7 @@ _CONNECT = 1.0
 #: Seconds between two comparisons of what the broker holds with what it held, as it evicts and invalidates by itself.
 _LOOK = 2.0
 #: Parts that a receiver has under way while it writes another one.
-_AHEAD = 2
+_AHEAD = 1
 #: Seconds in which a source answers for a part, and Ray brings it.
 _ANSWER = 60.0
 #: Seconds for which a build that the directory ordered may have neither a miss nor a run.
@@ -184,8 +184,8 @@ class NodeAgent:
 
     # Methods for other agents.
 
-    async def offer(self, order: Receive, store_nbytes: int, mover: str) -> tuple[str, bytes, int, str]:
-        """Get ready to send a version; return the object's id, the record's header, the size of parts and the mover."""
+    async def offer(self, order: Receive, store_nbytes: int, mover: str) -> tuple[str, bytes, int, str, int]:
+        """Get ready to send a version; return the object's id, the header, the parts' size, the mover and the first part."""
         key, version = order.key, order.version
         found = self._held.get(key)
         if self._has_candidate(key, version):
@@ -199,8 +199,7 @@ class NodeAgent:
         sending = await self._sending(object_id, nbytes, mover)
         if order.again:
             sending.drop()
-        sending.begin()
-        return object_id, sending.record.header.to_bytes(), nbytes, mover
+        return object_id, sending.record.header.to_bytes(), nbytes, mover, sending.begin()
 
     async def part(self, object_id: str, nbytes: int, mover: str, number: int) -> tuple[list[Any], bytes]:
         """Return the reference of a part, in a list because Ray would resolve a bare one, and its digest."""
@@ -499,10 +498,10 @@ class NodeAgent:
         try:
             async with asyncio.timeout(_ANSWER):
                 offer = await order.agent.offer.remote(order, self._place.ray_node.store_nbytes, self._place.mover)
-            object_id, encoded, nbytes, mover = offer
+            object_id, encoded, nbytes, mover, first = offer
             header = RecordHeader.from_bytes(encoded)
             parts = parts_of(header.segments, nbytes)
-            waiting.extend((parts[number], asyncio.create_task(fetched(number))) for number in in_turn(len(parts)))
+            waiting.extend((parts[number], asyncio.create_task(fetched(number))) for number in in_turn(len(parts), first))
             room = await self._client.allocate(header)
             while waiting:
                 part, task = waiting[0]

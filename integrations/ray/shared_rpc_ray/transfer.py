@@ -8,7 +8,6 @@ keeps the references of the last :data:`WINDOW` parts only, so a small store suf
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ from shared_rpc.protocol.records import SegmentInfo
 #: Bytes of a part at most. A part costs Ray some milliseconds; while one is written, others travel.
 _LARGEST_PART = 16 << 20
 _SMALLEST_PART = 1 << 20
-#: A part takes at most one in so many of a node's object store: ten receivers have three different parts each under way.
+#: A part takes at most one in so many of a node's object store: ten receivers have two different parts each under way, and Ray
+#: has not freed others yet.
 _SHARE = 32
 #: Parts of a record that its holder keeps in the store for further receivers.
 WINDOW = 4
@@ -52,13 +52,12 @@ def parts_of(segments: Sequence[SegmentInfo], nbytes: int) -> list[Part]:
     ]
 
 
-def in_turn(count: int) -> Iterator[int]:
-    """Yield the numbers of the parts, window by window, in an order of the receiver's own.
+def in_turn(count: int, first: int) -> Iterator[int]:
+    """Yield the numbers of the parts, window by window, from the ``first`` one of each window on.
 
     Receivers that begin at different parts of a window have something to send to each other; see :class:`Sending` for why they
     do not leave the window.
     """
-    first = random.randrange(WINDOW)
     for start in range(0, count, WINDOW):
         size = min(WINDOW, count - start)
         yield from (start + (first + index) % size for index in range(size))
@@ -78,6 +77,7 @@ class Sending:
         self.parts = parts_of([segment.info for segment in record.segments], nbytes)
         self._mover = mover
         self._on_idle = on_idle
+        self._receivers = 0
         #: References and digests of parts by their numbers, the least recently put first.
         self._kept: dict[int, asyncio.Task[tuple[Any, bytes]]] = {}
         #: Parts are put one after the other: the first one travels while the next one is put.
@@ -96,11 +96,13 @@ class Sending:
                 del self._kept[number]  # the store may have room later
             raise
 
-    def begin(self) -> None:
-        """Put the first parts: a receiver is about to ask for them."""
+    def begin(self) -> int:
+        """Put the first parts, for which a receiver is about to ask; return the one with which it is to begin."""
         if not self._kept:
             for number in range(min(WINDOW, len(self.parts))):
                 self._begin(number)
+        self._receivers += 1
+        return (self._receivers - 1) % WINDOW
 
     def _begin(self, number: int) -> asyncio.Task[tuple[Any, bytes]]:
         if number not in self._kept:
