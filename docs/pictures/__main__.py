@@ -46,9 +46,9 @@ class Picture(NamedTuple):
 
 
 PICTURES = [
-    Picture("ls", "shared-rpc ls", columns=128),
-    Picture("info", "shared-rpc info"),
-    Picture("objects", "shared-rpc objects", columns=148),
+    Picture("ls", "shared-rpc ls", columns=140),
+    Picture("info", "shared-rpc info", columns=150),
+    Picture("objects", "shared-rpc objects", columns=190),
     Picture("devices", "shared-rpc devices"),
     Picture("top", "shared-rpc top", columns=124, lines=28),
     Picture("call", "shared-rpc call train steps=200"),
