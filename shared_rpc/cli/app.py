@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import os
 import sys
@@ -51,7 +50,9 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands that are installed."""
-        return [*super().list_commands(ctx), *sorted(importlib.metadata.entry_points(group=_GROUP).names)]
+        from importlib.metadata import entry_points
+
+        return [*super().list_commands(ctx), *sorted(entry_points(group=_GROUP).names)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, None if there is none of that name.
@@ -61,7 +62,9 @@ class Commands(TyperGroup):
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        for found in importlib.metadata.entry_points(group=_GROUP, name=cmd_name):
+        from importlib.metadata import entry_points
+
+        for found in entry_points(group=_GROUP, name=cmd_name):
             command: Any = typer.main.get_command(found.load())
             command.name = cmd_name
             return command

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
@@ -68,6 +67,8 @@ def _moved(client: Client, move: Callable[[], list[MoveInfo]]) -> list[MoveInfo]
     console = Console(stderr=True)
     if not (console.is_terminal and sys.stdout.isatty()):
         return move()
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True)
     bars: dict[str, TaskID] = {}
     with ThreadPoolExecutor(1) as threads, Progress(*columns, console=console, transient=True) as shown:

@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
 
 from shared_rpc import Client
 from shared_rpc.cli.rendering import percent, size, status_of, steps, task_object, took
@@ -163,6 +161,9 @@ class _Bar(Lines):
     """Display of a bar on one line, which pulses while the total is not known."""
 
     def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.table import Column
+
         super().__init__()
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),

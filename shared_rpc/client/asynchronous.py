@@ -13,10 +13,11 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
+from shared_rpc.client.async_link import AsyncLink
 from shared_rpc.client.base import OWN_TIMEOUT, BaseClient, Turn
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.link import AsyncLink, Link
+from shared_rpc.client.link import Link
 from shared_rpc.client.replies import too_late
 from shared_rpc.client.session import RENEWAL, Renewal, Search, renewing, takeover
 from shared_rpc.client.steps import (

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import inspect
-import math
 import os
 import select
 import socket
@@ -18,11 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Self
-
-import anyio
-import anyio.lowlevel
 
 from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
 from shared_rpc.client.steps import Reply, Request
@@ -576,165 +570,3 @@ class _Sleep:
                     raise TooLate
                 os.eventfd_read(until)
         exchange.idle = False
-
-
-class _Rest:
-    """The wait of a coroutine that does not read."""
-
-    __slots__ = ("event",)
-
-    def prepare(self) -> Callable[[], object]:
-        """Begin the wait; return what ends it."""
-        self.event = anyio.Event()
-        return self.event.set
-
-
-class AsyncLink(Link):
-    """A link for coroutines on asyncio and on trio, on a non-blocking socket, made with :meth:`open`."""
-
-    def __init__(self, path: str, sock: socket.socket) -> None:
-        super().__init__(path, sock)
-        self._gathering = False
-        self._writing = anyio.Lock()
-
-    @classmethod
-    async def open(cls, path: str, timeout: float) -> Self:
-        """Connect and shake hands.
-
-        :raises ConnectError: if no server answers at ``path``, or another user's does.
-        """
-        link = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK))
-        try:
-            connect(link._socket.sock, path)
-            with link._exchanges.greeting():
-                greeting = link._greet()
-                with anyio.move_on_after(min(timeout, PROMPT)):
-                    await link._await(greeting)
-                if greeting.answer is None:
-                    raise TooLate
-                link._welcomed(greeting)
-        except BaseException:
-            link._break(ConnectionClosed("the handshake failed"))  # without a word: it may be a stranger's
-            raise
-        return link
-
-    async def exchange(self, request: Request, deadline: float = math.inf) -> Reply:
-        """Send a request and wait for its reply. A request that is cancelled is withdrawn, without a wait.
-
-        :param deadline: when to give up, in terms of anyio.current_time().
-        :raises DeadlineExceeded: if there is no reply by then; a reply that came just in time is returned.
-        :raises ConnectionClosed: if the server goes away, or the link is closed.
-        """
-        # Requests of coroutines of the same turn of the loop are sent in one write.
-        with self._lock:
-            exchange = self._exchanges.begin(request)
-        try:
-            with anyio.CancelScope(deadline=deadline):
-                await (self._await(exchange) if request.until is None else self._await_until(exchange, request.until))
-            if exchange.answer is None:
-                await self._withdraw(exchange)
-        except BaseException:
-            self._give_up(exchange)
-            raise
-        return self._finish(exchange)
-
-    async def _withdraw(self, exchange: Exchange) -> None:
-        """Withdraw a request, and wait for the server's answer to that: it says why there was no reply."""
-        with self._lock:
-            waits = self._exchanges.withdraw(exchange)
-        if waits:
-            with anyio.move_on_after(BRIEFLY), suppress(SharedRPCError):
-                await self._await(exchange)
-
-    async def _await(self, exchange: Exchange) -> None:
-        """Send all that is queued, and pass on the updates of an exchange, until its answer is there."""
-        request = exchange.request
-        await self._send()
-        if request.transfer is not None:
-            request.transfer.poll()  # while the server works
-        while True:
-            while exchange.updates:
-                info = exchange.updates.popleft()
-                if request.on_event is not None:
-                    result = request.on_event(info)
-                    if inspect.isawaitable(result):
-                        await result
-                # Several answers may have come at once, and the caller's deadline may have passed.
-                await anyio.lowlevel.checkpoint()
-            if exchange.answer is not None:
-                return
-            rest = _Rest()
-            try:
-                reads = self._take_turn(exchange, rest.prepare)
-                if reads:
-                    await self._read_for_all(exchange)
-                    self._leave(exchange)
-                elif reads is not None:
-                    await rest.event.wait()
-            except BaseException:
-                self._leave(exchange)
-                raise
-            if self._socket.unsent:  # for example the answer to OutOfPoolMemory
-                await self._send()
-
-    async def _await_until(self, exchange: Exchange, until: int) -> None:
-        """Wait as :meth:`_await` does, but no longer than until a descriptor is readable."""
-        errors: list[SharedRPCError] = []
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_when_readable, tasks.cancel_scope, until)
-            try:
-                await self._await(exchange)
-            except SharedRPCError as error:
-                errors.append(error)  # the task group would wrap it
-            tasks.cancel_scope.cancel()
-        if errors:
-            raise errors.pop()
-
-    async def _send(self) -> None:
-        if len(self._exchanges.under_way) > 1:
-            # Other coroutines run too.
-            if self._gathering:
-                return
-            self._gathering = True
-            try:
-                await anyio.lowlevel.checkpoint()
-            finally:
-                self._gathering = False
-        with self._lock:
-            if self._flush():
-                return
-        async with self._writing:
-            while True:
-                with self._lock:
-                    if self._flush() or not self.usable:
-                        return
-                with suppress(anyio.ClosedResourceError, OSError, ValueError):  # closed meanwhile
-                    await anyio.wait_writable(self._socket.sock)
-
-    async def _read_for_all(self, exchange: Exchange) -> None:
-        """Deliver what arrives until there is news for one exchange, or something to send, or the connection has ended."""
-        while True:
-            try:
-                with self._lock:
-                    self._read()
-                    self._deliver()
-            except BlockingIOError:
-                try:
-                    await anyio.wait_readable(self._socket.sock)
-                except (anyio.ClosedResourceError, OSError, ValueError) as error:
-                    self._break(ConnectionClosed(f"the connection was closed: {error}"))
-            except (ConnectionClosed, ProtocolError) as error:
-                self._break(error)
-            if exchange.updates or exchange.answer is not None or self._exchanges.broken is not None or self._socket.unsent:
-                return
-
-    def _close(self) -> None:
-        if self._socket.fileno() >= 0:
-            with suppress(Exception):  # without an event loop no coroutine waits
-                anyio.notify_closing(self._socket.sock)
-        super()._close()
-
-
-async def _cancel_when_readable(scope: anyio.CancelScope, fd: int) -> None:
-    await anyio.wait_readable(fd)
-    scope.cancel()

@@ -5,11 +5,10 @@
 
 from shared_rpc.operations.buffers import BufferOperations
 from shared_rpc.operations.calls import CallOperations
-from shared_rpc.operations.channels import ChannelOperations
 from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.operations.objects import ObjectOperations
 from shared_rpc.operations.records import RecordOperations
-from shared_rpc.operations.server import ServerOperations
+from shared_rpc.operations.server import ChannelOperations, ServerOperations
 from shared_rpc.operations.sources import SourceOperations
 from shared_rpc.operations.tasks import TaskOperations
 from shared_rpc.operations.tiers import TierOperations

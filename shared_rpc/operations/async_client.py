@@ -9,12 +9,13 @@ from shared_rpc.client.asynchronous import CoroutineDriver
 from shared_rpc.client.handle import AsyncHandle, updating_async
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
-from shared_rpc.operations.channels import AsyncTensorChannel
 from shared_rpc.operations.generations import AsyncRefreshIterator
 from shared_rpc.operations.sources import AsyncSource
 
 if TYPE_CHECKING:
     import torch
+
+    from shared_rpc.operations.channels import AsyncTensorChannel
 
 T = TypeVar("T")
 
@@ -41,10 +42,14 @@ class AsyncClient(CoroutineDriver, Operations, Context):
         self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
     ) -> AsyncTensorChannel:
         """Make a channel, as :meth:`Client.create_channel` does."""
+        from shared_rpc.operations.channels import AsyncTensorChannel
+
         return AsyncTensorChannel(await self._create_channel(name, nbytes, slots, readers, device))
 
     async def open_channel(self, name: str, timeout: float = 0.0) -> AsyncTensorChannel:
         """Return a channel, as :meth:`Client.open_channel` does."""
+        from shared_rpc.operations.channels import AsyncTensorChannel
+
         return AsyncTensorChannel(await self._open_channel(name, timeout))
 
     def source(self) -> AsyncSource:

@@ -23,12 +23,12 @@ import msgspec
 
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Operation, Request, Work
-from shared_rpc.errors import BufferNotFound, CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
+from shared_rpc.errors import CapabilityError, ChannelClosed, ConfigurationError, ProtocolError
 from shared_rpc.memory.arena import aligned
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.ring import MOST_READERS, Ring
-from shared_rpc.operations.binding import Context, operation, taken
+from shared_rpc.operations.binding import Context, taken
 from shared_rpc.operations.buffers import created, request_of
 from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.operations.objects import released
@@ -97,9 +97,9 @@ _headers = msgspec.msgpack.Decoder(_Header)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def _created(
+def create(
     ctx: Context, name: str, nbytes: int, slots: int, readers: int, device: torch.device | str | None
-) -> Operation[_Parts]:
+) -> Operation[Parts]:
     """Make the buffers of a channel, and return them."""
     if not 0 < len(name) <= _NAME:
         raise ConfigurationError(f"a channel's name has 1 to {_NAME} characters, and not {len(name)}")
@@ -125,10 +125,10 @@ def _created(
     ring = Ring(page, slots, readers, f"channel {name!r}")
     ring.take("maker")
     _write(control.value.data_ptr(), _encode(settings))
-    return _Parts(name, settings, data, control, ring)
+    return Parts(name, settings, data, control, ring)
 
 
-def _opened(ctx: Context, name: str) -> Operation[_Parts]:
+def open_once(ctx: Context, name: str) -> Operation[Parts]:
     """Get the buffers of a channel, and return them."""
     what = f"open_channel({name!r})"
     control: Lease[Any] = yield from taken(ctx, what, (yield Request(m.GetBuffer("", name[: _NAME + 1]), what)))
@@ -142,7 +142,7 @@ def _opened(ctx: Context, name: str) -> Operation[_Parts]:
     except Exception:
         yield from released(ctx, [handle for handle in (control, data) if handle is not None])
         raise
-    return _Parts(name, settings, data, control, Ring(page, settings.slots, settings.readers, f"channel {name!r}"))
+    return Parts(name, settings, data, control, Ring(page, settings.slots, settings.readers, f"channel {name!r}"))
 
 
 def _settings_of(control: torch.Tensor, name: str) -> _Settings:
@@ -196,7 +196,7 @@ class _Slot:
         return found
 
 
-class _Parts:
+class Parts:
     """The buffers of a channel, as one process has them."""
 
     def __init__(self, name: str, settings: _Settings, data: Lease[Any], control: Lease[Any], ring: Ring) -> None:
@@ -302,7 +302,7 @@ def _part(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
     return tensor.view(-1)[piece.start // item : (piece.start + piece.nbytes) // item]
 
 
-def _put(parts: _Parts, turn: int, fill: Sequence[tuple[_Piece, torch.Tensor]]) -> None:
+def _put(parts: Parts, turn: int, fill: Sequence[tuple[_Piece, torch.Tensor]]) -> None:
     slot = parts.slots[turn]
     with _plainly():
         for piece, tensor in fill:
@@ -312,7 +312,7 @@ def _put(parts: _Parts, turn: int, fill: Sequence[tuple[_Piece, torch.Tensor]]) 
     parts.synchronize(copied=True)
 
 
-def _sent(parts: _Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout: float | None) -> Steps[None]:
+def _sent(parts: Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout: float | None) -> Steps[None]:
     text = _meta_of(meta)
     _check(tensors)
     ring, first = parts.ring, True
@@ -332,7 +332,7 @@ def _sent(parts: _Parts, tensors: Mapping[str, torch.Tensor], meta: Any, timeout
         fill, first = following, False
 
 
-def _flushed(parts: _Parts, timeout: float | None) -> Steps[None]:
+def _flushed(parts: Parts, timeout: float | None) -> Steps[None]:
     ring, until = parts.ring, _until(timeout)
     ring.take("sender")
     while not ring.acknowledged(0):
@@ -342,7 +342,7 @@ def _flushed(parts: _Parts, timeout: float | None) -> Steps[None]:
 class _Reception:
     """One message, as a reader receives it: at a slot of it, and at a piece of that."""
 
-    def __init__(self, parts: _Parts, timeout: float | None) -> None:
+    def __init__(self, parts: Parts, timeout: float | None) -> None:
         self._parts = parts
         self._timeout = timeout
         self._header: _Header | None = None
@@ -485,7 +485,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 class _Channel:
     """A channel, as one process has it."""
 
-    def __init__(self, parts: _Parts) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     @property
@@ -616,7 +616,7 @@ class TensorChannel(_Channel):
 class AsyncTensorMessage(_Reception):
     """:class:`TensorMessage` for coroutines: ``async with``, and ``async for`` over pairs of name and tensor."""
 
-    def __init__(self, parts: _Parts, timeout: float | None, run: Callable[[Steps[Any]], Awaitable[Any]]) -> None:
+    def __init__(self, parts: Parts, timeout: float | None, run: Callable[[Steps[Any]], Awaitable[Any]]) -> None:
         super().__init__(parts, timeout)
         self._run = run
 
@@ -655,7 +655,7 @@ class AsyncTensorMessage(_Reception):
 class AsyncTensorChannel(_Channel):
     """:class:`TensorChannel` for coroutines. Copies and waits are made in a thread, whose streams are the default ones."""
 
-    def __init__(self, parts: _Parts) -> None:
+    def __init__(self, parts: Parts) -> None:
         from anyio import CapacityLimiter
 
         super().__init__(parts)
@@ -727,24 +727,3 @@ def _drive(steps: Steps[T]) -> T:
         return value
     finally:
         steps.close()
-
-
-class ChannelOperations:
-    """Channels, as far as a server has to do with them."""
-
-    @operation
-    def _create_channel(
-        ctx: Context, name: str, nbytes: int, slots: int, readers: int, device: torch.device | str | None
-    ) -> Steps[_Parts]:
-        return (yield from _created(ctx, name, nbytes, slots, readers, device))
-
-    @operation
-    def _open_channel(ctx: Context, name: str, timeout: float) -> Steps[_Parts]:
-        until = time.monotonic() + timeout
-        while True:
-            try:
-                return (yield from _opened(ctx, name))
-            except BufferNotFound as error:
-                if error.reason != "unknown" or time.monotonic() >= until:
-                    raise
-            yield Work(lambda: time.sleep(0.02))

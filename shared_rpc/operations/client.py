@@ -10,12 +10,13 @@ from shared_rpc.client.handle import Handle, updating
 from shared_rpc.client.steps import BlockingMethods
 from shared_rpc.operations import Operations
 from shared_rpc.operations.binding import Context, bound
-from shared_rpc.operations.channels import TensorChannel
 from shared_rpc.operations.generations import RefreshIterator
 from shared_rpc.operations.sources import Source
 
 if TYPE_CHECKING:
     import torch
+
+    from shared_rpc.operations.channels import TensorChannel
 
 T = TypeVar("T")
 
@@ -48,6 +49,8 @@ class BlockingOperations(Operations, BlockingMethods):
         :raises ConfigurationError: for an invalid size, and if there is a channel or buffer of that name.
         :raises ServerBusy, CapabilityError: as :meth:`create_buffer`.
         """
+        from shared_rpc.operations.channels import TensorChannel
+
         return TensorChannel(self._create_channel(name, nbytes, slots, readers, device))
 
     def open_channel(self, name: str, timeout: float = 0.0) -> TensorChannel:
@@ -56,6 +59,8 @@ class BlockingOperations(Operations, BlockingMethods):
         :param timeout: seconds to wait until there is one.
         :raises BufferNotFound: if there is none then.
         """
+        from shared_rpc.operations.channels import TensorChannel
+
         return TensorChannel(self._open_channel(name, timeout))
 
     def source(self) -> Source:

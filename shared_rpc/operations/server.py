@@ -8,16 +8,21 @@ import socket
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
 from shared_rpc.client.steps import Request, Within, Work, ask, reached
-from shared_rpc.errors import DeadlineExceeded
+from shared_rpc.errors import BufferNotFound, DeadlineExceeded
 from shared_rpc.operations.binding import Context, Steps, operation
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.infos import EndpointInfo, EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
+
+if TYPE_CHECKING:
+    import torch
+
+    from shared_rpc.operations.channels import Parts
 
 #: Seconds between two checks of a process without a pidfd.
 _LOOK = 0.05
@@ -139,3 +144,28 @@ class ProcessExit:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self._pidfd >= 0:
             os.close(self._pidfd)
+
+
+class ChannelOperations:
+    """Channels, as far as a server has to do with them."""
+
+    @operation
+    def _create_channel(
+        ctx: Context, name: str, nbytes: int, slots: int, readers: int, device: torch.device | str | None
+    ) -> Steps[Parts]:
+        from shared_rpc.operations import channels  # few processes have any
+
+        return (yield from channels.create(ctx, name, nbytes, slots, readers, device))
+
+    @operation
+    def _open_channel(ctx: Context, name: str, timeout: float) -> Steps[Parts]:
+        from shared_rpc.operations import channels
+
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                return (yield from channels.open_once(ctx, name))
+            except BufferNotFound as error:
+                if error.reason != "unknown" or time.monotonic() >= until:
+                    raise
+            yield Work(lambda: time.sleep(0.02))

@@ -34,6 +34,14 @@ def test_importing_loads_no_torch(code: str) -> None:
     assert not {"torch", "shared_rpc.codec", "shared_rpc.memory.backends.vmm"} & loaded_by(code)
 
 
+def test_a_blocking_client_loads_no_server_and_no_event_loop() -> None:
+    """A process that only calls has what a call needs."""
+    loaded = loaded_by("from shared_rpc import Client; Client().close()")
+    rooms = {".".join(name.split(".")[:2]) for name in loaded if name.startswith("shared_rpc.")}
+    assert not {f"shared_rpc.{room}" for room in ("server", "broker", "observability", "execution", "provider")} & rooms
+    assert not {"anyio", "asyncio", "shared_rpc.operations.channels"} & loaded
+
+
 def test_naming_modules_that_travel_as_code_loads_no_torch() -> None:
     """An app that is loaded is named so before it has imported anything."""
     assert "torch" not in loaded_by("import shared_rpc.codec.by_value")

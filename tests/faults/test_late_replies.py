@@ -15,7 +15,7 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.client import link as link_module
-from shared_rpc.client.link import AsyncLink
+from shared_rpc.client.async_link import AsyncLink
 from shared_rpc.client.steps import Request
 from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.client.transfer import ClientTransfer

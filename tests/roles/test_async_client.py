@@ -17,8 +17,8 @@ import torch
 
 import shared_rpc
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo, TaskStatus
+from shared_rpc.client.async_link import AsyncLink
 from shared_rpc.client.exchange import Exchange
-from shared_rpc.client.link import AsyncLink
 from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Request
 from shared_rpc.client.transfer import ClientTransfer
