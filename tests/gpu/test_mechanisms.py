@@ -34,6 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         lacks = {name: "" if name in names else f"no {name}" for name in mechanisms.PREFERENCE}
         for module in (mechanisms, doctor):
             monkeypatch.setattr(module, "survey", lambda device: lacks)
+            monkeypatch.setattr(module, "mps", lambda device: False)
         monkeypatch.setattr(mechanisms, "_chosen", {})
         monkeypatch.setattr(mechanisms, "_forced", set())
 
@@ -204,6 +205,15 @@ def test_the_doctor_tells_what_works_and_what_is_used(
     assert (finding.state, bool(finding.fix)) == (state, state != "good")
     assert finding.found.startswith(f"{GPU}, no peers; ")
     assert text in finding.found
+
+
+def test_the_doctor_tells_of_mps(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best mechanism isolates no process there."""
+    gpu("vmm")
+    monkeypatch.setattr(doctor, "mps", lambda device: True)
+    finding = doctor._gpu("GPU 0", GPU, "")
+    assert (finding.state, bool(finding.fix)) == ("limited", True)
+    assert "under MPS" in finding.found
 
 
 # Between processes, on a GPU.
