@@ -153,7 +153,7 @@ def _printed(picture: Picture, environ: dict[str, str], runtime: str) -> str:
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (picture.lines, picture.columns))
     words = [sys.executable, "-m", "shared_rpc.cli", *shlex.split(picture.command)[1:]]
-    environ = environ | {"TERM": "xterm-256color"}
+    environ = environ | {"TERM": "xterm-256color", "COLUMNS": str(picture.columns), "LINES": str(picture.lines)}
     pieces: list[bytes] = []
     with subprocess.Popen(words, stdin=slave, stdout=slave, stderr=subprocess.DEVNULL, env=environ, start_new_session=True):
         os.close(slave)
