@@ -1,11 +1,12 @@
 """Clusters of shared_rpc on Ray: one build for all nodes, whose bytes Ray brings to each, and a tensor transport for actors.
 
-:func:`refresh`, :func:`invalidate` and :func:`status` are for any process on a node of the Ray cluster::
+:class:`Cluster` is for any process on a node of the Ray cluster::
 
-    import shared_rpc_ray
+    from shared_rpc_ray import Cluster
 
-    change = shared_rpc_ray.refresh("load_model", "llama", version=2)
-    print(change.nodes, change.left_out)
+    with Cluster() as cluster:
+        for change in cluster.refresh("load_model", "llama"):
+            print(change.version, change.nodes, change.left_out)
 
 Importing this package imports no Ray.
 """
@@ -16,9 +17,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shared_rpc_ray.client import Change, Cluster, invalidate, invalidate_endpoint, refresh, status
+    from shared_rpc_ray.client import Cluster
+    from shared_rpc_ray.messages import Change
 
-__all__ = ["Change", "Cluster", "__version__", "invalidate", "invalidate_endpoint", "refresh", "status"]
+__all__ = ["Change", "Cluster", "__version__"]
 
 __version__ = "0.1.0"
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, cast
+from itertools import islice
+from typing import Any, cast
 
 import msgspec
 import ray
@@ -40,7 +40,6 @@ from shared_rpc.operations.sources import AsyncSource
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.infos import ClusterStatus, EndpointInfo
-from shared_rpc.protocol.own_files import open_own
 from shared_rpc.protocol.sources import Miss
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import decode_call
@@ -57,25 +56,17 @@ _CONNECT = 1.0
 #: Seconds between two comparisons of what the broker holds with what it held, as it evicts and invalidates by itself.
 _LOOK = 2.0
 #: Parts that a receiver has under way while it writes another one.
-_AHEAD = 1
+_AHEAD = 2
 #: Seconds in which a source answers for a part, and Ray brings it.
 _ANSWER = 60.0
 #: Seconds for which a build that the directory ordered may have neither a miss nor a run.
 _BUILD_APPEARS = 5.0
 #: Lines for the server's log that the joiner has not read; older ones are dropped.
 _LINES = 1000
-#: Bytes of a memo at most.
-_MEMO = 16 << 20
 #: Seconds before a lost directory is looked for again, at most.
 _PAUSE = 0.5
-
-
-class _Work(NamedTuple):
-    """An order that is being carried out, and how far it has come."""
-
-    doing: dict[str, Any]
-    since: float
-    task: asyncio.Task[Any]
+#: What an agent does for a refresh, unlike the receipt of what is current.
+_CANDIDATE = "receive a candidate of"
 
 
 class NodeAgent:
@@ -96,7 +87,7 @@ class NodeAgent:
         #: Misses without an answer.
         self._misses: dict[Key, Miss] = {}
         #: Orders that are being carried out, by what is done, the key and the version.
-        self._running: dict[tuple[Any, ...], _Work] = {}
+        self._running: dict[tuple[Any, ...], asyncio.Task[Any]] = {}
         #: Records that are being sent, by object, size of parts and mover.
         self._sendings: dict[tuple[str, int, str], Sending] = {}
         self._exporting = asyncio.Lock()
@@ -129,40 +120,39 @@ class NodeAgent:
 
     async def state(self) -> Statement:
         """State what the broker holds, and which builds run here."""
-        versions = self._read_memo()
+        known = {held.object_id: held.version for held in self._held.values()}
         self._held = {
-            key: Held(versions.get(object_id, Version(0, object_id)), object_id, nbytes)
+            key: Held(known.get(object_id, Version(0, object_id)), object_id, nbytes)
             for key, object_id, nbytes in await self._listed()
         }
         builds = tuple(what[1] for what in self._running if what[0] == "build")
         return Statement(self._place.node, self._place.ray_node.address, self._broker, self._facts, self._held, builds)
 
     async def doing(self) -> dict[str, Any]:
-        """Return the bytes that have come and gone, and the orders that are being carried out."""
-        doing = [{**work.doing, "seconds": time.monotonic() - work.since} for work in self._running.values()]
-        return {"received": self._received, "sent": self._sent, "doing": doing}
+        """Return the bytes that have come and gone, and a line for each order that is being carried out."""
+        return {"received": self._received, "sent": self._sent, "doing": self._doing()}
+
+    def _doing(self) -> list[str]:
+        return [f"{what[0]} {what[1].cache_key}" for what in self._running]
 
     async def build(self, key: Key, number: int) -> tuple[str, int]:
         """Have the broker build what its callers miss; return the object's id and size."""
-        work = self._once(("build", key), {"what": "build"}, key, lambda: self._build(key, number))
-        return cast("tuple[str, int]", await work)
+        return cast("tuple[str, int]", await self._once(("build", key), lambda: self._build(key, number)))
 
     async def prepare(self, key: Key, number: int, payload: bytes) -> tuple[str, int]:
         """Have the broker build a candidate; return its id and size."""
-        work = self._once(("prepare", key, number), {"what": "prepare"}, key, lambda: self._prepare(key, payload))
-        return cast("tuple[str, int]", await work)
+        return cast("tuple[str, int]", await self._once(("prepare", key, number), lambda: self._prepare(key, payload)))
 
     async def receive(self, order: Receive) -> None:
         """Receive a version from another node."""
-        doing = {"what": "receive", "source": order.source, "nbytes": 0, "of": order.nbytes}
         if order.candidate:  # one that is still coming is of a directory that was lost
             self._cancel_candidates(order.key, order.version)
-        what = ("candidate" if order.candidate else "receive", order.key, order.version)
-        await self._once(what, doing, order.key, lambda: self._receive(order, doing))
+        what = _CANDIDATE if order.candidate else "receive"
+        await self._once((what, order.key, order.version), lambda: self._receive(order))
 
     async def promote(self, key: Key, version: Version) -> None:
         """Make a candidate the current object."""
-        await self._once(("promote", key), {"what": "promote"}, key, lambda: self._promote(key, version))
+        await self._once(("promote", key), lambda: self._promote(key, version))
 
     async def discard(self, key: Key, version: Version) -> None:
         """Give up a candidate, or its receipt."""
@@ -171,9 +161,9 @@ class NodeAgent:
             await self._candidates.pop(key)[1].release()
 
     def _cancel_candidates(self, key: Key, wanted: Version | None = None) -> None:
-        for what, work in self._running.items():
-            if what[:2] == ("candidate", key) and what[2] != wanted:
-                work.task.cancel()
+        for what, task in self._running.items():
+            if what[:2] == (_CANDIDATE, key) and what[2] != wanted:
+                task.cancel()
 
     async def invalidate(self, key: Key) -> None:
         """Drop a call's object."""
@@ -193,7 +183,7 @@ class NodeAgent:
         elif found is not None and found.version.origin == version.origin:
             object_id = found.object_id
         else:
-            raise ClusterError(f"{self._place.node} has no version {version.number} of {key.cache_key}", reason="failed")
+            raise ClusterError(f"{self._place.node} has no version {version.number} of {key.cache_key}")
         nbytes = part_nbytes(min(store_nbytes, self._place.ray_node.store_nbytes))
         mover = mover if mover == self._place.mover and not order.again else "objects"
         sending = await self._sending(object_id, nbytes, mover)
@@ -330,7 +320,7 @@ class NodeAgent:
             objects=len(self._held),
             bytes_received=self._received,
             bytes_sent=self._sent,
-            activity=[_described(work.doing) for work in self._running.values()],
+            activity=self._doing(),
         )
         with contextlib.suppress(SharedRPCError):  # if the broker has ended, the source notices it
             await self._source.report(status)
@@ -343,15 +333,13 @@ class NodeAgent:
 
     # Orders.
 
-    async def _once(self, what: tuple[Any, ...], doing: dict[str, Any], key: Key, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Carry an order out, or join it if it runs already."""
+    async def _once(self, what: tuple[Any, ...], work: Callable[[], Awaitable[Any]]) -> Any:
+        """Carry an order out, or join it if it runs already. ``what`` begins with the order and its key."""
         if what not in self._running:
-            doing |= {"endpoint": key.endpoint, "cache_key": key.cache_key}
-            task = self._tasks.spawn(self._carried_out(what, key, work))
-            self._running[what] = _Work(doing, time.monotonic(), task)
-        return await asyncio.shield(self._running[what].task)
+            self._running[what] = self._tasks.spawn(self._carried_out(what, work))
+        return await asyncio.shield(self._running[what])
 
-    async def _carried_out(self, what: tuple[Any, ...], key: Key, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def _carried_out(self, what: tuple[Any, ...], work: Callable[[], Awaitable[Any]]) -> Any:
         try:
             return await work()
         except (ConnectError, ConnectionClosed) as error:
@@ -359,7 +347,7 @@ class NodeAgent:
         except RemoteError:
             raise
         except (SourceFailed, SharedRPCError) as error:
-            self._say(f"{key.cache_key} failed here: {type(error).__name__}: {error}")
+            self._say(f"{what[1].cache_key} failed here: {type(error).__name__}: {error}")
             raise
         finally:
             del self._running[what]
@@ -376,40 +364,19 @@ class NodeAgent:
             for found, object_id, _ in await self._listed():
                 if found == key:
                     return await self._note(key, Version(number, object_id))
-            if await self._is_running(key):
+            runs = await self._client.list_runs()
+            if any(run["cache_key"] == key.cache_key and run["status"] in ("pending", "running") for run in runs):
                 until = time.monotonic() + _BUILD_APPEARS
             elif time.monotonic() > until:
-                raise ClusterError(f"no call waits for {key.cache_key} at {self._place.node}", reason="failed")
+                raise ClusterError(f"no call waits for {key.cache_key} at {self._place.node}")
             await asyncio.sleep(0.1)
-
-    async def _is_running(self, key: Key) -> bool:
-        runs = await self._client.list_runs()
-        return any(run["cache_key"] == key.cache_key and run["status"] in ("pending", "running") for run in runs)
 
     async def _note(self, key: Key, version: Version, object_id: str = "") -> tuple[str, int]:
         """Note that a version is current in the broker."""
         object_id = object_id or version.origin
         info = await self._client.get_object_info(object_id)
         self._held[key] = Held(version, object_id, info["nbytes"])
-        self._write_memo()
         return object_id, info["nbytes"]
-
-    # The memo is a file beside the broker's socket that says which object is which version. The broker outlives its agent and
-    # Ray; without it a new agent would take equal objects of two nodes for different ones, and have one of them sent again.
-
-    def _read_memo(self) -> dict[str, Version]:
-        try:
-            with open(open_own(f"{self._place.socket}.cluster", os.O_RDWR), "rb") as file:
-                return msgspec.json.decode(file.read(_MEMO) or b"{}", type=dict[str, Version])
-        except (OSError, ConfigurationError, msgspec.DecodeError):
-            return {}
-
-    def _write_memo(self) -> None:
-        path = f"{self._place.socket}.cluster"
-        with contextlib.suppress(OSError, ConfigurationError):
-            with open(open_own(f"{path}~", os.O_WRONLY | os.O_TRUNC), "wb") as file:
-                file.write(msgspec.json.encode({held.object_id: held.version for held in self._held.values()}))
-            os.replace(f"{path}~", path)
 
     async def _prepare(self, key: Key, payload: bytes) -> tuple[str, int]:
         args, kwargs = msgspec.msgpack.decode(payload, type=tuple[bytes, bytes])
@@ -431,7 +398,7 @@ class NodeAgent:
         if not self._has_candidate(key, version):
             if key in self._held and self._held[key].version == version:
                 return
-            raise ClusterError("the candidate is not there any more", reason="failed")
+            raise ClusterError("the candidate is not there any more")
         _, handle = self._candidates.pop(key)
         try:
             generation = await self._client.promote(handle)
@@ -451,7 +418,7 @@ class NodeAgent:
 
     # Transfers.
 
-    async def _receive(self, order: Receive, doing: dict[str, Any]) -> None:
+    async def _receive(self, order: Receive) -> None:
         key, version = order.key, order.version
         if self._has_candidate(key, version):
             if not order.candidate:
@@ -459,7 +426,7 @@ class NodeAgent:
             return
         if not order.candidate and key in self._held and self._held[key].version == version:
             return
-        async with await self._received_room(order, doing) as room:
+        async with await self._received_room(order) as room:
             if order.candidate:
                 await self._keep_candidate(key, version.origin, await self._client.adopt_candidate(room))
             else:
@@ -480,42 +447,42 @@ class NodeAgent:
                 raise
         return (await self._client.adopt(room)).object_id
 
-    async def _received_room(self, order: Receive, doing: dict[str, Any]) -> AsyncExportedRecord:
+    async def _received_room(self, order: Receive) -> AsyncExportedRecord:
         """Return a room of the broker with the bytes of a version, of which a few parts are under way at a time.
 
         :raises SourceFailed: if the source could not send it, or a digest differs.
         """
-        under_way = asyncio.Semaphore(_AHEAD + 1)
-        waiting: deque[tuple[Part, asyncio.Task[tuple[Any, bytes]]]] = deque()
+        ahead: deque[tuple[Part, asyncio.Task[tuple[Any, bytes]]]] = deque()
+        room: AsyncExportedRecord | None = None
 
         async def fetched(number: int) -> tuple[Any, bytes]:
-            await under_way.acquire()
             async with asyncio.timeout(_ANSWER):
                 [reference], digest = await order.agent.part.remote(object_id, nbytes, mover, number)
                 return (await reference if mover == "objects" else reference), digest
 
-        room: AsyncExportedRecord | None = None
+        def fetch(count: int) -> None:
+            ahead.extend((parts[number], asyncio.create_task(fetched(number))) for number in islice(numbers, count))
+
         try:
             async with asyncio.timeout(_ANSWER):
                 offer = await order.agent.offer.remote(order, self._place.ray_node.store_nbytes, self._place.mover)
             object_id, encoded, nbytes, mover, first = offer
             header = RecordHeader.from_bytes(encoded)
             parts = parts_of(header.segments, nbytes)
-            waiting.extend((parts[number], asyncio.create_task(fetched(number))) for number in in_turn(len(parts), first))
+            numbers = in_turn(len(parts), first)
+            fetch(_AHEAD)
             room = await self._client.allocate(header)
-            while waiting:
-                part, task = waiting[0]
+            while ahead:
+                part, task = ahead.popleft()
                 given, digest = await task
-                waiting.popleft()
-                under_way.release()
+                fetch(1)
                 if digest != await _uninterrupted(asyncio.to_thread(take, given, room, part, mover)):
                     raise SourceFailed(f"the digests do not fit: what arrived from {order.source} is damaged")
                 del given, task  # Ray frees the part
-                doing["nbytes"] += part.nbytes
                 self._received += part.nbytes
             return room
         except BaseException as error:
-            for _, task in waiting:
+            for _, task in ahead:
                 task.cancel()
             if room is not None:
                 await room.close()
@@ -558,8 +525,3 @@ async def _uninterrupted(work: Awaitable[Any]) -> Any:
         while not task.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([task])
-
-
-def _described(doing: dict[str, Any]) -> str:
-    text = f"{doing['what']} {doing['cache_key']}"
-    return f"{text} from {doing['source']}, {doing['nbytes']} of {doing['of']} bytes" if "of" in doing else text

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from shared_rpc.cli.options import Arguments, Json, keywords
-from shared_rpc.cli.rendering import as_json, lasted, several, size, table
+from shared_rpc.cli.rendering import as_json, several, size, table
 from shared_rpc.errors import one_line
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def status(name: Name = None, address: Address = None, json: Json = False) -> No
                 node["broker"],
                 size(node["received"] or 0),
                 size(node["sent"] or 0),
-                "; ".join(map(_doing, node["doing"])) or "-",
+                "; ".join(node["doing"]) or "-",
             )
             for name, node in found["nodes"].items()
         ],
@@ -85,7 +85,7 @@ def refresh(endpoint: str, arguments: Call = None, name: Name = None, address: A
     Exit code 1 if a node was left out or a kind of nodes has no new version.
     """
     with _connected(name, address) as cluster:
-        changes = cluster.refresh_all(endpoint, **keywords(arguments))
+        changes = cluster.refresh(endpoint, **keywords(arguments))
     _show(changes, json)
 
 
@@ -99,7 +99,7 @@ def invalidate(endpoint: str, arguments: Call = None, name: Name = None, address
 
 def _show(changes: list[Change], json: bool) -> None:
     if json:
-        as_json(msgspec.to_builtins(changes))
+        as_json(msgspec.to_builtins(changes, enc_hook=str))
     elif not changes:
         print("no node has it")
     else:
@@ -110,11 +110,6 @@ def _show(changes: list[Change], json: bool) -> None:
                 print(f"  left out: {one_line(node)}: {one_line(reason)}")
     if any(change.error or change.left_out for change in changes):
         raise typer.Exit(1)
-
-
-def _doing(work: dict[str, Any]) -> str:
-    text = f"{work['what']} {work['endpoint']} for {lasted(work['seconds'])}"
-    return f"{text}, {size(work['nbytes'])} of {size(work['of'])} from {work['source']}" if "of" in work else text
 
 
 def _versions(key: dict[str, Any]) -> list[str]:

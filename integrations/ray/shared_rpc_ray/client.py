@@ -5,9 +5,8 @@ An agent computes the key of a call, and the directory does the rest; nothing of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, cast
 
 import msgspec
 import ray
@@ -18,11 +17,8 @@ from shared_rpc.errors import ClusterError, DeadlineExceeded, EndpointNotFound, 
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.values import DtypeRef, encode_call, lower_call, refuse
-from shared_rpc_ray.membership import actor_name, connect, find, named, reason_of
+from shared_rpc_ray.membership import actor_name, cluster_settings, connect, find, named, reason_of
 from shared_rpc_ray.messages import Change, Key, Lost
-from shared_rpc_ray.settings import cluster_settings
-
-__all__ = ["Change", "Cluster", "invalidate", "invalidate_endpoint", "refresh", "status"]
 
 #: Seconds for the directory's status: it may be starting again.
 _PATIENCE = 10.0
@@ -74,55 +70,48 @@ class Cluster:
         except (Lost, DeadlineExceeded) as error:
             raise ClusterError(f"the directory of cluster {self.name!r} does not answer: {error}") from error
 
-    def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> Change:
+    def refresh(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
         """Build a new version of a cached call's object once, bring it to every node that has one, and make it current there.
 
         Calls get the present version until all nodes that can have the new one; then all change over, in milliseconds. A node
         that fails, or takes too long, is left out and named. Where no node has the object, one builds it.
 
-        Nodes of another kind, as with another device, build for themselves; this returns the outcome for the kind of node
-        that was asked, and :meth:`refresh_all` that of every kind. An exception of the endpoint there is raised here.
+        Nodes of another kind, as with another device, build for themselves: there is an outcome for each kind of node, that of
+        the asked node's kind first. Where only some kinds have a new version, the ``error`` of the others' changes says why.
 
         :raises EndpointNotFound: if no node has such an endpoint.
         :raises ConfigurationError: if the call is not managed and cached.
-        :raises ClusterError: if no node of that kind could build it, and for a cluster without nodes.
+        :raises ClusterError: if no node could build it, and for a cluster without nodes. An exception of the endpoint is
+            raised with its own type.
         """
-        [(change, error), *_] = self._refreshed(endpoint, args, kwargs)
-        if error is not None:
-            _raise(change, error)
-        return change
-
-    def refresh_all(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
-        """Behave as :meth:`refresh`; return the outcomes for all kinds of nodes, that of the asked node's kind first.
-
-        Where some kinds of nodes have a new version and others do not, the ``error`` of the latters' changes says why. An
-        exception of the endpoint is raised here if no kind has one.
-        """
-        return _changes(self._refreshed(endpoint, args, kwargs))
+        encoded = _encoded(args, kwargs)
+        node, key = self._asked(endpoint, encoded)
+        return self._changes("refresh", node, key, msgspec.msgpack.encode(encoded))
 
     def invalidate(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
         """Drop a call's object on every node. Handles stay valid, and the next call, on any node, builds it again."""
         _, key = self._asked(endpoint, _encoded(args, kwargs))
-        return _changes(self._results("invalidate", endpoint, key.cache_key))
+        return self._changes("invalidate", endpoint, key.cache_key)
 
     def invalidate_endpoint(self, endpoint: str) -> list[Change]:
         """Drop all objects of an endpoint on every node: see :meth:`invalidate`."""
         self._asked(endpoint, None)
-        return _changes(self._results("invalidate", endpoint, None))
+        return self._changes("invalidate", endpoint, None)
 
-    def _refreshed(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Change, Exception | None]]:
-        """Refresh a call's object; return the outcomes for all kinds of nodes, that of the asked node's kind first."""
-        encoded = _encoded(args, kwargs)
-        node, key = self._asked(endpoint, encoded)
-        return self._results("refresh", node, key, msgspec.msgpack.encode(encoded))
-
-    def _results(self, method: str, *arguments: Any) -> list[tuple[Change, Exception | None]]:
+    def _changes(self, method: str, *arguments: Any) -> list[Change]:
+        """Have the directory change something; raise what failed for all kinds of nodes."""
         try:
-            return list(_got(getattr(self._directory(), method).remote(*arguments), self._timeout))
+            changes: list[Change] = _got(getattr(self._directory(), method).remote(*arguments), self._timeout)
         except Lost as error:
             raise ClusterError(
                 f"the directory was lost, and with it the answer; 'shared-rpc cluster status' shows what is current: {error}"
             ) from error
+        if changes and all(change.error is not None for change in changes):
+            why = changes[0].error
+            if isinstance(why, RemoteError):  # of its own type, where that can be rebuilt
+                raise_error(m.Error(*to_wire(why), endpoint_raised=bool(why.pickled)), Frame(0, 0, b"", why.pickled))
+            raise ClusterError(f"{changes[0].cache_key} has no new version: {why}") from why
+        return changes
 
     def _asked(self, endpoint: str, encoded: tuple[bytes, bytes] | None) -> tuple[str, Key]:
         """Return a node whose broker has an endpoint, one of this machine first, and the key of a call, if there is one.
@@ -180,43 +169,3 @@ def _leaf(value: Any, path: str) -> DtypeRef:
     if f"{type(value).__module__}.{type(value).__qualname__}" == "torch.dtype":
         return DtypeRef(str(value).removeprefix("torch."))
     refuse(value, path)
-
-
-def _changes(outcomes: list[tuple[Change, Exception | None]]) -> list[Change]:
-    if outcomes and all(error is not None for _, error in outcomes):
-        change, error = outcomes[0]
-        assert error is not None, "all have one"
-        _raise(change, error)
-    return [change for change, _ in outcomes]
-
-
-def _raise(change: Change, error: Exception) -> NoReturn:
-    """Raise why nothing has changed: an endpoint's exception with its own type, where that can be rebuilt."""
-    if isinstance(error, RemoteError):
-        raise_error(m.Error(*to_wire(error), endpoint_raised=bool(error.pickled)), Frame(0, 0, b"", error.pickled))
-    raise ClusterError(f"{change.cache_key} has no new version: {error}", reason="failed") from error
-
-
-def _once(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with Cluster() as cluster:
-        return method(cluster, *args, **kwargs)
-
-
-def refresh(endpoint: str, /, *args: Any, **kwargs: Any) -> Change:
-    """Connect, and :meth:`Cluster.refresh`."""
-    return cast(Change, _once(Cluster.refresh, endpoint, *args, **kwargs))
-
-
-def invalidate(endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
-    """Connect, and :meth:`Cluster.invalidate`."""
-    return cast("list[Change]", _once(Cluster.invalidate, endpoint, *args, **kwargs))
-
-
-def invalidate_endpoint(endpoint: str) -> list[Change]:
-    """Connect, and :meth:`Cluster.invalidate_endpoint`."""
-    return cast("list[Change]", _once(Cluster.invalidate_endpoint, endpoint))
-
-
-def status() -> Mapping[str, Any]:
-    """Connect, and :meth:`Cluster.status`."""
-    return cast("Mapping[str, Any]", _once(Cluster.status))

@@ -42,9 +42,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 300.0
 #: Nodes that have left, of which the reason is known.
 _GONE = 20
 
-#: Outcome of a change for one key, with the exception if it failed.
-_Outcome = tuple[Change, Exception | None]
-
 
 @dataclass(eq=False)
 class _Member:
@@ -72,7 +69,7 @@ class _Entry:
     mending: set[str] = field(default_factory=set)
     #: One refresh or invalidation at a time. Refreshes that wait for it, by their arguments.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    queued: dict[bytes, asyncio.Task[_Outcome]] = field(default_factory=dict)
+    queued: dict[bytes, asyncio.Task[Change]] = field(default_factory=dict)
     next_number: int = 1
     #: Versions below this number were invalidated, and these, which may have no number.
     valid_from: int = 0
@@ -105,19 +102,15 @@ class _Entry:
         return [node for node, version in self.holders.items() if version == self.version]
 
     def change(
-        self, version: Version | None, nodes: Iterable[str], left_out: dict[str, str], error: Exception | None = None
-    ) -> _Outcome:
-        """Return the outcome of a change."""
-        key = self.key
+        self, version: Version | None, nodes: Iterable[str], failures: dict[str, Exception], error: Exception | None = None
+    ) -> Change:
+        """Return the outcome of a change. Nodes that failed, and hold another version, are left out until they get this one."""
+        key, left_out = self.key, {name: str(failure) for name, failure in failures.items()}
+        if error is None:
+            self.left_out.update({name: left_out[name] for name in left_out.keys() & self.holders.keys()})
         kind = {name: getattr(key.group, name) for name in FACTS}
         number = version.number if version is not None else None
-        text = str(error) if error is not None else ""
-        return Change(key.endpoint, key.cache_key, kind, number, tuple(sorted(nodes)), left_out, text), error
-
-    def unchanged(self, failures: dict[str, Exception], problem: str) -> _Outcome:
-        """Return the outcome of a refresh that has failed."""
-        reasons = _texts(failures)
-        return self.change(None, (), reasons, ClusterError(f"{problem}: {'; '.join(reasons.values())}"))
+        return Change(key.endpoint, key.cache_key, kind, number, tuple(sorted(nodes)), left_out, error)
 
 
 class Directory:
@@ -202,7 +195,7 @@ class Directory:
                     continue
                 if len(failures) >= BUILDERS:
                     why = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
-                    raise ClusterError(f"{len(failures)} nodes could not build {key.cache_key}: {why}", reason="failed")
+                    raise ClusterError(f"{len(failures)} nodes could not build {key.cache_key}: {why}")
                 if entry.build is None:
                     entry.build, entry.builder = self._tasks.spawn(self._build(entry, node)), node
                 builder, build = entry.builder, entry.build
@@ -217,14 +210,14 @@ class Directory:
 
     # Methods for users.
 
-    async def refresh(self, node: str, key: Key, payload: bytes) -> list[_Outcome]:
+    async def refresh(self, node: str, key: Key, payload: bytes) -> list[Change]:
         """Refresh a call for each group of nodes that holds it, that of the key first; where none does, a node builds it."""
         await self._recovered.wait()
         entries = self._held(key.endpoint, key.cache_key) or [self._entry(key)]
         entries.sort(key=lambda entry: entry.key != key)
         return await asyncio.gather(*(self._queue_refresh(entry, node, payload) for entry in entries))
 
-    async def invalidate(self, endpoint: str, cache_key: str | None) -> list[_Outcome]:
+    async def invalidate(self, endpoint: str, cache_key: str | None) -> list[Change]:
         """Invalidate a call, or all calls of an endpoint, on every node."""
         await self._recovered.wait()
         return await asyncio.gather(*map(self._invalidate, self._held(endpoint, cache_key)))
@@ -394,17 +387,17 @@ class Directory:
                     failed[source] += 1
                     problem = f"{source}: {error}"
         except (Lost, SharedRPCError) as error:
-            raise ClusterError(str(error), reason="failed") from error
-        raise ClusterError(f"{entry.key.cache_key} could not be received: {problem}", reason="failed")
+            raise ClusterError(str(error)) from error
+        raise ClusterError(f"{entry.key.cache_key} could not be received: {problem}")
 
     # Changes.
 
-    def _queue_refresh(self, entry: _Entry, node: str, payload: bytes) -> Awaitable[_Outcome]:
+    def _queue_refresh(self, entry: _Entry, node: str, payload: bytes) -> Awaitable[Change]:
         if payload not in entry.queued:
             entry.queued[payload] = self._tasks.spawn(self._refresh(entry, node, payload))
         return asyncio.shield(entry.queued[payload])
 
-    async def _refresh(self, entry: _Entry, node: str, payload: bytes) -> _Outcome:
+    async def _refresh(self, entry: _Entry, node: str, payload: bytes) -> Change:
         async with entry.lock:
             entry.queued.pop(payload, None)
             holders = list(entry.holders) or [node]
@@ -417,9 +410,9 @@ class Directory:
                 except (Lost, SharedRPCError) as error:
                     failures[builder] = error
                     if isinstance(error, RemoteError):
-                        return entry.change(None, (), _texts(failures), error)
+                        return entry.change(None, (), failures, error)
             else:
-                return entry.unchanged(failures, "no node could build it")
+                return entry.change(None, (), failures, _failed("no node could build it", failures))
             version = Version(number, origin)
             ready = [builder]
 
@@ -435,21 +428,21 @@ class Directory:
                 self._tasks.spawn(self._ask(name, "discard", entry.key, version))
             promoted = outcomes.keys() - failures.keys()
             if not promoted:
-                return entry.unchanged(failures, "no node could promote it")
-            entry.left_out.update({name: str(reason) for name, reason in failures.items() if name in entry.holders})
+                return entry.change(None, (), failures, _failed("no node could promote it", failures))
+            change = entry.change(version, promoted, failures)
             for name in promoted:
                 self._hold(entry, name, version, nbytes)
-            return entry.change(version, promoted, _texts(failures))
+            return change
 
-    async def _invalidate(self, entry: _Entry) -> _Outcome:
+    async def _invalidate(self, entry: _Entry) -> Change:
         async with entry.lock:
             entry.invalidate()
             holders = list(entry.holders)
             outcomes = await self._each(holders, lambda name: self._drop(entry, name), _PROMOTE)
             failures = {name: found for name, found in outcomes.items() if isinstance(found, Exception)}
-            entry.left_out.update({name: str(reason) for name, reason in failures.items() if name in entry.holders})
+            change = entry.change(None, set(holders) - failures.keys(), failures)
             self._mend(entry)
-            return entry.change(None, set(holders) - failures.keys(), _texts(failures))
+            return change
 
     # Helpers.
 
@@ -485,5 +478,5 @@ class Directory:
         }
 
 
-def _texts(failures: dict[str, Exception]) -> dict[str, str]:
-    return {name: str(error) for name, error in failures.items()}
+def _failed(problem: str, failures: dict[str, Exception]) -> ClusterError:
+    return ClusterError(f"{problem}: {'; '.join(map(str, failures.values()))}")

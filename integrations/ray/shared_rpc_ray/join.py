@@ -11,9 +11,11 @@ import argparse
 import contextlib
 import logging
 import os
+import platform
 import signal
 import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 
 import ray
 from ray import experimental
@@ -22,9 +24,8 @@ from ray.exceptions import RayError
 from shared_rpc.errors import ClusterError, ConfigurationError, SharedRPCError
 from shared_rpc.settings import source_token
 from shared_rpc_ray.agent import NodeAgent
-from shared_rpc_ray.membership import actor_name, alive_nodes, connect, find_or_create, node_of
+from shared_rpc_ray.membership import actor_name, alive_nodes, cluster_settings, connect, find_or_create, node_of
 from shared_rpc_ray.messages import AgentPlace
-from shared_rpc_ray.settings import cluster_settings, facts_here
 
 #: Seconds between two attempts to have an agent.
 _PAUSE = 0.5
@@ -81,6 +82,17 @@ def _stay(socket: str, name: str | None) -> None:
             _print(problem)
         printed = problem
         time.sleep(_PAUSE)
+
+
+def facts_here() -> dict[str, str]:
+    """Return the facts of this process's environment, which is the broker's too."""
+    facts = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for package, name in (("torch", "torch"), ("shared-rpc", "shared_rpc")):
+        try:
+            facts[name] = version(package)
+        except PackageNotFoundError:
+            facts[name] = ""
+    return facts
 
 
 def _wait_for_ray(address: str) -> None:

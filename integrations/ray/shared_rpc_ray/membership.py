@@ -4,20 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shared_rpc.errors import ClusterError, SharedRPCError
+from shared_rpc.errors import ClusterError, ConfigurationError, SharedRPCError
+from shared_rpc.settings import CLUSTER_NAME
 from shared_rpc_ray.messages import Lost, RayNode, SourceFailed
 
 _log = logging.getLogger("shared_rpc_ray")
 
 #: Of all actors of this library.
 NAMESPACE = "shared_rpc"
+#: What carries bytes between nodes: Ray's object store, or its tensor transport over NIXL, whose actors import torch.
+MOVERS = ("objects", "nixl")
+
+
+class ClusterSettings(NamedTuple):
+    """Settings of a server that is part of a cluster.
+
+    :param name: of the cluster: several share one Ray cluster without affecting each other.
+    :param address: of Ray, as Ray itself reads it.
+    :param node: the beginning of the id of this server's Ray node, where the machine has several.
+    :param mover: one of :data:`MOVERS`.
+    """
+
+    name: str
+    address: str
+    node: str
+    mover: str
+
+
+def cluster_settings() -> ClusterSettings:
+    """Read ``SHARED_TENSOR_CLUSTER``, ``RAY_ADDRESS``, ``SHARED_TENSOR_CLUSTER_NODE`` and ``SHARED_TENSOR_CLUSTER_MOVER``.
+
+    :raises ConfigurationError: for a mover that does not exist.
+    """
+    variables = (f"SHARED_TENSOR_CLUSTER{end}" for end in ("", "_NODE", "_MOVER"))
+    name, node, mover, address = (os.environ.get(name, "").strip() for name in (*variables, "RAY_ADDRESS"))
+    if mover and mover not in MOVERS:
+        raise ConfigurationError(f"SHARED_TENSOR_CLUSTER_MOVER={mover!r}: use {' or '.join(MOVERS)}")
+    return ClusterSettings(name if CLUSTER_NAME.fullmatch(name) else "default", address, node, mover or MOVERS[0])
 
 
 def first_line(error: BaseException) -> str:

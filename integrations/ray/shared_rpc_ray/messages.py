@@ -85,7 +85,7 @@ class Change(msgspec.Struct, frozen=True):
     ``kind`` are the device and the versions that the nodes have in common; a call is built for each kind by itself.
     ``version`` is the cluster's number of what is current now, None after an invalidation. It was done on ``nodes``;
     ``left_out`` has the other nodes that had the object, with the reason for each: they get the current version, or drop
-    theirs, as soon as they can. ``error`` says why nothing has changed, ``""`` otherwise.
+    theirs, as soon as they can. ``error`` is why nothing has changed, None otherwise.
     """
 
     endpoint: str
@@ -94,7 +94,7 @@ class Change(msgspec.Struct, frozen=True):
     version: int | None
     nodes: tuple[str, ...]
     left_out: dict[str, str]
-    error: str = ""
+    error: Exception | None = None
 
 
 class RayNode(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ class AgentPlace(msgspec.Struct, frozen=True):
     :param node: the node's unique name in the cluster.
     :param ray_node: that on which the agent runs.
     :param socket: that of the broker.
-    :param mover: one of :data:`shared_rpc_ray.settings.MOVERS`.
+    :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
     :param gpus: the GPUs that the broker sees: Ray hides them from actors that reserve none.
     :param token: proves to the broker that it started the joiner.
     :param facts: those of :data:`FACTS`, apart from the broker's device.

@@ -68,7 +68,7 @@ class Sending:
 
     :param record: taken over.
     :param nbytes: bytes of a part.
-    :param mover: one of :data:`shared_rpc_ray.settings.MOVERS`.
+    :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
     :param on_idle: called when no receiver has asked for a part in the last :data:`_IDLE` seconds: to close this.
     """
 

@@ -24,7 +24,7 @@ def test_a_refresh_is_built_once_and_reaches_every_node(cluster: Sites, name: st
     """A process that holds the version before keeps it."""
     before = loading(cluster.sites, name)
     holder = cluster.sites[0].got(cluster.sites[0].start(name))
-    change = users.refresh("load_model", name)
+    [change] = users.refresh("load_model", name)
     assert (change.version, len(change.nodes), change.left_out) == (2, 3, {})
     after = loading(cluster.sites, name)
     assert len(cluster.builds(name)) == 2
@@ -35,7 +35,7 @@ def test_a_refresh_is_built_once_and_reaches_every_node(cluster: Sites, name: st
 
 def test_a_refresh_of_what_nobody_has_builds_it(cluster: Sites, name: str, users: Cluster) -> None:
     """Once; the other nodes get it when they ask for it."""
-    change = users.refresh("load_model", name)
+    [change] = users.refresh("load_model", name)
     assert (len(change.nodes), change.left_out) == (1, {})
     assert len({got.digest for got in loading(cluster.sites, name)}) == 1
     assert len(cluster.builds(name)) == 1
@@ -51,7 +51,7 @@ def test_two_refreshes_at_once_come_one_after_the_other(
     until(lambda: len(cluster.builds(name)) == 2, "the first one builds")
     second = threads.submit(users.refresh, "load_model", name)
     gate.unlink()
-    assert {first.result(60).version, second.result(60).version} == {2, 3}
+    assert {change.version for queued in (first, second) for change in queued.result(60)} == {2, 3}
     assert cluster.key(name)["version"] == 3
     assert len({got.digest for got in loading(cluster.sites, name)}) == 1
 
@@ -108,7 +108,7 @@ def test_a_node_that_gets_nothing_whole_is_left_out_and_mended(cluster: Sites, n
     loading(cluster.sites, name)
     refused = cluster.hold("refuse", third)
     try:
-        change = users.refresh("load_model", name)
+        [change] = users.refresh("load_model", name)
         assert set(change.left_out) == {third.node} and set(change.nodes) == {first.node, second.node}
         assert "not today" in change.left_out[third.node]
         assert first.load(name).digest == second.load(name).digest != third.load(name).digest

@@ -130,7 +130,7 @@ def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, los
     node = lost.node
     before_bytes = received_by(cluster, node)
     held = cluster.hold("take", third)
-    change: Future[Change] = threads.submit(Cluster(timeout=150.0).refresh, "load_model", name)
+    refresh: Future[list[Change]] = threads.submit(Cluster(timeout=150.0).refresh, "load_model", name)
     until(lambda: cluster.held("take", third), "one node is not ready")
     until(lambda: received_by(cluster, node) > before_bytes, "the other one is")
     assert first.load(name).digest == before.digest
@@ -138,7 +138,7 @@ def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, los
     if loss != "agent":  # that comes back
         until(lambda: node not in cluster.status()["nodes"], "the loss is noticed")
     held.unlink()
-    done = change.result(120)
+    [done] = refresh.result(120)
     assert {first.node, second.node} <= set(done.nodes)
     # Where the loss was noticed late, the directory has not waited for the one that was held up.
     until(lambda: cluster.key(name)["nodes"].get(third.node) == done.version, "all have changed over")
@@ -205,13 +205,14 @@ def test_the_directory_is_lost_during_a_swap(cluster: Sites, name: str, threads:
     *_, third = cluster.sites[:3]
     [before, *_] = loading(cluster.sites[:3], name)
     held = cluster.hold("take", third)
-    change = threads.submit(Cluster(timeout=100.0).refresh, "load_model", name)
+    refresh = threads.submit(Cluster(timeout=100.0).refresh, "load_model", name)
     until(lambda: cluster.held("take", third), "one node is not ready")
     ray.kill(find(actor_name("default", "directory")), no_restart=False)
     until(lambda: len(cluster.builds(name)) == 3, "another directory has begun again")
     assert third.load(name).digest == before.digest
     held.unlink()
-    assert len(change.result(100).nodes) == 3
+    [done] = refresh.result(100)
+    assert len(done.nodes) == 3
     [after, *others] = loading(cluster.sites[:3], name)
     assert {got.digest for got in others} == {after.digest} != {before.digest}
     clients = [site.client() for site in cluster.sites[:3]]
