@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import anyio
@@ -95,6 +95,8 @@ class _Running:
     async def fork(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], socket.socket]:
         """Have it fork a process; return the answer, and the connection to the watcher. One at a time.
 
+        If this is cancelled, the process ends and the zygote goes on.
+
         :raises _Failed: if there is no answer; then it has been ended.
         """
         ours, theirs = socket.socketpair()
@@ -106,6 +108,8 @@ class _Running:
                 ours.sendall(GO)
             return answer, ours
         except BaseException:
+            with suppress(OSError):
+                ours.shutdown(socket.SHUT_RDWR)  # wakes the thread, and the fork ends, if this is cancelled
             ours.close()
             raise
 
@@ -121,9 +125,6 @@ class _Running:
             with anyio.move_on_after(_ENDING):
                 await self.child.gone.wait()
             raise _Failed(f"{self.ended()}: {error}") from error
-        except BaseException:
-            self.end()
-            raise
 
     def ended(self) -> str:
         """End the process, if it has not ended; return how it has."""

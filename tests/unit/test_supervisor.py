@@ -361,6 +361,35 @@ def test_the_loop_does_not_wait_for_the_end_of_a_zygote(zygote: WorkerZygote, mo
         os.close(fd)
 
 
+def test_a_start_that_is_cancelled_leaves_the_zygote(zygote: WorkerZygote) -> None:
+    """A later reload cancels the start of a worker, and its own workers are forks of the same zygote."""
+
+    async def story() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(zygote.run)
+            pid = await zygote_ready(zygote)
+            for pause in (0.0, 0.001, 0.005, 0.01, 0.02):
+                beginning = asyncio.create_task(zygote.begin(0))
+                await asyncio.sleep(pause)
+                beginning.cancel()
+                await asyncio.wait([beginning])
+                if not beginning.cancelled() and (early := beginning.result()) is not None:
+                    close(early)
+            begun = await zygote.begin(0)
+            assert begun is not None
+            close(begun)
+            assert zygote.info()["pid"] == pid
+            tasks.cancel_scope.cancel()
+
+    def close(begun: ForkedWorker) -> None:
+        begun.process.kill()
+        begun.process.wait()
+        begun.errors.close()
+        begun.link.close()
+
+    anyio.run(story)
+
+
 def test_a_reload_that_fails_unexpectedly_is_answered() -> None:
     """The client that asked for it gets the error."""
 
