@@ -35,6 +35,8 @@ EVERYTHING = ("docs", "examples", "types")
 
 #: What tests take part in `nox -s tests`; those of tests/docs run with what they are about.
 ROOMS = [f"tests/{room}" for room in ("unit", "roles", "broker", "faults", "cli", "integrations", "gpu")]
+#: The tests of `tests`, `busy` and `tests_on`: no GPU, and one representative of each cross product.
+QUICK = ("-m", "not gpu and not deep")
 #: As many tests at once as there are cores, up to a number for which there is memory anywhere.
 PARALLEL = ("-n", "auto", "--maxprocesses", "8", "--dist", "worksteal")
 #: The same, with one worker for a file: its tests look at the result of one run, all that benchmarks print.
@@ -67,7 +69,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests that need no GPU, but for those of `docs`, `examples` and `bench`; ``nox -s tests -- tests/unit`` for some."""
+    """All tests without the markers `gpu` and `deep`, but for those of `docs`, `examples` and `bench`; ``-- tests/unit`` for some."""
     if session.posargs:
         _run(session, "pytest", *session.posargs)
     else:
@@ -86,7 +88,7 @@ def busy(session: nox.Session) -> None:
     """The tests of `tests` beside as many endless loops as there are cores: they must not depend on load. A flake fails it."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     try:
-        _run(session, "pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", *ROOMS)))
+        _run(session, "pytest", *(session.posargs or (*PARALLEL, *QUICK, *ROOMS)))
     finally:
         for loop in loops:
             loop.kill()
@@ -108,7 +110,7 @@ def pythons(session: nox.Session) -> None:
 def tests_on(session: nox.Session) -> None:
     """The tests on one Python: ``nox -s tests_on-3.13``."""
     session.install("torch", "-e", ".[test,examples]", *CONSTRAINTS)
-    session.run("pytest", *(session.posargs or (*PARALLEL, "-m", "not gpu", *ROOMS)))
+    session.run("pytest", *(session.posargs or (*PARALLEL, *QUICK, *ROOMS)))
 
 
 @nox.session
@@ -229,7 +231,7 @@ def pictures(session: nox.Session) -> None:
 
 
 def _test(session: nox.Session, *arguments: str) -> None:
-    _rerun(partial(_run, session), *arguments, "-m", "not gpu")
+    _rerun(partial(_run, session), *arguments, *QUICK)
 
 
 def _rerun(run: Callable[..., object], *arguments: str) -> None:

@@ -25,7 +25,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.server import sources
 from tests.kit import forks
-from tests.kit.apps import ROLES, App
+from tests.kit.apps import EACH_ROLE, ROLES, App
 from tests.kit.brokers import BrokerApp
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.interpreter import Interpreter
@@ -175,7 +175,7 @@ def get(no_leaks: None, provider: Provider, serve: Callable[..., Server]) -> Ite
     held.clear()
 
 
-@pytest.fixture(params=ROLES)
+@pytest.fixture(params=EACH_ROLE)
 def app(request: pytest.FixtureRequest, base_path: str) -> Iterator[App]:
     """An app in each role."""
     app = App(request.param, base_path)

@@ -20,12 +20,12 @@ from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
 from shared_rpc.protocol import messages as m
 from shared_rpc.provider.loopback import _LocalCaller
-from tests.kit.apps import ROLES, Connect
+from tests.kit.apps import EACH_ROLE, Connect
 from tests.kit.descriptors import new_fd, nothing_leaks
 from tests.kit.processes import eventually
 
 
-@pytest.fixture(params=ROLES)
+@pytest.fixture(params=EACH_ROLE)
 def provider(request: pytest.FixtureRequest, device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
     """A provider in each role; a client's server is another one in this process."""
     provider = Provider(base_path, execution_mode=request.param, device=device, server_startup_timeout=0)

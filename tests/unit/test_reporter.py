@@ -1,0 +1,122 @@
+"""Reports of an endpoint's progress: how many are delivered, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from shared_rpc.execution.reporter import Reporter
+from shared_rpc.protocol.tasks import Progress
+
+
+class Loop:
+    """What a reporter needs of a loop, and seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.soon: list[Callable[[], None]] = []
+        self.later: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        """With the next turn."""
+        self.soon.append(callback)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Loop:
+        """When the time has come."""
+        self.later.append((self.now + seconds, callback))
+        return self
+
+    def cancel(self) -> None:
+        """Of the only timer that there is."""
+        self.later.clear()
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """Some time passes, and what is due is called."""
+        self.now += seconds
+        due = self.soon + [callback for when, callback in self.later if when <= self.now]
+        self.soon, self.later = [], [(when, callback) for when, callback in self.later if when > self.now]
+        for callback in due:
+            callback()
+
+
+@pytest.fixture
+def loop() -> Loop:
+    """A loop without a thread."""
+    return Loop()
+
+
+@pytest.fixture
+def told() -> list[float]:
+    """What was told."""
+    return []
+
+
+@pytest.fixture
+def reporter(loop: Loop, told: list[float]) -> Reporter:
+    """Reports on it."""
+    return Reporter(loop, lambda report: told.append(report.done))
+
+
+def test_reports_are_told_one_by_one(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """Up to a hundred at once; the loop is woken once for all that come before its turn."""
+    for number in range(100):
+        reporter.put(Progress(number))
+    assert len(loop.soon) == 1 and told == []
+    loop.turn()
+    assert told == list(range(100))
+    assert loop.soon == loop.later == []
+
+
+def test_the_newest_reports_are_told(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """Of more than a hundred the last ones; of those that come after that the last one, in its time."""
+    for number in range(1000):
+        reporter.put(Progress(number))
+    loop.turn()
+    assert told == list(range(900, 1000))
+    told.clear()
+    for number in range(1000, 1050):
+        reporter.put(Progress(number))
+    loop.turn(0.049)
+    assert told == [] and loop.soon == [] and len(loop.later) == 1
+    loop.turn(0.051)
+    assert told == [1048, 1049]
+    reporter.put(Progress(2000))
+    assert len(loop.soon) == 1
+
+
+def test_reports_are_told_again_after_a_pause(reporter: Reporter, loop: Loop, told: list[float]) -> None:
+    """One for each twentieth of a second, up to a hundred."""
+    for number in range(100):
+        reporter.put(Progress(number))
+    loop.turn()
+    for pause, count in ((0.5, 10), (1000.0, 100)):
+        told.clear()
+        for number in range(500):
+            reporter.put(Progress(number))
+        loop.turn(pause + 0.001)
+        assert told == list(range(500 - count, 500))
+
+
+@pytest.mark.parametrize("told_before", [0, 100])
+def test_the_end_tells_what_was_held_back(reporter: Reporter, loop: Loop, told: list[float], told_before: int) -> None:
+    """The last report alone, whether the loop had its turn before or not, and then nothing more."""
+    for number in range(told_before):
+        reporter.put(Progress(number))
+    loop.turn()
+    told.clear()
+    for number in range(50):
+        reporter.put(Progress(number))
+    if told_before:
+        loop.turn(0.01)
+        assert told == [] and len(loop.later) == 1
+    reporter.close()
+    assert told == [49] and loop.later == []
+    reporter.put(Progress(1000))
+    loop.turn(1.0)
+    reporter.close()
+    assert told == [49] and loop.soon == []
