@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from shared_rpc.broker.worker import Worker
-from shared_rpc.errors import CapabilityError, ProtocolError, SharedRPCError, WorkerCrashed, from_wire
+from shared_rpc.errors import CapabilityError, ProtocolError, WorkerCrashed
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import CopyOrder, Steps, Written, closing_all, on_host
@@ -61,8 +61,6 @@ class WorkersMemory:
                     answer, fds = await self._ask_one(message)
         except TimeoutError:
             raise WorkerCrashed(f"no worker answered a request for memory within {_PATIENCE:g} s") from None
-        if answer.error:
-            raise CapabilityError(answer.error)
         return answer, fds
 
     async def _ask_one(self, message: Message) -> tuple[w.Allocated, list[int]]:
@@ -111,7 +109,7 @@ class WorkersMemory:
                     attempts.progressed(news.done)
 
                 answer, received = await worker.requests.request(
-                    message, fds, progressed=report, stop=w.StopCopy(), unused=functools.partial(self._discard, worker)
+                    message, fds, progressed=report, stop=w.Stop(), unused=functools.partial(self._discard, worker)
                 )
         except TimeoutError:
             raise WorkerCrashed(f"{_named(worker)} has copied nothing for {_STEP_PATIENCE:g} s") from None
@@ -146,9 +144,6 @@ class WorkersMemory:
         if problem:
             close_all(received)
             raise WorkerCrashed(f"{_named(worker)} did not make the copies that were ordered: {problem}")
-        if answer.error:
-            error = from_wire(answer.error, answer.text, answer.detail)
-            raise error if isinstance(error, SharedRPCError) else CapabilityError(answer.text)
         left = iter(received)
         made = [
             Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)
@@ -167,14 +162,15 @@ class WorkersMemory:
         if copies:
             worker.send(w.ForgetCopies(copies))
 
-    def forget(self, copy_id: str) -> None:
-        """Have the workers unmap host memory whose copy was closed; from any thread, without waiting."""
+    def forget(self, copies: Sequence[str]) -> None:
+        """Have the workers unmap host memory whose copies were closed; from any thread, without waiting."""
         with suppress(RuntimeError):  # the loop is closed: the workers end too
-            self._loop.call_soon_threadsafe(self._forget, copy_id)
+            self._loop.call_soon_threadsafe(self._forget, copies)
 
-    def _forget(self, copy_id: str) -> None:
-        for worker in self._mapped.pop(copy_id, ()):
-            worker.send(w.ForgetCopies([copy_id]))
+    def _forget(self, copies: Sequence[str]) -> None:
+        for copy_id in copies:
+            for worker in self._mapped.pop(copy_id, ()):
+                worker.send(w.ForgetCopies([copy_id]))
 
     def lost(self, worker: Worker) -> None:
         """Note that a worker has ended: it has nothing mapped any more."""
@@ -217,9 +213,9 @@ class RelayedMemory(DeviceMemory):
         """Have a worker make the segments that need a GPU's driver."""
         return await self._workers.copy(orders, steps)
 
-    def _forget(self, copy_id: str) -> None:
-        """Have the worker that made a copy unmap it."""
-        self._workers.forget(copy_id)
+    def forget(self, copies: Sequence[str]) -> None:
+        """Have the workers that made copies unmap them."""
+        self._workers.forget(copies)
 
 
 class _Attempts:
@@ -250,8 +246,6 @@ def _named(worker: Worker) -> str:
 
 def _problem(orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: Sequence[int]) -> str:
     """Return what an answer has that was not ordered, ``""`` for nothing. The bytes are the worker's word."""
-    if answer.error or answer.stopped:
-        return f"{len(received)} descriptors came with a refusal" if received else ""
     if not len(orders) == len(answer.segments) == len(answer.digests):
         return f"{len(answer.segments)} segments and {len(answer.digests)} digests in place of {len(orders)}"
     if len(received) != sum(order.target is None for order in orders):

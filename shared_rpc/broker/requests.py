@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from shared_rpc.errors import WorkerCrashed
+from shared_rpc.errors import WorkerCrashed, from_wire
+from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame, close_all
 from shared_rpc.protocol.messages import Message
@@ -89,6 +90,7 @@ class WorkerRequests:
         :param unused: called with the answer if this is cancelled; its descriptors are closed.
         :raises ProtocolError, OSError: as :meth:`FramedStream.send`.
         :raises WorkerCrashed: if the worker ends before it answers.
+        :raises SharedRPCError: the error with which it answers.
         """
         answered: asyncio.Future[tuple[Any, list[int]]] = asyncio.get_running_loop().create_future()
 
@@ -97,7 +99,10 @@ class WorkerRequests:
                 if not answered.done():
                     progressed(message)
                 return False
-            if answered.done():
+            if isinstance(message, m.Error):
+                if not answered.done():
+                    answered.set_exception(from_wire(message.code, message.text, message.detail))
+            elif answered.done():
                 unused(message)
             else:
                 answered.set_result((message, frame.detach_fds()))

@@ -243,12 +243,13 @@ class DeviceMemory:
 
     def _end_watch(self, copy_id: str) -> None:
         self._watched.discard(copy_id)
-        self._forget(copy_id)
+        self.forget([copy_id])
 
-    def _forget(self, copy_id: str) -> None:
-        """Unmap host memory of a copy that is gone, in a thread of its own: it takes as long as it took to map it."""
-        with suppress(RuntimeError):  # the interpreter ends
-            threading.Thread(target=self.gpu_copies.forget, args=([copy_id],), name=_UNMAPPING, daemon=True).start()
+    def forget(self, copies: Sequence[str]) -> None:
+        """Unmap host memory of copies that are gone, in a thread of its own: it takes as long as it took to map it."""
+        if copies and "gpu_copies" in vars(self):  # otherwise nothing was ever mapped
+            with suppress(RuntimeError):  # the interpreter ends
+                threading.Thread(target=self.gpu_copies.forget, args=(copies,), name=_UNMAPPING, daemon=True).start()
 
 
 def _is_there(order: CopyOrder) -> bool:

@@ -94,7 +94,6 @@ _KINDS: dict[int, type[m.Message]] = {
     89: w.FreeBytes,
     90: g.GetObject,
     91: w.CopySegments,
-    92: w.StopCopy,
     93: w.ForgetCopies,
     95: m.Goodbye,
     100: mo.ListSessions,

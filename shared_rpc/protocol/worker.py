@@ -119,11 +119,10 @@ class ChunksReturned(Message):
 
 
 class Allocated(Message):
-    """The requested memory, with its descriptor in the frame, or the reason in ``error``."""
+    """The requested memory, with its descriptor in the frame; or the free bytes. The answer may be an error instead."""
 
     segment: SegmentInfo | None = None
     free: int | None = None
-    error: str = ""
 
 
 class CopyProgress(Message):
@@ -135,16 +134,11 @@ class CopyProgress(Message):
 class SegmentsCopied(Message):
     """The segments of a :class:`CopySegments`, in order, and the digests of the parts of those that are files.
 
-    The descriptors of the others are in the frame. If nothing was copied, ``error`` is the code of an error, with ``text``
-    and ``detail``, or ``stopped`` is true after a :class:`StopCopy`.
+    The descriptors of the others are in the frame. The answer is an error instead if nothing was copied.
     """
 
     segments: list[SegmentInfo]
     digests: list[bytes]
-    error: str = ""
-    text: str = ""
-    detail: dict[str, str] = msgspec.field(default_factory=dict)
-    stopped: bool = False
 
 
 # Messages of the broker.
@@ -229,10 +223,6 @@ class CopySegments(Message):
     digests: list[bytes]
     wanted: list[SegmentInfo]
     targets: list[int]
-
-
-class StopCopy(Message):
-    """Request to stop a :class:`CopySegments`, which is answered all the same."""
 
 
 class ForgetCopies(Message):

@@ -23,7 +23,6 @@ from shared_rpc.observability.events import HOOKS, RequestFailed
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import sources as s
-from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
 from shared_rpc.protocol.frames import CLIENT, HELLO, Frame
 from shared_rpc.protocol.peers import Peer
@@ -44,12 +43,10 @@ _BACKPRESSURE = 1 << 20
 #: Requests of one connection under way at once; each costs the server some kilobytes.
 _MAX_CALLS = 10_000
 #: Bytes of a request's body: beyond the first number, no collection of garbage runs while it is decoded; beyond the second one
-#: it is refused, if it brings no arguments, table or progress of copies.
+#: it is refused, if it brings neither arguments nor a table.
 _LONG, _MOST = 64 << 10, 8 << 20
 _LARGE = frozenset(
-    NUMBERS[kind]
-    for kind in NUMBERS
-    if issubclass(kind, (m.Call, m.InvalidateCall, x.CheckRecord, x.Adopt, s.FailMiss, w.SegmentsCopied))
+    NUMBERS[kind] for kind in NUMBERS if issubclass(kind, (m.Call, m.InvalidateCall, x.CheckRecord, x.Adopt, s.FailMiss))
 )
 #: Characters of an error's text in events.
 _SHOWN = 500

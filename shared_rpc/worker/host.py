@@ -21,15 +21,12 @@ from shared_rpc.execution.limits import resolve_quotas
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.execution.stream import FramedStream
-from shared_rpc.execution.threads import Job, WorkerThreads
 from shared_rpc.execution.transfer import ServerTransfer, transfers_of
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.ending import end_now, end_within
-from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
+from shared_rpc.memory.inventory import devices_of, facts_of
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Arguments
-from shared_rpc.memory.segments import Segment
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.catalogue import decode_message, encode_message
@@ -41,7 +38,7 @@ from shared_rpc.provider.app import override, socket_of
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.runtime import Runtime
 from shared_rpc.settings import ServeOptions
-from shared_rpc.worker.copying import Copying
+from shared_rpc.worker.memory import OrderedMemory
 from shared_rpc.worker.runtime import WorkerRuntime
 
 _log = logging.getLogger("shared_rpc.worker")
@@ -81,6 +78,7 @@ class WorkerHost:
         self._hosted: dict[str, Hosted] = {}
         self._adopting = threading.RLock()
         self._runs: dict[int, tuple[Hosted, Run[None]]] = {}
+        self._memory = OrderedMemory(self._send, self._on_loop)
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
             w.StartRun: self._run,
             w.Withdraw: self._withdraw,
@@ -90,14 +88,11 @@ class WorkerHost:
             w.AwaitChunks: self._await_chunks,
             w.SessionEnded: self._end_session,
             w.Reclaim: self._reclaim,
-            w.Allocate: self._allocate,
-            w.FreeBytes: self._free_bytes,
-            **Copying(self._send, self._on_loop).handlers,
+            **self._memory.handlers,
         }
         self._stream: FramedStream
         self._hang_up: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
-        self._memory = WorkerThreads(1)
         self._ready = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="shared-rpc-worker", daemon=True)
@@ -339,6 +334,8 @@ class WorkerHost:
         hosted, run = self._runs.get(frame.request_id, (None, None))
         if hosted is not None and run is not None:
             hosted.executor.cancel(run)
+        else:
+            self._memory.stop(frame.request_id)
 
     def _withdraw(self, frame: Frame, message: w.Withdraw) -> None:
         hosted, run = self._runs.get(frame.request_id, (None, None))
@@ -379,12 +376,6 @@ class WorkerHost:
         for hosted in self._hosted.values():
             hosted.executor.reclaim()
 
-    def _allocate(self, frame: Frame, message: w.Allocate) -> None:
-        self._answer(frame.request_id, lambda: _allocated(message.device, message.nbytes))
-
-    def _free_bytes(self, frame: Frame, message: w.FreeBytes) -> None:
-        self._answer(frame.request_id, lambda: (w.Allocated(free=free_bytes(message.device)), None))
-
     def _return(self, hosted: Hosted, session: str) -> None:
         chunks = given_back(hosted, session)
         if chunks:
@@ -396,35 +387,3 @@ class WorkerHost:
     def _on_loop(self, job: Callable[[], None]) -> None:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(job)
-
-    def _answer(self, number: int, work: Callable[[], tuple[w.Allocated, Segment | None]]) -> None:
-        """Call the driver in a thread, which may wait for it."""
-
-        def attempt() -> tuple[w.Allocated, Segment | None]:
-            try:
-                return work()
-            except CapabilityError as error:
-                return w.Allocated(error=str(error)), None
-            except Exception as error:  # a failing driver
-                return w.Allocated(error=f"{type(error).__name__}: {error}"), None
-
-        def done(answer: tuple[w.Allocated, Segment | None]) -> None:
-            message, segment = answer
-            try:
-                self._stream.send(message, number, fds=(segment.fileno(),) if segment is not None else ())
-            except OSError as error:
-                self._stream.send(w.Allocated(error=f"the worker (pid {os.getpid()}) cannot send memory: {error}"), number)
-            finally:
-                if segment is not None:
-                    segment.close()
-
-        try:
-            self._memory.start(Job(attempt, done))
-        except RuntimeError as error:  # there is no thread
-            self._stream.send(w.Allocated(error=f"the worker (pid {os.getpid()}) cannot make memory: {error}"), number)
-
-
-def _allocated(device: str, nbytes: int) -> tuple[w.Allocated, Segment]:
-    MAPPINGS.drain()
-    segment = backend_for(device).create(nbytes)
-    return w.Allocated(segment.info), segment

@@ -231,9 +231,9 @@ def test_the_steps_of_clients_are_all(client: Client, killing: Killing, children
 
 #: The functions of a worker, with their modules.
 OF_WORKERS = {
-    "Copying._copy": "shared_rpc.worker.copying",
+    "OrderedMemory._copy": "shared_rpc.worker.memory",
     "GpuCopies.copy": "shared_rpc.memory.gpu_copies",
-    "Copying._answer": "shared_rpc.worker.copying",
+    "OrderedMemory._reply": "shared_rpc.worker.memory",
     "GpuCopies._map": "shared_rpc.memory.gpu_copies",
     "Steps.count": "shared_rpc.memory.copies",
     **EFFECTS,
@@ -241,14 +241,14 @@ OF_WORKERS = {
 }
 #: What a worker does for each of its orders, in memory and with files.
 COPYING = [
-    "before Copying._copy",
+    "before OrderedMemory._copy",
     "before GpuCopies.copy",
     "after GpuCopies._map",
     "after Stream.copy",
     "after Steps.count",
     "after GpuCopies.copy",
-    "before Copying._answer",
-    "after Copying._answer",
+    "before OrderedMemory._reply",
+    "after OrderedMemory._reply",
 ]
 TO_MEMORY = ["after GpuCopies._create"]
 #: An order for a file has two parts.

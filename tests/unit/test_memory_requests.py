@@ -12,6 +12,7 @@ from shared_rpc.broker.requests import WorkerRequests
 from shared_rpc.errors import CapabilityError, WorkerCrashed
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.messages import Error, Message
 
 
 class FakeWorker:
@@ -43,9 +44,9 @@ def answered(workers: list[Any], *then: Any) -> Any:
     return asyncio.run(play())
 
 
-def says(free: int | None = None, error: str = "") -> Any:
+def says(answer: Message) -> Any:
     """A worker answers."""
-    return lambda worker, number: worker.requests.take(w.Allocated(free=free, error=error), Frame(0, number, b""))
+    return lambda worker, number: worker.requests.take(answer, Frame(0, number, b""))
 
 
 def test_another_worker_is_asked_where_one_ends() -> None:
@@ -56,7 +57,7 @@ def test_another_worker_is_asked_where_one_ends() -> None:
         workers.remove(worker)
         worker.requests.fail(WorkerCrashed("it ended"))
 
-    answer, _ = answered(workers, ends, says(free=7))
+    answer, _ = answered(workers, ends, says(w.Allocated(free=7)))
     assert answer.free == 7
     assert (old.sent.qsize(), new.sent.qsize()) == (0, 0)
 
@@ -82,4 +83,4 @@ def test_no_worker() -> None:
 def test_a_refusal_is_told() -> None:
     """Another worker would say the same."""
     with pytest.raises(CapabilityError, match="out of memory"):
-        answered([FakeWorker(1), FakeWorker(2)], says(error="out of memory"))
+        answered([FakeWorker(1), FakeWorker(2)], says(Error(CapabilityError.code, "out of memory")))

@@ -68,7 +68,7 @@ async def test_an_answer_that_waits_takes_no_descriptor() -> None:
     before = open_fds()
     with theirs:
         while not stream.congested:
-            stream.send(w.Allocated(error="x" * 1000), 0, owners=(owner,))
+            stream.send(w.Refused("x" * 1000, "", {}), 0, owners=(owner,))
         for _ in range(100):
             stream.send(w.Allocated(), 0, owners=(owner,))
         assert open_fds() == before

@@ -13,6 +13,7 @@ import pytest
 from shared_rpc import Provider
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import worker as w
+from shared_rpc.protocol.messages import Error
 from shared_rpc.settings import ServeOptions
 from shared_rpc.worker.host import Hosted, WorkerHost
 from tests.kit.raw import Raw
@@ -44,15 +45,15 @@ def test_memory_that_cannot_be_sent(worker: tuple[WorkerHost, Raw], monkeypatch:
 
     monkeypatch.setattr(host._stream, "send", at_the_limit)
     answer = broker.ask(w.Allocate("cpu", 4096))
-    assert isinstance(answer, w.Allocated) and "cannot send memory: [Errno 24] Too many open files" in answer.error
+    assert isinstance(answer, Error) and "OSError: [Errno 24] Too many open files" in answer.text
 
 
 def test_memory_that_no_thread_can_make(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker answers with the reason."""
     host, broker = worker
-    monkeypatch.setattr(host._memory, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    monkeypatch.setattr(host._memory._threads, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     answer = broker.ask(w.Allocate("cpu", 4096))
-    assert isinstance(answer, w.Allocated) and "can't start new thread" in answer.error
+    assert isinstance(answer, Error) and "can't start new thread" in answer.text
 
 
 def test_a_run_that_no_thread_can_begin(worker: tuple[WorkerHost, Raw], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_a_cancelled_request_closes_what_was_made(crosses: bool) -> None:
 
     async def scene(link: Link) -> None:
         unused: list[Message] = []
-        asked = asyncio.create_task(link.requests.request(w.FreeBytes("a"), stop=w.StopCopy(), unused=unused.append))
+        asked = asyncio.create_task(link.requests.request(w.FreeBytes("a"), stop=w.Stop(), unused=unused.append))
         await asyncio.sleep(0)
         fd = os.open(os.devnull, os.O_RDONLY)
         if crosses:
@@ -111,7 +111,7 @@ def test_a_cancelled_request_closes_what_was_made(crosses: bool) -> None:
         with pytest.raises(asyncio.CancelledError):
             await asked
         if not crosses:
-            assert link.sent[-1] == (w.StopCopy(), 1) and len(link.requests) == 1
+            assert link.sent[-1] == (w.Stop(), 1) and len(link.requests) == 1
             link.says(w.CopyProgress(5), 1)
             link.says(w.Allocated(), 1, fd)
         assert unused == [w.Allocated()] and len(link.requests) == 0 and not is_open(fd)
