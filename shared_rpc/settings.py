@@ -23,7 +23,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple, get_args
 
 from shared_rpc.errors import ConfigurationError
@@ -117,6 +117,16 @@ def source_environment(token: str) -> dict[str, str]:
 def source_token() -> str:
     """Return the token of the server that started this process as a source of records, ``""`` for none."""
     return os.environ.get(_SOURCE_TOKEN, "")
+
+
+def inheritable() -> list[int]:
+    """Return the descriptors that a program which this process became would have, the least one first."""
+    found = []
+    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
+        with suppress(OSError):  # the descriptor of the listing itself
+            if os.get_inheritable(fd):
+                found.append(fd)
+    return found
 
 
 def program(module: str, *words: str) -> list[str]:

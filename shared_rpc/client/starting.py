@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from shared_rpc.errors import ConnectError
 from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.own_files import check_directory, open_own
-from shared_rpc.settings import ServeOptions, program, server_environment
+from shared_rpc.settings import ServeOptions, inheritable, program, server_environment
 
 __all__ = ["LISTENING", "ServerStarter", "daemonize", "listens", "log_path", "start_detached", "start_once"]
 
@@ -103,7 +103,7 @@ def start_detached(
         number = max(map(int, os.listdir("/proc/self/fd"))) + 1
         command = [sys.executable, *words(number, number + 1)]
         os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()} starts: {' '.join(command)}\n".encode())
-        actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in _inheritable() if fd > 2]
+        actions: list[tuple[int, ...]] = [(os.POSIX_SPAWN_CLOSE, fd) for fd in inheritable() if fd > 2]
         copies = {0: null, 1: log, 2: log, number: lock, number + 1: writing}
         actions += [(os.POSIX_SPAWN_DUP2, fd, copy) for copy, fd in copies.items()]
         pid = os.posix_spawn(
@@ -152,15 +152,6 @@ def daemonize(lock: int, pipe: int) -> Callable[[str], None]:
     with suppress(OSError):
         os.write(pipe, f"{os.getpid()}\n".encode())
     return report
-
-
-def _inheritable() -> list[int]:
-    found = []
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the descriptor of the listing itself
-            if os.get_inheritable(fd):
-                found.append(fd)
-    return found
 
 
 def _reported(reading: int, until: float) -> tuple[str, bool]:

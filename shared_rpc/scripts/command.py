@@ -17,7 +17,7 @@ from shared_rpc.errors import ConfigurationError, ConnectError, one_line
 from shared_rpc.protocol.peers import foreign_owner, is_own, named, peer_of
 from shared_rpc.scripts.front import ignored_signals, is_in_background, stand_for
 from shared_rpc.scripts.key import interpreter_options, key_of, limits
-from shared_rpc.settings import ScriptSettings, environment, resolve_base_path, script_settings
+from shared_rpc.settings import ScriptSettings, environment, inheritable, resolve_base_path, script_settings
 from shared_rpc.zygote.wire import Lost, ask
 
 #: Seconds for a listening zygote's answer. It forks one script after another, in some ten milliseconds each.
@@ -115,7 +115,7 @@ class _Run:
     """One script on its way to its beginning."""
 
     def __init__(self, script: Script, environ: dict[str, str]) -> None:
-        self.fds = _inheritable()
+        self.fds = inheritable()
         _fill_gaps()
         self._script = script
         self._environ = environ
@@ -215,16 +215,6 @@ def _connected(path: str) -> socket.socket | None:
         connection.close()
         raise ConnectError(f"cannot connect to {path}: {error}") from None
     return connection
-
-
-def _inheritable() -> list[int]:
-    """Return the descriptors that a program which this process became would have."""
-    found = []
-    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        with suppress(OSError):  # the descriptor of the listing itself
-            if os.get_inheritable(fd):
-                found.append(fd)
-    return found
 
 
 def _fill_gaps() -> None:

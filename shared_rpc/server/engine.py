@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextvars
 import functools
 import logging
 import os
@@ -52,7 +53,8 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="shared-rpc-server", daemon=True)
         self._loop: asyncio.AbstractEventLoop
         self._scope: anyio.CancelScope
-        self._mail: anyio.Event
+        #: The context of jobs: that of the thread that posts one may be an endpoint's.
+        self._context: contextvars.Context
         self._posted: deque[Callable[[], object]] = deque()
         self._posting = fork_safe_lock()
         self._ended = False
@@ -97,7 +99,7 @@ class Engine:
                 raise ConnectionClosed(f"{self._name} was stopped")
             self._posted.append(job)
         with suppress(RuntimeError):  # the loop has just closed: remaining jobs run after it
-            self._loop.call_soon_threadsafe(self._wake)
+            self._loop.call_soon_threadsafe(self._run_posted, context=self._context)
 
     def ask(self, question: Callable[[Core], T]) -> T:
         """Evaluate ``question(core)`` on the loop, and return the answer."""
@@ -139,25 +141,15 @@ class Engine:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._mail = anyio.Event()
+        self._context = contextvars.copy_context()
         with anyio.CancelScope() as self._scope:
             async with anyio.create_task_group() as tasks:
                 running = anyio.Event()
                 tasks.start_soon(functools.partial(self.core.run, started=running))
                 await running.wait()
-                tasks.start_soon(self._answer_posts)
                 self._ready.set()
                 await (anyio.sleep_forever() if self._work is None else self._work())
         await self._executor.finish()
-
-    def _wake(self) -> None:
-        self._mail.set()
-
-    async def _answer_posts(self) -> None:
-        while True:
-            await self._mail.wait()
-            self._mail = anyio.Event()
-            self._run_posted()
 
     def _run_posted(self) -> None:
         while self._posted:
