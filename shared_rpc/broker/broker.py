@@ -35,7 +35,6 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.infos import ReloadedServiceInfo, ReloadInfo, StopInfo
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.acceptor import Acceptor, Usage
 from shared_rpc.server.core import Core
 from shared_rpc.server.measures import measures
@@ -177,9 +176,17 @@ class Broker:
         self._loop = asyncio.get_running_loop()
         self._zygote = WorkerZygote(self._command)
         handlers: dict[type[Message], Handler] = {w.ChunksReturned: self._returned}
-        self._supervisor = Supervisor(self._command, self._options.workers, self, self._zygote, handlers)
-        self._dispatcher = Dispatcher(self._current, self._supervisor.refusal, self._options.build_timeout)
-        self._memory = WorkersMemory(self._current, self._supervisor.bare)
+        self._supervisor = Supervisor(
+            self._command,
+            self._options.workers,
+            self._zygote,
+            handlers,
+            on_endpoints=self._serve_endpoints,
+            on_change=self._take_change,
+            on_lost=self._clean_up,
+        )
+        self._dispatcher = Dispatcher(lambda: self._supervisor.workers, self._supervisor.refusal, self._options.build_timeout)
+        self._memory = WorkersMemory(lambda: self._supervisor.workers, self._supervisor.bare)
         with anyio.CancelScope() as self._scope:
             if self._asked_to_stop:
                 self._scope.cancel()
@@ -211,9 +218,6 @@ class Broker:
                 self._supervisor.stop()
                 for service in self._services.values():
                     service.core.close()
-
-    def _current(self) -> list[Worker]:
-        return self._supervisor.workers
 
     def _measures(self) -> Reading:
         found = measures([service.core for service in self._services.values()])
@@ -260,7 +264,7 @@ class Broker:
                 await running.wait()
                 await service.acceptor.serve()
 
-    def on_endpoints(self, worker: Worker, message: w.Serve | w.Shared) -> None:
+    def _serve_endpoints(self, message: w.Serve | w.Shared) -> None:
         """Serve a provider that is new, or one more endpoint."""
         service = self._services.get(message.key)
         if service is not None and service.recovered:
@@ -284,30 +288,27 @@ class Broker:
                 self._ready.set_exception(error)
                 self._scope.cancel()
 
-    # Messages of workers.
-
     def _returned(self, worker: Worker, message: w.ChunksReturned, frame: Frame) -> None:
         service = self._services.get(message.key)
         transfer = service.executor.transfers.find(message.session) if service is not None else None
         if transfer is not None:
             transfer.came_back(worker, message.chunks)
 
-    # Events of workers.
-
-    def on_change(self) -> None:
+    def _take_change(self) -> None:
         """Meet the first worker that is ready, and send waiting runs."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
-            self._reconcile(ready)
+            if self._recovered:
+                try:
+                    self._take_over(ready, "changed")
+                except SharedRPCError as error:
+                    _log.error("%s", error)
+                self._notifier.status(self._status())
             for service in self._services.values():
                 self._store.keep_service(service.facts, service.core)
         self._dispatcher.send_waiting()
 
-    def on_caught_up(self) -> None:
-        """Send waiting runs."""
-        self._dispatcher.send_waiting()
-
-    def on_lost(self, worker: Worker, crash: WorkerCrashed) -> None:
+    def _clean_up(self, worker: Worker, crash: WorkerCrashed) -> None:
         """End or move the runs of a worker, and drop objects whose memory has ended with it."""
         worker.requests.fail(crash)
         self._memory.lost(worker)
@@ -326,36 +327,6 @@ class Broker:
         service = self._add_service(message, server_id)
         service.recovered = True
         return service.core
-
-    def _reconcile(self, worker: Worker) -> None:
-        """Serve what was recovered as the first worker has loaded it, as after a reload."""
-        recovered = self._recovered
-        for key in recovered:
-            self._reconcile_service(key, worker.served.get(key), list(worker.endpoints.get(key, {}).values()))
-        if recovered:
-            if problem := self._unserved():
-                _log.error("%s", problem)
-            self._notifier.status(self._status())
-
-    def _reconcile_service(self, key: str, message: w.Serve | None, specs: list[EndpointSpec]) -> None:
-        service = self._services[key]
-        service.recovered = False
-        earlier, core = service.facts, service.core
-        if message is None:
-            core.replace_endpoints([], "changed")
-            if not len(core.objects):
-                self._discard(key)
-        elif (message.socket_path, message.device) != (earlier.socket_path, earlier.device):
-            self._replace(key, message)
-            try:
-                self._add_service(msgspec.structs.replace(message, endpoints=specs))
-            except SharedRPCError as error:
-                _log.error("cannot serve a provider of the app: %s", error)
-        else:
-            service.facts, core.mechanism = message, message.mechanism
-            core.capacity.set_limits(message.quotas)
-            facts = core.replace_endpoints(specs, "changed")
-            _log.info("recovered %s: %d objects kept, %d dropped", key, len(core.objects), facts["dropped"])
 
     def _replace(self, key: str, message: w.Serve) -> None:
         """Discard what was recovered, for the provider that the app serves in its place, or at its socket."""
@@ -452,42 +423,56 @@ class Broker:
 
     async def _load_anew(self, objects: str) -> ReloadInfo:
         workers = await self._supervisor.reload()
-        self._reconcile(workers[0])
         try:
-            services = self._replace_endpoints(workers[0], objects)
+            services = self._take_over(workers[0], objects)
         finally:
-            self._dispatcher.send_waiting()
+            self._take_change()
             self._supervisor.retire_old()
         _log.info("reloaded: workers %s", ", ".join(str(worker.pid) for worker in workers))
         return {"workers": [worker.pid for worker in workers], "services": services}
 
-    def _replace_endpoints(self, worker: Worker, objects: str) -> dict[str, ReloadedServiceInfo]:
-        """Replace the endpoints by a worker's; return the changes by socket path.
+    def _take_over(self, worker: Worker, objects: str) -> dict[str, ReloadedServiceInfo]:
+        """Serve what a worker has loaded, in place of what was served or recovered; return the changes by socket path.
 
         :raises ConfigurationError: when all is done, if there is no place to listen for a provider that is new.
         """
+        recovered = self._recovered
         services: dict[str, ReloadedServiceInfo] = {}
         problem: SharedRPCError | None = None
-        for key, message in worker.served.items():
-            service = self._services.get(key)
-            specs = list(worker.endpoints[key].values())
-            if service is None:
+        for key in {**worker.served, **self._services}:
+            message, service = worker.served.get(key), self._services.get(key)
+            specs = list(worker.endpoints.get(key, {}).values())
+            if message is not None and service is not None and not _fits(service, message):
+                self._replace(key, message)
+                service = None
+            if service is not None:
+                services[service.acceptor.path] = facts = service.core.replace_endpoints(specs, objects)
+                service.recovered = False
+                if message is not None:
+                    service.facts, service.core.mechanism = message, message.mechanism
+                    service.core.capacity.set_limits(message.quotas)
+                kept = len(service.core.objects)
+                if key in recovered:
+                    _log.info("recovered %s: %d objects kept, %d dropped", key, kept, facts["dropped"])
+                    if message is None and not kept:
+                        self._discard(key)
+            elif message is not None:
                 try:
-                    self._add_service(message)
+                    self._add_service(msgspec.structs.replace(message, endpoints=specs))
                 except SharedRPCError as error:
                     problem = error
-                    continue
-                services[message.socket_path] = {"endpoints": [spec.name for spec in specs], "changed": [], "dropped": 0}
-            else:
-                services[service.acceptor.path] = service.core.replace_endpoints(specs, objects)
-        for key in set(self._services) - set(worker.served):
-            service = self._services[key]
-            services[service.acceptor.path] = service.core.replace_endpoints([], objects)
-        for service in self._services.values():
-            self._store.keep_service(service.facts, service.core)
+                else:
+                    services[message.socket_path] = {"endpoints": [spec.name for spec in specs], "changed": [], "dropped": 0}
+        if recovered and (unserved := self._unserved()):
+            _log.error("%s", unserved)
         if problem is not None:
             raise ConfigurationError(f"the new code runs, but a provider of it is not served: {problem}") from problem
         return services
+
+
+def _fits(service: Service, message: w.Serve) -> bool:
+    """Return whether a provider is served at the same place and on the same device as before."""
+    return (message.socket_path, message.device) == (service.facts.socket_path, service.facts.device)
 
 
 def _only(error: BaseException) -> BaseException:

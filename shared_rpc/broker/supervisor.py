@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -67,37 +67,27 @@ async def _guarded(function: Callable[..., Coroutine[Any, Any, Any]], arguments:
         _log.exception("a task of the broker failed, which goes on without it: %s", function.__qualname__)
 
 
-class WorkerObserver(Protocol):
-    """The events of workers that concern a broker."""
-
-    def on_endpoints(self, worker: Worker, message: w.Serve | w.Shared) -> None:
-        """Take in a provider, or one more endpoint, of a worker of the current generation."""
-
-    def on_change(self) -> None:
-        """Look again which workers there are: one is new or has ended, or none will come any more."""
-
-    def on_caught_up(self) -> None:
-        """Send waiting messages: a worker that was congested reads again."""
-
-    def on_lost(self, worker: Worker, crash: WorkerCrashed) -> None:
-        """Clean up after a worker that has ended."""
-
-
 class Supervisor:
     """The workers of a broker. On its loop only.
 
     :param count: how many there are to be.
     :param zygote: starts workers as forks.
     :param handlers: handlers of the workers' other messages.
+    :param on_endpoints: called with a provider, or one more endpoint, of a worker of the current generation.
+    :param on_change: called when a worker is new, has ended, or reads again after it was congested, or when none will come
+        any more.
+    :param on_lost: called when a worker has ended.
     """
 
     def __init__(
         self,
         command: WorkerCommand,
         count: int,
-        observer: WorkerObserver,
         zygote: WorkerZygote,
         handlers: Mapping[type[Message], Handler],
+        on_endpoints: Callable[[w.Serve | w.Shared], None],
+        on_change: Callable[[], None],
+        on_lost: Callable[[Worker, WorkerCrashed], None],
     ) -> None:
         self._handlers: dict[type[Message], Handler] = {
             w.Serve: self._serves_provider,
@@ -109,7 +99,7 @@ class Supervisor:
         self._command = command
         self._zygote = zygote
         self._count = count
-        self._observer = observer
+        self._on_endpoints, self._on_change, self._on_lost = on_endpoints, on_change, on_lost
         #: Workers that get new runs.
         self.workers: list[Worker] = []
         #: Workers of a reload, until all of them are ready.
@@ -185,7 +175,7 @@ class Supervisor:
         return worker
 
     def _started(self, command: WorkerCommand, number: int, begun: ForkedWorker | None = None) -> Worker:
-        callbacks = (self._handlers, self._end_if_idle, self._ended, self._observer.on_caught_up)
+        callbacks = (self._handlers, self._end_if_idle, self._ended, self._on_change)
         try:
             return Worker(command, number, *callbacks, self.restarts[number], begun)
         except (OSError, RuntimeError) as error:  # no process, descriptor or thread left; or no Python
@@ -244,8 +234,8 @@ class Supervisor:
 
     def _notify(self, worker: Worker, message: w.Serve | w.Shared) -> None:
         if worker in self.workers:
-            self._observer.on_endpoints(worker, message)
-            self._observer.on_change()
+            self._on_endpoints(message)
+            self._on_change()
 
     def _has_loaded(self, worker: Worker, message: w.Loaded, frame: Frame) -> None:
         worker.loaded = self._serves = True
@@ -257,7 +247,7 @@ class Supervisor:
                 HOOKS.emit(WorkerStarted(number=worker.number, pid=worker.pid, seconds=lived))
         self._resolve(worker, None)
         if worker in self.workers:
-            self._observer.on_change()
+            self._on_change()
 
     def _refuses(self, worker: Worker, message: w.Refused, frame: Frame) -> None:
         worker.refusal = from_wire(message.code, message.text, message.detail)
@@ -308,9 +298,9 @@ class Supervisor:
             _log.error("%s", crash)
             self.crashes += 1
             self._count_crash(crash, time.monotonic() - worker.started)
-        self._observer.on_lost(worker, crash)
+        self._on_lost(worker, crash)
         self._resolve(worker, None if crashed else worker.refusal or crash)
-        self._observer.on_change()
+        self._on_change()
         if crashed:
             await self._restart(worker.number)
 
@@ -324,7 +314,7 @@ class Supervisor:
         """Note that no process could begin, which is to be tried again."""
         _log.error("%s", crash)
         self._count_crash(crash, 0.0)
-        self._observer.on_change()
+        self._on_change()
 
     def _count_crash(self, crash: WorkerCrashed, lived: float) -> None:
         now = time.monotonic()

@@ -91,7 +91,7 @@ class Stage:
         self.workers: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.zygote = WorkerZygote(WorkerCommand("app"))
-        self.supervisor = Supervisor(WorkerCommand("app"), count, self, self.zygote, {})
+        self.supervisor = Supervisor(WorkerCommand("app"), count, self.zygote, {}, *[lambda *_: None] * 3)
 
     def make(self, *arguments: Any) -> Any:
         """A worker, in place of a process."""
@@ -108,11 +108,6 @@ class Stage:
         """The latest worker, once there are so many."""
         await turns(lambda: len(self.workers) >= count)
         return self.workers[-1]
-
-    def on_change(self, *_: object) -> None:
-        """See :class:`WorkerObserver`."""
-
-    on_endpoints = on_caught_up = on_lost = on_change
 
 
 @pytest.fixture
