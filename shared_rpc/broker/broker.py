@@ -233,7 +233,6 @@ class Broker:
             Registry(message.endpoints),
             executor,
             message.device,
-            executor.transfers,
             options=self._options,
             quotas=message.quotas,
             memory=RelayedMemory(self._memory, message.devices),

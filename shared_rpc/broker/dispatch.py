@@ -138,10 +138,12 @@ class Dispatcher:
 
     def _able(self, run: Run[Any]) -> list[Worker]:
         """Return the workers that can do a run."""
-        key, name = run.place.executor.key, run.spec.name
-        able = [worker for worker in self.workers() if worker.serves(key, name)]
-        held = run.place.executor.pool_owner(run) if run.place.arguments.held else None
-        return [held] if held in able else able
+        place: _Place = run.place
+        able = [worker for worker in self.workers() if worker.serves(place.executor.key, run.spec.name)]
+        if place.arguments.held and (transfer := place.executor.transfers.find(place.session)) is not None:
+            # No other worker can hold results that it takes as arguments.
+            return [worker for worker in able if worker is transfer.owner(place.arguments.held)] or able
+        return able
 
     def _send_or_end(self, run: Run[Any]) -> bool:
         """Send a run, or end it where no worker will ever do it; False if it has to wait.
@@ -300,7 +302,7 @@ class Dispatcher:
             self._release(run)
             place.owner.ended(run, outcome)
         elif record is not None:
-            place.executor.take_back(run, record)
+            place.executor.transfers.release_results(run.session, record.chunks)
             record.close()
 
     def _end(self, run: Run[Any], failure: Failure) -> None:
@@ -365,17 +367,6 @@ class WorkerExecutor:
     def start(self, run: Run[Any], owner: Owner) -> None:
         """Have a worker do a run, as soon as there is one."""
         self._dispatcher.start(self, run, owner)
-
-    def take_back(self, run: Run[Any], record: Record) -> None:
-        """Release the chunks of an unused result."""
-        transfer = self.transfers.find(run.session)
-        if transfer is not None:
-            transfer.release_results(record.chunks)
-
-    def pool_owner(self, run: Run[Any]) -> Worker | None:
-        """Return the worker whose results a run takes as arguments: no other one can hold them."""
-        transfer = self.transfers.find(run.place.session)
-        return transfer.owner(run.place.arguments.held) if transfer is not None else None
 
 
 def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: ForwardedTransfer | None) -> Completed | Failure:

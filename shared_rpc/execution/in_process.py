@@ -17,13 +17,13 @@ from shared_rpc.execution.outcomes import AwaitingRoom, Completed, Failure
 from shared_rpc.execution.publishing import Publisher, guarded, let_go, load, loads_soon
 from shared_rpc.execution.reporter import Reporter
 from shared_rpc.execution.run import Owner, Run
-from shared_rpc.execution.session_transfer import Transfers
 from shared_rpc.execution.threads import Job, WorkerThreads
-from shared_rpc.execution.transfer import ServerTransfer
+from shared_rpc.execution.transfer import transfers_of
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.memory.records import Arguments, Record
+from shared_rpc.memory.pool import PoolOptions
+from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol.infos import ExecutorInfo
 
 
@@ -32,8 +32,8 @@ class InProcessExecutor:
 
     :param endpoints: by name.
     :param device: the id of the device results must be on.
+    :param pool: of each session; by default the usual one.
     :param max_workers: how many threads run endpoints at once; by default four more than there are cores, and at most 32.
-    :param transfers: the pools of sessions.
     :param shares: whether results are moved into shared memory; False if only this process uses them.
     """
 
@@ -41,14 +41,14 @@ class InProcessExecutor:
         self,
         endpoints: dict[str, Endpoint],
         device: str,
-        transfers: Transfers[ServerTransfer],
+        pool: PoolOptions | None = None,
         max_workers: int | None = None,
         *,
         shares: bool = True,
     ) -> None:
         self._endpoints = endpoints
-        self._transfers = transfers
-        self._publisher = Publisher(device, transfers, shares=shares)
+        self.transfers = transfers_of(pool)
+        self._publisher = Publisher(device, self.transfers, shares=shares)
         self._device = device
         self._kind = device_kind(device)
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
@@ -221,13 +221,8 @@ class InProcessExecutor:
             ended(Failure.unexpected(error, f"the result of {run.spec.name}() cannot be published"))
 
     def abandon(self, run: Run[Any]) -> bool:
-        transfer = self._transfers.find(run.session)
+        transfer = self.transfers.find(run.session)
         return transfer is not None and transfer.unpark(run)
-
-    def take_back(self, run: Run[Any], record: Record) -> None:
-        transfer = self._transfers.find(run.session)
-        if transfer is not None:
-            transfer.release_results(record.chunks)
 
     def _park(
         self,
@@ -243,7 +238,7 @@ class InProcessExecutor:
             return self._publisher.publish(endpoint, run, [awaiting.live])
 
         job = self._job(run, publish, ended)
-        transfer = self._transfers.find(run.session)
+        transfer = self.transfers.find(run.session)
         if transfer is None:
             ended(Failure.of(ConnectionClosed(f"the session ended while the result of {run.spec.name!r} waited for memory")))
             return
@@ -262,7 +257,7 @@ class InProcessExecutor:
 
     def _settle(self, run: Run[Any]) -> None:
         """Poll the chunks that the endpoint has used, after its caller has been answered."""
-        transfer = self._transfers.find(run.session)
+        transfer = self.transfers.find(run.session)
         if transfer is not None:
             transfer.poll()
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from shared_rpc.execution.outcomes import Completed, Failure
-from shared_rpc.memory.records import Arguments, Record
+from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
+from shared_rpc.memory.records import Arguments
 from shared_rpc.protocol.infos import ExecutorInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
@@ -92,6 +93,10 @@ class Owner(Protocol):
 class Executor(Protocol):
     """The place where endpoints run."""
 
+    @property
+    def transfers(self) -> Transfers[SessionTransfer]:
+        """The pools of sessions."""
+
     def info(self) -> ExecutorInfo:
         """Return the processes that run endpoints."""
 
@@ -112,6 +117,3 @@ class Executor(Protocol):
 
     def abandon(self, run: Run[Any]) -> bool:
         """Drop a result that waits for memory, without notifying the owner; False if there is none."""
-
-    def take_back(self, run: Run[Any], record: Record) -> None:
-        """Free the pool's chunks of a result without a receiver."""

@@ -133,6 +133,12 @@ class Transfers(Generic[TransferT_co]):
         """Return every transfer."""
         return tuple(self._transfers.values())
 
+    def release_results(self, session: str, chunks: Sequence[int]) -> None:
+        """Take back chunks of a session's results, if it has a transfer."""
+        transfer = self.find(session)
+        if transfer is not None:
+            transfer.release_results(chunks)
+
     def end(self, session: str) -> None:
         """Release all that a session had: it ended."""
         transfer = self._transfers.pop(session, None)

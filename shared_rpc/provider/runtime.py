@@ -15,7 +15,6 @@ import anyio
 import anyio.to_thread
 
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.execution.transfer import transfers_of
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.operations.client import BlockingOperations, Client
 from shared_rpc.protocol.infos import RuntimeInfo
@@ -98,9 +97,8 @@ class LocalRuntime(LoopbackRuntime):
     role: Role = "local"
 
     def __init__(self, app: App, inherited: Runtime | None = None) -> None:
-        transfers = transfers_of()
-        executor = InProcessExecutor(app.endpoints, app.device_id, transfers, shares=False)
-        core = Core(app.registry, executor, app.device_id, transfers)
+        executor = InProcessExecutor(app.endpoints, app.device_id, shares=False)
+        core = Core(app.registry, executor, app.device_id)
         if isinstance(inherited, LocalRuntime):
             core.objects.adopt(inherited._engine.core.objects)
         engine = Engine(core, executor, "this provider")

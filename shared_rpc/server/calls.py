@@ -9,7 +9,6 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.endpoints import check_chain, identity_of, key_of, takes
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import CallArguments
-from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
 from shared_rpc.memory.records import Arguments
 from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol import exported as x
@@ -28,19 +27,14 @@ from shared_rpc.server.waiting import Delivery, Waiter, gone, tell
 
 
 class Calls:
-    """Requests that are calls, or about their cached results. On the server's loop only.
+    """Requests that are calls, or about their cached results. On the server's loop only."""
 
-    :param transfers: the pools of sessions.
-    """
-
-    def __init__(
-        self, state: State, runs: Runs, generations: Generations, tasks: Tasks, transfers: Transfers[SessionTransfer]
-    ) -> None:
+    def __init__(self, state: State, runs: Runs, generations: Generations, tasks: Tasks) -> None:
         self._state = state
         self._runs = runs
         self._generations = generations
         self._tasks = tasks
-        self._transfers = transfers
+        self._transfers = state.executor.transfers
 
     @handles(m.Call)
     def call(self, caller: Caller, message: m.Call) -> None:
@@ -48,8 +42,7 @@ class Calls:
         waiter, lowered, arguments = _entered(caller, message)
         endpoint, chain = message.endpoint, frozenset(message.chain)
         if message.pooled:
-            if self._transfers.find(caller.session) is None:
-                self._transfers.of(caller.session)  # creates the transfer
+            self._transfers.of(caller.session)  # creates the transfer
             waiter.pooled = True
         waiter.on_out_of_memory = caller.out_of_memory
         try:
@@ -141,7 +134,7 @@ class Calls:
     @handles(m.Free)
     def free(self, caller: Caller, message: m.Free) -> m.Count:
         """Take back chunks of the endpoints' pool."""
-        self._transfers.of(caller.session).release_results(message.chunks)
+        self._transfers.release_results(caller.session, message.chunks)
         return m.Count(len(message.chunks))
 
     @handles(m.AwaitFree)

@@ -20,7 +20,6 @@ from shared_rpc.execution.endpoints import Registry
 from shared_rpc.execution.limits import resolve_host_quota
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import Executor
-from shared_rpc.execution.session_transfer import SessionTransfer, Transfers
 from shared_rpc.memory.backends.choice import makers
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.spill import SpillDirectory
@@ -70,7 +69,6 @@ class Core:
 
     :param registry: the endpoints; it may grow while the server runs.
     :param device: the id of the device that results live on.
-    :param transfers: the pools of sessions, which end with these.
     :param options: of the whole server; those of its devices and socket were resolved, and are the parameters below.
     :param quotas: bytes that objects may take, by device.
     :param memory: where buffers are made, and objects are restored; by default in this process.
@@ -90,7 +88,6 @@ class Core:
         registry: Registry,
         executor: Executor,
         device: str,
-        transfers: Transfers[SessionTransfer],
         *,
         options: ServeOptions = _DEFAULTS,
         quotas: Mapping[str, int] | None = None,
@@ -108,7 +105,7 @@ class Core:
         self.mechanism = mechanism
         self.socket_path = socket_path
         self.registry = registry
-        self.transfers = transfers
+        self.transfers = executor.transfers
         self._joiner = _joiner_of(cluster, socket_path)
         self._told = Listeners(self.server_id)
         self._clock = clock = clock or BootClock()
@@ -154,7 +151,7 @@ class Core:
         # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
         first = int(clock.now() * 1e6) if server_id is not None else 1
         self.tasks = Tasks(state, self.runs, self.tiers, options, first)
-        self.calls = Calls(state, self.runs, self.generations, self.tasks, transfers)
+        self.calls = Calls(state, self.runs, self.generations, self.tasks)
         self.holdings = Holdings(state, self.tiers)
         self.requests = Requests(
             state.waits,

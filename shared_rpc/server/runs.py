@@ -332,7 +332,7 @@ class Runs:
         if run.running:
             self._count_build(run, outcome.code if isinstance(outcome, Failure) else "")
         if isinstance(outcome, Completed) and outcome.record is not None and not run.waiters:
-            self._executor.take_back(run, outcome.record)
+            self._executor.transfers.release_results(run.session, outcome.record.chunks)
         if run in self.calls.runs:
             self._finish(run, outcome)
         elif isinstance(outcome, Completed) and outcome.record is not None:

@@ -14,7 +14,6 @@ from shared_rpc.errors import ConfigurationError, ConnectionClosed
 from shared_rpc.execution.endpoints import Endpoint, Registry
 from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.execution.limits import check_when_full, resolve_quotas
-from shared_rpc.execution.transfer import transfers_of
 from shared_rpc.lifecycle.signals import wait_for_signal
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.devices import device_tag
@@ -198,8 +197,7 @@ class Server:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         path, device, options = self.socket_path, self._provider.device_id, self._options
         mechanism = self._provider.mechanism_info
-        transfers = transfers_of(self._pool or self._provider.pool)
-        executor = InProcessExecutor(self._provider.endpoints, device, transfers, options.threads)
+        executor = InProcessExecutor(self._provider.endpoints, device, self._pool or self._provider.pool, options.threads)
         descriptors = Descriptors(
             mapped=mapped_limit(),
             closing=CLOSER.__len__,
@@ -209,7 +207,6 @@ class Server:
             self._provider.registry,
             executor,
             device,
-            transfers,
             options=options,
             quotas=resolve_quotas(options.quotas, device),
             spill=SpillDirectory(options.spill_dir) if options.spill_dir is not None else None,

@@ -21,7 +21,6 @@ from shared_rpc.execution.limits import resolve_quotas
 from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.execution.stream import FramedStream
-from shared_rpc.execution.transfer import ServerTransfer, transfers_of
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.ending import end_now, end_within
 from shared_rpc.memory.inventory import devices_of, facts_of
@@ -53,8 +52,8 @@ class Hosted:
     def __init__(self, key: str, provider: Provider, max_workers: int | None) -> None:
         self.key = key
         self.provider = provider
-        self.transfers = transfers_of(provider.pool)
-        self.executor = InProcessExecutor(provider.endpoints, provider.device_id, self.transfers, max_workers)
+        self.executor = InProcessExecutor(provider.endpoints, provider.device_id, provider.pool, max_workers)
+        self.transfers = self.executor.transfers
 
 
 def given_back(hosted: Hosted | None, session: str) -> list[int]:
@@ -246,7 +245,7 @@ class WorkerHost:
             )
             self._fail(number, hosted, message.session, Failure.of(known), unused=message.chunks)
             return
-        if message.pooled and hosted.transfers.find(message.session) is None:
+        if message.pooled:
             hosted.transfers.of(message.session)  # creates the transfer
         run: Run[None] = Run(
             endpoint.spec,
@@ -353,17 +352,14 @@ class WorkerHost:
         if run.begun_at:
             self._tell_end(run)
 
-    def _transfer(self, message: w.ReleaseChunks | w.AwaitChunks) -> ServerTransfer | None:
-        hosted = self._hosted.get(message.key)
-        return hosted.transfers.find(message.session) if hosted is not None else None
-
     def _give(self, frame: Frame, message: w.ReleaseChunks) -> None:
-        transfer = self._transfer(message)
-        if transfer is not None:
-            transfer.release_results(message.chunks)
+        hosted = self._hosted.get(message.key)
+        if hosted is not None:
+            hosted.transfers.release_results(message.session, message.chunks)
 
     def _await_chunks(self, frame: Frame, message: w.AwaitChunks) -> None:
-        transfer = self._transfer(message)
+        hosted = self._hosted.get(message.key)
+        transfer = hosted.transfers.find(message.session) if hosted is not None else None
         if transfer is not None:
             transfer.await_chunks(lambda: self._on_loop(lambda: self._return(self._hosted[message.key], message.session)))
 

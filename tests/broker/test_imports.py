@@ -69,6 +69,7 @@ BROKER = """
 
     class Elsewhere:
         busy = 0
+        transfers = transfers_of()
 
         def start(self, run, owner):
             owner.began(run)
@@ -93,9 +94,6 @@ BROKER = """
         def abandon(self, run):
             return False
 
-        def take_back(self, run, record):
-            pass
-
         def reclaim(self):
             pass
 
@@ -108,7 +106,7 @@ BROKER = """
     path = sys.argv[1]
     elsewhere = Elsewhere()
     core = Core(
-        Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", transfers_of(), socket_path=path
+        Registry([describe(model), describe(load, managed=True)]), elsewhere, "cpu", socket_path=path
     )
     acceptor = Acceptor(core, path, 10)
     engine = Engine(core, elsewhere, "the broker", acceptor.serve)

@@ -701,6 +701,7 @@ BROKER = """
 
     class Nowhere:
         busy = 0
+        transfers = transfers_of()
 
         async def finish(self):
             pass
@@ -711,7 +712,7 @@ BROKER = """
         def close(self):
             pass
 
-    core = Core(Registry([]), Nowhere(), DEVICE, transfers_of(), quotas={DEVICE: 1 << 30})
+    core = Core(Registry([]), Nowhere(), DEVICE, quotas={DEVICE: 1 << 30})
     acceptor = Acceptor(core, sys.argv[1], 10)
     engine = Engine(core, Nowhere(), "the broker", acceptor.serve)
     engine.start()
