@@ -69,7 +69,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All tests without the markers `gpu` and `deep`, but for those of `docs`, `examples`, `bench`; ``-- tests/unit`` for some."""
+    """Run the tests without the markers `gpu` and `deep`, but for those of `docs`, `examples` and `bench`, or some of them."""
     if session.posargs:
         _run(session, "pytest", *session.posargs)
     else:

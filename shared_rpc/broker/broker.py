@@ -8,7 +8,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ from shared_rpc.broker.zygote import WorkerZygote
 from shared_rpc.errors import ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError, WorkerCrashed
 from shared_rpc.execution.coroutines import run_loop
 from shared_rpc.execution.endpoints import Registry
-from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.observability.metrics import Reading
@@ -400,16 +399,11 @@ class Broker:
 
     # Reloading.
 
-    def _reload_for_client(self, objects: str, answer: Callable[[ReloadInfo | Failure], None]) -> None:
-        async def work() -> None:
-            try:
-                answer(await self._reload(objects))
-            except Exception as error:
-                if not isinstance(error, SharedRPCError):
-                    _log.exception("a reload failed")
-                answer(Failure.of(error))
-
-        self._spawn(work)
+    def _reload_for_client(self, objects: str) -> Awaitable[ReloadInfo]:
+        """Begin a reload, which goes on though its caller leaves."""
+        reload = asyncio.create_task(self._reload(objects))
+        reload.add_done_callback(_log_failure)
+        return asyncio.shield(reload)
 
     async def _reload(self, objects: str) -> ReloadInfo:
         if objects not in ("changed", "all", "none"):
@@ -472,6 +466,12 @@ class Broker:
 def _fits(service: Service, message: w.Serve) -> bool:
     """Return whether a provider is served at the same place and on the same device as before."""
     return (message.socket_path, message.device) == (service.facts.socket_path, service.facts.device)
+
+
+def _log_failure(reload: asyncio.Task[ReloadInfo]) -> None:
+    error = None if reload.cancelled() else reload.exception()
+    if error is not None and not isinstance(error, SharedRPCError):
+        _log.error("a reload failed", exc_info=error)
 
 
 def _only(error: BaseException) -> BaseException:

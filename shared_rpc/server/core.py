@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -18,7 +18,6 @@ from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.execution.endpoints import Registry
 from shared_rpc.execution.limits import resolve_host_quota
-from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import Executor
 from shared_rpc.memory.backends.choice import makers
 from shared_rpc.memory.copies import LowerCopy
@@ -35,7 +34,7 @@ from shared_rpc.server.generations import Generations
 from shared_rpc.server.holdings import Holdings
 from shared_rpc.server.observing import Listeners
 from shared_rpc.server.records import Records
-from shared_rpc.server.requests import Caller, Lowered, Requests, handles
+from shared_rpc.server.requests import Caller, Requests, handles
 from shared_rpc.server.runs import Runs
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.shared import State
@@ -54,8 +53,6 @@ from shared_rpc.settings import ServeOptions
 
 if TYPE_CHECKING:
     from shared_rpc.server.joiner import Joiner
-
-__all__ = ["Core", "Lowered"]
 
 _log = logging.getLogger("shared_rpc.server")
 
@@ -169,7 +166,7 @@ class Core:
         self.started_at = clock.unix(self._began)
         self._executor = executor
         #: Reloads the code for a client, where endpoints run in processes that can be replaced: see :class:`Reload`.
-        self.on_reload: Callable[[str, Callable[[ReloadInfo | Failure], None]], None] | None = None
+        self.on_reload: Callable[[str], Awaitable[ReloadInfo]] | None = None
         #: Stops the server for a client, where the process does nothing but serve: called with the id of the client's session
         #: and :attr:`StopServer.if_idle`, it returns what the server held.
         self.on_stop: Callable[[str, bool], StopInfo] | None = None
@@ -248,22 +245,14 @@ class Core:
         return mo.StatisticsReply(self.runs.statistics.infos())
 
     @handles(m.Reload)
-    def reload(self, caller: Caller, message: m.Reload) -> None:
+    async def reload(self, caller: Caller, message: m.Reload) -> m.ReloadReply:
         """Have the app's code read again; that goes on though the caller leaves."""
         if self.on_reload is None:
             raise ConfigurationError(
                 f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be reloaded: "
                 f"start it with 'shared-rpc serve'"
             )
-        caller.wait()
-
-        def told(outcome: ReloadInfo | Failure) -> None:
-            if isinstance(outcome, Failure):
-                caller.fail(outcome)
-            else:
-                caller.reply(m.ReloadReply(outcome))
-
-        self.on_reload(message.objects, told)
+        return m.ReloadReply(await self.on_reload(message.objects))
 
     @handles(m.StopServer)
     def stop_for(self, caller: Caller, message: m.StopServer) -> m.StopReply:

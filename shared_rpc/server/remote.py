@@ -32,8 +32,6 @@ from shared_rpc.server.sessions import Session
 from shared_rpc.server.state.descriptors import STALLED
 from shared_rpc.server.waiting import Delivery, Waiter
 
-__all__ = ["RemoteClient"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 #: Seconds for the first frame of a new connection.

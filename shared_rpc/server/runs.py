@@ -27,8 +27,6 @@ from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Waiter, gone, tell
 
-__all__ = ["Runs", "close_arguments"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 #: The keys built last, whose sizes are known.

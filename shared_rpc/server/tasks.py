@@ -28,8 +28,6 @@ from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Waiter, tell
 from shared_rpc.settings import ServeOptions
 
-__all__ = ["Tasks"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 #: Bytes. Of an exception that pickles larger, a task keeps the type, message and traceback.

@@ -44,8 +44,6 @@ from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import OBJECT_ID, StoredObject
 from shared_rpc.server.state.tiers import LOWER, STALE, is_good, next_tier, outlives_use
 
-__all__ = ["Tiers"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 #: Copies of an object that are made in a row, while it is written to.

@@ -20,8 +20,6 @@ from shared_rpc.server.observing import Observed
 from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
 
-__all__ = ["Delivery", "Signal", "Waiter", "Waits", "gone", "tell"]
-
 _log = logging.getLogger("shared_rpc.server")
 
 

@@ -19,8 +19,6 @@ from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 
-__all__ = ["BufferTable", "Terms"]
-
 #: Removed buffers whose reason of removal is remembered.
 _REMEMBERED = 10_000
 

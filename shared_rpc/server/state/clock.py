@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Clock"]
-
 
 class Clock(Protocol):
     """Seconds since some moment; they never jump."""

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from shared_rpc.protocol.infos import DescriptorInfo
 
-__all__ = ["Descriptors", "Intake", "mapped_limit", "open_limit"]
-
 #: This fraction of a process's descriptors, and of its mappings, is for kept objects.
 _SHARE = 2
 #: This fraction of the descriptors is for workers and the memory of calls, before more clients are admitted.

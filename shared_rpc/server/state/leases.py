@@ -11,8 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Holder", "LeaseTable", "TaskHolder"]
-
 
 class TaskHolder(NamedTuple):
     """A task that holds its result until a client fetches it. It has no memory mapped."""

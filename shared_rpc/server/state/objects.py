@@ -34,8 +34,6 @@ from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.tiers import LOWER, Copies, Incarnations
 
-__all__ = ["OBJECT_ID", "ObjectStore", "StoredObject", "usage_of"]
-
 #: The form of an object's id.
 OBJECT_ID = re.compile("[0-9a-f]{24}")
 

@@ -18,8 +18,6 @@ from shared_rpc.protocol.exported import RecordHeader
 from shared_rpc.protocol.records import Access, BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec
 
-__all__ = ["Versions", "accesses", "called", "check_code", "check_table", "check_versions", "homes", "moved"]
-
 #: Bytes of an element of a tensor that no buffer has: what is smaller than a byte takes one.
 _SIZES = {
     **ITEM_SIZES,

@@ -20,8 +20,6 @@ from typing import Generic, TypeVar
 
 from shared_rpc.execution.run import Run
 
-__all__ = ["RunTable"]
-
 W = TypeVar("W")
 
 

@@ -21,8 +21,6 @@ from shared_rpc.execution.run import Run
 from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc.server.state.clock import Clock
 
-__all__ = ["Attachment", "OpenMiss", "SourceTable"]
-
 W = TypeVar("W")
 
 

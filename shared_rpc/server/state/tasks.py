@@ -24,8 +24,6 @@ from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import TaskHolder
 
-__all__ = ["TRANSITIONS", "Task", "TaskTable"]
-
 W = TypeVar("W")
 
 #: The permitted next statuses of each status.

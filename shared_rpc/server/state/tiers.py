@@ -14,8 +14,6 @@ from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
 from shared_rpc.server.state.descriptors import Descriptors
 
-__all__ = ["LOWER", "STALE", "Copies", "Incarnations", "is_good", "next_tier", "outlives_use"]
-
 #: The tiers below a device, the next one first.
 LOWER: tuple[Tier, ...] = ("host", "file")
 #: The revision of a copy whose bytes are those of no revision: the next copy is written to its memory.
