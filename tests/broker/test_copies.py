@@ -544,7 +544,7 @@ def test_a_bare_worker_copies_where_the_worker_makes_no_step(
     copier: Copier, bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the second attempt, though the worker is still there."""
-    monkeypatch.setattr(bare.broker._memory, "_workers", bare.broker._current)
+    monkeypatch.setattr(bare.broker._memory, "_workers", lambda: bare.broker._supervisor.workers)
     monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 5.0)  # a GPU's context takes as long
     [worker] = bare.workers
     sigstop(worker)
