@@ -327,16 +327,9 @@ class Hooks:
 HOOKS = Hooks()
 
 
-def add_hook(hook: Hook | HookFactory) -> None:
-    """Call a hook with every event of this process from now on; once, however often it is added."""
-    HOOKS.add(hook)
-
-
-def remove_hook(hook: Hook | HookFactory) -> None:
-    """Remove a hook. Does nothing if it is not registered."""
-    HOOKS.remove(hook)
-
-
-def get_hooks() -> tuple[Hook | HookFactory, ...]:
-    """Return the registered hooks, in the order they were added."""
-    return HOOKS.all()
+#: Call a hook with every event of this process from now on; once, however often it is added.
+add_hook = HOOKS.add
+#: Remove a hook. Does nothing if it is not registered.
+remove_hook = HOOKS.remove
+#: Return the registered hooks, in the order they were added.
+get_hooks = HOOKS.all

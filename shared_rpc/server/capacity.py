@@ -26,10 +26,9 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
-from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import Holder, LeaseTable
-from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.objects import ObjectStore, StoredObject, infos_of, usage_of
 from shared_rpc.server.state.tiers import STALE
 
 _log = logging.getLogger("shared_rpc.server")
@@ -188,7 +187,7 @@ class Capacity:
     def needs_of(self, record: Record) -> tuple[dict[str, int], int]:
         """Return what a record would add to the objects that are there: bytes by device, and descriptors."""
         new = {segment.info.id: segment.info for segment in record.segments if self._objects.segment(segment.info.id) is None}
-        return _by_device(new), len(new)
+        return usage_of(new), len(new)
 
     def _free(self, device: str) -> int:
         return self._limits[device] - self.used(device)
@@ -283,7 +282,7 @@ class Capacity:
         return dropped > 0
 
     def _is_stale(self, group: Sequence[StoredObject]) -> bool:
-        copies = [self._objects.copies.get(name, "host") for name in _infos(group)]
+        copies = [self._objects.copies.get(name, "host") for name in infos_of(group)]
         return all(copy is None or copy.revision == STALE for copy in copies)
 
     def _end(self, sizes: Mapping[str, int]) -> None:
@@ -394,7 +393,7 @@ class Capacity:
         """
         if not self._asked or session in self._leases.active(stored.object_id):
             return False
-        devices = _by_device(_infos(self._objects.group(stored))).keys()
+        devices = usage_of(infos_of(self._objects.group(stored))).keys()
         return any(self._needs(request).keys() & devices for request in self._queue)
 
     def _needs(self, request: CapacityRequest) -> dict[str, int]:
@@ -406,7 +405,7 @@ class Capacity:
         if request.stored is not None:
             if self._objects.get(request.stored.object_id) is not request.stored:
                 return {}
-            sizes = _by_device(_infos(self._objects.group(request.stored)))
+            sizes = usage_of(infos_of(self._objects.group(request.stored)))
             there = not request.stored.cold or self.mover.direction(request.stored) == "up"
             missing = {} if there else sizes
         return {device: missing.get(device, 0) for device, nbytes in sizes.items() if nbytes and device in self._limits}
@@ -459,7 +458,7 @@ class Capacity:
         for device, nbytes in needs.items():
             limit = self._limits[device]
             pinned = [stored for stored in self._objects if stored.pinned and not stored.cold]
-            beside = _by_device(_infos(pinned)).get(device, 0)
+            beside = usage_of(infos_of(pinned)).get(device, 0)
             if nbytes > limit:
                 raise CapabilityError(f"{nbytes} bytes on {device} are more than {_QUOTA}, {limit}: ask for less")
             if nbytes > 0 and nbytes + beside > limit:
@@ -533,23 +532,23 @@ class Capacity:
         for group in self._groups():
             if group[0].cold or any(mover.is_moving(stored) for stored in group):
                 continue
-            below, infos = mover.below(group), _infos(group)
-            if below and any(self._users_of(stored) or stored.pinned for stored in group):
+            below, infos = mover.below(group), infos_of(group)
+            if below and any(self._leases.users(stored.object_id) or stored.pinned for stored in group):
                 continue
             if below:
-                yield _Candidate(group, _by_device(infos), below, sum(info.nbytes for info in infos.values()))
+                yield _Candidate(group, usage_of(infos), below, sum(info.nbytes for info in infos.values()))
             elif all(map(self._is_droppable, group)):
-                yield _Candidate(group, _by_device(infos))
+                yield _Candidate(group, usage_of(infos))
             else:
                 yield from self._parts(group)
 
     def _parts(self, group: Sequence[StoredObject]) -> Iterator[_Candidate]:
         """Yield those of a group that can be dropped, with the memory that is theirs alone."""
-        users = Counter(name for stored in group for name in _infos([stored]))
+        users = Counter(name for stored in group for name in infos_of([stored]))
         for stored in filter(self._is_droppable, group):
-            alone = {name: info for name, info in _infos([stored]).items() if users[name] == 1}
+            alone = {name: info for name, info in infos_of([stored]).items() if users[name] == 1}
             if alone:
-                yield _Candidate([stored], _by_device(alone))
+                yield _Candidate([stored], usage_of(alone))
 
     def _is_droppable(self, stored: StoredObject) -> bool:
         cached = stored.listed and stored.cache_key is not None
@@ -561,16 +560,12 @@ class Capacity:
         for group in self._groups() if copies.nbytes("host") else ():
             if any(mover.is_moving(stored) for stored in group):
                 continue
-            found = [copy for name in _infos(group) if (copy := copies.get(name, "host")) is not None]
+            found = [copy for name in infos_of(group) if (copy := copies.get(name, "host")) is not None]
             nbytes = sum(copy.segment.info.nbytes for copy in found)
             if found and not group[0].cold:
                 yield _HostCopies(group, nbytes, cold=False)
             elif found and "file" in mover.below(group):
                 yield _HostCopies(group, nbytes, cold=True)
-
-    def _users_of(self, stored: StoredObject) -> list[str]:
-        """Return the sessions that use an object: it cannot leave its devices."""
-        return [holder for holder in self._leases.active(stored.object_id) if isinstance(holder, str)]
 
     def _groups(self) -> list[list[StoredObject]]:
         """Return all objects that have memory or copies, with those that share it; those that were used last come last."""
@@ -583,7 +578,7 @@ class Capacity:
         return sorted(groups, key=lambda group: max(stored.last_accessed_at for stored in group))
 
     def _drop_copies(self, group: Sequence[StoredObject]) -> None:
-        for name in _infos(group):
+        for name in infos_of(group):
             self._objects.copies.discard(name, "host")
 
     # What a server that refuses requires.
@@ -700,7 +695,7 @@ class Capacity:
 
     def _state(self, stored: StoredObject) -> str:
         active = self._leases.active(stored.object_id)
-        pids = sorted({self._pid_of(session) for session in self._users_of(stored)})
+        pids = sorted({self._pid_of(session) for session in self._leases.users(stored.object_id)})
         if pids:
             return f"which pid {', '.join(map(str, pids[:_SHOWN]))} {'uses' if len(pids) == 1 else 'use'}"
         if stored.pinned:
@@ -720,21 +715,9 @@ def _ids(group: Iterable[StoredObject]) -> set[str]:
     return {stored.object_id for stored in group}
 
 
-def _infos(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:
-    """Return the segments of objects, by id."""
-    return {segment.info.id: segment.info for stored in group for segment in stored.record.segments}
-
-
-def _by_device(infos: Mapping[str, SegmentInfo]) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for info in infos.values():
-        sizes[info.device] += info.nbytes
-    return dict(sizes)
-
-
 def _bytes_on(stored: StoredObject, device: str) -> int:
     """Return the bytes that an object takes on a device."""
-    return 0 if stored.cold else _by_device(_infos([stored])).get(device, 0)
+    return 0 if stored.cold else usage_of(infos_of([stored])).get(device, 0)
 
 
 def _named(stored: StoredObject) -> str:

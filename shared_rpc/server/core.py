@@ -272,7 +272,7 @@ class Core:
             waiter.observed.left()
         self.runs.leave(waiter)
 
-    def end_session(self, session: str, *, clean: bool = True) -> None:
+    def end_session(self, session: str, clean: bool = True) -> None:
         """Give back all that the session held.
 
         :param clean: False for a session that ends without a goodbye.

@@ -71,7 +71,7 @@ class Holdings:
     def info_of(self, stored: StoredObject) -> ObjectInfo:
         """Describe an object."""
         state = self._state
-        holders, active = state.leases.holders(stored.object_id), self._tiers.active(stored.object_id)
+        holders, active = state.leases.holders(stored.object_id), state.leases.users(stored.object_id)
         info = stored.info(state.server_id, len(holders), len(active), state.clock)
         info["copies"], moving = self._tiers.info(stored)
         if moving is not None:

@@ -60,7 +60,7 @@ def _objects(core: Core) -> Iterable[tuple[str, float]]:
 
 
 def _active(core: Core) -> int:
-    return sum(bool(core.tiers.active(stored.object_id)) for stored in core.objects)
+    return sum(bool(core.leases.users(stored.object_id)) for stored in core.objects)
 
 
 def _object_bytes(cores: Sequence[Core]) -> Numbers:

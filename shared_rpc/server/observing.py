@@ -21,6 +21,7 @@ from shared_rpc.observability.events import (
     ObjectRestored,
     Outcome,
 )
+from shared_rpc.protocol.infos import MoveInfo
 from shared_rpc.protocol.records import Tier
 from shared_rpc.server.state.leases import Holder
 from shared_rpc.server.state.objects import StoredObject
@@ -81,34 +82,13 @@ class Listeners:
         if HOOKS.registered:
             HOOKS.emit(ObjectFreed(**self._object(stored)))
 
-    def moved(
-        self,
-        stored: StoredObject,
-        from_tier: Tier,
-        to_tier: Tier,
-        *,
-        nbytes: int,
-        copied: int,
-        seconds: float,
-        reason: MoveReason,
-    ) -> None:
+    def moved(self, stored: StoredObject, from_tier: Tier, move: MoveInfo, reason: MoveReason) -> None:
         """Tell that an object has changed its tier."""
         if HOOKS.registered:
-            kind = ObjectRestored if to_tier == "device" else ObjectEvicted
-            HOOKS.emit(
-                kind(
-                    server_id=self._server_id,
-                    object_id=stored.object_id,
-                    endpoint=stored.endpoint,
-                    device=stored.record.device,
-                    from_tier=from_tier,
-                    to_tier=to_tier,
-                    nbytes=nbytes,
-                    copied=copied,
-                    seconds=seconds,
-                    reason=reason,
-                )
-            )
+            fields = {**self._object(stored), "from_tier": from_tier, "to_tier": move["tier"], "reason": reason}
+            fields |= {name: move[name] for name in ("nbytes", "copied", "seconds")}
+            del fields["kind"]
+            HOOKS.emit((ObjectRestored if move["tier"] == "device" else ObjectEvicted)(**fields))
 
     def _object(self, stored: StoredObject) -> dict[str, Any]:
         return {

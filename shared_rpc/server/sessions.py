@@ -10,8 +10,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection
-from typing import Protocol, get_args
+from collections.abc import Callable, Collection
+from typing import get_args
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.observability.events import HOOKS, SessionClosed, SessionOpened
@@ -38,24 +38,22 @@ class Session:
         self.began = time.monotonic()
 
 
-class OnSessionEnd(Protocol):
-    """The release of all that a session held."""
-
-    def __call__(self, session: str, *, clean: bool) -> None:
-        """Release it; ``clean`` is False for a session that ends without a goodbye."""
-
-
 class Sessions:
     """All sessions of a server.
 
     :param server_id: the server's, for events.
-    :param on_end: called when a session has ended.
+    :param on_end: called when a session has ended; with False if it ended without a goodbye.
     :param client_code: whose pickles are taken, see :class:`shared_rpc.Server`.
     :raises ConfigurationError: if ``client_code`` is none of the three.
     """
 
     def __init__(
-        self, server_id: str, objects: ObjectStore, leases: LeaseTable, on_end: OnSessionEnd, client_code: ClientCode = "all"
+        self,
+        server_id: str,
+        objects: ObjectStore,
+        leases: LeaseTable,
+        on_end: Callable[[str, bool], None],
+        client_code: ClientCode = "all",
     ) -> None:
         if client_code not in get_args(ClientCode):
             raise ConfigurationError(f"client_code={client_code!r}: use 'all', 'namespace' or 'none'")
@@ -116,7 +114,7 @@ class Sessions:
         leases = self._leases.count(session.session_id)
         # A process that could not say goodbye, but lives on, has ended its session on purpose.
         clean = session.closing or not _ends(session.peer.pid)
-        self._on_end(session.session_id, clean=clean)
+        self._on_end(session.session_id, clean)
         if HOOKS.registered:
             HOOKS.emit(
                 SessionClosed(

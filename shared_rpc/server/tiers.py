@@ -41,7 +41,7 @@ from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo, Tier
 from shared_rpc.server.capacity import BELOW, HOST, Below, Reservation
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
-from shared_rpc.server.state.objects import OBJECT_ID, StoredObject
+from shared_rpc.server.state.objects import OBJECT_ID, StoredObject, infos_of
 from shared_rpc.server.state.tiers import LOWER, STALE, is_good, next_tier, outlives_use
 
 _log = logging.getLogger("shared_rpc.server")
@@ -114,7 +114,7 @@ class Tiers:
         """Return the bytes of an object's good copies by tier, and its move that goes on."""
         group = self._objects.group(stored)
         copies: dict[Tier, int] = {
-            tier: sum(info.nbytes for info in _infos([stored]).values())
+            tier: sum(info.nbytes for info in infos_of([stored]).values())
             for tier in LOWER
             if stored.record.segments and len(self._objects.copies) and self._has_copies(group, tier)
         }
@@ -122,10 +122,6 @@ class Tiers:
         return copies, {"to": move.to, "done": move.done, "total": move.total} if move is not None else None
 
     # Sessions.
-
-    def active(self, object_id: str) -> list[str]:
-        """Return the sessions that have an object active. A task's has nothing mapped, and never has."""
-        return [holder for holder in self._leases.active(object_id) if isinstance(holder, str)]
 
     @handles(t.Suspend)
     def suspend(self, caller: Caller, message: t.Suspend) -> m.Count:
@@ -408,7 +404,7 @@ class Tiers:
                 group = self._objects.group(stored)
                 tier = self._lower_tier(group, "") if self._keeps(stored) and not stored.cold else None
                 if tier is not None and not self._has_copies(group, tier):
-                    new = self._uncopied(group) if tier == "host" else list(_infos(group).values())
+                    new = self._uncopied(group) if tier == "host" else list(infos_of(group).values())
                     self._capacity.require_descriptors(len(new))
                     host = sum(info.nbytes for info in new) if tier == "host" else 0
                     with self._capacity.take_host(host, drops=False) as reservation:
@@ -438,7 +434,7 @@ class Tiers:
     def _enter(self, group: Sequence[StoredObject], to: Tier, direction: Literal["up", "down", ""]) -> Move:
         """Note a move of a group, which nothing moves; :meth:`_moving` ends it."""
         move = Move(group, to, direction)
-        for info in _infos(group).values() if direction == "down" else ():
+        for info in infos_of(group).values() if direction == "down" else ():
             if not group[0].cold:
                 move.frees[info.device] += info.nbytes
             copy = self._objects.copies.get(info.id, "host")
@@ -467,7 +463,7 @@ class Tiers:
 
         :raises CapabilityError: if there is none for it.
         """
-        infos = _infos(group)
+        infos = infos_of(group)
         for stored in group:
             if not stored.record.skeleton and not stored.record.segments:
                 raise CapabilityError(
@@ -498,7 +494,7 @@ class Tiers:
             where = "" if stored is group[0] else f", whose memory {_named(group[0])} shares,"
             if stored.pinned:
                 raise ServerBusy(f"{_named(stored)}{where} cannot be evicted: its endpoint was shared with pinned=True")
-            pids = sorted({self._state.sessions.pid_of(session) for session in self.active(stored.object_id)})
+            pids = sorted({self._state.sessions.pid_of(session) for session in self._leases.users(stored.object_id)})
             if pids:
                 raise ServerBusy(
                     f"{_named(stored)}{where} cannot be evicted while it is in use by pid {', '.join(map(str, pids))}: suspend "
@@ -518,7 +514,7 @@ class Tiers:
 
     def _has_copies(self, group: Sequence[StoredObject], tier: Tier) -> bool:
         """Return whether a group has copies in a tier with the bytes that it has now."""
-        copies = [self._objects.copies.get(segment_id, tier) for segment_id in _infos(group)]
+        copies = [self._objects.copies.get(segment_id, tier) for segment_id in infos_of(group)]
         if group[0].cold:
             return None not in copies
         revision = self._revision(group)
@@ -526,7 +522,7 @@ class Tiers:
 
     def _uncopied(self, group: Sequence[StoredObject]) -> list[SegmentInfo]:
         """Return the segments of a group without host memory of a copy, good or not."""
-        return [info for info in _infos(group).values() if self._objects.copies.get(info.id, "host") is None]
+        return [info for info in infos_of(group).values() if self._objects.copies.get(info.id, "host") is None]
 
     async def _copy(self, move: Move) -> int:
         """Make copies of a move's group; return how many bytes were copied. They are kept if they are good.
@@ -535,7 +531,7 @@ class Tiers:
 
         :raises ServerBusy: if the move was cancelled.
         """
-        group, infos = move.group, _infos(move.group)
+        group, infos = move.group, infos_of(move.group)
         if move.to == "host":
             await self._spare_host(group)
             if not all(map(self._keeps, group)):
@@ -597,7 +593,7 @@ class Tiers:
         """
         began, before = time.monotonic(), stored.tier
         group = move.group
-        infos = _infos(group)
+        infos = infos_of(group)
         # The object may be dropped meanwhile, and its copies with it.
         kept = [self._objects.copies.highest(segment_id) for segment_id in infos]
         copies = [LowerCopy(copy.segment.duplicate(), copy.tier, copy.digest) for copy in kept]
@@ -610,7 +606,7 @@ class Tiers:
                 self._capacity.require_descriptors(len(infos))
                 segments = await self._memory.raise_(copies, list(infos.values()), move.note)
                 left = [member for member in group if self._keeps(member)]
-                used = _infos(left)
+                used = infos_of(left)
                 for segment in segments:
                     if segment.info.id not in used:
                         segment.close()
@@ -644,44 +640,24 @@ class Tiers:
         """Describe a move that was made."""
         moves: list[MoveInfo] = []
         for stored in group:
-            moves.append(
-                {
-                    "object_id": stored.object_id,
-                    "endpoint": stored.endpoint,
-                    "cache_key": stored.cache_key,
-                    "tier": stored.tier,
-                    "nbytes": sum(info.nbytes for info in _infos([stored]).values()),
-                    "copied": copied if stored is group[0] else 0,
-                    "seconds": time.monotonic() - began,
-                }
-            )
-            facts = moves[-1]
-            _log.info("%s is in tier %r, %d bytes were copied", _named(stored), stored.tier, facts["copied"])
-            self._state.events.moved(
-                stored,
-                before,
-                stored.tier,
-                nbytes=facts["nbytes"],
-                copied=facts["copied"],
-                seconds=facts["seconds"],
-                reason=reason,
-            )
+            move: MoveInfo = {
+                "object_id": stored.object_id,
+                "endpoint": stored.endpoint,
+                "cache_key": stored.cache_key,
+                "tier": stored.tier,
+                "nbytes": sum(info.nbytes for info in infos_of([stored]).values()),
+                "copied": copied if stored is group[0] else 0,
+                "seconds": time.monotonic() - began,
+            }
+            _log.info("%s is in tier %r, %d bytes were copied", _named(stored), stored.tier, move["copied"])
+            self._state.events.moved(stored, before, move, reason)
+            moves.append(move)
         return moves
-
-
-def _infos(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:
-    """Return the segments of a group by id, for writing where one of its objects has them for that."""
-    infos: dict[str, SegmentInfo] = {}
-    for stored in group:
-        for segment in stored.record.segments:
-            if segment.info.access == "read_write" or segment.info.id not in infos:
-                infos[segment.info.id] = segment.info
-    return infos
 
 
 def _is_reusable(group: Iterable[StoredObject]) -> bool:
     """Return whether copies of a group may be used again after it was in use."""
-    return all(outlives_use(_infos([member]).values(), member.host_copy) for member in group)
+    return all(outlives_use(infos_of([member]).values(), member.host_copy) for member in group)
 
 
 def _close(segments: Iterable[Segment]) -> None:

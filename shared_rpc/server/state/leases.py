@@ -84,6 +84,10 @@ class LeaseTable:
         """Return the holders of an object that have not suspended it."""
         return self.holders(object_id).difference(self._suspended.get(object_id, ()))
 
+    def users(self, object_id: str) -> list[str]:
+        """Return the sessions that have an object active: it cannot leave its devices. A task has nothing mapped."""
+        return [holder for holder in self.active(object_id) if isinstance(holder, str)]
+
     def watch(self, object_id: str, on_active: Callable[[], None]) -> None:
         """Have a function called whenever a session gets a lease on an object, or resumes it, until :meth:`unwatch`."""
         self._watched[object_id] = on_active

@@ -127,6 +127,16 @@ class StoredObject:
         }
 
 
+def infos_of(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:
+    """Return the segments of objects by id, for writing where one of them has it for that."""
+    infos: dict[str, SegmentInfo] = {}
+    for stored in group:
+        for segment in stored.record.segments:
+            if segment.info.access == "read_write" or segment.info.id not in infos:
+                infos[segment.info.id] = segment.info
+    return infos
+
+
 def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
     """Sum bytes by device, of segments by id: a segment of several objects, of one store or of several, counts once."""
     usage: dict[str, int] = {}
