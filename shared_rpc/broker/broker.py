@@ -191,7 +191,7 @@ class Broker:
                 self._scope.cancel()
             try:
                 if self._exporter is not None:
-                    self._exporter.start(self._loop.call_soon_threadsafe, self._measures)
+                    self._exporter.start(self._loop, self._measures)
                 async with anyio.create_task_group() as tasks:
                     self._spawn = Spawner(tasks)
                     self._spawn(self._zygote.run)

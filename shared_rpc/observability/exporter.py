@@ -6,7 +6,7 @@ and an answer costs the server's loop one reading of its tables.
 
 from __future__ import annotations
 
-import concurrent.futures
+import asyncio
 import ipaddress
 import platform
 import socket
@@ -83,7 +83,7 @@ class Exporter:
         self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": _PATIENCE})
         self.host, self.port = host, self._server.server_port
         self._local = ipaddress.ip_address(str(self._server.server_address[0])).is_loopback
-        self._post: Callable[[Callable[[], None]], object]
+        self._loop: asyncio.AbstractEventLoop
         self._read: Callable[[], Reading]
         # A child's copy of the listening socket would keep the port.
         after_fork(self._server.socket.close)
@@ -98,13 +98,12 @@ class Exporter:
         """Count the events of a server."""
         self._collector.servers.add(server_id)
 
-    def start(self, post: Callable[[Callable[[], None]], object], read: Callable[[], Reading]) -> None:
+    def start(self, loop: asyncio.AbstractEventLoop, read: Callable[[], Reading]) -> None:
         """Serve, and count events.
 
-        :param post: schedules a call of a function in the server's loop; it raises when the server has ended.
-        :param read: is called in the loop, for each answer.
+        :param read: is called in the server's loop, for each answer.
         """
-        self._post, self._read = post, read
+        self._loop, self._read = loop, read
         HOOKS.add(self._collector)
         self._ready.set()
 
@@ -132,26 +131,20 @@ class Exporter:
         return body
 
     def _ask(self) -> Reading:
-        future: concurrent.futures.Future[Reading] = concurrent.futures.Future()
-
-        def answer() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(self._read())
-            except BaseException as error:
-                future.set_exception(error)
+        async def reading() -> Reading:
+            return self._read()
 
         if not self._ready.is_set():
             raise TimeoutError("the server has not begun")
+        asked = reading()
         try:
-            self._post(answer)
-        except Exception as error:
+            answer = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        except RuntimeError as error:
+            asked.close()
             raise TimeoutError("the server has stopped") from error
         try:
-            return future.result(_BUSY)
+            return answer.result(_BUSY)
         except TimeoutError:
-            future.cancel()
             raise TimeoutError("the server's loop is busy") from None
 
 

@@ -51,7 +51,7 @@ class Engine:
         self._name = name
         self._work = work
         self._thread = threading.Thread(target=self._run, name="shared-rpc-server", daemon=True)
-        self._loop: asyncio.AbstractEventLoop
+        self.loop: asyncio.AbstractEventLoop
         self._scope: anyio.CancelScope
         #: The context of jobs: that of the thread that posts one may be an endpoint's.
         self._context: contextvars.Context
@@ -99,7 +99,7 @@ class Engine:
                 raise ConnectionClosed(f"{self._name} was stopped")
             self._posted.append(job)
         with suppress(RuntimeError):  # the loop has just closed: remaining jobs run after it
-            self._loop.call_soon_threadsafe(self._run_posted, context=self._context)
+            self.loop.call_soon_threadsafe(self._run_posted, context=self._context)
 
     def ask(self, question: Callable[[Core], T]) -> T:
         """Evaluate ``question(core)`` on the loop, and return the answer."""
@@ -140,7 +140,7 @@ class Engine:
                 self._ready.set()
 
     async def _main(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         with anyio.CancelScope() as self._scope:
             async with anyio.create_task_group() as tasks:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from shared_rpc.errors import StaleHandleError
 from shared_rpc.memory.backends.choice import chosen, lifetime
 from shared_rpc.memory.revisions import new_page, read_only
-from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import ListedObjectInfo, ObjectInfo
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.requests import Caller, handles
 from shared_rpc.server.shared import State
-from shared_rpc.server.state.objects import ObjectStore, StoredObject
+from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.tiers import Tiers
 
 #: Objects of one page: some hundred bytes each, and more for each of its holders.
@@ -85,33 +82,25 @@ class Holdings:
 
     @handles(g.GetRevision)
     def get_revision(self, caller: Caller, message: g.GetRevision) -> None:
-        """Hand out the page of an object's revision."""
-        page, memory = _page_of(self._state.objects, self._state.capacity, message.object_id, local=caller.local)
-        with page:
-            caller.reply(g.RevisionPage(page.info, memory), owners=(page.owner,))
+        """Hand out the page of an object's revision, and a segment for each kind of memory that the object is in.
 
+        The page is made with the first request for it.
 
-def _page_of(objects: ObjectStore, capacity: Capacity, object_id: str, *, local: bool) -> tuple[Segment, list[SegmentInfo]]:
-    """Return a descriptor of the page of an object's revision, and a segment for each kind of memory that the object is in.
-
-    The page is made with the first request for it. The descriptor belongs to the caller.
-
-    :param local: whether it is for this process, which may write to memory that it shares read-only.
-    :raises StaleHandleError: if the server does not own the object.
-    :raises ServerBusy: if there is no descriptor for its page.
-    """
-    stored = objects.get(object_id)
-    if stored is not None and stored.page is None:
-        capacity.require_descriptors(1)
-        stored = objects.get(object_id)  # the eviction may have dropped it
-    if stored is None:
-        raise StaleHandleError(f"the server has no object {object_id[:100]}", reason="object_gone")
-    sealed = any(segment.info.access == "read" for segment in stored.record.segments)
-    page = stored.page
-    if page is None:
-        page = new_page("read" if sealed else "read_write")
-        objects.add_page(stored, page)
-    return read_only(page) if sealed and not local else page.duplicate(), _memory_of(stored)
+        :raises StaleHandleError: if the server does not own the object.
+        :raises ServerBusy: if there is no descriptor for its page.
+        """
+        objects = self._state.objects
+        if self._state.stored(message.object_id).page is None:
+            self._state.capacity.require_descriptors(1)
+        stored = self._state.stored(message.object_id)  # the eviction may have dropped it
+        sealed = any(segment.info.access == "read" for segment in stored.record.segments)
+        page = stored.page
+        if page is None:
+            page = new_page("read" if sealed else "read_write")
+            objects.add_page(stored, page)
+        # This process may write to memory that it shares read-only.
+        with read_only(page) if sealed and not caller.local else page.duplicate() as handed:
+            caller.reply(g.RevisionPage(handed.info, _memory_of(stored)), owners=(handed.owner,))
 
 
 def _memory_of(stored: StoredObject) -> list[SegmentInfo]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -16,8 +16,7 @@ from shared_rpc.execution.outcomes import Completed, Failure
 from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.memory.records import Arguments, Record
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted
-from shared_rpc.observability.statistics import Statistics
-from shared_rpc.protocol.infos import ProgressInfo, RunInfo
+from shared_rpc.protocol.infos import EndpointStatistics, ProgressInfo, RunInfo, ServerStatistics
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.capacity import CapacityRequest, Reservation
@@ -31,6 +30,41 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: The keys built last, whose sizes are known.
 _KNOWN_SIZES = 1 << 14
+
+
+def _zeros() -> EndpointStatistics:
+    return EndpointStatistics(calls=0, hits=0, misses=0, joined=0, adopted=0, builds=0, build_seconds=0.0, errors=0)
+
+
+class Statistics:
+    """Counts of calls since the server began, of every endpoint that was ever registered: the only counts that are always kept.
+
+    :ivar refused: calls that no endpoint got: of a name that is not registered, or with arguments that do not fit.
+    """
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[str, EndpointStatistics] = defaultdict(_zeros)
+        #: Returns the counts of a registered endpoint, to be read or added to.
+        self.of: Callable[[str], EndpointStatistics] = self._counts.__getitem__
+        self.refused = 0
+
+    def infos(self) -> dict[str, EndpointStatistics]:
+        """Return a copy of all counts, by the endpoint's name."""
+        return {name: counts.copy() for name, counts in self._counts.items()}
+
+    def totals(self) -> ServerStatistics:
+        """Return the sums over all endpoints."""
+        counts = self._counts.values()
+        return {
+            "calls": sum(count["calls"] for count in counts) + self.refused,
+            "cache_hits": sum(count["hits"] for count in counts),
+            "joined": sum(count["joined"] for count in counts),
+            "builds": sum(count["builds"] for count in counts),
+            "failures": sum(count["errors"] for count in counts) + self.refused,
+        }
+
+    def __iter__(self) -> Iterator[tuple[str, EndpointStatistics]]:
+        return iter(self._counts.items())
 
 
 class Runs:

@@ -233,7 +233,7 @@ class Server:
         MAPPINGS.homes.add(path)
         if exporter is not None:
             exporter.watch(core.server_id)
-            exporter.start(engine.post, lambda: measures([core]))
+            exporter.start(engine.loop, lambda: measures([core]))
             self._exporter = exporter
         self._provider.serve_with(self)
         _log.info("serving on %s", path)
