@@ -194,7 +194,7 @@ class Runs:
     def _is_miss(self, run: Run[Waiter]) -> bool:
         """Put a run to the source of records; False if there is none, and it is to be built here."""
         misses = self._state.misses
-        if misses.ask(run) is None:
+        if not misses.ask(run):
             return False
         if misses.source is None:
             self._state.wake_within(misses.grace)

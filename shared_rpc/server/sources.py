@@ -24,7 +24,6 @@ from shared_rpc.server.records import Records
 from shared_rpc.server.requests import Caller, handles
 from shared_rpc.server.runs import Runs
 from shared_rpc.server.shared import State
-from shared_rpc.server.state.sources import OpenMiss
 from shared_rpc.server.waiting import Delivery, Signal, Waiter
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class Sources:
         while not source.detached:
             self._table.find(caller.session, message.source)
             if found := self._table.offer(message.after):
-                return s.Misses([self._shown(miss) for miss in found])
+                return s.Misses([self._shown(run) for run in found])
             await self._changed.wait()
         return s.Misses([])
 
@@ -107,7 +106,7 @@ class Sources:
     def build(self, caller: Caller, message: s.BuildMiss) -> None:
         """Have the object of a miss built here; the caller gets it too."""
         waiter = self._leased(caller)
-        run = self._table.answer(caller.session, message.source, message.miss).run
+        run = self._table.answer(caller.session, message.source, message.miss)
         self._join(waiter, run)
         self._runs.begin(run)
 
@@ -115,11 +114,11 @@ class Sources:
     def adopt(self, caller: Caller, message: s.AdoptMiss) -> None:
         """Answer an open miss with a record; the caller gets the object too."""
         header, session = RecordHeader.from_bytes(caller.payload), caller.session
-        spec = self._table.open(session, message.source, message.miss).run.spec
+        spec = self._table.open(session, message.source, message.miss).spec
         waiter = self._leased(caller)
 
         def take(record: Record) -> None:
-            run = self._table.answer(session, message.source, message.miss).run
+            run = self._table.answer(session, message.source, message.miss)
             self._join(waiter, run)
             self._runs.adopt(run, record)
 
@@ -130,7 +129,7 @@ class Sources:
         """Answer a miss with an error."""
         error = from_wire(message.code, message.text, message.detail)
         failure = Failure(message.code, message.text, message.detail, message.pickled, error)
-        self._runs.fail(self._table.answer(caller.session, message.source, message.miss).run, failure)
+        self._runs.fail(self._table.answer(caller.session, message.source, message.miss), failure)
         return m.Count(1)
 
     @handles(s.ReportStatus)
@@ -187,8 +186,8 @@ class Sources:
         late, left = self._table.overdue()
         if late:
             _log.warning("no source of records for %g s: %s are built here", self._table.grace, ", ".join(_names(late)))
-        for miss in late:
-            self._runs.begin(miss.run)
+        for run in late:
+            self._runs.begin(run)
         return left
 
     @property
@@ -217,21 +216,20 @@ class Sources:
         waiter.run = run
         run.waiters[waiter] = None
 
-    def _shown(self, miss: OpenMiss[Waiter]) -> Miss:
-        run = miss.run
+    def _shown(self, run: Run[Waiter]) -> Miss:
         key = run.key or run.former_key
         assert key is not None, "a run without a key is no miss"
-        return Miss(miss.number, run.spec.name, key, run.spec.fingerprint, self._state.device)
+        return Miss(run.miss, run.spec.name, key, run.spec.fingerprint, self._state.device)
 
     def _lose(self, why: str) -> None:
-        for miss in self._table.lose():
-            self._runs.drop(miss.run)
+        for run in self._table.lose():
+            self._runs.drop(run)
         waiting = len(self._table)
         if waiting:
             _log.warning("the source of records %s: %d misses wait %g s for another one", why, waiting, self._table.grace)
             self._state.wake_within(self._table.grace)
 
 
-def _names(misses: list[OpenMiss[Waiter]]) -> list[str]:
-    shown = [miss.run.key or miss.run.former_key or miss.run.spec.name for miss in misses[:5]]
-    return [*shown, f"{len(misses) - 5} more"] if len(misses) > 5 else shown
+def _names(runs: list[Run[Waiter]]) -> list[str]:
+    shown = [run.key or run.former_key or run.spec.name for run in runs[:5]]
+    return [*shown, f"{len(runs) - 5} more"] if len(runs) > 5 else shown

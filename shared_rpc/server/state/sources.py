@@ -37,15 +37,6 @@ class Attachment:
     detached: bool = False
 
 
-@dataclass(eq=False, slots=True)
-class OpenMiss(Generic[W]):
-    """One miss without an answer; ``asked_at`` is on the table's clock."""
-
-    number: int
-    run: Run[W]
-    asked_at: float
-
-
 class SourceTable(Generic[W]):
     """The source, if there is one, and the misses without an answer; ``W`` is the type of the runs' waiters.
 
@@ -61,7 +52,8 @@ class SourceTable(Generic[W]):
         self.source: Attachment | None = None
         self._clock = clock
         self._changed = changed
-        self._misses: dict[int, OpenMiss[W]] = {}
+        #: By number, see :attr:`Run.miss`.
+        self._misses: dict[int, Run[W]] = {}
         self._numbers = itertools.count(1)
         self._attachments = itertools.count(1)
         #: Until when misses wait for a source, on the clock.
@@ -74,15 +66,15 @@ class SourceTable(Generic[W]):
         self._changed()
         return self.source
 
-    def lose(self) -> list[OpenMiss[W]]:
+    def lose(self) -> list[Run[W]]:
         """Note that the source has gone; return the misses that nobody waits for, which are none any more."""
         assert self.source is not None, "there is a source to lose"
         self.source.detached, self.source = True, None
         self._until = self._clock.now() + self.grace
         self._take_back()
-        unwanted = [miss for miss in self._misses.values() if not miss.run.waiters]
-        for miss in unwanted:
-            self.remove(miss.run)
+        unwanted = [run for run in self._misses.values() if not run.waiters]
+        for run in unwanted:
+            self.remove(run)
         self._changed()
         return unwanted
 
@@ -105,52 +97,50 @@ class SourceTable(Generic[W]):
             reason="detached",
         )
 
-    def ask(self, run: Run[W]) -> OpenMiss[W] | None:
-        """Put a run to the source, or let it wait for one; None if it is to be built here."""
-        now = self._clock.now()
-        if self.source is None and now >= self._until:
-            return None
-        miss = OpenMiss(next(self._numbers), run, now)
-        run.miss = miss.number
-        self._misses[miss.number] = miss
+    def ask(self, run: Run[W]) -> bool:
+        """Put a run to the source, or let it wait for one; False if it is to be built here."""
+        if self.source is None and self._clock.now() >= self._until:
+            return False
+        run.miss = next(self._numbers)
+        self._misses[run.miss] = run
         self._changed()
-        return miss
+        return True
 
-    def offer(self, after: int) -> list[OpenMiss[W]]:
+    def offer(self, after: int) -> list[Run[W]]:
         """Give the source the misses with numbers above ``after``."""
-        found = [miss for miss in self._misses.values() if miss.number > after]
-        for miss in found:
-            miss.run.offered = True
+        found = [run for run in self._misses.values() if run.miss > after]
+        for run in found:
+            run.offered = True
         return found
 
-    def answer(self, session: str, source: int, number: int) -> OpenMiss[W]:
+    def answer(self, session: str, source: int, number: int) -> Run[W]:
         """Take a miss out that its source has an answer to.
 
         :raises ClusterError: as :meth:`open`.
         """
-        miss = self.open(session, source, number)
-        self.remove(miss.run)
-        return miss
+        run = self.open(session, source, number)
+        self.remove(run)
+        return run
 
-    def open(self, session: str, source: int, number: int) -> OpenMiss[W]:
+    def open(self, session: str, source: int, number: int) -> Run[W]:
         """Return a miss without an answer.
 
         :raises ClusterError: if the session is not that source, or the miss has an answer.
         """
         self.find(session, source)
-        miss = self._misses.get(number)
-        if miss is None:
+        run = self._misses.get(number)
+        if run is None:
             raise ClusterError(
                 f"miss {number} has no need of an answer: it has one, or all that waited for it have left", reason="answered"
             )
-        return miss
+        return run
 
     def remove(self, run: Run[W]) -> None:
         """Forget the miss of a run."""
         self._misses.pop(run.miss, None)
         run.miss, run.offered = 0, False
 
-    def overdue(self) -> tuple[list[OpenMiss[W]], float | None]:
+    def overdue(self) -> tuple[list[Run[W]], float | None]:
         """Take the misses out that have waited for a source long enough; with the seconds until there may be more."""
         if self.source is not None or not self._misses:
             return [], None
@@ -158,13 +148,13 @@ class SourceTable(Generic[W]):
         if left > 0:
             return [], left
         late = list(self._misses.values())
-        for miss in late:
-            self.remove(miss.run)
+        for run in late:
+            self.remove(run)
         return late, None
 
     def _take_back(self) -> None:
-        for miss in self._misses.values():
-            miss.run.offered = False
+        for run in self._misses.values():
+            run.offered = False
 
     def __len__(self) -> int:
         return len(self._misses)
