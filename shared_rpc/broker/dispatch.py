@@ -206,32 +206,22 @@ class Dispatcher:
             transfer.sent(worker, arguments.chunks)
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """Drop a run that has not begun; return whether it had not."""
+        """Drop a run that has not begun, or a result that waits for memory; False for others."""
         if self._waiting.remove(run):
             run.place.arguments.close()
             return True
-        if run not in self._sent or run.running:
+        if run not in self._sent or (run.running and not run.place.awaiting):
             return False
-        self._disown(run, w.Withdraw())
+        # Its worker still has it, and its outcome is not reported.
+        run.place.forgotten = True
+        self._release(run)
+        run.place.worker.send(w.Withdraw(), run.place.number)
         return True
 
     def cancel(self, run: Run[Any]) -> None:
         """Ask a run to stop."""
         if run in self._sent:
             run.place.worker.send(w.Stop(), run.place.number)
-
-    def abandon(self, run: Run[Any]) -> bool:
-        """Drop a result that waits for memory; return whether there was one."""
-        if run not in self._sent or not run.place.awaiting:
-            return False
-        self._disown(run, w.Drop())
-        return True
-
-    def _disown(self, run: Run[Any], message: Message) -> None:
-        """Report no outcome of a run that its worker still has."""
-        run.place.forgotten = True
-        self._release(run)
-        run.place.worker.send(message, run.place.number)
 
     def _release(self, run: Run[Any]) -> None:
         self._sent.discard(run)
@@ -347,7 +337,7 @@ class WorkerExecutor:
         self.key = key
         self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
         self._dispatcher = dispatcher
-        self.withdraw, self.cancel, self.abandon = dispatcher.withdraw, dispatcher.cancel, dispatcher.abandon
+        self.withdraw, self.cancel = dispatcher.withdraw, dispatcher.cancel
         self._zygote = zygote
 
     def info(self) -> ExecutorInfo:

@@ -144,7 +144,8 @@ class InProcessExecutor:
     def withdraw(self, run: Run[Any]) -> bool:
         queued = self._queued.pop(run, None)
         if queued is None:
-            return False
+            transfer = self.transfers.find(run.session)
+            return transfer is not None and transfer.unpark(run)
         threads, job = queued
         threads.withdraw(job)
         if isinstance(run.arguments, Arguments):
@@ -219,10 +220,6 @@ class InProcessExecutor:
         except Exception as error:  # no thread, or a failing driver
             value.clear()
             ended(Failure.unexpected(error, f"the result of {run.spec.name}() cannot be published"))
-
-    def abandon(self, run: Run[Any]) -> bool:
-        transfer = self.transfers.find(run.session)
-        return transfer is not None and transfer.unpark(run)
 
     def _park(
         self,

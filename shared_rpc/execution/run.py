@@ -110,10 +110,7 @@ class Executor(Protocol):
         """
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """Drop a run that has not begun, without notifying the owner. False if it had begun."""
+        """Drop a run that has not begun, or a result that waits for memory, without notifying the owner. False for others."""
 
     def cancel(self, run: Run[Any]) -> None:
         """Ask a run that has begun to stop."""
-
-    def abandon(self, run: Run[Any]) -> bool:
-        """Drop a result that waits for memory, without notifying the owner; False if there is none."""

@@ -85,7 +85,6 @@ _KINDS: dict[int, type[m.Message]] = {
     80: w.StartRun,
     81: w.Withdraw,
     82: w.Stop,
-    83: w.Drop,
     84: w.ReleaseChunks,
     85: w.AwaitChunks,
     86: w.SessionEnded,

@@ -158,15 +158,11 @@ class StartRun(Call):
 
 
 class Withdraw(Message):
-    """Notice that no caller waits for a run: drop it if it has not begun."""
+    """Notice that no caller waits for a run: drop it if it has not begun, or its result if that waits for memory."""
 
 
 class Stop(Message):
     """Request to stop a run that has begun."""
-
-
-class Drop(Message):
-    """Request to drop a result that waits for memory."""
 
 
 class ReleaseChunks(Message):

@@ -311,7 +311,7 @@ class Runs:
 
     def _abandon(self, run: Run[Waiter]) -> None:
         """Drop the result of a run without waiters, if it waits for memory."""
-        if self._executor.abandon(run):
+        if self._executor.withdraw(run):
             run.over = True
             self.calls.close(run)
             self._count_build(run)

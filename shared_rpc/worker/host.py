@@ -82,7 +82,6 @@ class WorkerHost:
             w.StartRun: self._run,
             w.Withdraw: self._withdraw,
             w.Stop: self._stop,
-            w.Drop: self._drop,
             w.ReleaseChunks: self._give,
             w.AwaitChunks: self._await_chunks,
             w.SessionEnded: self._end_session,
@@ -339,18 +338,10 @@ class WorkerHost:
     def _withdraw(self, frame: Frame, message: w.Withdraw) -> None:
         hosted, run = self._runs.get(frame.request_id, (None, None))
         if hosted is not None and run is not None and hosted.executor.withdraw(run):
-            self._forget(hosted, run)
-
-    def _drop(self, frame: Frame, message: w.Drop) -> None:
-        hosted, run = self._runs.get(frame.request_id, (None, None))
-        if hosted is not None and run is not None and hosted.executor.abandon(run):
-            self._forget(hosted, run)
-
-    def _forget(self, hosted: Hosted, run: Run[None]) -> None:
-        del self._runs[run.number]
-        self._stream.send(w.RunWithdrawn(given_back(hosted, run.session)), run.number)
-        if run.begun_at:
-            self._tell_end(run)
+            del self._runs[run.number]
+            self._stream.send(w.RunWithdrawn(given_back(hosted, run.session)), run.number)
+            if run.begun_at:
+                self._tell_end(run)
 
     def _give(self, frame: Frame, message: w.ReleaseChunks) -> None:
         hosted = self._hosted.get(message.key)

@@ -91,9 +91,6 @@ BROKER = """
         def info(self):
             return {"workers": []}
 
-        def abandon(self, run):
-            return False
-
         def reclaim(self):
             pass
 
