@@ -49,6 +49,11 @@ class _Place:
     forgotten: bool = False
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
+    @property
+    def transfer(self) -> ForwardedTransfer | None:
+        """The memory of the session."""
+        return self.executor.transfers.find(self.session)
+
 
 class Backlog:
     """Queued runs, oldest first, within limits on their number, bytes and descriptors.
@@ -140,7 +145,7 @@ class Dispatcher:
         """Return the workers that can do a run."""
         place: _Place = run.place
         able = [worker for worker in self.workers() if worker.serves(place.executor.key, run.spec.name)]
-        if place.arguments.held and (transfer := place.executor.transfers.find(place.session)) is not None:
+        if place.arguments.held and (transfer := place.transfer) is not None:
             # No other worker can hold results that it takes as arguments.
             return [worker for worker in able if worker is transfer.owner(place.arguments.held)] or able
         return able
@@ -170,7 +175,7 @@ class Dispatcher:
 
     def _send(self, run: Run[Any], worker: Worker) -> None:
         place: _Place = run.place
-        arguments, transfer = place.arguments, place.executor.transfers.find(place.session)
+        arguments, transfer = place.arguments, place.transfer
         # Chunks are not returned to a session that has ended.
         lent = transfer is not None
         arenas = arguments.arenas if lent and arguments.chunks else ()
@@ -240,9 +245,10 @@ class Dispatcher:
         if isinstance(message, (w.RunFinished, w.RunFailed, w.RunWithdrawn)):
             assert place.worker is not None, "it has sent the message"
             place.worker.runs.discard(run)
-            if isinstance(message, w.RunWithdrawn):
-                self._came_back(run, message.returned)
-            else:
+            freed = message.returned if isinstance(message, w.RunWithdrawn) else message.freed
+            if freed and place.transfer is not None:
+                place.transfer.came_back(place.worker, freed)
+            if not isinstance(message, w.RunWithdrawn):
                 self._ended(run, message, frame)
             return True
         if not place.forgotten:
@@ -270,24 +276,16 @@ class Dispatcher:
             run.place.timer.cancel()
         run.place.owner.out_of_memory(run, why)
 
-    def _came_back(self, run: Run[Any], chunks: list[int]) -> None:
-        """Note that a worker has done with chunks of the client's."""
-        transfer = run.place.executor.transfers.find(run.place.session)
-        if transfer is not None and chunks:
-            transfer.came_back(run.place.worker, chunks)
-
     def _overdue(self, run: Run[Any]) -> None:
         run.place.worker.kill(f"{run.spec.name}() took longer than the build timeout of {self._build_timeout:g} s")
 
     def _ended(self, run: Run[Any], message: w.RunFinished | w.RunFailed, frame: Frame) -> None:
         place: _Place = run.place
-        transfer = place.executor.transfers.find(place.session)
-        outcome = _outcome(message, frame, transfer)
+        outcome = _outcome(message, frame, place.transfer)
         record = outcome.record if isinstance(outcome, Completed) else None
-        if transfer is not None and record is not None:
+        if place.transfer is not None and record is not None:
             assert place.worker is not None, "it has sent the message"
-            transfer.made(place.worker, record)
-        self._came_back(run, message.freed)
+            place.transfer.made(place.worker, record)
         if not place.forgotten:
             self._release(run)
             place.owner.ended(run, outcome)
@@ -313,9 +311,8 @@ class Dispatcher:
         else:
             place.worker, place.again = None, True
             self._waiting.add(run)
-            transfer = place.executor.transfers.find(place.session)
-            if transfer is not None:
-                transfer.not_begun(place.arguments.chunks)
+            if place.transfer is not None:
+                place.transfer.not_begun(place.arguments.chunks)
 
     def stop(self) -> None:
         """End all runs, because the broker ends."""
@@ -337,6 +334,8 @@ class WorkerExecutor:
         self.key = key
         self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
         self._dispatcher = dispatcher
+        #: Has a worker do a run, as soon as there is one.
+        self.start: Callable[[Run[Any], Owner], None] = functools.partial(dispatcher.start, self)
         self.withdraw, self.cancel = dispatcher.withdraw, dispatcher.cancel
         self._zygote = zygote
 
@@ -353,10 +352,6 @@ class WorkerExecutor:
         """Tell the workers that an object was dropped."""
         for worker in self._dispatcher.workers():
             worker.reclaim()
-
-    def start(self, run: Run[Any], owner: Owner) -> None:
-        """Have a worker do a run, as soon as there is one."""
-        self._dispatcher.start(self, run, owner)
 
 
 def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: ForwardedTransfer | None) -> Completed | Failure:

@@ -408,7 +408,7 @@ class Supervisor:
             self._reload.cancel()
         workers = [*self.all, *([self._bare] if self._bare is not None else [])]
         for worker in workers:
-            worker.close_link()
+            worker.hang_up()
         until = time.monotonic() + _GRACE
         for worker in workers:
             worker.end(until)

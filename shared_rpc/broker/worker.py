@@ -219,10 +219,6 @@ class Worker:
         self._link.close()
         self._loop.call_later(_GRACE, self.kill, "it did not end when asked")
 
-    def close_link(self) -> None:
-        """Have it end by itself, until :meth:`end`, because the broker stops."""
-        self._link.close()
-
     def end(self, until: float) -> None:
         """End it with its broker.
 
