@@ -131,8 +131,11 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
                     if not goes_to_operation(step, error):
                         raise
                     advance = functools.partial(operation.throw, error)
-        finally:
+        except BaseException:
             operation.close()
+            self._undo(turn)
+            raise
+        finally:
             del advance
             step = None
 
@@ -143,7 +146,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             case Work():
                 return await _worked(step)
             case Lend():
-                return self._lend(step, None if self._closed else turn.link)
+                return self._lend(step, turn)
             case Notify():
                 result = step.callback(step.info)
                 return await result if inspect.isawaitable(result) else None
@@ -152,11 +155,12 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             case Within():
                 turn.deadline = step.deadline(anyio.current_time())
             case Tell():
-                self._tell(step, turn.link)
+                self._tell(step.message, turn.link or self._link)
         return None
 
     async def _exchange(self, request: Request, turn: Turn) -> Reply:
         deadline = max(turn.deadline, anyio.current_time() + PROMPT) if request.at_once else turn.deadline
+        turn.request, turn.reply = request, None
         while True:
             link: AsyncLink | None = None
             with anyio.CancelScope(deadline=deadline):
@@ -169,7 +173,8 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             if request.sessions:
                 request.keep_to(link)
             try:
-                return await link.exchange(request, deadline)
+                turn.reply = await link.exchange(request, deadline)
+                return turn.reply
             except SharedRPCError as error:
                 if self._closed or not self._repeats(request, link, error) or anyio.current_time() > deadline:
                     raise

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from shared_rpc.client.exchange import PROMPT
+from shared_rpc.client.exchange import PROMPT, release_for
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import BlockingLink, Link
 from shared_rpc.client.sending import send
@@ -25,7 +25,6 @@ from shared_rpc.client.subscriptions import LinkSource, Subscriptions
 from shared_rpc.client.suspension import Suspensions, lease_ended
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
-from shared_rpc.errors.interrupts import passed_over
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FINALIZER, Job, weakly
 from shared_rpc.memory.devices import device_id, device_tag
@@ -39,17 +38,34 @@ OWN_TIMEOUT = -1.0
 
 
 class Turn(msgspec.Struct, eq=False):
-    """One operation of a client, from before its first request until its caller has the result."""
+    """One operation of a client, which owns what came with its replies until its caller has that."""
 
     #: Seconds to wait for a server that is not there yet; and the deadline, on the clock of the driver.
     patience: float = 0.0
     deadline: float = math.inf
-    ended: bool = False
-    #: The latest request of the operation, which has the answer, and the answers so far.
+    #: The latest request, its session, and its reply, unless a handle has the lease of that.
     request: Request | None = None
-    answers: int = 0
-    #: The session of the latest request, and so of the lease that came with the reply.
     link: Link | None = None
+    reply: Reply | None = None
+    #: The handles so far, and the messages that release them.
+    lent: list[tuple[Lease[Any], m.Message | None]] = msgspec.field(default_factory=list)
+
+    def lend(self, handle: Lease[Any]) -> None:
+        """Note that a handle has the lease of the reply."""
+        reply, self.reply = self.reply, None
+        release = release_for(reply.message, self.request) if reply is not None else m.Release([handle.object_id])
+        self.lent.append((handle, release))
+
+    def owed(self) -> list[tuple[m.Message, object]]:
+        """Drop what a failed operation has; return the messages that release it, each with its session."""
+        owed: list[tuple[m.Message | None, object]] = []
+        if self.request is not None and self.request.frame is not None:
+            self.request.frame.close()
+        if self.reply is not None:
+            owed.append((release_for(self.reply.message, self.request), self.link))
+        owed += [(release, handle._session) for handle, release in self.lent if handle._forgo()]
+        self.reply, self.lent = None, []
+        return [(message, session) for message, session in owed if message is not None]
 
 
 def preload_codec() -> None:
@@ -122,6 +138,8 @@ class BaseClient(Driver):
         """
         return cls(socket_path=read_ticket(ticket).socket_path, **options)
 
+    _closed: bool
+
     @abstractmethod
     def _begin(self) -> None:
         """Get ready to connect."""
@@ -185,11 +203,13 @@ class BaseClient(Driver):
     def _known(self) -> Link | None:
         """Return the session, if there is one."""
 
-    def _lend(self, step: Lend, session: Link | None) -> Lease[Any]:
-        """Return the handle of a value that came in a session, which is None once the client was closed."""
-        if session is None:
+    def _lend(self, step: Lend, turn: Turn) -> Lease[Any]:
+        """Return the handle of a value that came with a lease."""
+        session = turn.link
+        if session is None or self._closed:
             raise ConnectionClosed("this client was closed, which has ended the lease")
         handle = self._handle(step.message, step.value, session.server_id, session)
+        turn.lend(handle)
         self._leases.add(handle)
         if session.ended and handle.in_session(session) and handle._forgo():
             what = f"the lease on object {step.message.object_id}"
@@ -198,15 +218,17 @@ class BaseClient(Driver):
             )
         return handle
 
-    def _tell(self, step: Tell, session: Link | None) -> None:
-        """Send a message whose answer is not needed; a release in the session of its lease, unless that has ended.
+    @staticmethod
+    def _tell(message: m.Message, session: object) -> None:
+        """Send a message whose answer is not needed in a session, unless that has ended."""
+        if isinstance(session, Link) and not session.ended:
+            with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
+                session.post(message)
 
-        :param session: that of the operation's latest reply.
-        """
-        link = step.session or session if isinstance(step.message, m.Release) else session or self._known()
-        if isinstance(link, Link) and not link.ended:
-            with passed_over(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
-                link.post(step.message)
+    def _undo(self, turn: Turn) -> None:
+        """Release what a failed operation has."""
+        for message, session in turn.owed():
+            self._tell(message, session)
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         if isinstance(session, Link) and session in self._links():  # else its leases have ended
@@ -216,7 +238,7 @@ class BaseClient(Driver):
         """Do what an operation asks for that needs no answers, in the finaliser thread."""
         match step:
             case Tell():
-                self._tell(step, session)
+                self._tell(step.message, session)
             case Work():
                 return step.function()
         return None

@@ -20,14 +20,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
 from shared_rpc.client.replies import raise_error, too_late
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError, from_wire, to_wire
-from shared_rpc.errors.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
@@ -60,8 +59,6 @@ class Exchange(msgspec.Struct, eq=False):
     withdrawn: bool = False
     #: The message of :attr:`Request.frame`, or why the message cannot be read.
     answer: m.Message | str | None = None
-    #: Whether its thread waits in the kernel, where a signal handler interrupts nothing else.
-    idle: bool = False
     #: The exchange that reads on when this one has its answer: it is of the code that a signal handler has interrupted.
     below: Exchange | None = None
 
@@ -112,8 +109,6 @@ class Exchanges:
         except TooLate as error:
             raise ConnectError(f"the server at {self.path} did not answer the handshake in time") from error
         except ConnectionClosed as error:
-            if is_of_handler(error):
-                raise
             raise ConnectError(f"the server at {self.path} hung up during the handshake: {error}") from error
 
     # Requests.
@@ -233,11 +228,9 @@ class Exchanges:
         try:
             answer = decode_message(frame)
         except ProtocolError as error:
-            if is_of_handler(error):
-                raise
             return str(error)
         if frame.fds and exchange.request.transfer is not None and isinstance(answer, m.Result):
-            with passed_over(OSError):  # if no file can be opened, the answer itself reports that
+            with suppress(OSError):  # if no file can be opened, the answer itself reports that
                 exchange.request.transfer.learn(answer, frame)
         return answer
 

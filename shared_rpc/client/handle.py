@@ -45,9 +45,6 @@ class Issuer(Giver, Protocol):
     def _end_lease(self, object_id: str, session: object) -> None:
         """Return one lease, and wait until the server has it back. Errors are ignored: the lease ends with the session."""
 
-    def _interrupted(self, session: object) -> None:
-        """Return a lease whose release a signal handler interrupted, at a place that is not known."""
-
     def get_object_info(self, handle: str, /) -> ObjectInfo:
         """Ask for the facts of an object."""
 
@@ -295,13 +292,8 @@ class Handle(Lease[T]):
 
     def release(self) -> None:
         """Give the lease back and drop the value. Calling it again does nothing; it raises no error of its own."""
-        try:
-            if self._forgo():
-                self._issuer._end_lease(self.object_id, self._session)
-        except BaseException:
-            if self._released:
-                self._issuer._interrupted(self._session)
-            raise
+        if self._forgo():
+            self._issuer._end_lease(self.object_id, self._session)
 
     def get_object_info(self, refresh: bool = False) -> ObjectInfo:
         """Return the server's present description of the object; the server is asked each time.
@@ -576,13 +568,6 @@ def forgone(handles: Iterable[Lease[Any] | str]) -> list[tuple[str, object]]:
         for handle in handles
         if isinstance(handle, str) or handle._forgo()
     ]
-
-
-def interrupted(handles: Iterable[Lease[Any] | str]) -> None:
-    """Have the leases of dropped handles end whose release may not have been sent."""
-    for handle in handles:
-        if isinstance(handle, Handle) and handle.released:
-            handle._issuer._interrupted(handle._session)
 
 
 def unreachable(server_id: str, error: Exception) -> StaleHandleError:

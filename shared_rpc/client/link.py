@@ -16,13 +16,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self
 
 from shared_rpc.client.exchange import BRIEFLY, PROMPT, Exchange, Exchanges, TooLate
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError, SharedRPCError
-from shared_rpc.errors.interrupts import is_interrupt, is_of_handler, passed_over
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.protocol import messages as m
@@ -51,7 +51,7 @@ def connect(sock: socket.socket, path: str) -> None:
     try:
         sock.connect(path)
     except OSError as error:
-        if is_of_handler(error):
+        if error.errno is None:  # a signal handler's own
             raise
         raise _connect_error(error, path) from error
     _refuse_stranger(peer_of(sock), path)
@@ -111,6 +111,8 @@ class Link:
     transfer: ClientTransfer
     #: Whether the leases of the session are lost, or another session takes them over.
     ended = False
+    #: Whether its client was interrupted before it had noted all of the session's leases: another session is to follow.
+    doubtful = False
     #: The process that answers, where its first answer has come. Root's process may have made the socket listen for it.
     answerer: Peer | None = None
 
@@ -138,9 +140,11 @@ class Link:
 
     @property
     def ready(self) -> bool:
-        """Whether it is :attr:`usable`, and this thread is not in a signal's handler that came in a change of its state."""
+        """Whether it is :attr:`usable`, but not :attr:`doubtful`, and this thread is not in a signal's handler that came in a
+        change of its state.
+        """
         # _is_owned() is private, as in shared_rpc.forks.
-        return self._exchanges.broken is None and not self._lock._is_owned()  # type: ignore[attr-defined]
+        return self._exchanges.broken is None and not self.doubtful and not self._lock._is_owned()  # type: ignore[attr-defined]
 
     # Requests.
 
@@ -168,11 +172,8 @@ class Link:
     def _flush(self) -> bool:
         try:
             return self._socket.flush()
-        except ConnectionClosed as error:
-            # A server that hung up may have sent the reason, which is read next.
-            if is_of_handler(error):
-                raise
-            return True
+        except ConnectionClosed:
+            return True  # a server that hung up may have sent the reason, which is read next
 
     def _finish(self, exchange: Exchange) -> Reply:
         """Return the reply of an exchange, which ends; see :meth:`Exchanges.reply` for what is raised."""
@@ -188,9 +189,8 @@ class Link:
         with self._lock:
             self._undelivered = True
             self._leave(exchange)
-            if not exchange.idle:  # a signal handler may have raised before others were woken for what they have got
-                self._wake_all()
-            with passed_over(SharedRPCError, OSError):
+            self._wake_all()  # a signal handler may have raised before others were woken for what they have got
+            with suppress(SharedRPCError, OSError):
                 self._exchanges.withdraw(exchange)
                 self._exchanges.abandon(exchange)
             self._flush()
@@ -260,7 +260,7 @@ class Link:
             if self.answerer is None:
                 self.answerer = answerer_of(self._socket.sock)
         except OSError as error:
-            if isinstance(error, (BlockingIOError, InterruptedError)) or is_of_handler(error):
+            if isinstance(error, (BlockingIOError, InterruptedError)) or error.errno is None:
                 raise
             raise ConnectionClosed(f"the connection broke: {error}") from error
         self._socket.read(wait=wait)
@@ -330,7 +330,7 @@ class Link:
         """
         with self._lock:
             if self.usable:
-                with passed_over(SharedRPCError, OSError, ValueError):
+                with suppress(SharedRPCError, OSError, ValueError):
                     self._exchanges.goodbye()
                     self._socket.flush()
             self._break(ConnectionClosed(reason))
@@ -342,7 +342,7 @@ class Link:
 
     def _end(self) -> None:
         """Wake all that wait: nothing comes any more. The reader closes the socket, if there is one."""
-        with passed_over(OSError):  # it is not connected, or closed
+        with suppress(OSError):  # it is not connected, or closed
             self._socket.sock.shutdown(socket.SHUT_RDWR)
         self._wake_all()
         if self._reader is None:
@@ -376,9 +376,8 @@ def _seconds_until(deadline: float) -> float:
 class BlockingLink(Link):
     """A link for threads, made with :meth:`open`.
 
-    A signal handler may raise within :meth:`exchange`. In the wait, as :attr:`Exchange.idle` says, the request is withdrawn and
-    the link is in order. Elsewhere the link still delivers what is under way, but it is not known what was sent or noted: its
-    owner has another session take the leases over.
+    A signal handler may raise within :meth:`exchange`. The request is withdrawn then, and the link still delivers what is under
+    way.
     """
 
     @classmethod
@@ -415,13 +414,11 @@ class BlockingLink(Link):
             try:
                 self._await(exchange, deadline)
             except TooLate:
-                exchange.idle = False
                 self._withdraw(exchange)
-        except BaseException as error:
+        except BaseException:
             exchange = exchange or self._exchanges.of(request)
             if exchange is not None:
                 self._give_up(exchange)
-                request.withdrawn = exchange.idle and is_interrupt(error)
             raise
         return self._finish(exchange)
 
@@ -431,7 +428,7 @@ class BlockingLink(Link):
             waits = self._exchanges.withdraw(exchange)
             self._flush()
         if waits:
-            with passed_over(TooLate, SharedRPCError):
+            with suppress(TooLate, SharedRPCError):
                 self._await(exchange, time.monotonic() + BRIEFLY)
 
     def _await(self, exchange: Exchange, deadline: float) -> None:
@@ -450,7 +447,7 @@ class BlockingLink(Link):
                 if self._reader is exchange:
                     self._read_for_all(exchange, deadline, until)
                     continue
-                sleep = _Sleep(exchange, until)
+                sleep = _Sleep(until)
                 reads = self._take_turn(exchange, sleep.prepare, threading.get_ident())
                 if reads is False:
                     self._sleep(exchange, deadline, sleep)
@@ -464,23 +461,16 @@ class BlockingLink(Link):
         while True:
             try:
                 if reads:
-                    exchange.idle = True
                     self._read()
-                    exchange.idle = False
                 reads = True
                 with self._lock:
                     self._deliver()
                     if exchange.answer is not None:
                         self._leave(exchange)
                         return
-            except BlockingIOError as error:
-                if is_of_handler(error):
-                    raise
-                self._poll(exchange, deadline, until)
+            except BlockingIOError:
+                self._poll(deadline, until)
             except (ConnectionClosed, ProtocolError) as error:
-                if is_of_handler(error):
-                    raise
-                exchange.idle = False
                 self._break(error)
             if exchange.updates or self._exchanges.broken is not None or self._reader is not exchange:
                 self._leave(exchange)
@@ -490,7 +480,7 @@ class BlockingLink(Link):
                     self._flush()
             _seconds_until(deadline)
 
-    def _poll(self, exchange: Exchange, deadline: float, until: int | None) -> None:
+    def _poll(self, deadline: float, until: int | None) -> None:
         """Wait until the socket is ready. poll(2) begins anew after a signal, with the time that is left.
 
         :raises TooLate: if the descriptor ``until`` is readable first.
@@ -500,9 +490,7 @@ class BlockingLink(Link):
         poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._socket.unsent else 0))
         if until is not None:
             poll.register(until, select.POLLIN)
-        exchange.idle = True
         ready = poll.poll(min(left, _LONG) * 1000)
-        exchange.idle = False
         if [fd for fd, _ in ready] == [until]:
             raise TooLate
 
@@ -527,10 +515,9 @@ class _Sleep:
         wait is told from the one that wakes.
     """
 
-    __slots__ = ("_exchange", "_lock", "_until", "_woken")
+    __slots__ = ("_lock", "_until", "_woken")
 
-    def __init__(self, exchange: Exchange, until: int | None) -> None:
-        self._exchange = exchange
+    def __init__(self, until: int | None) -> None:
         self._until = until
 
     def prepare(self) -> Callable[[], object]:
@@ -554,8 +541,7 @@ class _Sleep:
 
         :raises TooLate: if the event has come.
         """
-        exchange, until = self._exchange, self._until
-        exchange.idle = True
+        until = self._until
         if until is None and writable < 0:
             self._lock.acquire(timeout=seconds)
         else:
@@ -569,4 +555,3 @@ class _Sleep:
                 if not self._woken:
                     raise TooLate
                 os.eventfd_read(until)
-        exchange.idle = False

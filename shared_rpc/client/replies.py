@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shared_rpc.errors import DeadlineExceeded, RemoteError, RemoteTraceback, from_wire
-from shared_rpc.errors.interrupts import is_of_handler, passed_over
+from shared_rpc.errors import DeadlineExceeded, RemoteError, RemoteTraceback, from_wire, raised_by_handler
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 
@@ -70,7 +69,7 @@ def _own_error(message: m.Error, frame: Frame) -> Exception | None:
     try:
         own = _native(pickle.loads(frame.payload), message.detail["type_name"])
     except BaseException as error:
-        if is_of_handler(error):
+        if raised_by_handler(error):
             raise
         return None
     return own if isinstance(own, Exception) else None
@@ -81,7 +80,7 @@ def _marked(error: Exception, message: m.Error) -> Exception:
     request_id = message.detail.get("request_id", "")
     if request_id:
         # An exception of another library may refuse further attributes.
-        with passed_over(Exception):
+        with suppress(Exception):
             foreign: Any = error
             foreign.request_id = request_id
             foreign.add_note(f"request {request_id} of the server's log")

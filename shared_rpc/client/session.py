@@ -17,7 +17,6 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import Link, Stranger, nobody_listens
 from shared_rpc.client.steps import Reply, Request, message_of
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
-from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
@@ -47,10 +46,10 @@ class LeaseBook:
         with self._lock:
             self._handles.add(handle)
 
-    def of(self, session: object) -> list[Lease[Any]]:
-        """Return the handles whose leases are in a session."""
+    def of_server(self, server_id: str) -> list[Lease[Any]]:
+        """Return the handles that a server issued, without those released."""
         with self._lock:
-            return [handle for handle in self._handles if handle.in_session(session)]
+            return [handle for handle in self._handles if handle.server_id == server_id and not handle.released]
 
     def of_object(self, object_id: str) -> list[Lease[Any]]:
         """Return the handles of an object, without those released."""
@@ -117,7 +116,7 @@ def takeover(leases: LeaseBook, earlier: Link | None, link: Link) -> Renewal | N
     if earlier is None:
         return None
     earlier.ended = True  # before its handles are looked for: a handle that is made from here on is not among them
-    handles = leases.of(earlier) if earlier.server_id == link.server_id else []
+    handles = leases.of_server(link.server_id)
     return Renewal(leases, handles) if handles else None
 
 
@@ -127,8 +126,6 @@ def renewing(path: str) -> Iterator[None]:
     try:
         yield
     except (ConnectionClosed, DeadlineExceeded) as error:
-        if is_of_handler(error):
-            raise
         raise ConnectError(f"the server at {path} hung up during the handshake: {error}") from error
 
 
@@ -159,7 +156,7 @@ class Search:
 
         :raises ConnectError: if there is to be none.
         """
-        if isinstance(error, Stranger) or is_of_handler(error):
+        if isinstance(error, Stranger):
             raise error
         if self._summon is not None and self._summons and nobody_listens(error):
             self._summons -= 1

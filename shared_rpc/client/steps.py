@@ -62,16 +62,14 @@ class Request:
     until: int | None = None
     #: Whether the result is wanted as memory, by a process too that has the value itself.
     bare: bool = False
-    #: Of a release and a resumption: the session of each lease, None for an object that is named by its id.
+    #: Of a release: the session of each lease, None for an object that is named by its id.
     sessions: Sequence[object] = ()
     #: Whether the request was queued on a connection that may have sent all of it, and whether the server has reported that
     #: the result waits for memory.
     sent: bool = False
     out_of_memory: bool = False
-    #: The answer; its descriptors are closed if the caller is interrupted.
+    #: The answer.
     frame: Frame | None = None
-    #: Whether a signal handler has raised in the wait for the answer, so that nothing but the request was interrupted.
-    withdrawn: bool = False
     #: How many connections broke during the request, and its place among the bytes written to the current one.
     tries: int = 0
     begin: int = 0
@@ -165,13 +163,9 @@ class Notify:
 
 @dataclass(slots=True)
 class Tell:
-    """A message that is sent without a wait for its answer, and may be lost with the connection.
-
-    A release goes to the session of the lease alone, which is by default that of the operation's latest reply.
-    """
+    """A message that is sent in the session of the operation's latest reply, without a wait for its answer."""
 
     message: m.Message
-    session: object = None
 
 
 class Known(Protocol):

@@ -26,7 +26,6 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import Operation, Reply, Request, Tell, Within, Work, ask
 from shared_rpc.errors import CapabilityError, ConnectError, ConnectionClosed, ProtocolError, StaleHandleError
-from shared_rpc.errors.interrupts import is_interrupt, is_of_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
@@ -228,8 +227,6 @@ def renewed(ctx: Suspending, handles: Iterable[Lease[Any]]) -> Operation[None]:
             try:
                 yield from _replaced(ctx, handle)
             except Exception as error:
-                if is_of_handler(error):
-                    raise
                 _fall_behind(left.pop(object_id), str(error))
             else:
                 del left[object_id]
@@ -283,7 +280,7 @@ def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
         until = time.monotonic() + PROMPT
         while book.is_suspending(object_id) and time.monotonic() < until:
             yield Work(functools.partial(time.sleep, _MOMENT))
-        reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}", sessions=[handle._session])
+        reply: Reply = yield Request(t.Resume(object_id), f"the resumption of object {object_id}")
         try:
             if reply.live:
                 handle._take(reply.value)
@@ -295,7 +292,7 @@ def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
         raise
     except BaseException as error:
         passage.end()
-        if is_interrupt(error):
+        if not isinstance(error, Exception):  # cancelled or interrupted: this must not wait
             if book.is_to_tell(object_id):
                 yield Tell(t.Suspend([object_id]))
         elif _sleeps(object_id):

@@ -15,7 +15,6 @@ from shared_rpc.codec.single import copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, dump, load
 from shared_rpc.codec.tensors import read_table, tensors_of
 from shared_rpc.errors import CodecError
-from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
@@ -157,9 +156,9 @@ def _lifted(
 
     try:
         return [lift(value, leaf) for value in args], {name: lift(value, leaf) for name, value in kwargs.items()}
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:
-        if is_of_handler(error):
-            raise
         raise CodecError(
             f"the server cannot rebuild an argument ({type(error).__name__}: {error}): it must be able to import the modules "
             f"of the argument's classes"

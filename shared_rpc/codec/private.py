@@ -13,7 +13,6 @@ import torch
 
 from shared_rpc.codec.storages import copy_bytes, current_stream, view_storage
 from shared_rpc.errors import CapabilityError, CodecError
-from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.devices import torch_device
 from shared_rpc.memory.mapping import Mapping
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry
@@ -78,8 +77,6 @@ def _copies(
     try:
         whole = torch.UntypedStorage(nbytes, device=device)
     except RuntimeError as error:
-        if is_of_handler(error):
-            raise
         raise CapabilityError(
             f"cannot allocate {nbytes} bytes on {device} for private tensors of pid {os.getpid()} in {mapping}: {error}"
         ) from error

@@ -20,8 +20,7 @@ from shared_rpc.codec.private import refuse_capture
 from shared_rpc.codec.single import FIRST, Copied, copy_single, rebuild_single
 from shared_rpc.codec.skeleton import Scan, load
 from shared_rpc.codec.tensors import read_table, tensors_of
-from shared_rpc.errors import CodecError
-from shared_rpc.errors.interrupts import is_of_handler
+from shared_rpc.errors import CodecError, raised_by_handler
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle import collector
 from shared_rpc.memory.arena import aligned
@@ -215,7 +214,7 @@ def _load(skeleton: bytes, tensors: list[torch.Tensor], storages: list[torch.Unt
     try:
         return load(skeleton, tensors, storages, buffers)
     except BaseException as error:
-        if is_of_handler(error):
+        if raised_by_handler(error):
             raise
         # The incomplete object must not be kept by the traceback.
         traceback.clear_frames(error.__traceback__)

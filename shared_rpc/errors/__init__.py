@@ -36,6 +36,8 @@ in this tree: it arrives with its own type, see :func:`from_wire`.
 
 from __future__ import annotations
 
+import signal
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -486,3 +488,13 @@ def class_of(code: str) -> type[SharedRPCError]:
 def from_wire(code: str, message: str, detail: dict[str, str]) -> SharedRPCError:
     """Rebuild the error that :func:`to_wire` took apart; an unknown code gives the root class."""
     return class_of(code).restore(message, detail)
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Return whether a signal handler raised an error, by the frames that it passed.
+
+    Python's own handler of SIGINT has none. A handler that calls ``sys.exit()`` is told from code that does by its frame.
+    """
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return isinstance(error, KeyboardInterrupt) or any(code in handlers for code in passed)

@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError
-from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
@@ -606,9 +605,7 @@ class MappingTable:
         late = [mapping for mapping in late if may_unmap(mapping.backend)]
         try:
             self._vacate(late)
-        except Exception as error:
-            if is_of_handler(error):
-                raise
+        except Exception:
             _log.exception("memory of a suspended object stays mapped: %s", "; ".join(map(str, late)))
 
     def _forget_ended(self) -> None:
@@ -723,8 +720,8 @@ class MappingTable:
                 backend = mapping.backend
                 undo = backend.free_range if mapping.vacated else backend.unmap
                 undo(mapping.address, mapping.info.nbytes, done)
-        except BaseException as error:
-            if not is_of_handler(error):
+        except Exception as error:
+            if not isinstance(error, TimeoutError):  # a signal handler's own
                 done += (0,)  # a second attempt would fail too
             raise
         finally:

@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, UpdateInterrupted
-from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory import futex
 from shared_rpc.memory.backends.choice import backend_for
@@ -325,8 +324,6 @@ class _Lock:
         try:
             self._descriptor = Descriptor.opened(os.open, f"/proc/self/fd/{page}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            if is_of_handler(error):
-                raise
             raise CapabilityError(f"cannot open a second descriptor of the object's revision page in /proc: {error}") from error
         # A child's copy would keep the lock of a killed parent.
         after_fork(self.close)

@@ -6,7 +6,6 @@ import errno
 import os
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
-from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import SegmentInfo
 
@@ -25,8 +24,6 @@ class SpillDirectory:
         try:
             os.close(os.open(self.path, _FLAGS, 0o600))
         except OSError as error:
-            if is_of_handler(error):
-                raise
             raise ConfigurationError(f"cannot spill objects to {self.path}: {self._why(error)}") from error
 
     def _why(self, error: OSError) -> str:

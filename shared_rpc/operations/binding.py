@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, SegmentBytes
-from shared_rpc.client.handle import AsyncHandle, Handle, Lease, interrupted
+from shared_rpc.client.handle import AsyncHandle, Handle, Lease
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
     BlockingMethods,
@@ -21,15 +21,11 @@ from shared_rpc.client.steps import (
     Lend,
     Operation,
     Reply,
-    Request,
-    Tell,
     Work,
-    ask,
 )
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.suspension import Suspensions, awakened, outdated
 from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.errors.interrupts import is_interrupt
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import RecordHeader
@@ -175,78 +171,36 @@ def _shown(annotation: str, kind: type[Driver]) -> str:
 
 
 def taken(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None) -> Operation[Any]:
-    """Take the result from a reply: a handle, where a lease came with the value; it goes back where that cannot be rebuilt.
+    """Take the result from a reply: a handle, where a lease came with the value.
 
     :param transfer: see :func:`shared_rpc.client.results.result_of`.
     """
     if reply.live:
-        return (yield from _taken_live(ctx, reply))
+        assert isinstance(reply.message, m.Result), "only a Result has a value"
+        return (yield from lent(ctx, reply.message, reply.value)) if reply.message.managed else reply.value
     result = result_of(what, reply, transfer)
     message = result.message
-    if message.owner and message.owner not in MAPPINGS.servers:
-        MAPPINGS.servers[message.owner] = ctx.socket_path
-    value = ctx._values.get(message.object_id) if message.object_id else None
-    if value is not None and outdated(message.object_id, message.segments):
-        ctx._values.pop(message.object_id, None)
-        value = None
-    if value is None:
-        try:
+    with result:
+        if message.owner and message.owner not in MAPPINGS.servers:
+            MAPPINGS.servers[message.owner] = ctx.socket_path
+        value = ctx._values.get(message.object_id) if message.object_id else None
+        if value is not None and outdated(message.object_id, message.segments):
+            ctx._values.pop(message.object_id, None)
+            value = None
+        if value is None:
             nbytes = len(result.skeleton) + len(message.table)
             value = yield Work(functools.partial(rebuild, result, ctx._values), nbytes)
-        except GeneratorExit:
-            result.close()
-            raise
-        except BaseException:
-            result.close()
-            if message.managed:
-                yield Tell(m.Release([message.object_id]))
-            raise
-    elif message.managed or message.object_id not in MAPPINGS.suspended:
-        result.close()
-    else:
-        try:
+        elif not message.managed and message.object_id in MAPPINGS.suspended:
             yield Work(functools.partial(MAPPINGS.resume, message.object_id, result.segments, message.owner))
-        finally:
-            result.close()
     return (yield from lent(ctx, message, value)) if message.managed else value
 
 
 def lent(ctx: Context, message: m.Result, value: Any) -> Operation[Any]:
     """Return the handle of a value that came with a lease, with its memory back if it is of a suspended object."""
     handle: Lease[Any] = yield Lend(message, value)
-    return (yield from _awake(ctx, handle))
-
-
-def _awake(ctx: Context, handle: Lease[Any]) -> Operation[Any]:
     if ctx._suspensions.concerns(handle.object_id):
-        try:
-            yield from awakened(ctx, handle)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            if not handle._forgo() or (is_interrupt(error) and isinstance(handle, Handle)):
-                interrupted([handle])
-            elif is_interrupt(error):  # cancelled: the release must not wait
-                handle._return_soon()
-            else:
-                release = m.Release([handle.object_id])
-                yield from ask(Request(release, "release", at_once=True, sessions=[handle._session]), m.Count)
-            raise
+        yield from awakened(ctx, handle)
     return handle
-
-
-def _taken_live(ctx: Context, reply: Reply) -> Operation[Any]:
-    assert isinstance(reply.message, m.Result), "only a Result has a value"
-    if not reply.message.managed:
-        return reply.value
-    try:
-        handle: Lease[Any] = yield Lend(reply.message, reply.value)
-    except GeneratorExit:
-        raise
-    except BaseException:
-        yield Tell(m.Release([reply.message.object_id]))
-        raise
-    return (yield from _awake(ctx, handle))
 
 
 def id_of(handle: Lease[Any] | str) -> str:

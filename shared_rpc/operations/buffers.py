@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Operation, Request, Tell, Work, ask
+from shared_rpc.client.steps import Operation, Request, Work, ask
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.errors.interrupts import is_interrupt
 from shared_rpc.memory.devices import device_id
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import messages as m
@@ -79,7 +78,9 @@ class BufferOperations:
 
         Processes that hold it, including this one, keep it: the memory is freed with the last handle.
         """
-        return (yield from _freed(id_of(buffer)))
+        object_id = id_of(buffer)
+        reply = yield from ask(Request(m.FreeBuffer(object_id), f"free_buffer({object_id!r})"), m.Count)
+        return bool(reply.count)
 
     @operation
     def list_devices(ctx: Context) -> Steps[list[DeviceInfo]]:
@@ -89,24 +90,7 @@ class BufferOperations:
 
 def created(ctx: Context, message: m.CreateBuffer) -> Operation[Any]:
     """Create a buffer, and return its handle."""
-    reply = yield Request(message, "create_buffer")
-    try:
-        return (yield from taken(ctx, "create_buffer", reply))
-    except GeneratorExit:
-        raise
-    except BaseException as error:
-        reply.frame.close()
-        # No other process knows the buffer. An interrupted caller must not wait.
-        if isinstance(reply.message, m.Result) and is_interrupt(error):
-            yield Tell(m.FreeBuffer(reply.message.object_id, release=True))
-        elif isinstance(reply.message, m.Result):
-            yield from _freed(reply.message.object_id)
-        raise
-
-
-def _freed(object_id: str) -> Operation[bool]:
-    reply = yield from ask(Request(m.FreeBuffer(object_id), f"free_buffer({object_id!r})"), m.Count)
-    return bool(reply.count)
+    return (yield from taken(ctx, "create_buffer", (yield Request(message, "create_buffer"))))
 
 
 def request_of(

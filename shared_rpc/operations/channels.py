@@ -31,7 +31,6 @@ from shared_rpc.memory.ring import MOST_READERS, Ring
 from shared_rpc.operations.binding import Context, taken
 from shared_rpc.operations.buffers import created, request_of
 from shared_rpc.operations.generations import GenerationOperations
-from shared_rpc.operations.objects import released
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.buffers import ITEM_SIZES, Extent
 
@@ -113,14 +112,9 @@ def create(
     if device is not None:
         chosen = yield Work(lambda: device_id(str(device)))
     data: Lease[Any] = yield from created(ctx, request_of(nbytes * slots, "uint8", chosen, False, None, None, False))
-    control: Lease[Any] | None = None
-    try:
-        request = request_of(_SETTINGS + _HEADER * slots, "uint8", "cpu", True, None, None, False)
-        control = yield from created(ctx, msgspec.structs.replace(request, name=name))
-        page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
-    except Exception:
-        yield from released(ctx, [handle for handle in (data, control) if handle is not None])
-        raise
+    request = request_of(_SETTINGS + _HEADER * slots, "uint8", "cpu", True, None, None, False)
+    control: Lease[Any] = yield from created(ctx, msgspec.structs.replace(request, name=name))
+    page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
     settings = _Settings(data.object_id, nbytes, slots, readers)
     ring = Ring(page, slots, readers, f"channel {name!r}")
     ring.take("maker")
@@ -132,16 +126,11 @@ def open_once(ctx: Context, name: str) -> Operation[Parts]:
     """Get the buffers of a channel, and return them."""
     what = f"open_channel({name!r})"
     control: Lease[Any] = yield from taken(ctx, what, (yield Request(m.GetBuffer("", name[: _NAME + 1]), what)))
-    data: Lease[Any] | None = None
-    try:
-        page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
-        settings: _Settings = yield Work(lambda: _settings_of(control.value, name))
-        data = yield from taken(ctx, what, (yield Request(m.GetBuffer(settings.buffer_id), what)))
-        if data.value.nbytes < settings.nbytes * settings.slots:
-            raise ProtocolError(f"channel {name!r} has slots of {settings.nbytes} bytes outside of its buffer")
-    except Exception:
-        yield from released(ctx, [handle for handle in (control, data) if handle is not None])
-        raise
+    page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
+    settings: _Settings = yield Work(lambda: _settings_of(control.value, name))
+    data: Lease[Any] = yield from taken(ctx, what, (yield Request(m.GetBuffer(settings.buffer_id), what)))
+    if data.value.nbytes < settings.nbytes * settings.slots:
+        raise ProtocolError(f"channel {name!r} has slots of {settings.nbytes} bytes outside of its buffer")
     return Parts(name, settings, data, control, Ring(page, settings.slots, settings.readers, f"channel {name!r}"))
 
 

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from shared_rpc.client.handle import Lease, forgone, interrupted, unreachable
+from shared_rpc.client.handle import Lease, forgone, unreachable
 from shared_rpc.client.steps import Request, Work, ask
 from shared_rpc.client.suspension import lease_ended
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError, StaleHandleError
+from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g
@@ -29,18 +29,11 @@ def _server() -> Steps[ServerInfo]:
 
 def released(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
     """Give leases back in one round trip; return how many of them this process held."""
-    handles, count = tuple(handles), 0
-    try:
-        leases = forgone(handles)
-        if leases:
-            message = m.Release([object_id for object_id, _ in leases])
-            request = Request(message, "release", sessions=[session for _, session in leases])
-            count = int((yield from ask(request, m.Count)).count)
-    except SharedRPCError:
-        raise
-    except BaseException:
-        interrupted(handles)
-        raise
+    leases, count = forgone(handles), 0
+    if leases:
+        message = m.Release([object_id for object_id, _ in leases])
+        request = Request(message, "release", sessions=[session for _, session in leases])
+        count = int((yield from ask(request, m.Count)).count)
     yield from lease_ended(ctx, [object_id for object_id, _ in leases])
     if MAPPINGS.has_unused:  # for a GPU this waits for the device
         yield Work(MAPPINGS.drain)

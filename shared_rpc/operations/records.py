@@ -11,7 +11,7 @@ import msgspec
 from shared_rpc.client.exported import RecordBytes, SegmentBytes, mapped
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import lower
-from shared_rpc.client.steps import Lend, Operation, Reply, Request, Tell, Work, ask, message_of, reached
+from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, reached
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
 from shared_rpc.operations.binding import Context, Exporting, Leased, Steps, carrying, id_of, lending, lent, operation
@@ -20,6 +20,7 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import RecordHeader
+from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 
@@ -44,28 +45,14 @@ class RecordOperations:
         server = yield from reached(ctx._known())
         reply: Reply = yield Request(x.ExportObject(id_of(handle)), what)
         message, frame = reply.message, reply.frame
-        lease: Lease[Any] | None = None
-        try:
-            if not isinstance(message, x.Exported):
-                raise ProtocolError(f"the server answered {what} with {type(message).__name__}, not with Exported")
-            header = RecordHeader.from_bytes(frame.payload)
-            if len(frame.fds) != len(header.segments):
-                raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
-            lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
-            segments = [Segment(info) for info in header.segments]
-            for segment in segments:
-                segment.adopt(frame.fds)
-            parts = yield Work(functools.partial(_mapped, segments, server.server_id))
-            return cast(Exporting, ctx._record(header, parts, [lease], room=False))
-        except GeneratorExit:
-            raise
-        except BaseException:
-            frame.close()
-            if lease is not None:
-                lease._forgo()
-            if isinstance(message, x.Exported):
-                yield Tell(m.Release([message.object_id]))
-            raise
+        if not isinstance(message, x.Exported):
+            raise ProtocolError(f"the server answered {what} with {type(message).__name__}, not with Exported")
+        header = RecordHeader.from_bytes(frame.payload)
+        if len(frame.fds) != len(header.segments):
+            raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
+        lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
+        parts = yield Work(functools.partial(_mapped, _segments(header.segments, frame), server.server_id))
+        return cast(Exporting, ctx._record(header, parts, [lease], room=False))
 
     @carrying
     def allocate(ctx: Context, header: RecordHeader, ttl: float | None = None) -> Steps[Exporting]:
@@ -155,13 +142,14 @@ _NO_TABLE = msgspec.Raw(EMPTY_TABLE)
 
 def held(generation: Generation) -> Operation[Any]:
     """Return a handle of a candidate, on which the session has a lease."""
-    try:
-        return (yield Lend(_lent(generation.object_id, generation.generation), generation))
-    except GeneratorExit:
-        raise
-    except BaseException:
-        yield Tell(m.Release([generation.object_id]))
-        raise
+    return (yield Lend(_lent(generation.object_id, generation.generation), generation))
+
+
+def _segments(infos: Sequence[SegmentInfo], frame: Frame) -> list[Segment]:
+    segments = [Segment(info) for info in infos]
+    for segment in segments:
+        segment.adopt(frame.fds)
+    return segments
 
 
 def _mapped(segments: Sequence[Segment], owner: str, infos: Sequence[SegmentInfo | None] | None = None) -> list[SegmentBytes]:
@@ -180,33 +168,15 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
     fits = yield from ask(Request(question, what, header.to_bytes(), again=True), x.RecordFits)
     leases: list[Lease[Any]] = []
     parts: list[SegmentBytes] = []
-    try:
-        for info, device in zip(header.segments, fits.devices, strict=True):
-            reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, room=True), what, bare=True)
-            try:
-                made, frame = reply.message, reply.frame
-                if not isinstance(made, m.Result):
-                    raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with Result")
-                leases.append((yield Lend(made, None)))
-                segments = [Segment(told) for told in made.segments]
-                for segment in segments:
-                    segment.adopt(frame.fds)
-            except GeneratorExit:
-                raise
-            except BaseException:
-                reply.frame.close()
-                if isinstance(reply.message, m.Result):
-                    yield Tell(m.FreeBuffer(reply.message.object_id, release=True))
-                raise
-            parts += yield Work(functools.partial(_mapped, segments, server.server_id, [info]))
-        return ctx._record(header, parts, leases, room=True)
-    except GeneratorExit:
-        raise
-    except BaseException:
-        for lease in leases:
-            lease._forgo()
-            yield Tell(m.FreeBuffer(lease.object_id, release=True))
-        raise
+    for info, device in zip(header.segments, fits.devices, strict=True):
+        reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, room=True), what, bare=True)
+        made = reply.message
+        if not isinstance(made, m.Result):
+            raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with Result")
+        leases.append((yield Lend(made, None)))
+        segments = _segments(made.segments, reply.frame)
+        parts += yield Work(functools.partial(_mapped, segments, server.server_id, [info]))
+    return ctx._record(header, parts, leases, room=True)
 
 
 def _adopted(
@@ -245,13 +215,9 @@ def given(
         elif room.segments:
             yield Work(functools.partial(_synchronize, room))
         answer = yield from send([lease.object_id for lease in room._leases])
-    except GeneratorExit:
-        raise
     except BaseException:
         if room is not record:
-            for lease in room._unmap():
-                if lease._forgo():
-                    yield Tell(m.Release([lease.object_id]), lease._session)
+            room._unmap()
         raise
     yield from released(ctx, room._unmap())
     return answer

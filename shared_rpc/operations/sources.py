@@ -113,13 +113,7 @@ def _leased(message: m.Message, what: str, payload: bytes = b"") -> Operation[An
     result = reply.message
     if not isinstance(result, m.Result) or not result.managed:
         raise ProtocolError(f"the server answered {what} with {type(result).__name__}, not with a lease")
-    try:
-        return (yield Lend(result, None))
-    except GeneratorExit:
-        raise
-    except BaseException:
-        yield Tell(m.Release([result.object_id]))
-        raise
+    return (yield Lend(result, None))
 
 
 class Source(_SourceSteps):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.steps import Notify, Operation, Reply, Request, Tell, Within, ask, message_of
+from shared_rpc.client.steps import Notify, Operation, Reply, Request, Within, ask, message_of
 from shared_rpc.operations.binding import Context, Steps, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -45,14 +45,7 @@ def watched(task_id: str, callback: Callback | None, poll: bool, *, what: str = 
     message = m.WaitTask(task_id, events=True, poll=poll, look=True, claim=claim)
     reply = yield from ask(Request(message, what or f"the wait for task {task_id}", on_event=callback), m.TaskIs)
     info: TaskInfo = reply.info
-    try:
-        yield Notify(callback, info)
-    except GeneratorExit:
-        raise
-    except BaseException:
-        if claim and info.object_id is not None:
-            yield Tell(m.Release([info.object_id]))
-        raise
+    yield Notify(callback, info)
     return info
 
 

@@ -8,14 +8,13 @@ from typing import Any
 
 from shared_rpc.client.handle import Handle
 from shared_rpc.client.results import ReceivedResult, result_of
-from shared_rpc.client.steps import Request, Tell, Work
+from shared_rpc.client.steps import Request, Work
 from shared_rpc.errors import BufferNotFound, ConnectError, ProtocolError, StaleHandleError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.operations.binding import Context, Leased, Steps, bound, lending, lent
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol import generations as g
-from shared_rpc.protocol import messages as m
 
 #: A process's leases on memory that it was named, by socket, object and segment: each lasts as long as a tensor over it.
 _leases: weakref.WeakValueDictionary[tuple[str, str, str], Handle[dict[str, MappingHold]]] = weakref.WeakValueDictionary()
@@ -38,15 +37,8 @@ class MemoryClient(Client):
         result = result_of(what, (yield Request(g.GetObject(object_id, segment=segment), what)))
         message = result.message
         MAPPINGS.servers[message.owner] = ctx.socket_path
-        try:
+        with result:
             holds = yield Work(functools.partial(_held, result))
-        except GeneratorExit:
-            raise
-        except BaseException:
-            yield Tell(m.Release([message.object_id]))
-            raise
-        finally:
-            result.close()
         handle: Leased[dict[str, MappingHold]] = yield from lent(ctx, message, holds)
         return handle
 

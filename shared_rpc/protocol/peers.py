@@ -10,8 +10,6 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
-from shared_rpc.errors.interrupts import is_of_handler
-
 _UCRED = struct.Struct("iII")
 #: asm-generic/socket.h, from Linux 6.5 on.
 _SO_PEERPIDFD = 77
@@ -108,9 +106,7 @@ def foreign_owner(path: str) -> int | None:
     """Return the uid that a file belongs to, if it is neither this user nor root."""
     try:
         uid = os.lstat(path).st_uid
-    except OSError as error:
-        if is_of_handler(error):
-            raise
+    except OSError:
         return None
     return None if is_own_or_root(uid) else uid
 

@@ -13,10 +13,10 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from shared_rpc.errors import ConnectionClosed, ProtocolError
-from shared_rpc.errors.interrupts import is_of_handler, passed_over
 from shared_rpc.protocol.catalogue import NUMBERS, UNWRITABLE, encode_body, unwritable
 from shared_rpc.protocol.frames import FDS_PER_MESSAGE, FrameDecoder, Limits, close_all, encode_frame
 from shared_rpc.protocol.messages import Message
@@ -57,9 +57,7 @@ def _place_of(fd: int) -> str:
     try:
         fcntl.fcntl(fd, _GET_SEALS)
         return ""
-    except OSError as error:
-        if is_of_handler(error):
-            raise
+    except OSError:
         return os.readlink(f"/proc/self/fd/{fd}")
 
 
@@ -283,7 +281,7 @@ class FrameSocket(FrameBuffers):
         try:
             self._read.extend(itertools.starmap(self.sock.recvmsg, _RECEIVE if wait else _RECEIVE_NOW))
         except OSError as error:
-            if isinstance(error, (BlockingIOError, InterruptedError)) or is_of_handler(error):
+            if isinstance(error, (BlockingIOError, InterruptedError)) or error.errno is None:
                 raise
             raise ConnectionClosed(f"the connection broke: {error}") from error
 
@@ -341,12 +339,12 @@ class FrameSocket(FrameBuffers):
                 else:
                     self._wrote.extend(map(self.sock.sendmsg, (self._joined(),), ((),), (_SEND,)))
             except OSError as error:
-                if is_of_handler(error):
+                if error.errno is None:  # a signal handler's own
                     raise
                 if isinstance(error, BlockingIOError):
                     return False
                 # Some failures, as too many descriptors in flight, are not noticed in the other direction.
-                with passed_over(OSError):
+                with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
             self._note()

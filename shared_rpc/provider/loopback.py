@@ -120,13 +120,13 @@ class _LocalLease:
 
 
 class _Turn:
-    """One operation: its time, its request until it has the answer, and the lease that came with the last answer."""
+    """One operation: its time, the latest request, unless a handle has the lease of its reply, and the handles so far."""
 
-    __slots__ = ("caller", "lease", "until")
+    __slots__ = ("caller", "lent", "until")
 
     def __init__(self) -> None:
         self.caller: _LocalCaller | None = None
-        self.lease: _LocalLease | None = None
+        self.lent: list[tuple[Lease[Any], _LocalCaller | None]] = []
         self.until = math.inf
 
 
@@ -182,9 +182,7 @@ class _LocalCaller:
             reply = self.answered.result()
             reply.frame.close()
             unwanted = release_for(reply.message, self.request)
-            if self.lease is not None:
-                self.lease.give_back()
-            elif unwanted is not None:
+            if unwanted is not None and (self.lease is None or self.lease.end()):
                 _LocalCaller(self.core, Request(unwanted, "the release of an unwanted lease")).ask()
 
     @property
@@ -316,32 +314,32 @@ class LoopbackDriver(BlockingMethods):
     # Driving of operations.
 
     def _run(self, operation: Operation[T]) -> T:
-        """Drive an operation, which leaves no lease behind if it is interrupted."""
         turn = _Turn()
         try:
             return drive(operation, functools.partial(self._perform, turn))
         except BaseException:
             self._withdraw(turn.caller)
+            for handle, caller in turn.lent:
+                if handle._forgo() and caller is not None:
+                    self._withdraw(caller)
             raise
         finally:
             del turn  # the turn refers to the value
 
     def _perform(self, turn: _Turn, step: Step) -> Any:
-        caller, turn.caller = turn.caller, None  # the operation has the answer
         match step:
             case Request():
                 turn.caller = _LocalCaller(self._engine.core, step)
                 reply = self._answer(turn.caller, turn.until)
-                turn.lease = turn.caller.lease
                 if type(reply.value) is _Foreign:
                     reply = Reply(reply.message, reply.frame, live=True, value=self._attached(reply.value))
                 return reply
             case Work():
                 return step.function()
             case Lend():
-                turn.caller = caller  # until the handle exists
-                handle = self._lend(step.message, step.value, turn.lease)
-                turn.caller = None
+                caller, turn.caller = turn.caller, None
+                handle = self._lend(step.message, step.value, caller)
+                turn.lent.append((handle, caller))
                 return handle
             case Notify():
                 return step.callback(step.info)
@@ -349,12 +347,7 @@ class LoopbackDriver(BlockingMethods):
                 turn.until = step.deadline(time.monotonic())
             case Tell():
                 with suppress(ConnectionClosed):
-                    lease = turn.lease
-                    if isinstance(step.message, m.Release) and lease is not None and lease.object_id in step.message.object_ids:
-                        self._engine.post(lease.give_back)  # a handle may have been made, which gives it back too
-                    else:
-                        request = Request(step.message, "a message")
-                        self._engine.post(_LocalCaller(self._engine.core, request).ask)
+                    self._engine.post(_LocalCaller(self._engine.core, Request(step.message, "a message")).ask)
         return None
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -369,7 +362,7 @@ class LoopbackDriver(BlockingMethods):
             value = reply.value
             if type(value) is _Foreign:
                 value = await anyio.to_thread.run_sync(self._attached, value)
-            return self._lend(reply.message, value, caller.lease) if reply.message.managed else value
+            return self._lend(reply.message, value, caller) if reply.message.managed else value
         except BaseException:
             self._withdraw(caller)
             raise
@@ -408,9 +401,11 @@ class LoopbackDriver(BlockingMethods):
                 raise error
         return caller.answered.result()
 
-    def _lend(self, message: m.Result, value: Any, lease: _LocalLease | None) -> Lease[Any]:
-        session = lease or _LocalLease(self._engine.core, message.object_id)
-        handle = self._handle(message, value, self.server_id, session)
+    def _lend(self, message: m.Result, value: Any, caller: _LocalCaller | None) -> Lease[Any]:
+        lease = (caller and caller.lease) or _LocalLease(self._engine.core, message.object_id)
+        if caller is not None:
+            caller.lease = lease
+        handle = self._handle(message, value, self.server_id, lease)
         self._leases.add(handle)
         return handle
 
@@ -447,10 +442,6 @@ class LoopbackDriver(BlockingMethods):
     def _has_lease(self, handle: Lease[Any]) -> bool:
         lease = handle._session
         return isinstance(lease, _LocalLease) and lease.core is self._engine.core and not lease.over
-
-    def _interrupted(self, session: object) -> None:
-        """Give the lease back, which may have been given back before the interruption."""
-        self._end_lease("", session)
 
 
 @bound

@@ -295,24 +295,6 @@ def test_room_that_another_thread_makes(
     assert sums == [MIB]
 
 
-def test_chunks_go_back_in_their_session(
-    server: Server, client: Client, go: threading.Event, begun: threading.Event, device: str
-) -> None:
-    """Also in one that another follows, and that lasts until its last call has ended: a result may wait for the memory."""
-    result = [client.call("full", 1.0)]
-    call = threading.Thread(target=client.call, args=("slow", torch.ones(10, device=device)))
-    call.start()
-    assert begun.wait(20)
-    client._link.transfer.waiting = True  # nothing else has a GPU's work looked at in the background
-    client._retire(client._link)
-    client.ping()
-    assert pools(server)["chunks"] == 1
-    result.clear()
-    eventually(lambda: pools(server)["chunks"] == 0)
-    go.set()
-    call.join(20)
-
-
 def test_a_result_nobody_takes(
     server: Server, client: Client, go: threading.Event, begun: threading.Event, device: str
 ) -> None:

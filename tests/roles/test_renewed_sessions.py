@@ -426,22 +426,6 @@ def test_a_session_that_is_lost_while_a_handle_is_resumed(client: Client, other:
     assert torch.equal(value, torch.arange(SIZE) + 1)
 
 
-def test_a_handle_is_resumed_in_a_session_that_was_retired(client: Client, other: Client) -> None:
-    """Its lease is there until another session takes it over, which has it active then."""
-    handle, turn = client.call("load"), Turn()
-    handle.suspend()
-    client._turns.add(turn)  # an operation of another thread, which the session does not end before
-    client._interrupted(client._link)
-    client.ping()
-    handle.resume()
-    assert (has_numbers(handle.value), state(other, handle.object_id)) == (True, ("device", 1, 1))
-    turn.ended = True
-    client._turns.discard(turn)
-    client._end_soon()
-    eventually(lambda: not client._retired)
-    assert (has_numbers(handle.value), state(other, handle.object_id)) == (True, ("device", 1, 1))
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, other: Client) -> None:
     """At any point at which a signal handler may run: the handle has the present memory after the next one, or is suspended."""
@@ -450,7 +434,6 @@ def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, ot
 
     def lose_and_evict() -> None:
         client.ping()
-        eventually(lambda: not client._retired)
         handle.resume()
         lose(other, handle.object_id, client)
         evict(other, handle.object_id)

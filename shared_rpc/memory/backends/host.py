@@ -14,7 +14,6 @@ from collections.abc import Callable
 from itertools import starmap
 
 from shared_rpc.errors import CapabilityError
-from shared_rpc.errors.interrupts import is_of_handler
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Access, SegmentInfo
 
@@ -54,16 +53,12 @@ class MemfdBackend:
         try:
             segment = Segment.opened(info, os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            if is_of_handler(error):
-                raise
             raise CapabilityError(f"cannot make a host segment of {size} bytes in pid {os.getpid()}: {error}") from error
         try:
             os.ftruncate(segment.fileno(), size)
             fcntl.fcntl(segment.fileno(), _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
         except OSError as error:
             segment.close()
-            if is_of_handler(error):
-                raise
             raise CapabilityError(f"cannot make a host segment of {size} bytes: {error}") from error
         return segment
 
@@ -75,9 +70,7 @@ class MemfdBackend:
         """
         try:
             seals = fcntl.fcntl(fd, _F_GET_SEALS)
-        except OSError as error:
-            if is_of_handler(error):
-                raise
+        except OSError:
             seals = 0
         if not seals & _F_SEAL_SHRINK:
             # Another holder of the descriptor could truncate it, and the next read here would end this process (SIGBUS).
