@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
-from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state import Clock
 from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject, infos_of, usage_of
 from shared_rpc.server.state.tiers import STALE

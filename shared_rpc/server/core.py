@@ -39,8 +39,8 @@ from shared_rpc.server.runs import Runs
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.shared import State
 from shared_rpc.server.sources import Sources
+from shared_rpc.server.state import Clock
 from shared_rpc.server.state.buffers import BufferTable, Terms
-from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject

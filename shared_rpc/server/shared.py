@@ -12,8 +12,8 @@ from shared_rpc.execution.run import Executor
 from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.observing import Listeners
 from shared_rpc.server.sessions import Sessions
+from shared_rpc.server.state import Clock
 from shared_rpc.server.state.buffers import BufferTable
-from shared_rpc.server.state.clock import Clock
 from shared_rpc.server.state.leases import Holder, LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 from shared_rpc.server.state.runs import RunTable

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import anyio
 
-from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state import Clock
 
 _log = logging.getLogger("shared_rpc.server")
 

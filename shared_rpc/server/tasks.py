@@ -175,7 +175,9 @@ class Tasks:
     @handles(m.ListTasks)
     def list_page(self, caller: Caller, message: m.ListTasks) -> m.TaskPage:
         """Describe a page of tasks."""
-        return m.TaskPage(*self.page(message.status, message.after, min(max(message.limit, 1), _PAGE)))
+        infos, following = self.table.page(message.status, message.after, min(max(message.limit, 1), _PAGE))
+        users: dict[str, str] = {}
+        return m.TaskPage([self.info(self.table.get(info.task_id), users) for info in infos], following)
 
     @handles(m.CancelTask)
     def cancel_for(self, caller: Caller, message: m.CancelTask) -> m.Count:
@@ -184,17 +186,8 @@ class Tasks:
 
     # Tasks.
 
-    def info(self, task: Task[Waiter]) -> TaskInfo:
-        """Describe a task, with the capacity that it waits for."""
-        return self._info(task, {})
-
-    def page(self, status: TaskStatus | None, after: int, limit: int) -> tuple[list[TaskInfo], int | None]:
-        """List tasks, see :meth:`TaskTable.page`."""
-        infos, following = self.table.page(status, after, limit)
-        users: dict[str, str] = {}
-        return [self._info(self.table.get(info.task_id), users) for info in infos], following
-
-    def _info(self, task: Task[Waiter], users: dict[str, str]) -> TaskInfo:
+    def info(self, task: Task[Waiter], users: dict[str, str] | None = None) -> TaskInfo:
+        """Describe a task, with the capacity that it waits for; for ``users`` see :meth:`Capacity.why`."""
         why = self._state.waits_for(task.waiter, users) if task.waiter is not None else ""
         return msgspec.structs.replace(task.info, waits_for=why) if why else task.info
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from shared_rpc.errors import BufferNotFound, ConfigurationError, ServerBusy
 from shared_rpc.memory.records import Record
 from shared_rpc.protocol.infos import BufferInfo
-from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 

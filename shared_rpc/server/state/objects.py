@@ -29,7 +29,7 @@ from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.infos import ObjectInfo
 from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
-from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state import Clock
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.tiers import LOWER, Copies, Incarnations

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from shared_rpc.errors import ClusterError
 from shared_rpc.execution.run import Run
 from shared_rpc.protocol.infos import ClusterStatus
-from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state import Clock
 
 W = TypeVar("W")
 

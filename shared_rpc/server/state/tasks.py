@@ -21,7 +21,7 @@ import msgspec
 
 from shared_rpc.errors import ServerBusy, TaskError
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
-from shared_rpc.server.state.clock import Clock
+from shared_rpc.server.state import Clock
 from shared_rpc.server.state.leases import TaskHolder
 
 W = TypeVar("W")
