@@ -22,7 +22,7 @@ import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 from shared_rpc.errors import CapabilityError, ServerBusy, SharedRPCError
 from shared_rpc.memory.records import Record
@@ -103,23 +103,17 @@ class CapacityRequest:
 
 
 class _Candidate(NamedTuple):
-    """Objects that share memory, and what their leaving would free; without a tier in ``below`` they are dropped.
+    """Objects that share memory, and what they would free by going to a tier of ``below``; without one they are dropped, or
+    only the ``copies`` that they have on the host.
 
-    ``host_bytes`` is what they take in host copies.
+    ``host_bytes`` is what they would take in host copies.
     """
 
     group: Sequence[StoredObject]
     frees: Mapping[str, int]
     below: tuple[Below, ...] = ()
     host_bytes: int = 0
-
-
-class _HostCopies(NamedTuple):
-    """Host copies of objects. ``cold``: the objects lie there, and can only go to files."""
-
-    group: Sequence[StoredObject]
-    nbytes: int
-    cold: bool
+    copies: bool = False
 
 
 class Capacity:
@@ -251,11 +245,11 @@ class Capacity:
         """
         if self._host_limit is not None and nbytes:
             names = {stored.object_id for stored in spared}
-            droppable = [one for one in self._host_copies() if drops and not one.cold and names.isdisjoint(_ids(one.group))]
+            droppable = [one for one in self._host_copies() if drops and one.copies and names.isdisjoint(_ids(one.group))]
             ordered = sum(request.sizes.get(HOST, 0) for request in self._queue)
             used = self.used(HOST) + ordered
             excess = used + nbytes - self._host_limit
-            if excess > sum(one.nbytes for one in droppable):
+            if excess > sum(one.frees[HOST] for one in droppable):
                 raise ServerBusy(
                     f"{nbytes} bytes of host copies do not fit: the limit (--host-quota, or Server(host_quota=...)) is "
                     f"{self._host_limit}, and {used} are in use or reserved. Restore or drop objects that are there, or move "
@@ -264,7 +258,7 @@ class Capacity:
             for one in droppable:
                 if excess > 0:
                     self._drop_copies(one.group)
-                    excess -= one.nbytes
+                    excess -= one.frees[HOST]
         self._taken[HOST] += nbytes
         return Reservation(self, {HOST: nbytes})
 
@@ -276,9 +270,9 @@ class Capacity:
         dropped = 0
         names = {stored.object_id for stored in spared}
         for one in list(self._host_copies()):
-            if dropped < nbytes and not one.cold and names.isdisjoint(_ids(one.group)) and self._is_stale(one.group):
+            if dropped < nbytes and one.copies and names.isdisjoint(_ids(one.group)) and self._is_stale(one.group):
                 self._drop_copies(one.group)
-                dropped += one.nbytes
+                dropped += one.frees[HOST]
         return dropped > 0
 
     def _is_stale(self, group: Sequence[StoredObject]) -> bool:
@@ -433,7 +427,7 @@ class Capacity:
             lack -= self.mover.frees()
             if not lack:
                 return
-            if not (self._make_way_on_host(lack[HOST]) if HOST in lack else self._make_way(lack)):
+            if not self._make_way(lack):
                 if not request.patient:
                     raise ServerBusy(f"there is no capacity for {lack.total()} bytes of host copies now")
                 return
@@ -471,10 +465,11 @@ class Capacity:
     # What gives way.
 
     def _make_way(self, lack: Mapping[str, int]) -> bool:
-        """Have objects leave their devices; return False if all that may leave is not enough."""
-        left, host = Counter(lack), self._obtainable()
+        """Have objects leave their devices, or the host if the lack is there; return False if all of it is not enough."""
+        left, on_host = Counter(lack), HOST in lack
+        host = None if on_host else self._obtainable()
         plan: list[tuple[_Candidate, Below | None]] = []
-        for one in self._requested_last(self._candidates()):
+        for one in self._requested_last(self._host_copies() if on_host else self._candidates()):
             if not left:
                 break
             if not any(one.frees.get(device) for device in left):
@@ -492,24 +487,11 @@ class Capacity:
         for one, to in plan:
             if to is not None:
                 self.mover.give_way(one.group, to)
+            elif one.copies:
+                self._drop_copies(one.group)
             else:
                 for stored in one.group:
                     self._objects.unlist(stored)
-        return True
-
-    def _make_way_on_host(self, lack: int) -> bool:
-        """Drop copies on the host, or move objects from there to files; return False if all of it is not enough."""
-        found = sorted(self._requested_last(self._host_copies()), key=lambda copies: copies.cold)
-        if sum(copies.nbytes for copies in found) < lack:
-            return False
-        for copies in found:
-            if lack <= 0:
-                break
-            lack -= copies.nbytes
-            if copies.cold:
-                self.mover.give_way(copies.group, "file")
-            else:
-                self._drop_copies(copies.group)
         return True
 
     def _obtainable(self) -> int | None:
@@ -517,14 +499,14 @@ class Capacity:
         if self._host_limit is None:
             return None
         waiting = sum(request.sizes.get(HOST, 0) for request in self._queue)
-        copies = sum(copies.nbytes for copies in self._requested_last(self._host_copies()))
+        copies = sum(one.frees[HOST] for one in self._requested_last(self._host_copies()))
         return self._free(HOST) - waiting + self.mover.frees()[HOST] + copies
 
-    def _requested_last(self, found: Iterable[_One]) -> list[_One]:
-        """Return what can be moved now; what a request waits for comes last."""
+    def _requested_last(self, found: Iterable[_Candidate]) -> list[_Candidate]:
+        """Return what can be moved now; copies that are dropped come first, and what a request waits for comes last."""
         wanted = {request.stored for request in self._queue}
         movable = [one for one in found if self._failed.keys().isdisjoint(_ids(one.group))]
-        return sorted(movable, key=lambda one: not wanted.isdisjoint(one.group))
+        return sorted(movable, key=lambda one: (not one.copies, not wanted.isdisjoint(one.group)))
 
     def _candidates(self) -> Iterator[_Candidate]:
         """Yield what can leave its devices: neither used nor pinned, and not being moved."""
@@ -554,7 +536,7 @@ class Capacity:
         cached = stored.listed and stored.cache_key is not None
         return cached and not stored.pinned and not self._leases.held(stored.object_id)
 
-    def _host_copies(self) -> Iterator[_HostCopies]:
+    def _host_copies(self) -> Iterator[_Candidate]:
         """Yield the host copies that can be dropped, and those that can go to files; none of objects that are being moved."""
         mover, copies = self.mover, self._objects.copies
         for group in self._groups() if copies.nbytes("host") else ():
@@ -563,9 +545,9 @@ class Capacity:
             found = [copy for name in infos_of(group) if (copy := copies.get(name, "host")) is not None]
             nbytes = sum(copy.segment.info.nbytes for copy in found)
             if found and not group[0].cold:
-                yield _HostCopies(group, nbytes, cold=False)
+                yield _Candidate(group, {HOST: nbytes}, copies=True)
             elif found and "file" in mover.below(group):
-                yield _HostCopies(group, nbytes, cold=True)
+                yield _Candidate(group, {HOST: nbytes}, ("file",))
 
     def _groups(self) -> list[list[StoredObject]]:
         """Return all objects that have memory or copies, with those that share it; those that were used last come last."""
@@ -706,9 +688,6 @@ class Capacity:
         if self.mover.is_moving(stored):
             return "which is being moved"
         return "which a task keeps until it is fetched" if active else "which nobody uses"
-
-
-_One = TypeVar("_One", _Candidate, _HostCopies)
 
 
 def _ids(group: Iterable[StoredObject]) -> set[str]:

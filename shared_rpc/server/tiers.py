@@ -387,7 +387,7 @@ class Tiers:
             if await self._lower(move, to, "capacity") is None:
                 raise ServerBusy(f"others that share the memory of {_named(move.group[0])} came, or went")
         except Exception as error:
-            problem = _failure_of(error).error
+            problem = Failure.unexpected(error, "a move between tiers failed").error  # that of a driver is logged
             assert isinstance(problem, SharedRPCError), "a failure of this process has its exception"
             _log.info("%s does not give way: %s", _named(move.group[0]), problem)
             self._capacity.failed(move.group, problem)
@@ -675,8 +675,3 @@ def _together(refusals: Sequence[SharedRPCError], moved: int) -> SharedRPCError:
         return refusals[0]
     text = "; ".join(str(error) for error in refusals)
     return type(refusals[0]).restore(f"{moved} objects were moved, and {len(refusals)} were not: {text}", refusals[0].detail())
-
-
-def _failure_of(error: Exception) -> Failure:
-    """Return the failure of a move; one that is not the library's own is logged: a failing driver, for example."""
-    return Failure.unexpected(error, "a move between tiers failed")
