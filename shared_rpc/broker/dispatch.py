@@ -281,11 +281,12 @@ class Dispatcher:
 
     def _ended(self, run: Run[Any], message: w.RunFinished | w.RunFailed, frame: Frame) -> None:
         place: _Place = run.place
-        outcome = _outcome(message, frame, place.transfer)
+        transfer = place.transfer
+        outcome = _outcome(message, frame, transfer)
         record = outcome.record if isinstance(outcome, Completed) else None
-        if place.transfer is not None and record is not None:
+        if transfer is not None and record is not None:
             assert place.worker is not None, "it has sent the message"
-            place.transfer.made(place.worker, record)
+            transfer.made(place.worker, record)
         if not place.forgotten:
             self._release(run)
             place.owner.ended(run, outcome)
