@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from shared_rpc.errors import ConfigurationError
@@ -62,43 +63,37 @@ class Calls:
 
         It is answered in the turn of the loop in which the new generation became current.
         """
-        waiter, lowered, arguments = _entered(caller, message)
-
-        def deliver(outcome: Delivery | Failure) -> None:
-            try:
-                if isinstance(outcome, Failure):
-                    caller.fail(outcome)
-                else:
-                    caller.reply(g.Refreshed(self._generations.made(message.endpoint, outcome)))
-            except Exception as error:
-                caller.fail(_undeliverable(message, error))
-
-        waiter.refreshes, waiter.deliver = True, deliver
-        self._enter_anew(waiter, message, lowered, arguments)
+        made = self._generations.made
+        self._enter_anew(caller, message, lambda outcome: g.Refreshed(made(message.endpoint, outcome)))
 
     @handles(x.PrepareCandidate)
     def prepare(self, caller: Caller, message: x.PrepareCandidate) -> None:
         """Build the next generation of a call's object as a candidate, on which the caller's session has a lease then."""
+        prepared = self._generations.prepared
+        self._enter_anew(caller, message, lambda outcome: x.Candidate(prepared(message.endpoint, outcome)))
+
+    def _enter_anew(
+        self, caller: Caller, message: g.Refresh | x.PrepareCandidate, answer: Callable[[Delivery], m.Message]
+    ) -> None:
+        """Start or join a run for a request that takes no cached result."""
         waiter, lowered, arguments = _entered(caller, message)
+        waiter.prepares = isinstance(message, x.PrepareCandidate)
+        waiter.refreshes = not waiter.prepares
 
         def deliver(outcome: Delivery | Failure) -> None:
             sent = False
             try:
-                if isinstance(outcome, Failure):
-                    caller.fail(outcome.seal() if message.sealed else outcome)
+                if isinstance(outcome, Delivery):
+                    sent = caller.reply(answer(outcome))
                 else:
-                    sent = caller.reply(x.Candidate(self._generations.prepared(message.endpoint, outcome)))
+                    caller.fail(outcome.seal() if isinstance(message, x.PrepareCandidate) and message.sealed else outcome)
             except Exception as error:
-                caller.fail(_undeliverable(message, error))
+                caller.fail(Failure.unexpected(error, f"a new generation of {endpoint[:100]!r} cannot be delivered"))
             finally:
-                if not sent and isinstance(outcome, Delivery) and outcome.stored is not None:
+                if waiter.prepares and not sent and isinstance(outcome, Delivery) and outcome.stored is not None:
                     self._state.release(caller.session, [outcome.stored.object_id])
 
-        waiter.prepares, waiter.deliver = True, deliver
-        self._enter_anew(waiter, message, lowered, arguments)
-
-    def _enter_anew(self, waiter: Waiter, message: m.Call, lowered: Lowered | None, arguments: CallArguments) -> None:
-        """Start or join a run for a waiter that takes no cached result."""
+        waiter.deliver = deliver
         endpoint, chain = message.endpoint, frozenset(message.chain)
         try:
             spec, key = self._bound(waiter, endpoint, lowered, arguments, chain)
@@ -228,10 +223,6 @@ def _entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, C
     except BaseException:
         close_arguments(arguments)
         raise
-
-
-def _undeliverable(message: m.Call, error: Exception) -> Failure:
-    return Failure.unexpected(error, f"a new generation of {message.endpoint[:100]!r} cannot be delivered")
 
 
 def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:
