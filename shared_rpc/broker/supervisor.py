@@ -34,6 +34,8 @@ _GRACE = 0.6
 _SHORT = 10.0
 #: Seconds without an order after which a bare worker ends.
 _UNUSED = 10.0
+#: Why a worker that loads the app is ended in favour of another one: that says nothing about the worker.
+_OVERTAKEN = "a later reload took its place"
 #: Seconds before the first restart, and the most before any restart.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
@@ -271,7 +273,7 @@ class Supervisor:
 
     async def _clean_up(self, worker: Worker) -> None:
         crash = worker.crash()
-        if worker.forked:
+        if worker.forked and worker.condemned != _OVERTAKEN:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
         # Where a start or reload awaits the worker, that one raises the reason.
         crashed = worker in self.workers and (worker not in self._loaded or self._does_without(worker))
@@ -340,7 +342,7 @@ class Supervisor:
             else:
                 self._resolve(new, None)  # no reload waits for this worker
                 if number in {worker.number for worker in self.workers}:  # a reload was faster
-                    new.kill("a reload took its place")
+                    new.kill(_OVERTAKEN)
                 else:
                     self.workers.append(new)
                 return
@@ -383,7 +385,7 @@ class Supervisor:
                 later = isinstance(error, asyncio.CancelledError)
                 for worker in mine:
                     self._loaded.pop(worker, None)
-                    worker.kill("a later reload took its place" if later else "another worker of the same reload failed")
+                    worker.kill(_OVERTAKEN if later else "another worker of the same reload failed")
                 raise
             self._old += self.workers
             self.workers, self._next = self._next, []

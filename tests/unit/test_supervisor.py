@@ -53,6 +53,7 @@ class FakeWorker:
         self.requests: dict[int, Any] = {}
         self.refusal: Exception | None = None
         self.forked = self.loaded = False
+        self.condemned = ""
         self._handlers, self._ended = handlers, ended
 
     def load(self) -> None:
@@ -62,7 +63,7 @@ class FakeWorker:
     def kill(self, why: str) -> None:
         """It ends."""
         if self.state != "ended":
-            self.state = "ended"
+            self.state, self.condemned = "ended", why
             self._ended(self)
 
     def hang_up(self) -> None:
@@ -243,6 +244,29 @@ def test_a_later_reload_before_an_earlier_one_has_made_a_worker(run: Callable[..
         new = await stage.made(2)
         new.load()
         assert await later == await earlier == [new] == stage.workers[1:]
+
+    run(story)
+
+
+def test_a_fork_that_a_later_reload_ends_says_nothing_about_forks(run: Callable[..., None]) -> None:
+    """The zygote is told of those alone that end by themselves."""
+
+    async def story(stage: Stage) -> None:
+        told: list[bool] = []
+        stage.zygote.ended = lambda loaded, by_signal: told.append(loaded)  # type: ignore[method-assign]
+        earlier = asyncio.create_task(stage.supervisor.reload())
+        first = await stage.made(2)
+        first.forked = True
+        later = asyncio.create_task(stage.supervisor.reload())
+        second = await stage.made(3)
+        second.forked = True
+        await turns(lambda: first.state == "ended" and not stage._tasks)
+        assert told == []
+        second.kill("it cannot load the app")
+        for reload in (earlier, later):
+            with pytest.raises(WorkerCrashed):
+                await reload
+        assert told == [False]
 
     run(story)
 
