@@ -1,0 +1,535 @@
+"""Mappings: one for each segment, shared by all who use it, undone after the last of them; and where blocks are laid."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared_rpc.errors import CapabilityError, ConfigurationError
+from shared_rpc.lifecycle.finalizer import FINALIZER
+from shared_rpc.memory import mapping as mapping_module
+from shared_rpc.memory.arena import ALIGNMENT, SEGMENT_LIMIT, pack
+from shared_rpc.memory.backends.host import HOST, MemfdBackend
+from shared_rpc.memory.devices import device_id, device_kind, device_tag
+from shared_rpc.memory.mapping import MappingTable
+from shared_rpc.memory.segments import Segment
+from tests.kit.bound_host import BoundHost
+from tests.kit.processes import eventually
+
+
+class User:
+    """Something that lives over mapped memory."""
+
+
+class Device(MemfdBackend):
+    """Host memory that notes what is done to it and by whom, and that may be as busy as a GPU."""
+
+    def __init__(self) -> None:
+        self.unmaps_in_background = True
+        self.idle = True
+        self.log: list[tuple[str, threading.Thread]] = []
+
+    def synchronize(self) -> bool:
+        """Whether the device could be waited for."""
+        self.log.append(("synchronize", threading.current_thread()))
+        return self.idle
+
+    def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
+        """Unmap, and note it."""
+        self.log.append(("unmap", threading.current_thread()))
+        super().unmap(address, nbytes, done)
+
+    @property
+    def events(self) -> list[str]:
+        """What was done, in order."""
+        return [event for event, _ in self.log]
+
+
+@pytest.fixture
+def table() -> MappingTable:
+    """A table of its own, so that nothing else is in it."""
+    return MappingTable()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """The device of all segments that the table maps in this test."""
+    device = Device()
+    monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: device)
+    return device
+
+
+@pytest.fixture
+def segments() -> Iterator[Callable[[int], list[Segment]]]:
+    """``segments(n)`` makes host segments; they are closed at the end."""
+    with ExitStack() as stack:
+        yield lambda count: [stack.enter_context(closing(HOST.create(1))) for _ in range(count)]
+
+
+@pytest.fixture
+def finalizer_held() -> Iterator[threading.Event]:
+    """The finaliser thread is kept busy until the event is set."""
+    free, held = threading.Event(), threading.Event()
+    FINALIZER.start()
+    FINALIZER.submit(lambda: (held.set(), free.wait(30)))
+    assert held.wait(10)
+    yield free
+    free.set()
+
+
+def let_finalizer_work() -> None:
+    """Return when the finaliser thread has done all that was submitted so far."""
+    done = threading.Event()
+    FINALIZER.submit(done.set, after=0.05)  # host memory lingers before it is unmapped
+    assert done.wait(10)
+
+
+def mapped() -> list[str]:
+    """The segment id of every host mapping of this process, as the kernel lists them."""
+    with open("/proc/self/maps") as maps:
+        return re.findall(r"memfd:shared-rpc-(\w+)", maps.read())
+
+
+# One mapping for each segment.
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_created_memory_is_mapped_while_the_block_runs(no_leaks: None, table: MappingTable, fails: bool) -> None:
+    """Memory that nobody took is unmapped and closed at the end of the block that made it, however that ends."""
+    with suppress(ZeroDivisionError), table.create(1, "cpu") as mapping:
+        mapping.view()[:3] = b"abc"
+        assert mapped().count(mapping.info.id) == 1
+        if fails:
+            raise ZeroDivisionError
+    assert mapping.info.id not in mapped()
+    assert mapping.segment.closed
+    assert len(table) == 0
+
+
+def test_creating_what_cannot_be_mapped_leaves_nothing(no_leaks: None, table: MappingTable) -> None:
+    """A segment that was made and could not be mapped is closed."""
+    with pytest.raises(CapabilityError, match="cannot map"), table.create(1 << 60, "cpu"):
+        pass
+    assert len(table) == 0
+
+
+def test_a_segment_is_mapped_once(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """Whoever attaches the same segment, also through another descriptor, gets the same mapping."""
+    (segment,) = segments(1)
+    with (
+        closing(segment.duplicate()) as other,
+        table.attach([segment]) as [one],
+        table.attach([other, segment]) as [two, three],
+    ):
+        assert one is two is three
+        assert mapped().count(segment.info.id) == 1
+
+
+def test_each_access_has_its_mapping(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """A segment that is mapped for writing is mapped again for a consumer that may only read."""
+    (segment,) = segments(1)
+    with closing(segment.duplicate("read")) as readable, table.attach([segment, readable]) as [writer, reader]:
+        assert writer.address != reader.address
+        writer.view()[:2] = b"rw"
+        assert bytes(reader.view()[:2]) == b"rw"
+
+
+def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """With ``keep`` the memory can be published again; also where it was mapped before without."""
+    first, second = segments(2)
+    with table.attach([second]) as [plain]:
+        assert plain.segment is None
+        with table.attach([first, second], keep=True) as kept:
+            assert kept[1] is plain
+            assert [os.fstat(mapping.segment.fileno()).st_ino for mapping in kept] == [
+                os.fstat(segment.fileno()).st_ino for segment in (first, second)
+            ]
+    assert all(mapping.segment.closed for mapping in kept)
+
+
+def test_mappings_keep_a_part_of_all_descriptors(
+    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in four of those that a process may have open, others when those are gone; what is to be published has its own."""
+    monkeypatch.setattr(mapping_module.resource, "getrlimit", lambda which: (12, 12))
+    made = segments(6)
+    with table.attach(made[:2]) as early, table.attach(made[2:5]) as late:
+        assert [mapping.descriptor is not None for mapping in (*early, *late)] == [True, True, True, False, False]
+        with table.attach(made[3:4], keep=True) as [kept]:
+            assert kept.segment is not None
+    with table.attach(made[4:]) as mappings:
+        assert all(mapping.descriptor is not None for mapping in mappings)
+
+
+def test_pools_keep_no_descriptor(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """Nobody else may be told of an arena."""
+    with table.attach(segments(2), pooled=(1,)) as [plain, arena]:
+        assert plain.descriptor is not None
+        assert arena.descriptor is None
+
+
+def test_a_kept_export_descriptor_goes_with_its_mapping(table: MappingTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that belongs to its maker is freed when the last mapping is gone: nothing else keeps it."""
+    backend, user = BoundHost(), User()
+    monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend)
+    with closing(backend.create(1)) as segment, table.attach([segment]) as [mapping]:
+        table.keep_for([(mapping, user)])
+    assert mapping.descriptor is not None
+    assert backend.freed == []
+    del user
+    table.drain()
+    eventually(lambda: backend.freed == [mapping.address])
+
+
+# Coming back.
+
+
+def test_received_memory_is_kept_while_it_is_held(
+    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]
+) -> None:
+    """What another process handed on is mapped as what is there already, and gone with its last holder."""
+    (segment,) = segments(1)
+    with table.attach([segment], owner="server") as [mapping]:
+        hold = table.receive(segment)
+    assert hold.mapping is mapping
+    assert mapping.owner == "server"
+    del hold
+    table.drain()
+    assert len(table) == 0
+
+
+def test_a_maker_receives_its_own_mapping(no_leaks: None, table: MappingTable) -> None:
+    """Memory that was sealed and comes back is what its maker writes to; other read-only memory stays read-only."""
+    with table.create(1, "cpu") as mapping:
+        assert mapping.segment is not None
+        with closing(mapping.segment.duplicate("read")) as segment:
+            assert table.receive(segment).mapping.info.access == "read"
+            mapping.publish("read")
+            assert table.receive(segment).mapping is mapping
+
+
+# Failing.
+
+
+def test_attach_failing_midway_leaves_nothing(
+    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]
+) -> None:
+    """Where one segment of several cannot be mapped, those before it are let go and the error says why."""
+    good, other = segments(2)
+    with closing(HOST.create(1)) as short:
+        lying = Segment.owning(other.info.__class__(other.info.id, 1 << 30, "cpu"), os.dup(short.fileno()))
+    with closing(lying), pytest.raises(CapabilityError, match=str(1 << 30)), table.attach([good, lying], keep=True):
+        pass
+    assert len(table) == 0
+    assert mapped().count(good.info.id) == 0
+
+
+def test_attach_failing_midway_keeps_what_others_use(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """A failed attach takes no mapping away from those who had it before."""
+    good, closed = segments(2)
+    closed.close()
+    with table.attach([good]) as [mapping]:
+        with pytest.raises(ValueError, match=closed.info.id), table.attach([good, closed]):
+            pass
+        mapping.view()[:4] = b"mine"
+        assert mapped().count(good.info.id) == 1
+
+
+# Who uses a mapping, and its end.
+
+
+class Equal(User):
+    """A user that compares equal to others and has no hash, as storages do."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize("kind", [User, Equal])
+def test_a_mapping_stays_for_its_last_user(
+    table: MappingTable, segments: Callable[[int], list[Segment]], kind: type[User]
+) -> None:
+    """It goes with the last object that it was lent to, not before; they count one by one."""
+    (segment,) = segments(1)
+    users = [kind(), kind()]
+    with table.attach([segment]) as [mapping]:
+        table.keep_for((mapping, user) for user in users)
+    users.pop()
+    table.drain()
+    assert mapped().count(segment.info.id) == len(table) == 1
+    users.pop()
+    table.drain()
+    assert mapped().count(segment.info.id) == len(table) == 0
+
+
+def test_a_finaliser_unmaps_nothing(
+    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]], finalizer_held: threading.Event
+) -> None:
+    """The end of the last user only enqueues: with the finaliser thread busy, the memory is still mapped after it."""
+    (segment,) = segments(1)
+    user = User()
+    user.itself = user  # goes in a collection, between any two instructions
+    with table.attach([segment]) as [mapping]:
+        table.keep_for([(mapping, user)])
+    mapping.view()[:5] = b"still"
+    device.log.clear()
+    del user
+    gc.collect()
+    assert device.events == []
+    assert bytes(mapping.view()[:5]) == b"still"
+    finalizer_held.set()
+    eventually(lambda: device.events == ["unmap"], what="unmapped")
+
+
+def test_a_mapping_may_be_used_again_before_it_is_undone(
+    table: MappingTable, segments: Callable[[int], list[Segment]], finalizer_held: threading.Event
+) -> None:
+    """A mapping whose last user is gone but which is attached again in time stays as it is."""
+    (segment,) = segments(1)
+    user = User()
+    with table.attach([segment]) as [mapping]:
+        table.keep_for([(mapping, user)])
+    del user
+    with table.attach([segment]) as [again]:
+        finalizer_held.set()
+        let_finalizer_work()
+        assert again is mapping
+        assert mapped().count(segment.info.id) == 1
+    assert mapped().count(segment.info.id) == 0
+
+
+def test_the_finaliser_thread_is_woken_once_for_many_mappings(
+    table: MappingTable, segments: Callable[[int], list[Segment]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that drops one object after another submits one job, which comes later and unmaps whatever is unused then."""
+    jobs: list[tuple[Callable[[], object], float]] = []
+    monkeypatch.setattr(mapping_module.FINALIZER, "submit", lambda job, after=0.0: jobs.append((job, after)))
+    monkeypatch.setattr(mapping_module, "_LINGER", 60)
+    for segment in segments(5):
+        user = User()
+        with table.attach([segment]) as [mapping]:
+            table.keep_for([(mapping, user)])
+        del user
+    assert len(table) == 5
+    [(job, after)] = jobs
+    assert after == 60
+    job()
+    assert len(table) == 0
+
+
+def test_the_device_is_waited_for_before_unmapping(
+    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]
+) -> None:
+    """A queued kernel may still use the memory: first wait, then unmap everything that waits with it."""
+    user = User()
+    with table.attach(segments(2)) as mappings:
+        table.keep_for((mapping, user) for mapping in mappings)
+    device.unmaps_in_background = False
+    device.log.clear()
+    del user
+    table.drain()
+    assert device.events == ["synchronize", "unmap", "unmap"]
+
+
+def test_a_device_that_the_process_works_on_is_left_alone(
+    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]
+) -> None:
+    """No thread of the library touches a GPU by itself; the next safe point unmaps, in the thread that reaches it."""
+    device.unmaps_in_background = False
+    user = User()
+    with table.attach(segments(1)) as [mapping]:
+        table.keep_for([(mapping, user)])
+    device.log.clear()
+    del user
+    let_finalizer_work()
+    assert device.events == []
+    assert len(table) == 1
+    table.drain()
+    assert device.log[-1] == ("unmap", threading.current_thread())
+    assert len(table) == 0
+
+
+def test_a_device_that_cannot_be_waited_for_is_asked_again(
+    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]
+) -> None:
+    """While a CUDA graph is captured nothing is unmapped; the first safe point after that does it."""
+    device.unmaps_in_background = device.idle = False
+    (segment,) = segments(1)
+    user = User()
+    with table.attach([segment]) as [mapping]:
+        table.keep_for([(mapping, user)])
+    del user
+    table.drain()
+    assert mapped().count(segment.info.id) == 1
+    device.idle = True
+    table.drain()
+    assert mapped().count(segment.info.id) == 0
+
+
+def test_attaching_what_waits_to_be_unmapped(
+    no_leaks: None, table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]
+) -> None:
+    """A segment whose old mapping cannot be undone yet is mapped anew, and both are undone in the end."""
+    device.unmaps_in_background = device.idle = False
+    (segment,) = segments(1)
+    user = User()
+    with table.attach([segment]) as [old]:
+        table.keep_for([(old, user)])
+    del user
+    table.drain()
+    user = User()
+    with table.attach([segment]) as [new]:
+        table.keep_for([(new, user)])
+        assert new is not old
+    device.idle = True
+    table.drain()
+    assert mapped().count(segment.info.id) == 1
+    new.view()[:3] = b"new"
+    assert table.find(new.address) == (new, 0)
+    del user
+    table.drain()
+    assert mapped().count(segment.info.id) == 0
+
+
+def test_many_threads(no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """Threads that attach, lend, drop, drain and fail on the same segments leave nothing, and nobody waits for ever."""
+    made = segments(4)
+    (closed,) = segments(1)
+    closed.close()
+    problems: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(150):
+                chosen = made[number % 3 : number % 3 + 2]
+                user = User()
+                with table.attach(chosen, keep=turn % 2 == 0) as mappings:
+                    table.keep_for((mapping, user) for mapping in mappings)
+                assert mappings[0].view()[0] == 0
+                with pytest.raises(ValueError, match="closed"), table.attach([made[3], closed]):
+                    pass
+                del user, mappings
+                if turn % 5 == number % 5:
+                    table.drain()
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert problems == []
+    assert not any(thread.is_alive() for thread in threads)
+    eventually(lambda: table.drain() or len(table) == 0)
+
+
+# Finding.
+
+
+def test_find_names_mapping_and_offset(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """Every address of a mapping is found, from its first byte to its last, and none outside."""
+    with table.attach(segments(5)) as mappings:
+        for mapping in mappings:
+            nbytes = mapping.info.nbytes
+            assert table.find(mapping.address) == (mapping, 0)
+            assert table.find(mapping.address + nbytes - 1) == (mapping, nbytes - 1)
+            neighbour = table.find(mapping.address + nbytes)
+            assert neighbour is None or neighbour[0] is not mapping
+        assert table.find(min(mapping.address for mapping in mappings) - 1) is None
+        assert table.find(0) is None
+
+
+def test_find_forgets_what_is_unmapped(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+    """Other memory may come to lie where a mapping was; it is not taken for it."""
+    with table.attach(segments(1)) as [mapping]:
+        pass
+    assert table.find(mapping.address) is None
+
+
+# Sealing.
+
+
+def test_publishing_twice_is_harmless(table: MappingTable) -> None:
+    """A mapping remembers that its segment is sealed; the maker's own mapping stays writable."""
+    with table.create(1, "cpu") as mapping:
+        mapping.publish("read")
+        mapping.publish("read")
+        mapping.view()[:1] = b"w"
+        assert mapping.sealed
+        with closing(mapping.segment.duplicate()) as segment, pytest.raises(CapabilityError, match="access='read'"):
+            HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
+
+
+# Laying blocks out.
+
+_SIZES = st.lists(st.integers(1, 5000), max_size=40)
+_LIMITS = st.integers(1, 8000)
+_ALIGNMENTS = st.sampled_from([1, 2, 64, 512])
+
+
+@given(_SIZES, _LIMITS, _ALIGNMENTS)
+def test_blocks_are_aligned_and_apart(sizes: list[int], limit: int, alignment: int) -> None:
+    """Every block begins at a multiple of the alignment, inside its segment, after the end of the one before."""
+    segments, places = pack(sizes, limit=limit, alignment=alignment)
+    ends = [0] * len(segments)
+    for size, place in zip(sizes, places, strict=True):
+        assert place.offset % alignment == 0
+        assert place.offset >= ends[place.segment]
+        ends[place.segment] = place.offset + size
+    assert ends == segments
+
+
+@given(_SIZES, _LIMITS, _ALIGNMENTS)
+def test_segments_respect_the_limit(sizes: list[int], limit: int, alignment: int) -> None:
+    """Only a block that is larger than the limit makes a segment larger than that, and such a block lies alone."""
+    segments, places = pack(sizes, limit=limit, alignment=alignment)
+    for number, nbytes in enumerate(segments):
+        inside = [size for size, place in zip(sizes, places, strict=True) if place.segment == number]
+        assert nbytes <= limit or inside == [nbytes]
+
+
+@given(_SIZES, _LIMITS, _ALIGNMENTS)
+def test_segments_are_few(sizes: list[int], limit: int, alignment: int) -> None:
+    """Blocks keep their order, and a new segment begins only where the block did not fit into the last."""
+    segments, places = pack(sizes, limit=limit, alignment=alignment)
+    for (size, place), (before, after) in zip(zip(sizes[1:], places[1:], strict=True), pairwise(places), strict=True):
+        assert after.segment - before.segment in (0, 1)
+        if after.segment > before.segment:
+            assert -(-segments[before.segment] // alignment) * alignment + size > limit
+            assert place.offset == 0
+
+
+def test_defaults_suit_a_gpu() -> None:
+    """Without options blocks lie as torch's CUDA allocator lays them, in segments of at most 1 GiB."""
+    segments, places = pack([1, SEGMENT_LIMIT - ALIGNMENT, 1, 3 * SEGMENT_LIMIT])
+    assert segments == [SEGMENT_LIMIT, 1, 3 * SEGMENT_LIMIT]
+    assert places == [(0, 0), (0, ALIGNMENT), (1, 0), (2, 0)]
+
+
+# Names of devices.
+
+
+@pytest.mark.parametrize("device", ["tpu", "", "cuda:x", "cuda:-1", "auto:0", "gpu-1234", "CPU"])
+def test_unknown_device_is_a_configuration_error(device: str) -> None:
+    """The error shows what was given and what is allowed."""
+    with pytest.raises(ConfigurationError, match=re.escape(f"device={device!r}") + ".*'cuda:<index>'"):
+        device_id(device)
+
+
+def test_tag_and_kind_come_from_the_id() -> None:
+    """Sockets carry ``cpu`` or eight hex digits; torch knows ``cpu`` or ``cuda``."""
+    uuid = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+    assert (device_tag("cpu"), device_kind("cpu")) == ("cpu", "cpu")
+    assert (device_tag(uuid), device_kind(uuid)) == ("01234567", "cuda")

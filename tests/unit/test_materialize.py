@@ -1,0 +1,693 @@
+"""A user's own class around shared tensors: by name, with no memory taken, and nothing left without memory."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from shared_rpc import Client, Provider, materialize
+from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
+from tests.kit.apps import Connect, Serve
+from tests.kit.models import Tied
+
+MIB = 1 << 20
+
+
+class Rotary(nn.Module):
+    """Keeps tables that it computes, as attention layers do: in buffers that are not persistent, and in plain attributes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        frequencies = 1 / 10000 ** (torch.arange(0, size, 2).float() / size)
+        angles = torch.outer(torch.arange(9, device=frequencies.device), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        mask = torch.triu(torch.full((4, 4), float("-inf")), 1)
+        mask[0, 0] = 5
+        self.kept = {"mask": mask, "pair": (torch.tensor([1.0, 2.0]), "text"), "list": [torch.ones(2)]}
+
+
+class Block(nn.Module):
+    """A layer with parameters, persistent buffers, and tables."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.rotary = Rotary(size)
+        self.linear = nn.Linear(size, size)
+        self.norm = nn.BatchNorm1d(size)
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.steps = torch.linspace(0, 1, 3).tolist()
+
+
+class Net(nn.Module):
+    """Layers, and an output that is tied to the input."""
+
+    def __init__(self, size: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.tied = Tied()
+        self.blocks = nn.ModuleList(Block(size) for _ in range(layers))
+
+
+class Owner(nn.Module):
+    """Parameters in the order that a checkpoint of another library might have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"query": nn.Linear(4, 4), "out": nn.Linear(4, 2)}) for _ in range(2))
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors see the same bytes in the same way."""
+    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (other.data_ptr(), other.shape, other.stride(), other.dtype)
+
+
+def all_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and all buffers by name."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def test_a_model_is_built_around_a_modules_tensors() -> None:
+    """Every parameter and persistent buffer is the source's memory, under its name."""
+    source = Net()
+    with materialize(source):
+        model = Net()
+    for name, tensor in source.state_dict(keep_vars=True).items():
+        assert same_memory(model.state_dict(keep_vars=True)[name], tensor), name
+        assert model.get_parameter(name) is not tensor if isinstance(tensor, nn.Parameter) else True
+
+
+def test_what_a_constructor_computes_is_computed() -> None:
+    """Buffers that are not persistent, plain attributes and numbers are what they are without a source, bit by bit."""
+    plain = Net()
+    with materialize(plain.state_dict()):
+        model = Net()
+    for block, expected in zip(model.blocks, plain.blocks, strict=True):
+        assert block.rates == expected.rates
+        assert block.steps == expected.steps
+        assert torch.equal(block.rotary.cos, expected.rotary.cos)
+        assert torch.equal(block.rotary.sin, expected.rotary.sin)
+        assert torch.equal(block.rotary.kept["mask"], expected.rotary.kept["mask"])
+        assert torch.equal(block.rotary.kept["pair"][0], expected.rotary.kept["pair"][0])
+        assert torch.equal(block.rotary.kept["list"][0], expected.rotary.kept["list"][0])
+    assert not any(tensor.is_meta for tensor in all_tensors(model).values())
+
+
+def test_transient_buffers_are_private() -> None:
+    """A cache in a buffer that is not persistent is not the source's: two engines must not write one another's."""
+    source = Rotary(4)
+    for tensors in (source, {"cos": source.cos}):  # an older checkpoint may have it
+        with materialize(tensors):
+            model = Rotary(4)
+        model.cos.zero_()
+        assert source.cos[0, 0] == 1
+
+
+def test_tensors_that_share_memory_do_so_afterwards() -> None:
+    """Two buffers over one table, and a view in an attribute, are one memory again."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.arange(8.0)
+            self.register_buffer("low", table[:4], persistent=False)
+            self.register_buffer("high", table[4:], persistent=False)
+
+    with materialize({}):
+        model = Halves()
+    assert model.high.tolist() == [4.0, 5.0, 6.0, 7.0]
+    assert model.low.untyped_storage().data_ptr() == model.high.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda it: setattr(it, "kept", [it.weight]),
+        lambda it: setattr(it, "kept", {"made": (it.made,)}),
+        lambda it: setattr(it, "kept", it.weight[2:]),
+        lambda it: setattr(it, "kept", it.weight.data.t()),
+        lambda it: setattr(it, "kept", it.table),
+        lambda it: setattr(it, "kept", it.flat),
+        lambda it: it.register_buffer("kept", it.table[:2], persistent=False),
+    ],
+    ids=["listed", "before it was registered", "view", "transposed", "buffer", "memory around it", "view of a buffer"],
+)
+def test_attributes_that_see_a_weight(keep: Callable[[Any], object]) -> None:
+    """They would go on with the constructor's memory, so the error names them."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made = nn.Parameter(torch.randn(4, 3))
+            weight = nn.Parameter(torch.randn(4, 3))
+            vars(self)["made"] = weight
+            self.weight = weight
+            self.flat = torch.zeros(6)
+            self.part = nn.Parameter(self.flat[:4].view(2, 2))
+            self.register_buffer("table", torch.randn(6))
+            keep(self)
+            for name in {"made", "flat"} & vars(self).keys():
+                del vars(self)[name]
+
+    source = {"made": torch.ones(4, 3), "weight": torch.ones(4, 3), "part": torch.ones(2, 2), "table": torch.ones(6)}
+    with pytest.raises(CapabilityError, match=r"kept, of shape .* in forward\(\) or after the block"), materialize(source):
+        model = Kept()
+    del model
+
+
+def test_attributes_want_gradients_as_the_constructor_has_it() -> None:
+    """Parameters that are not registered stay parameters."""
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.ones(2, requires_grad=True)
+            self.listed = [nn.Parameter(torch.ones(3))]
+            self.weight = nn.Parameter(torch.ones(1))
+
+    with materialize({"weight": torch.ones(1)}):
+        model = Kept()
+    assert model.scale.requires_grad
+    assert isinstance(model.listed[0], nn.Parameter)
+
+
+def test_what_an_attribute_leads_to_is_not_written_to() -> None:
+    """Modules of Python are left alone, and containers in which nothing is replaced are only read."""
+
+    class Guarded(dict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            raise AssertionError(f"{key} is written")
+
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.library = torch.nn.functional
+            self.settings = Guarded(size=1)
+            self.table = torch.arange(3)
+            self.weight = nn.Parameter(torch.ones(1))
+
+    with materialize({"weight": torch.ones(1)}):
+        model = Kept()
+    assert model.table.tolist() == [0, 1, 2]
+
+
+LAYER = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        # Parameters and buffers of these are computed from a weight, and are the source's in the end.
+        (lambda: parametrizations.weight_norm(nn.Linear(4, 4)), (2, 4)),
+        (lambda: parametrizations.spectral_norm(nn.Linear(4, 4)), (2, 4)),
+        # It keeps its weights in a list beside their names.
+        (lambda: nn.LSTM(3, 4), (2, 1, 3)),
+        # It makes its layers by copying one.
+        (lambda: nn.TransformerEncoder(copy.deepcopy(LAYER), 2, enable_nested_tensor=False), (1, 3, 4)),
+    ],
+    ids=["weight norm", "spectral norm", "recurrent", "copies"],
+)
+def test_constructors_that_do_more_with_a_weight(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """What they build computes what the source does."""
+    source = make().eval()
+    with materialize(source):
+        model = make().eval()
+    results = [one[0] if isinstance(one, tuple) else one for one in (built(torch.ones(shape)) for built in (model, source))]
+    assert torch.equal(*results)
+
+
+def test_a_parametrisation_that_looks_at_the_weight() -> None:
+    """``orthogonal`` checks what it has made of it, and there is nothing to check."""
+    told = r"asks for the values of weight of Linear .* after the block"
+    with pytest.raises(CapabilityError, match=told), materialize(nn.Linear(4, 4)):
+        parametrizations.orthogonal(nn.Linear(4, 4))
+
+
+class Asks(nn.Module):
+    """Does something to a weight in its constructor."""
+
+    def __init__(self, ask: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        ask(self)
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda it: it.layer.weight.norm().item(), r"asks for the values of weight of Linear \(item\)"),
+        (lambda it: it.layer.weight.tolist(), r"asks for the values of weight of Linear \(tolist\)"),
+        (lambda it: it.layer.weight.detach().numpy(), r"asks for the values of weight of Linear \(numpy\)"),
+        (lambda it: bool(it.layer.weight.sum() > 1), r"asks for the values of weight of Linear \(__bool__\)"),
+        (lambda it: torch.zeros(2, 2).copy_(it.layer.weight), r"writes what it computed from weight of Linear to another"),
+        (lambda it: setattr(it, "norms", {"l": [it.layer.weight.norm()]}), r"norms, .* from weight of Linear"),
+        (
+            lambda it: it.register_buffer("norm", it.layer.weight.norm(), persistent=False),
+            r"norm, of shape \(\), is computed from weight of Linear",
+        ),
+    ],
+)
+def test_values_of_a_parameter_in_the_constructor(ask: Callable[[Any], object], told: str) -> None:
+    """There are none, and the error says whose they are and what to do."""
+    source = nn.Linear(2, 2)
+    kept = []  # what nobody keeps is no model
+    with pytest.raises(CapabilityError, match=told), materialize(source, rename={"*": "layer.*"}):
+        kept.append(Asks(ask))
+
+
+def test_what_is_made_like_a_parameter_is_real() -> None:
+    """A mask in the shape of a weight, a table where the weight is, and a number in its dtype."""
+
+    def ask(it: Any) -> None:
+        weight = it.layer.weight
+        it.made = torch.ones_like(weight), weight.new_zeros(2), torch.arange(2, device=weight.device)
+        it.moved = torch.arange(2).to(weight), torch.arange(2).to(weight.device), torch.arange(2).type_as(weight)
+
+    source = nn.Linear(2, 2)
+    with materialize(source, rename={"*": "layer.*"}):
+        model = Asks(ask)
+    assert [made.tolist() for made in model.made] == [[[1, 1], [1, 1]], [0, 0], [0, 1]]
+    assert [moved.tolist() for moved in model.moved] == [[0, 1]] * 3
+
+
+def test_lazy_layers() -> None:
+    """They have no shape that could be compared: the error says what to build in their place."""
+    with pytest.raises(CapabilityError, match=r"weight of LazyLinear has no shape .* nn\.Linear"):
+        with materialize(nn.Linear(4, 3)):
+            model = nn.LazyLinear(3)
+        del model
+
+
+def test_tied_weights_stay_tied() -> None:
+    """One parameter under two names; a source that has only one of them, as safetensors files do, is enough."""
+    source = Tied()
+    for tensors in (source, {"embed.weight": source.embed.weight}, {"head.weight": source.embed.weight}):
+        with materialize(tensors):
+            model = Tied()
+        assert model.head.weight is model.embed.weight
+        assert same_memory(model.head.weight, source.embed.weight)
+
+
+def test_one_parameter_that_is_registered_twice() -> None:
+    """It is tied; other owners of the constructor's parameter keep it as it was."""
+    outside = nn.Parameter(torch.zeros(3))
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = nn.Parameter(torch.randn(3))
+            self.one, self.other = weight, weight
+            self.outside = outside
+
+    source = {"one": torch.ones(3), "outside": torch.ones(3)}
+    with materialize(source):
+        model = Twice()
+    assert model.one is model.other
+    assert same_memory(model.one, source["one"])
+    assert same_memory(model.outside, source["outside"])
+    assert outside.tolist() == [0, 0, 0]
+
+
+def test_tied_weights_that_the_source_has_twice() -> None:
+    """They cannot both be had."""
+    source = {"embed.weight": torch.ones(7, 4), "head.weight": torch.ones(7, 4)}
+    told = r"embed\.weight and head\.weight are one tensor in the model, and two in the source"
+    with pytest.raises(StateMismatchError, match=told), materialize(source):
+        model = Tied()
+    del model
+
+
+def test_gradients_are_wanted_as_in_the_source() -> None:
+    """A frozen source gives a frozen model; marks on parameters stay."""
+    source = nn.Linear(2, 2)
+    source.bias.requires_grad_(False)
+
+    class Marked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.weight.no_decay = True
+
+    with materialize(source):
+        model = Marked()
+    assert (model.weight.requires_grad, model.bias.requires_grad) == (True, False)
+    assert isinstance(model.weight, nn.Parameter)
+    assert model.weight.no_decay
+    with materialize(source.state_dict()):
+        frozen = nn.Linear(2, 2)
+    assert not frozen.weight.requires_grad
+
+
+def test_a_model_trains_after_it_was_built_without_gradients() -> None:
+    """The block may be under inference_mode; the tensors are ordinary ones."""
+    source = nn.Linear(2, 2)
+    with torch.inference_mode(), materialize(source):
+        model = Rotary(4), nn.Linear(2, 2)
+    model[1](torch.ones(1, 2)).sum().backward()
+    assert model[1].weight.grad is not None
+    assert not model[0].cos.is_inference()
+
+
+# Names.
+
+
+def test_names_are_mapped_by_patterns() -> None:
+    """``*`` is one part, ``**`` any number of them, whole names come first, and None leaves out."""
+    source = Owner()
+    checkpoint = {
+        f"model.layers.{layer}.attn.{part}.{kind}": tensor
+        for layer, each in enumerate(source.layers)
+        for part, linear in each.items()
+        for kind, tensor in linear.named_parameters()
+    } | {"model.steps": torch.ones(1)}
+    with materialize(checkpoint, rename={"model.layers.*.attn.**": "layers.*.**", "model.steps": None}):
+        model = Owner()
+    assert same_memory(model.layers[1]["query"].weight, source.layers[1]["query"].weight)
+    with materialize(checkpoint, rename=lambda name: name.replace("attn.", "")[6:] if "attn" in name else None):
+        model = Owner()
+    assert same_memory(model.layers[0]["out"].bias, source.layers[0]["out"].bias)
+
+
+@pytest.mark.parametrize(
+    ("source", "rename", "message"),
+    [
+        (nn.Linear(2, 2), {"a.*": "b.*.*"}, "the name has 2 stars and its pattern 1"),
+        (nn.Linear(2, 2), {"a": "b.*"}, "the name has 1 stars and its pattern 0"),
+        (nn.Linear(2, 2), {"weight": "bias"}, "'bias' and 'weight' of the source are both 'bias'|'weight' and 'bias'"),
+        (3, None, "the source is a int"),
+        ({"a": {"b": torch.ones(1)}}, None, "has a dict at 'a'"),
+        ({"a": torch.ones(1, device="meta")}, None, "'a' is on the meta device"),
+    ],
+    ids=lambda value: "" if isinstance(value, nn.Module) else str(value),
+)
+def test_sources_and_maps_that_cannot_be(source: Any, rename: dict[str, str] | None, message: str) -> None:
+    """They are refused before anything is built: sources are modules, and flat dicts of tensors that have memory."""
+    with pytest.raises(ConfigurationError, match=message), materialize(source, rename=rename):
+        raise AssertionError("the block is not entered")
+
+
+def test_all_that_does_not_fit_is_told_at_once() -> None:
+    """Missing, unexpected and mismatched names, with both shapes and dtypes, and the model's class."""
+    source = {"weight": torch.ones(3, 2), "scale": torch.ones(1), "embed.weight": torch.ones(7, 4, dtype=torch.float16)}
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 3))
+            self.bias = nn.Parameter(torch.ones(2))
+            self.embed = nn.Embedding(7, 4)
+
+    with pytest.raises(StateMismatchError) as caught, materialize(source):
+        model = Odd()
+    error = caught.value
+    assert (error.missing, error.unexpected) == (("bias",), ("scale",))
+    assert error.mismatched == (
+        "weight is (2, 3) float32 in the model, (3, 2) float32 in the source",
+        "embed.weight is (7, 4) float32 in the model, (7, 4) float16 in the source",
+    )
+    text = str(error)
+    assert all(
+        part in text for part in ("does not fit Odd", "bias", "scale", "rename=", "own=", ".to(dtype)", *error.mismatched)
+    )
+    del model
+
+
+def test_long_lists_are_cut_in_the_message_alone() -> None:
+    """A wrong prefix is thousands of names: twenty are shown, all are attributes."""
+    source = {f"layers.{number}.weight": torch.ones(1) for number in range(1000)}
+    with pytest.raises(StateMismatchError) as caught, materialize(source):
+        model = nn.Linear(2, 2)
+    assert len(caught.value.unexpected) == 1000
+    assert "... and 980 more" in str(caught.value)
+    assert len(str(caught.value)) < 2000
+    del model
+
+
+def test_a_model_in_another_dtype() -> None:
+    """``.to(dtype)`` in the block, and the default dtype, are what they are elsewhere."""
+    source = nn.Linear(4, 4).to(torch.bfloat16)
+    with materialize(source):
+        model = nn.Linear(4, 4).to(torch.bfloat16)
+    assert same_memory(model.weight, source.weight)
+    with materialize(source):
+        model = nn.Linear(4, 4, dtype=torch.bfloat16, device="cpu")
+    assert same_memory(model.weight, source.weight)
+
+
+def test_names_of_the_models_own() -> None:
+    """Adapters are made as their constructor has it, in memory of this process."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(4, 4)
+            self.lora_a = nn.Parameter(torch.full((4, 2), 3.0))
+            self.lora_b = nn.Parameter(torch.empty(2, 4))
+            nn.init.normal_(self.lora_b)
+            self.lora_c = nn.Linear(2, 3)
+            self.lora_c.weight.data.fill_(1)
+            self.lora_c.weight.data[0, 1] = 5
+            self.lora_d = nn.Linear(2, 3)
+            self.lora_d.bias.data = torch.full((3,), 7.0)
+            with torch.no_grad():
+                self.lora_c.weight += 1
+            self.to(torch.bfloat16)
+
+    base = nn.Linear(4, 4, dtype=torch.bfloat16).requires_grad_(False)
+    with materialize(base, rename=lambda name: f"base.{name}", own=["lora_*", "lora_*.**"]):
+        model = Adapted()
+    assert same_memory(model.base.weight, base.weight)
+    assert not model.base.weight.requires_grad
+    assert model.lora_a.requires_grad
+    assert (model.lora_a == 3).all()
+    assert model.lora_b.std() > 0
+    assert model.lora_c.weight.tolist() == [[2, 6], [2, 2], [2, 2]]
+    assert 0 < model.lora_c.bias.abs().max() < 1
+    assert 0 < model.lora_d.weight.abs().max() < 1
+    assert model.lora_d.bias.tolist() == [7, 7, 7]
+
+
+def test_own_names_of_several_models() -> None:
+    """Each has its own values under the same name."""
+
+    class Head(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.own = nn.Parameter(torch.empty(2))
+            nn.init.constant_(self.own, value)
+
+    with materialize({}, own=["own"]):
+        one, other = Head(1), Head(2)
+    assert (one.own.tolist(), other.own.tolist()) == ([1, 1], [2, 2])
+
+
+def test_an_own_parameter_that_is_a_copy_of_another() -> None:
+    """Its values are not kept; the error names it."""
+
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(2, 2)
+            self.other = copy.deepcopy(self.one)
+
+    with pytest.raises(CapabilityError, match=r"other\.weight is in own=, .* after the block"), materialize({}, own=["**"]):
+        model = Copied()
+    del model
+
+
+def test_an_own_parameter_that_is_made_of_a_shared_one() -> None:
+    """It cannot be, as there are no values yet; the error names it."""
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(2, 2)
+            self.mean = nn.Parameter(torch.empty(2, 2))
+            self.mean.data.copy_(self.base.weight @ self.base.weight)
+
+    source = nn.Linear(2, 2)
+    with pytest.raises(CapabilityError, match=r"mean is in own=, .* from other parameters \(mean of"):
+        with materialize(source, rename={"*": "base.*"}, own=["mean"]):
+            model = Adapted()
+        del model
+
+
+# Which models.
+
+
+def test_several_models_take_from_one_source() -> None:
+    """Each takes its names; only what none takes is unexpected. What is thrown away does not count."""
+    source = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+
+    class Part(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.add_module(name, nn.Linear(2, 2))
+
+    with materialize(source):
+        nn.Linear(5, 5)
+        first, second, again = Part("a"), Part("b"), Part("a")
+        loss = nn.CrossEntropyLoss()
+    assert same_memory(first.a.weight, source["a"].weight)
+    assert same_memory(second.b.weight, source["b"].weight)
+    assert same_memory(again.a.weight, first.a.weight)
+    assert again.a.weight is not first.a.weight
+    del loss
+
+
+def test_a_module_that_was_thrown_away_and_refers_to_itself() -> None:
+    """It is collected before anything is said to be missing."""
+
+    class Cyclic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(9, 9)
+            self.itself = [self]
+
+    source = nn.Linear(2, 2)
+    with materialize(source):
+        Cyclic()
+        model = nn.Linear(2, 2)
+    assert same_memory(model.weight, source.weight)
+
+
+def test_the_innermost_block_counts() -> None:
+    """What an inner block has built is left as it is by the outer one, and its names are nobody else's business."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = nn.Linear(2, 2)
+            with materialize(inner):
+                self.inner = nn.Linear(3, 3)
+
+    inner, outer = nn.Linear(3, 3), nn.Linear(2, 2)
+    with materialize({"outer.weight": outer.weight, "outer.bias": outer.bias}):
+        model = Pair()
+    assert same_memory(model.inner.weight, inner.weight)
+    assert same_memory(model.outer.weight, outer.weight)
+
+
+def test_no_model() -> None:
+    """A block that builds none is a mistake, and so is one whose model is kept by nobody."""
+    with pytest.raises(ConfigurationError, match="no torch module was built in the block"), materialize(nn.Linear(1, 1)):
+        pass
+
+
+# What is left.
+
+
+def test_nothing_is_left_without_memory() -> None:
+    """A parameter that is kept where it cannot be replaced, or a copy of it, is an error that says whose it is."""
+    source = nn.Linear(2, 2)
+    kept: list[Any] = []
+    with pytest.raises(CapabilityError, match=r"has kept weight of Linear.* after the block"), materialize(source):
+        model = nn.Linear(2, 2)
+        kept.append(torch.optim.SGD(model.parameters()))
+    kept.clear()
+    with pytest.raises(CapabilityError, match=r"has kept weight of Linear, bias of Linear, or a copy"), materialize(source):
+        model = nn.Linear(2, 2)
+        kept.append(copy.deepcopy(model))
+    del model
+
+
+class Broken(Exception):
+    """What a constructor raises."""
+
+
+def test_an_exception_of_the_block_passes_through() -> None:
+    """And torch is as it was."""
+    with pytest.raises(Broken), materialize(nn.Linear(1, 1)):
+        assert nn.Linear(3, 3).weight.is_meta
+        raise Broken
+    assert not nn.Linear(1, 1).weight.is_meta
+
+
+def test_other_threads_are_not_touched() -> None:
+    """They build models with memory meanwhile, and other blocks with other sources."""
+    sources = [nn.Linear(2, 2) for _ in range(4)]
+    barrier = threading.Barrier(5)
+    built: dict[int, nn.Module] = {}
+    plain: list[nn.Module] = []
+
+    def build(number: int) -> None:
+        with materialize(sources[number]):
+            barrier.wait(20)
+            built[number] = nn.Linear(2, 2)
+            barrier.wait(20)
+
+    def build_plain() -> None:
+        barrier.wait(20)
+        plain.extend(nn.Linear(2, 2) for _ in range(100))
+        barrier.wait(20)
+
+    threads = [threading.Thread(target=build, args=[number]) for number in range(4)] + [threading.Thread(target=build_plain)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same_memory(built[number].weight, sources[number].weight) for number in range(4))
+    assert not any(parameter.is_meta for model in plain for parameter in model.parameters())
+
+
+def test_torchs_random_numbers_are_left_alone() -> None:
+    """Initial values that nobody gets are not drawn."""
+    source = Net()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    with materialize(source):
+        model = Net()
+    assert torch.equal(torch.get_rng_state(), state)
+    del model
+
+
+# Shared memory and leases.
+
+
+@pytest.fixture
+def shared(provider: Provider, serve: Serve, connect: Connect) -> Client:
+    """A client of a server that has a module and a dict of tensors, each with a lease, read-only."""
+    provider.share("net", managed=True, access="read")(Net)
+    provider.share("state", managed=True)(lambda: dict(Net().state_dict()))
+    serve()
+    return connect()
+
+
+# Memory.
+
+
+@contextmanager
+def counted_allocations() -> Iterator[list[int]]:
+    """Bytes that torch allocates on the host."""
+    found: list[int] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield found
+    found.extend(event.self_cpu_memory_usage for event in profile.events() if event.self_cpu_memory_usage > 0)
+
+
+def test_torch_allocates_nothing() -> None:
+    """By torch's own count of its host allocator, but for the weight that the constructor makes: nobody writes to it."""
+    source = {"weight": torch.empty(1024, 1024), "bias": torch.empty(1024)}
+    with counted_allocations() as allocated, materialize(source):
+        model = nn.Linear(1024, 1024)
+        nn.init.orthogonal_(model.weight)
+    assert sum(allocated) <= 4 * MIB + 8192
+    assert model.weight.data_ptr() == source["weight"].data_ptr()
+    with counted_allocations() as allocated:
+        nn.init.orthogonal_(nn.Linear(1024, 1024).weight)
+    assert sum(allocated) >= 8 * MIB  # it would have been seen
+
+
+# transformers.
+
+
+@pytest.fixture
+def transformers() -> Any:
+    """The library, where it is installed."""
+    return pytest.importorskip("transformers")
