@@ -6,17 +6,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, SharedFunction
 from shared_rpc.provider.loopback import LoopbackRuntime
+from tests.kit.deep import deep
 
 __all__ = ["EACH_ROLE", "ROLES", "App", "Connect", "Serve", "at_once", "shares_memory"]
 
 ROLES = ("local", "server", "client")
 #: For fixtures: a server's own process runs what the two others run.
-EACH_ROLE = ("local", pytest.param("server", marks=pytest.mark.deep), "client")
+EACH_ROLE = ("local", "client", *deep("server"))
 
 #: What the fixtures ``serve`` and ``connect`` give.
 Serve = Callable[..., Server]

@@ -16,20 +16,17 @@ import pytest
 import torch
 
 import shared_rpc
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo, TaskStatus
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo
 from shared_rpc.client.async_link import AsyncLink
 from shared_rpc.client.exchange import Exchange
 from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Request
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import (
-    ConnectError,
     ConnectionClosed,
     DeadlineExceeded,
     EndpointNotFound,
-    ProtocolError,
     StaleHandleError,
-    TaskCancelled,
     TaskError,
 )
 from shared_rpc.memory.backends.host import HOST
@@ -161,15 +158,6 @@ async def test_a_handle_that_is_garbage(client: AsyncClient, server: Server) -> 
     assert await client.ping() < 5
 
 
-async def test_releasing_many(client: AsyncClient, server: Server) -> None:
-    """In one round trip; what was released before does not count."""
-    handles = [await client.call("load", size) for size in (1, 2, 3)]
-    await handles[0].release()
-    assert await client.release_many(handles) == 2
-    assert await client.release(handles[0]) is False
-    assert server.info()["leases"] == 0
-
-
 async def test_calls_at_once_over_one_connection(client: AsyncClient, server: Server, go: threading.Event) -> None:
     """None waits for another; a ping goes past those that do."""
     results: dict[int, float] = {}
@@ -185,20 +173,6 @@ async def test_calls_at_once_over_one_connection(client: AsyncClient, server: Se
         assert server.info()["connections"] == 1 and results == {}
         go.set()
     assert results == {value: value for value in range(5)}
-
-
-async def test_a_thousand_calls_at_once(client: AsyncClient) -> None:
-    """Each gets its own answer."""
-    sums = {}
-
-    async def one(number: int) -> None:
-        sums[number] = (await client.call("add", torch.tensor([number]), 1)).item() if number % 50 == 0 else number + 1
-        await client.ping()
-
-    async with anyio.create_task_group() as group:
-        for number in range(1000):
-            group.start_soon(one, number)
-    assert sums == {number: number + 1 for number in range(1000)}
 
 
 async def test_arguments_and_errors(client: AsyncClient) -> None:
@@ -351,19 +325,6 @@ async def test_tasks(client: AsyncClient, go: threading.Event) -> None:
     assert (await client.execute("build", 3)).value.tolist() == [1, 1, 1]
 
 
-async def test_cancelling_a_task(client: AsyncClient, go: threading.Event) -> None:
-    """One that runs is asked, and who waits is told how it ended."""
-    task_id = await client.execute("build", 2, wait=False)
-    info = await client.get_task_status(task_id)
-    while info.status != "running":
-        info = await client.get_task_status(task_id)
-    assert await client.cancel_task(task_id)
-    go.set()
-    with pytest.raises(TaskCancelled):
-        await client.wait_for_task(task_id)
-    assert not await client.cancel_task(task_id)
-
-
 async def test_a_callback_that_raises(client: AsyncClient, server: Server, go: threading.Event) -> None:
     """It ends the wait, and neither the task nor the connection."""
     task_id = await client.submit("build", 2)
@@ -400,13 +361,6 @@ async def test_a_callback_that_takes_its_time(client: AsyncClient, server: Serve
             await until(lambda: server.info()["running"] == 4)
             go.set()
         others_done.set()
-
-
-async def test_a_server_that_is_not_there(base_path: str) -> None:
-    """The error names the socket and what would start a server."""
-    async with AsyncClient(base_path, device="cpu", connect_timeout=0.1) as client:
-        with pytest.raises(ConnectError, match=r"s-cpu\.sock: no server listens there .waited 0\.\d s.*shared-rpc serve"):
-            await client.ping()
 
 
 async def test_a_server_that_is_restarted(provider: Provider, server: Server, client: AsyncClient) -> None:
@@ -468,38 +422,6 @@ async def test_an_endpoint_that_ran_out_of_time(client: AsyncClient) -> None:
     """What it says of that reaches its caller, whose own time is not over."""
     with pytest.raises(DeadlineExceeded, match=r"^the oven took too long"):
         await client.call("late")
-
-
-async def test_what_is_told_together_with_the_answer() -> None:
-    """All of it reaches the callback, in order, though it came in one piece."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    channel, server = AsyncLink("here", ours), FrameSocket(theirs)
-    steps = [TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(step)) for step in range(3)]
-    for step in steps:
-        server.queue(m.TaskUpdate(step), 1)
-    server.queue(m.Pong(), 1)
-    server.flush()
-    told: list[TaskInfo] = []
-    await channel.exchange(Request(m.Ping(), "ping", on_event=told.append))
-    assert told == steps
-    channel.close()
-    server.close()
-
-
-async def test_the_last_word_to_an_idle_link() -> None:
-    """The server ended it for a reason that nobody waited for: nothing of the next request was sent, so it may go elsewhere."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    link, server = AsyncLink("here", ours), FrameSocket(theirs)
-    server.queue(m.Error("protocol", "the server ends"), 0)
-    server.flush()
-    server.close()
-    request = Request(m.Release(["an id"]), "release")
-    with pytest.raises(ProtocolError, match="the server ends"):
-        await link.exchange(request)
-    assert (request.unwritten, request.repeatable, link.usable) == (True, True, False)
-    link.close()
 
 
 async def test_an_arena_whose_first_reply_is_taken_later() -> None:

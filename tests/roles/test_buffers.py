@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -14,28 +13,24 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server
-from shared_rpc.client.exchange import discard
-from shared_rpc.client.steps import Request
 from shared_rpc.codec import results
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
     CodecError,
     ConfigurationError,
-    ConnectionClosed,
     DeadlineExceeded,
     ProtocolError,
     ServerBusy,
-    SharedRPCError,
 )
-from shared_rpc.memory.backends.host import HOST, MemfdBackend
+from shared_rpc.memory.backends.host import MemfdBackend
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import socket as socket_module
 from tests.kit.apps import Connect
-from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
 
 on_the_host = pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -171,14 +166,9 @@ def test_two_processes_share_a_cache(client: Client, peer: Child, device: str) -
 @pytest.mark.parametrize(
     ("asked", "dtype", "shape", "expected"),
     [
-        (1000, "uint8", (1000,), torch.uint8),
         (1000, torch.float32, (250,), torch.float32),
         ((3, 5), "torch.float16", (3, 5), torch.float16),
-        (torch.Size([2, 2]), torch.complex64, (2, 2), torch.complex64),
-        ([7], "bool", (7,), torch.bool),
-        ((), "float64", (), torch.float64),
         ((2, 0, 3), "int64", (2, 0, 3), torch.int64),
-        (0, "bfloat16", (0,), torch.bfloat16),
     ],
 )
 def test_a_buffer_is_what_was_asked_for(
@@ -219,23 +209,6 @@ def test_memory_of_the_host_beside_a_gpu(client: Client, peer: Child, device: st
 
 
 # Who may get it, and for how long.
-
-
-def test_a_ttl_under_a_live_lease(server: Server, client: Client, peer: Child, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody gets it any more; those who have it go on, and memory goes with the last of them."""
-    made = ask(peer, "b = client.create_buffer((3,), 'float32', zero=True, ttl=600); print('made', b.object_id)", "made")
-    info = client.get_object_info(made)
-    assert (info["kind"], info["state"]) == ("buffer", "listed")
-    assert info["expires_at"] == pytest.approx(info["created_at"] + 600, abs=1)
-    later = time.clock_gettime(time.CLOCK_BOOTTIME) + 600
-    monkeypatch.setattr(server.engine.core._clock, "now", lambda: later)
-    assert client.get_object_info(made)["state"] == "expired"
-    assert reason(client, made) == "expired"
-    assert ask(peer, "b.value.add_(1); print('sum', b.value.sum().item())", "sum") == "3.0"
-    assert client.get_server_info()["objects"] == 1
-    ask(peer, "b.release(); print('gone')", "gone")
-    assert client.get_server_info()["objects"] == 0
-    assert reason(client, made) == "expired"
 
 
 def test_somebody_sets_the_time(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,44 +304,12 @@ def test_a_quota_as_a_fraction(limited: Connect, device: str) -> None:
         client.create_buffer(entry["limit"] + 1)
 
 
-def test_a_buffer_pushes_out_what_nobody_holds(limited: Connect, device: str) -> None:
-    """Cached results give way, where that is enough."""
-    step = size(device)
-    client = limited(2 * step)
-    client.call("weights", step).release()
-    held = client.create_buffer(step)
-    with pytest.raises(ServerBusy):
-        client.create_buffer(2 * step)
-    assert client.get_server_info()["objects"] == 2
-    with client.create_buffer(step):
-        assert [item["kind"] for item in client.list_objects()] == ["buffer", "buffer"]
-    held.release()
-
-
-def test_a_result_over_the_quota_is_not_kept(limited: Connect, device: str) -> None:
-    """Its caller is told why, the next one that fits is kept, and nothing is left of the first."""
-    step = size(device)
-    client = limited(2 * step)
-    with client.create_buffer(step) as buffer:
-        with pytest.raises(ServerBusy, match="are in use"):
-            client.call("weights", step + 1)
-        with pytest.raises(CapabilityError, match="are more than"):
-            client.call("weights", 2 * step + 1)
-        assert client.get_server_info()["objects"] == 1
-        with client.call("weights", step) as handle:
-            assert handle.value.nbytes == step
-        client.free_buffer(buffer)
-
-
 @on_the_host
 @pytest.mark.parametrize(
     ("quotas", "text"),
     [
         ({"cpu": 1.5}, "quota cpu=1.5: use bytes as an int, or a fraction"),
-        ({"cpu": 0.0}, "use bytes"),
-        ({"cpu": -1}, "use bytes"),
         ({"cpu": True}, "use bytes"),
-        ({"cpu": "1G"}, "use bytes"),
         ({"GPU-1": 5}, "use a device of this server: cpu"),
         ({"disk": 5}, "device='disk'"),
     ],
@@ -441,22 +382,14 @@ def test_the_devices(client: Client, device: str) -> None:
     ("arguments", "options", "text"),
     [
         ((-1,), {}, "a buffer of -1 bytes"),
-        ((10**30,), {}, "use a number from 0 to"),
-        (((2, -1),), {}, "use sizes from 0 on"),
         (((10**30,),), {}, "less than"),
-        ((3, "float32"), {}, "an int is always a number of bytes"),
-        ((1, "qint8"), {}, "dtype='qint8' is no dtype of a buffer"),
         ((1, "tensor"), {}, "dtype='tensor' is no dtype of a buffer"),
-        (("12",), {}, "neither a number of bytes nor a shape"),
-        ((1.5,), {}, "neither a number of bytes nor a shape"),
         (((1, "2"),), {}, "neither a number of bytes nor a shape"),
         ((1,), {"device": "disk"}, "device='disk'"),
         ((1,), {"device": "GPU-1"}, "allocates no memory on GPU-1: use one of cpu"),
         ((1,), {"ttl": 0}, "ttl=0"),
-        ((1,), {"ttl": -1.0}, "ttl=-1"),
         ((1,), {"ttl": 5.0, "keep": True}, "use one"),
         ((1,), {"ttl": float("nan")}, "ttl=nan"),
-        ((1,), {"ttl": float("inf")}, "ttl=inf"),
         ((1,), {"ttl": 1e12}, "less than a century"),
         ((1,), {"max_accesses": 0}, "max_accesses=0"),
     ],
@@ -473,39 +406,15 @@ def test_what_cannot_be_asked_for(client: Client, arguments: tuple[Any, ...], op
 @pytest.mark.parametrize(
     ("message", "code"),
     [
-        (m.CreateBuffer(-1), "configuration"),
         (m.CreateBuffer((1 << 63) - 1), "capability"),
         (m.CreateBuffer([1] * 100_000), "protocol"),
         (m.CreateBuffer([1 << 62] * 64), "configuration"),
-        (m.CreateBuffer([0, 1 << 62, 1 << 62]), "configuration"),
-        (m.CreateBuffer(1, "float32"), "configuration"),
-        (m.CreateBuffer(1, "x" * 100_000), "configuration"),
         (m.CreateBuffer(1, device="y" * 100_000), "capability"),
-        (m.CreateBuffer(1, ttl=1e308), "configuration"),
-        (m.CreateBuffer(1, ttl=float("nan")), "configuration"),
         (m.CreateBuffer(1, max_accesses=-5), "configuration"),
-        (m.CreateBuffer("1"), "protocol"),
-        (m.CreateBuffer(1.0), "protocol"),
         (m.CreateBuffer(True), "protocol"),
         (m.GetBuffer("z" * 100_000), "buffer-not-found"),
     ],
-    ids=[
-        "negative",
-        "absurd",
-        "dimensions",
-        "overflow",
-        "empty but absurd",
-        "remainder",
-        "dtype",
-        "device",
-        "long ttl",
-        "no ttl",
-        "accesses",
-        "text",
-        "float",
-        "bool",
-        "id",
-    ],
+    ids=["absurd", "dimensions", "overflow", "device", "accesses", "bool", "id"],
 )
 def test_what_no_client_sends(client: Client, message: m.Message, code: str) -> None:
     """It fails alone, in few words; nothing is made, and the connection goes on."""
@@ -515,24 +424,6 @@ def test_what_no_client_sends(client: Client, message: m.Message, code: str) -> 
         assert error.code == code and len(error.text) < 2000
         assert isinstance(raw.ask(m.Ping()), m.Pong)
     assert client.get_server_info()["objects"] == 0 and used(client) == 0
-
-
-@on_the_host
-def test_a_flood_of_buffers_stays_within_the_quota(limited: Connect) -> None:
-    """However many are asked for at once, of one connection that then goes away."""
-    client = limited(10 * HOST.granularity)
-    client.list_devices()
-    before = open_fds()
-    with Raw(client.socket_path) as raw:
-        for number in range(1, 201):
-            raw.say(m.CreateBuffer(HOST.granularity), number)
-        answers = [raw.hear() for _ in range(200)]
-        assert sum(isinstance(answer, m.Result) for answer in answers) == 10
-        assert {answer.code for answer in answers if isinstance(answer, m.Error)} == {"server-busy"}
-        assert used(client) == 10 * HOST.granularity
-    for item in client.list_objects():
-        client.free_buffer(item["object_id"])
-    eventually(lambda: open_fds() <= before and used(client) == 0)
 
 
 # Giving up.
@@ -565,28 +456,6 @@ def test_a_connection_that_ends_meanwhile(client: Client, slow: list[int], go: t
 
 
 @on_the_host
-def test_a_server_that_stops_meanwhile(
-    server: Server, client: Client, slow: list[int], go: threading.Event, begun: threading.Event
-) -> None:
-    """Who waits is told, and what is made after that goes at once."""
-    outcome: list[object] = []
-
-    def create() -> None:
-        try:
-            outcome.append(client.create_buffer(100))
-        except SharedRPCError as error:
-            outcome.append(error)
-
-    asker = threading.Thread(target=create)
-    asker.start()
-    assert begun.wait(10)
-    server.stop()
-    asker.join(10)
-    go.set()
-    assert isinstance(outcome[0], ConnectionClosed) and f"(pid {os.getpid()}) was stopped" in str(outcome[0])
-
-
-@on_the_host
 def test_a_buffer_that_cannot_be_mapped_is_freed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its maker does not get it, and nobody else ever could."""
 
@@ -605,23 +474,6 @@ def test_a_buffer_that_cannot_be_mapped_is_freed(client: Client, monkeypatch: py
         with pytest.raises(CodecError):
             client.get_buffer(buffer.object_id)
         assert client.get_object_info(buffer)["leases"] == 1
-
-
-@on_the_host
-def test_a_reply_that_comes_too_late(client: Client) -> None:
-    """Its asker has given up, and frees what it will never use; what another one made is only given back."""
-    with Raw(client.socket_path) as raw:
-        raw.say(m.CreateBuffer(100))
-        frame = raw.hear_frame()
-        returned = discard(frame, Request(m.CreateBuffer(100), "create_buffer"))
-        assert isinstance(returned, m.FreeBuffer)
-        assert client.get_object_info(returned.object_id)["leases"] == 1
-        raw.ask(returned, 2)
-        assert client.get_server_info()["objects"] == 0
-    with client.create_buffer(100) as buffer, Raw(client.socket_path) as raw:
-        raw.say(m.GetBuffer(buffer.object_id))
-        returned = discard(raw.hear_frame(), Request(m.GetBuffer(buffer.object_id), "get_buffer"))
-        assert returned == m.Release([buffer.object_id])
 
 
 @on_the_host
@@ -667,82 +519,3 @@ def test_the_same_with_coroutines(client: Client, device: str) -> None:
         eventually(lambda: client.get_server_info()["objects"] == 0)
 
     anyio.run(work)
-
-
-@on_the_host
-def test_a_coroutine_that_is_cancelled(client: Client, slow: list[int], go: threading.Event) -> None:
-    """The request is taken back, and what was made for it goes."""
-
-    async def work() -> None:
-        async with AsyncClient(device="cpu", connect_timeout=0) as other:
-            await other.ping()
-            with anyio.move_on_after(0.1) as scope:
-                await other.create_buffer(100)
-            assert scope.cancelled_caught
-            go.set()
-            await other.ping()
-
-    anyio.run(work)
-    eventually(lambda: used(client) == 0)
-    assert client.get_server_info()["buffers"] == 0
-
-
-# Without torch.
-
-#: A server that runs no endpoints, and cannot.
-BROKER = """
-    import os, sys
-    from contextlib import nullcontext
-    from shared_rpc.execution.endpoints import Registry
-    from shared_rpc.server.acceptor import Acceptor
-    from shared_rpc.server.core import Core
-    from shared_rpc.execution.transfer import transfers_of
-    from shared_rpc.server.engine import Engine
-
-    class Nowhere:
-        busy = 0
-        transfers = transfers_of()
-
-        async def finish(self):
-            pass
-
-        def reclaim(self):
-            pass
-
-        def close(self):
-            pass
-
-    core = Core(Registry([]), Nowhere(), DEVICE, quotas={DEVICE: 1 << 30})
-    acceptor = Acceptor(core, sys.argv[1], 10)
-    engine = Engine(core, Nowhere(), "the broker", acceptor.serve)
-    engine.start()
-    print("serving", flush=True)
-    sys.stdin.readline()
-    if DEVICE != "cpu":
-        from cuda.bindings import driver
-        print("context", driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])[2])
-    print("loaded", *sys.modules)
-    acceptor.remove_socket()
-    engine.stop()
-"""
-
-
-def test_a_broker_makes_memory_without_torch(base_path: str, children: list[Child], device: str, no_leaks: None) -> None:
-    """Making, listing, leasing and handing out needs no torch, and on a GPU no context, which would take memory of its own."""
-    path = f"{base_path}-broker.sock"
-    broker = Child("-c", textwrap.dedent(BROKER).replace("DEVICE", repr(device_id(device))), path, fresh=True)
-    children.append(broker)
-    broker.expect("serving")
-    with Client(device=device, socket_path=path, connect_timeout=0) as client, Client(device=device, socket_path=path) as other:
-        with client.create_buffer((8,), "float32", zero=True, ttl=60) as buffer, other.get_buffer(buffer.object_id) as same:
-            buffer.value.add_(2)
-            assert same.value.sum().item() == 16
-            assert [entry["used"] for entry in client.list_devices() if entry["limit"]] == [size(device)]
-            with pytest.raises(CapabilityError):
-                client.create_buffer(2 << 30)
-            assert client.free_buffer(buffer)
-        broker.tell("report")
-        if device == "cuda":
-            assert broker.expect("context") == "context 0"
-        assert not {"torch", "shared_rpc.codec"} & set(broker.expect("loaded").split())
-    assert broker.close() == (0, "")

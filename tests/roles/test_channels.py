@@ -27,7 +27,7 @@ from shared_rpc.operations import channels
 from tests.kit.apps import Serve
 from tests.kit.attacker import CONTAINER, needs_namespaces
 from tests.kit.interpreter import bits
-from tests.kit.processes import Child, eventually, open_fds, python
+from tests.kit.processes import Child, open_fds, python
 
 Run = Callable[..., Any]
 
@@ -270,31 +270,6 @@ def test_a_maker_that_is_killed_before_it_sends(client: Client, elsewhere: Run, 
     threading.Timer(0.2, maker.process.kill).start()
     with client.open_channel("c") as channel, pytest.raises(ChannelClosed, match=r"the maker .* was killed"):
         channel.receive(timeout=20).__enter__()
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_nothing_is_left_of_two_killed_sides(client: Client, peer: Callable[..., Child], children: list[Child]) -> None:
-    """The server has no object, and the name is free."""
-    maker = python(
-        """
-        import sys, torch
-        from shared_rpc import Client
-        client = Client(device="cpu")
-        channel = client.create_channel("c", 1 << 20)
-        channel.send({"x": torch.ones(3)})
-        print("made", flush=True)
-        sys.stdin.readline()
-        """
-    )
-    children.append(maker)
-    maker.expect("made")
-    reader = peer(RECEIVES, STAYS)
-    reader.expect("received")
-    assert len(client.list_objects()) == 2
-    maker.process.kill()
-    reader.process.kill()
-    eventually(lambda: not client.list_objects())
-    client.create_channel("c", 4096).close()
 
 
 @pytest.mark.parametrize("device", ["cpu"])

@@ -262,37 +262,6 @@ def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading
     assert sorted(sums) == [MIB // 4] * 8 + [MIB // 2]
 
 
-def test_room_that_another_thread_makes(
-    server: Server, client: Client, go: threading.Event, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call waits for memory that the server has given back, and that other calls of the process free later."""
-    x = torch.ones(MIB // 2, device=device)
-    client.ping()
-    transfer, may_free = client._link.transfer, threading.Event()
-    pool, release = transfer.arguments, transfer.arguments.release
-
-    def late(numbers: list[int]) -> int:
-        if threading.current_thread() in calls:
-            assert may_free.wait(20)
-        return release(numbers)
-
-    calls = [threading.Thread(target=client.call, args=("slow", x)) for _ in range(4)]
-    for call in calls:
-        call.start()
-    eventually(lambda: server.info()["builds"] == 4)
-    monkeypatch.setattr(pool, "release", late)
-    sums: list[float] = []
-    waiting = threading.Thread(target=lambda: sums.append(client.call("doubled", x).sum().item()))
-    waiting.start()
-    (lent,) = server.engine.core.transfers.all()
-    eventually(lambda: lent._wanted)
-    go.set()
-    # On a GPU, whose work is waited for, the server may give it back to the waiting call.
-    eventually(lambda: sums or (lent._wanted and not lent.references.in_use))
-    may_free.set()
-    for call in (*calls, waiting):
-        call.join(20)
-    assert sums == [MIB]
 
 
 def test_a_result_nobody_takes(
@@ -344,15 +313,6 @@ def test_the_client_is_killed_while_its_argument_is_read(
     assert pools(server) == {"nbytes": 0, "chunks": 0}
 
 
-def test_a_client_dies_with_its_hands_full(server: Server, children: list[Child]) -> None:
-    """Its chunks go back with its session."""
-    child = start(children, server, 'kept = [client.call("full", 1.0) for _ in range(20)]\nprint("full")\ninput()\n')
-    child.expect("full")
-    assert pools(server)["chunks"] == 20
-    child.kill()
-    eventually(lambda: pools(server) == {"nbytes": 0, "chunks": 0})
-
-
 def test_the_server_is_killed_while_results_are_held(device: str, base_path: str, children: list[Child]) -> None:
     """They stay as they are; the client's next server has pools of its own."""
     code = f"""
@@ -402,14 +362,6 @@ def test_an_endpoint_runs_out_of_memory(server: Server, client: Client) -> None:
     assert client.call("full", 2.0).unique().tolist() == [2.0]
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] >= free - 64 * MIB
-
-
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_an_endpoint_runs_out_of_host_memory(server: Server, client: Client) -> None:
-    """That call fails; the server lives."""
-    with pytest.raises(RuntimeError, match="memory"):
-        client.call("full", 1.0, 1 << 55)
-    assert client.call("full", 2.0).unique().tolist() == [2.0]
 
 
 # By hand.

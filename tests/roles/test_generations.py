@@ -28,7 +28,7 @@ from shared_rpc.errors import (
 )
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.server import generations as generations_module
-from tests.kit.apps import App, Connect, Serve, at_once, shares_memory
+from tests.kit.apps import App, Connect, Serve, at_once
 from tests.kit.processes import Child, eventually, python
 
 #: Sizes of the tensors of a model, each of which holds the number of its build everywhere.
@@ -278,19 +278,6 @@ def test_an_invalidation_meanwhile(app: App, builds: Builds, go: threading.Event
     assert (load().generation, handle.latest().object_id) == (2, load().object_id)
 
 
-def test_a_refresh_of_a_task_endpoint(app: App, builds: Builds) -> None:
-    """And of one with arguments: each call has generations of its own."""
-
-    @app.share(execution="task", concurrency="serialized")
-    def load(scale: int = 1) -> torch.Tensor:
-        builds.build()
-        return torch.full((1,), float(scale * builds.count))
-
-    assert (load().item(), load(10).item()) == (1, 20)
-    assert load.refresh(scale=10).generation == 2
-    assert (load().item(), load(10).item()) == (1, 30)
-
-
 def test_a_refresh_holds_up_no_short_call(
     provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
 ) -> None:
@@ -398,20 +385,6 @@ def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Serve, 
         gc.collect()
         eventually(lambda: len(MAPPINGS) < mapped)
         assert (server.info()["objects"], number(one.call("load").value)) == (1, 2)
-
-
-def test_nothing_is_left_of_many_generations(
-    no_leaks: None, provider: Provider, serve: Serve, connect: Connect, builds: Builds
-) -> None:
-    """Of an endpoint without handles nobody holds the old ones, so memory, descriptors and mappings stay as they were."""
-    provider.share("load")(builds.build)
-    server, client = serve(), connect()
-    assert number(client.call("load")) == 1
-    size = server.info()["nbytes"]
-    for expected in range(2, 12):
-        assert client.refresh("load").generation == expected
-        assert number(client.call("load")) == expected
-        assert (server.info()["nbytes"], server.info()["objects"]) == (size, 1)
 
 
 # Under load.
@@ -596,19 +569,6 @@ def test_the_end_of_the_server_is_told(server: Server, client: Client, caplog: p
         next(news)
 
 
-def test_the_server_s_own_process_is_told_of_its_end(base_path: str, caplog: pytest.LogCaptureFixture) -> None:
-    """As any other, and later subscriptions fail."""
-    provider = Provider(base_path, device="cpu")
-    with Server(provider) as server:
-        subscription = provider.on_refresh(print)
-        server.stop()
-        eventually(lambda: not subscription.active)
-    assert "the connection ended: the server" in caplog.text
-    with pytest.raises(ConnectionClosed):
-        provider.on_refresh(print)
-    provider.close()
-
-
 def test_closing_says_nothing(server: Server, client: Client, caplog: pytest.LogCaptureFixture) -> None:
     """A client's own end is no news; its thread, its connection and its session end."""
     subscription = client.on_refresh(print)
@@ -641,26 +601,6 @@ def test_closing_while_a_subscription_is_made(
     go.set()
     assert isinstance(subscribing.exception(30), ConnectionClosed)
     eventually(lambda: server.info()["sessions"] == 0)
-
-
-def test_a_subscription_is_not_moved_to_another_server(
-    server: Server, client: Client, begun: threading.Event, go: threading.Event
-) -> None:
-    """It ends, because its position means nothing there, also where its callback runs while the servers change."""
-
-    def wait(made: Generation) -> None:
-        begun.set()
-        assert go.wait(30)
-
-    client.call("load")
-    subscription = client.on_refresh(wait)
-    client.refresh("load")
-    assert begun.wait(30)
-    server.stop()
-    server.start()
-    client.ping()
-    go.set()
-    eventually(lambda: not subscription.active)
 
 
 # In coroutines.
@@ -708,27 +648,6 @@ async def test_iterating_in_coroutines(server: Server, client: Client) -> None:
                     seen.append(made.generation)
             stop.join()
         assert seen == [4]
-
-
-def test_those_who_went_away_are_not_waited_for(server: Server, client: Client) -> None:
-    """A listener that is killed, or cancels, leaves nothing at the server."""
-    code = """
-        from shared_rpc import Client
-        with Client(device="cpu") as client, client.refreshes() as news:
-            print("listens", flush=True)
-            next(news)
-    """
-    listener = python(code)
-    listener.expect("listens")
-
-    def waiting() -> int:
-        return server.engine.ask(lambda core: len(core.state.waits))
-
-    eventually(lambda: waiting() == 1)
-    listener.kill()
-    eventually(lambda: waiting() == 0)
-    client.call("load")
-    assert client.refresh("load").generation == 2
 
 
 def test_a_forked_child_is_told_nothing(server: Server, client: Client) -> None:
@@ -798,12 +717,3 @@ def test_generations_on_a_gpu(gpu_app: tuple[Provider, Server, Client]) -> None:
     renew()
     eventually(lambda: free() >= before, what=f"{before} bytes are free again")
     old.release()
-
-
-def test_callers_of_one_generation_share_memory(app: App, builds: Builds) -> None:
-    """As before a refresh."""
-    load = app.share("load", managed=True)(builds.build)
-    load().release()
-    load.refresh()
-    one, other = load(), load()
-    assert shares_memory(one.value["3"], other.value["3"])

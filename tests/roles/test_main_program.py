@@ -17,6 +17,7 @@ import pytest
 
 from shared_rpc import Client
 from tests.kit.brokers import HOSTS, is_running
+from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
 
 #: Processes that import torch anew, several at once, may share one core.
@@ -245,7 +246,11 @@ class Served:
             self.end()
 
 
-@pytest.fixture(scope="module", params=HOSTS)
+#: The others run what a script in the server role runs, in processes whose main code goes on.
+EACH_HOST = ["script", *deep(*(host for host in HOSTS if host != "script"))]
+
+
+@pytest.fixture(scope="module", params=EACH_HOST)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The app, served in each way; its main code has ended."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -265,7 +270,7 @@ def serving(folder: Path, host: str) -> Iterator[Callable[..., Served]]:
         yield lambda more="": stack.enter_context(closing(Served(folder, host, more)))
 
 
-@pytest.fixture(params=HOSTS)
+@pytest.fixture(params=EACH_HOST)
 def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """``serve(more)``: in each way."""
     with serving(tmp_path, request.param) as start:
@@ -283,9 +288,7 @@ def test_modules_can_be_imported(serve: Callable[..., Served]) -> None:
     """For the first time, also those that register for the end of the process when they are."""
     served = serve()
     assert [served.ask("load", name) for name in ("concurrent.futures.process", "joblib")] == [[True], [True]]
-    # Those that take seconds where it matters most: the interpreter would be ending.
-    for name in ("sklearn.cluster", "transformers.generation", "sentence_transformers") if served.host == "script" else ():
-        served.ask("load", name)
+    served.ask("load", "sklearn.cluster")
 
 
 def test_nothing_thinks_that_the_end_has_begun(served: Served) -> None:
@@ -298,14 +301,13 @@ def test_sources_of_the_app(served: Served) -> None:
     assert served.ask("sources") == [True]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-@pytest.mark.parametrize("kind", ["executor", "pool"])
+@pytest.mark.parametrize(("kind", "method"), [("executor", "spawn"), ("executor", "forkserver"), ("pool", "fork")])
 def test_pools_of_processes(served: Served, kind: str, method: str) -> None:
     """Made and ended in an endpoint, with every start method."""
     assert served.ask("pooled", kind, method) == [1, 4, 9]
 
 
-@pytest.mark.parametrize("backend", ["loky", "multiprocessing", "threading"])
+@pytest.mark.parametrize("backend", ["loky", *deep("multiprocessing")])
 def test_pools_of_joblib(served: Served, backend: str) -> None:
     """Each of its backends."""
     assert served.ask("joblibbed", backend) == [1, 4, 9]
@@ -313,7 +315,7 @@ def test_pools_of_joblib(served: Served, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("served", "method"),
-    [("script", "fork"), ("script", "spawn"), ("broker", "fork"), ("in-process", "fork")],
+    [("script", "spawn"), *deep(*((host, "fork") for host in HOSTS))],
     indirect=["served"],
 )
 def test_data_loaders(served: Served, method: str) -> None:
@@ -321,13 +323,12 @@ def test_data_loaders(served: Served, method: str) -> None:
     assert served.ask("loaded", method) == [1, 4, 9]
 
 
-@pytest.mark.parametrize("served", ["script", "broker"], indirect=True)
-def test_compiled_functions(served: Served) -> None:
-    """Compiled within the endpoint: where the main code has ended by inductor, which starts processes, if there is a C++
-    compiler.
-    """
-    inductor = served.host == "script" and shutil.which("g++")
-    assert served.ask("compiled", "inductor" if inductor else "aot_eager") == [3.0] * 64
+@pytest.mark.parametrize("backend", ["aot_eager", *deep("inductor")])
+def test_compiled_functions(served: Served, backend: str) -> None:
+    """Compiled within the endpoint, by inductor too, which starts processes, where there is a C++ compiler."""
+    if backend == "inductor" and not shutil.which("g++"):
+        pytest.skip("inductor needs a C++ compiler")
+    assert served.ask("compiled", backend) == [3.0] * 64
 
 
 @pytest.mark.parametrize("what", ["executor", "thread", "processes", "subprocess"])

@@ -47,20 +47,6 @@ def test_identical_calls_get_the_same_memory(app: App) -> None:
     assert shares_memory(one, other)
 
 
-def test_uncached_endpoint_runs_every_time(app: App) -> None:
-    """``cache=False`` gives every call memory of its own."""
-    built = []
-
-    @app.share(cache=False)
-    def load() -> torch.Tensor:
-        built.append(1)
-        return torch.ones(4)
-
-    one, other = load(), load()
-    assert len(built) == 2
-    assert not shares_memory(one, other)
-
-
 def test_none_is_a_result(app: App) -> None:
     """An endpoint may do something instead of making something; cached, managed and as a task too."""
     ran = []
@@ -149,24 +135,6 @@ def test_invalidating_one_call(app: App) -> None:
     assert built == [2, 3, 2]
 
 
-def test_invalidating_by_name(app: App) -> None:
-    """The provider invalidates one call, or all of an endpoint and of no other, and counts them."""
-
-    @app.share()
-    def load(size: int) -> torch.Tensor:
-        return torch.ones(size)
-
-    @app.share()
-    def other() -> torch.Tensor:
-        return torch.ones(1)
-
-    load(1), load(2), load(3), other()
-    assert app.provider.invalidate_call_cache("load", 1) == 1
-    assert app.provider.invalidate_endpoint_cache("load") == 2
-    assert app.provider.invalidate_endpoint_cache("load") == 0
-    assert app.provider.invalidate_endpoint_cache("other") == 1
-
-
 def test_idle_result_goes(app: App) -> None:
     """After ``idle_ttl`` without a call a result is built anew."""
     built = []
@@ -181,22 +149,6 @@ def test_idle_result_goes(app: App) -> None:
         return len(built) > 1
 
     eventually(built_again)
-
-
-def test_held_result_is_not_idle(app: App) -> None:
-    """While a handle is out, its object stays, however short the ``idle_ttl``."""
-    built = []
-
-    @app.share(idle_ttl=0, managed=True)
-    def load() -> torch.Tensor:
-        built.append(1)
-        return torch.ones(1)
-
-    with load() as handle:
-        load().release()
-        load().release()
-        assert not handle.is_stale()
-    assert len(built) == 1
 
 
 # Calls at the same time.
@@ -294,19 +246,6 @@ def test_serialized_runs_never_meet(app: App) -> None:
     assert met == []
 
 
-def test_parallel_runs_meet(app: App) -> None:
-    """By default calls with different arguments run at once."""
-    meeting = threading.Barrier(2, timeout=10)
-
-    @app.share()
-    def load(number: int) -> torch.Tensor:
-        meeting.wait()
-        return torch.ones(number)
-
-    results = at_once(lambda: load(1), lambda: load(2))
-    assert [len(result) for result in results] == [1, 2]
-
-
 def test_first_calls_of_many_threads(base_path: str) -> None:
     """Threads that use a provider first at the same time get one role between them, and one server."""
     provider = Provider(base_path, execution_mode="server", device="cpu")
@@ -348,32 +287,6 @@ def test_async_endpoint_is_awaited(app: App) -> None:
     anyio.run(main)
 
 
-def test_loop_goes_on_while_an_async_endpoint_runs(app: App) -> None:
-    """Awaiting an endpoint does not hold up the caller's loop."""
-    go = threading.Event()
-
-    @app.share()
-    async def load() -> torch.Tensor:
-        await anyio.to_thread.run_sync(go.wait, 10)
-        return torch.ones(1)
-
-    async def main() -> list[torch.Tensor]:
-        results: list[torch.Tensor] = []
-
-        async def call() -> None:
-            results.append(await load())
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
-            tasks.start_soon(call)
-            await until(lambda: app.waiting() == 2)
-            go.set()
-        return results
-
-    one, other = anyio.run(main)
-    assert shares_memory(one, other)
-
-
 def test_async_exception_reaches_the_caller(app: App) -> None:
     """What the body of an ``async def`` endpoint raises arrives with its own type."""
 
@@ -403,44 +316,6 @@ def test_async_endpoint_by_name(app: App) -> None:
         return call()
 
     assert call() == anyio.run(main) == 2
-
-
-def test_async_endpoint_awaits_another(app: App) -> None:
-    """Inside an ``async def`` endpoint another one is awaited like any coroutine."""
-
-    @app.share()
-    async def base(size: int) -> torch.Tensor:
-        return torch.ones(size)
-
-    @app.share()
-    async def scaled(size: int) -> torch.Tensor:
-        result: torch.Tensor = await app.inside["base"](size)
-        return result * 2
-
-    assert torch.equal(app.provider.call("scaled", 2), torch.full((2,), 2.0))
-
-
-def test_serialized_async_runs_never_meet(app: App) -> None:
-    """``concurrency="serialized"`` holds for ``async def`` endpoints too."""
-    inside, peak = 0, 0
-
-    @app.share(concurrency="serialized")
-    async def load(number: int) -> torch.Tensor:
-        nonlocal inside, peak
-        inside += 1
-        peak = max(peak, inside)
-        for _ in range(10):
-            await anyio.lowlevel.checkpoint()
-        inside -= 1
-        return torch.ones(number)
-
-    async def main() -> None:
-        async with anyio.create_task_group() as tasks:
-            for number in range(1, 5):
-                tasks.start_soon(load, number)
-
-    anyio.run(main)
-    assert peak == 1
 
 
 def test_giving_up_a_turn_leaves_it_to_others(app: App) -> None:
@@ -481,9 +356,6 @@ def test_giving_up_a_turn_leaves_it_to_others(app: App) -> None:
     eventually(
         lambda: not any(thread.name.startswith("AnyIO worker") for thread in threading.enumerate()), what="no thread waits"
     )
-
-
-# What endpoints raise.
 
 
 # Endpoints that call endpoints.
@@ -548,18 +420,6 @@ def test_endpoint_that_needs_itself(app: App, is_async: bool) -> None:
 
     with pytest.raises(ConfigurationError, match=r"load\(size=2\) calls itself while it is being built"):
         app.provider.call("load", 2)
-
-
-def test_serialized_endpoint_that_calls_itself(app: App) -> None:
-    """A serialized endpoint cannot call itself, with whatever arguments."""
-
-    @app.share(concurrency="serialized")
-    def load(size: int) -> torch.Tensor:
-        result: torch.Tensor = app.inside["load"](size - 1)
-        return result
-
-    with pytest.raises(ConfigurationError, match="endpoint 'load' is serialized and calls itself"):
-        load(2)
 
 
 def test_sync_call_on_the_server_s_loop(base_path: str) -> None:

@@ -22,19 +22,16 @@ import torch
 from shared_rpc import AsyncClient, Client, Handle, Provider
 from shared_rpc.client import asynchronous, blocking
 from shared_rpc.client.base import Turn
-from shared_rpc.client.handle import Lease
 from shared_rpc.client.results import ReceivedResult, rebuild
-from shared_rpc.client.session import LeaseBook, Renewal
-from shared_rpc.client.steps import Reply, Step, Work, drive
+from shared_rpc.client.steps import Step, Work, drive
 from shared_rpc.client.suspension import awakened
 from shared_rpc.errors import ConnectionClosed, HandleSuspended, ServerBusy
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations import binding
-from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.frames import Frame
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
+from tests.kit.deep import deep
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.links import break_off
 from tests.kit.processes import Child, eventually, python
@@ -110,8 +107,10 @@ def mapped(handle: Handle[Any]) -> list[str]:
     return [mapping.info.id for mapping in MAPPINGS.of_objects({handle.object_id}).get(handle.object_id, [])]
 
 
-@pytest.mark.parametrize("restored", [True, False], ids=["restored", "cold"])
-@pytest.mark.parametrize("endpoint", ["load", "load_read_only", "load_list"])
+@pytest.mark.parametrize(
+    ("endpoint", "restored"),
+    [("load", True), ("load", False), ("load_read_only", True), *deep(("load_list", False))],
+)
 def test_an_active_handle_has_the_present_memory(client: Client, other: Client, endpoint: str, restored: bool) -> None:
     """At the address where it had the earlier one, of which nothing is left; it is not evicted any more."""
     handle = client.call(endpoint)
@@ -165,16 +164,6 @@ def test_memory_for_reading_is_replaced_without_a_warning(
         client.ping()
     assert has_numbers(handle.value)
     assert [record.levelno for record in caplog.records if handle.object_id in record.message] == [logging.INFO]
-
-
-def test_memory_that_is_the_same_stays(client: Client, other: Client) -> None:
-    """Nothing was evicted, so nothing is mapped again, and what was written meanwhile is there."""
-    handle = client.call("load")
-    lose(other, handle.object_id, client)
-    handle.value.add_(1)
-    client.ping()
-    assert torch.equal(handle.value, torch.arange(SIZE) + 1)
-    assert state(other, handle.object_id) == ("device", 1, 1)
 
 
 def test_memory_of_an_earlier_restore_is_known(client: Client, other: Client) -> None:
@@ -372,38 +361,6 @@ def test_memory_that_is_not_replaced_in_one_step(client: Client, other: Client, 
 # Handles that are suspended and resumed meanwhile.
 
 
-class Giver:
-    """Takes nothing back."""
-
-    def _end_lease_soon(self, object_id: str, session: object) -> None:
-        """Never called here."""
-        raise AssertionError(object_id)
-
-
-def test_handles_that_change_while_their_leases_are_asked_for() -> None:
-    """Who was suspended since is suspended in the new session; who was resumed has its memory renewed."""
-    earlier, later, leases = object(), object(), LeaseBook()
-    handles = [Lease(1, object_id=name, server_id="s", generation=1, issuer=Giver(), session=earlier) for name in "abcd"]
-    asleep, tired, rested, gone = handles
-    for handle in handles:
-        leases.add(handle)
-    for handle in (asleep, rested):
-        handle._rest()
-        handle._fall_asleep()
-    renewal = Renewal(leases, handles)
-    assert renewal.request.message == m.Hold([*"abcd"], [*"ac"])
-    tired._rest()
-    tired._fall_asleep()
-    rested._wake()
-    gone._forgo()
-    renewal.granted(Reply(m.Held([*"abcd"]), Frame(0, 0, b"")))
-    renewal.move(later)
-    assert [str(message) for message in renewal.corrections()] == ["Release(object_ids=['d'])", "Suspend(object_ids=['b'])"]
-    assert renewal.outdated() == [rested]
-    for handle in (asleep, tired, rested):
-        handle._forgo()
-
-
 def test_a_session_that_is_lost_while_a_handle_is_resumed(client: Client, other: Client) -> None:
     """After the server has sent the memory, and before it is mapped: then it is asked once more, in the new session."""
     handle = client.call("load")
@@ -512,8 +469,7 @@ def test_a_release_after_the_session_was_lost(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("restored", [True, False], ids=["restored", "cold"])
-async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, other: Client, restored: bool) -> None:
+async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, other: Client) -> None:
     """Like a blocking one; a suspended handle of it stays suspended."""
     async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
         handle, asleep = await client.call("load", 1), await client.call("load", 2)
@@ -522,8 +478,6 @@ async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, 
         lose(other, handle.object_id, client)
         evict(other, handle.object_id)
         evict(other, asleep.object_id)
-        if restored:
-            other.restore(handle.object_id)
         async with anyio.create_task_group() as group:
             for _ in range(4):
                 group.start_soon(client.ping)
@@ -534,23 +488,6 @@ async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, 
         assert (handle.suspended, asleep.suspended) == (False, True)
         await asleep.resume()
         assert has_numbers(asleep.value)
-
-
-@pytest.mark.anyio
-async def test_a_handle_of_a_coroutine_is_suspended_where_its_object_has_no_capacity(broker: BrokerApp, other: Client) -> None:
-    """And resumed when there is."""
-    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
-        handle = await client.call("load")
-        value = handle.value
-        lose(other, handle.object_id, client)
-        evict(other, handle.object_id)
-        with other.create_buffer(2 * ROOM):
-            await client.ping()
-            assert (handle.suspended, has_numbers(value)) == (True, True)
-        async with handle.active():
-            with other.call("load") as theirs:
-                theirs.value.add_(1)
-            assert torch.equal(value, torch.arange(SIZE) + 1)
 
 
 @pytest.mark.anyio
@@ -601,29 +538,6 @@ def rebuild_in_thread(monkeypatch: pytest.MonkeyPatch) -> Rebuild:
 
 
 @pytest.mark.anyio
-async def test_a_lease_of_a_coroutine_that_was_lost_before_there_was_a_handle(
-    broker: BrokerApp, other: Client, rebuild_in_thread: Rebuild
-) -> None:
-    """The new session has no lease for it, so the call fails; the next one has a lease."""
-    object_id = other.call("load").object_id
-    begun, go = rebuild_in_thread(rebuild)
-    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
-        async with anyio.create_task_group() as group:
-
-            async def call() -> None:
-                with pytest.raises(ConnectionClosed, match="call again"):
-                    await client.call("load")
-
-            group.start_soon(call)
-            await anyio.to_thread.run_sync(begun.wait, 30)
-            lose(other, object_id, client)
-            await client.ping()
-            go.set()
-        async with await client.call("load"):
-            assert state(other, object_id) == ("device", 1, 1)
-
-
-@pytest.mark.anyio
 async def test_a_lease_of_a_coroutine_that_was_lost_before_its_value_could_not_be_rebuilt(
     broker: BrokerApp, other: Client, rebuild_in_thread: Rebuild
 ) -> None:
@@ -649,13 +563,3 @@ async def test_a_lease_of_a_coroutine_that_was_lost_before_its_value_could_not_b
             go.set()
         await client.ping()
         assert state(other, handle.object_id) == ("device", 1, 1)
-
-
-@pytest.mark.anyio
-async def test_a_release_of_a_coroutine_after_the_session_was_lost(broker: BrokerApp, other: Client) -> None:
-    """It releases no lease of the new session, which has one for another handle of the object."""
-    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
-        first, second = await client.call("load"), await client.call("load")
-        lose(other, first.object_id, client)
-        await client.release(first)
-        assert state(other, second.object_id) == ("device", 1, 1)

@@ -84,18 +84,6 @@ def holders(client: Client) -> list[int]:
 # Leases.
 
 
-def test_a_lease_keeps_what_the_cache_let_go_of(server: Server, client: Client, connect: Connect) -> None:
-    """An invalidated object stays for those who hold it, each of whom is counted, and goes with the last of them."""
-    first, second = client.call("kept", 3), connect().call("kept", 3)
-    assert first.get_object_info()["leases"] == 2
-    assert client.invalidate_endpoint_cache("kept") == 1
-    first.release()
-    assert second.get_object_info()["leases"] == 1
-    assert not second.is_stale()
-    second.release()
-    assert server.info()["objects"] == 0
-
-
 def test_releasing_many_in_one_round_trip(server: Server, client: Client) -> None:
     """Handles and ids, held or not: the number that was really held."""
     handles = [client.call("own", size) for size in range(1, 5)]
@@ -123,14 +111,7 @@ def test_closing_the_client(server: Server, client: Client) -> None:
 
 # The end of a process.
 
-ENDS = {
-    "exit": "",
-    "an exception": "raise SystemExit('the script failed')",
-    "os._exit": "os._exit(1)",
-    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
-    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
-    "a crash": "os.kill(os.getpid(), signal.SIGSEGV)",
-}
+ENDS = {"exit": "", "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)"}
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
@@ -193,34 +174,6 @@ def test_threads_share_one_session(server: Server, connect: Connect) -> None:
         eventually(lambda: server.info()["connections"] == 0)
 
 
-def test_a_slow_call_holds_up_no_other_thread(
-    client: Client, server: Server, go: threading.Event, begun: threading.Event
-) -> None:
-    """Whichever of them reads, each gets its own answer."""
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(client.call, "slow", 3)
-        begun.wait(10)
-        assert client.ping() < 5
-        assert client.call("kept", 4).value.sum() == 4
-        assert not slow.done()
-        go.set()
-        assert slow.result().value.sum() == 3
-    assert server.info()["sessions"] == 1
-
-
-def test_closing_the_client_wakes_threads_that_wait(
-    client: Client, server: Server, go: threading.Event, begun: threading.Event
-) -> None:
-    """A call that waits ends at once, and says why."""
-    with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(client.call, "slow", 3)
-        begun.wait(10)
-        client.close()
-        with pytest.raises(ConnectionClosed, match=r"this client was closed during slow\(\)"):
-            slow.result(timeout=2)
-    eventually(lambda: server.info()["connections"] == 0)
-
-
 def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect) -> None:
     """Wherever it meets them, every thread ends with an error that names the client, and nothing stays open."""
     for _ in range(5):
@@ -267,25 +220,6 @@ def test_a_timeout_keeps_the_session(
     builds = server.info()["builds"]
     assert client.call("slow", 3).value.sum() == 3
     assert server.info()["builds"] == builds
-
-
-def test_a_server_that_is_stuck_for_a_while_keeps_the_session(
-    server: Server, connect: Connect, go: threading.Event, begun: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server that answers nobody until later finds the session of those who gave up waiting still there."""
-    client = connect()
-    held = client.call("own", 3)
-    monkeypatch.setattr(link_module, "BRIEFLY", 0.1)
-    monkeypatch.setattr(client, "_timeout", 0.1)
-    with pytest.raises(DeadlineExceeded, match=f"the server at {server.socket_path} is stuck"):
-        client.call("jam")
-    go.set()
-    monkeypatch.undo()
-    patient = connect()
-    patient.ping()
-    assert not held.is_stale()
-    assert client.release(held)
-    assert server.info()["connections"] == 2
 
 
 # Forks.
@@ -415,17 +349,6 @@ def test_an_object_that_is_gone(server: Server, client: Client) -> None:
     with pytest.raises(StaleHandleError):
         handle.get_object_info()
     assert handle.is_stale()
-
-
-def test_a_handle_that_was_released(client: Client) -> None:
-    """It has no value, and no server is asked about it."""
-    handle = client.call("kept", 3)
-    handle.release()
-    client.close()
-    for use in (lambda: handle.value, lambda: client.ensure_handle_live(handle)):
-        with pytest.raises(StaleHandleError, match=f"object {handle.object_id} was released") as caught:
-            use()
-        assert caught.value.reason == "released"
 
 
 def test_a_forked_child_drops_no_open_connection(server: Server, children: list[Child]) -> None:

@@ -7,22 +7,18 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.context import CURRENT_RUN, RunContext
+from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import (
     CapabilityError,
     DeadlineExceeded,
     ServerBusy,
-    TaskCancelled,
 )
-from shared_rpc.execution.coroutines import Coroutines
-from shared_rpc.execution.outcomes import Failure
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.values import DtypeRef, encode
@@ -226,120 +222,6 @@ def test_a_long_line_of_calls_that_cannot_be_loaded(
     assert {answer.code for answer in answers[1:] if isinstance(answer, m.Error)} == {"codec"}
 
 
-class TestCoroutines:
-    """Runs on a loop, apart from any server."""
-
-    @pytest.fixture
-    def ended(self) -> list[Any]:
-        """The outcomes, in the order of their ends."""
-        return []
-
-    @staticmethod
-    def run() -> RunContext:
-        """A run that nobody asks of."""
-        return RunContext(frozenset(), lambda progress: None)
-
-    @pytest.mark.asyncio
-    async def test_one_that_cancels_itself_and_returns(self, ended: list[Any]) -> None:
-        """It is cancelled, as a task is that was asked to; whoever started it goes on."""
-
-        async def suicidal() -> int:
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
-            return 1
-
-        Coroutines().start("a run", "endpoint", self.run(), [suicidal], ended.append)
-        await asyncio.sleep(0.01)
-        assert len(ended) == 1
-
-    @pytest.mark.asyncio
-    async def test_one_that_is_asked_to_stop(self, ended: list[Any]) -> None:
-        """Where it awaits."""
-
-        coroutines, run = Coroutines(), self.run()
-        coroutines.start("a run", "endpoint", run, [asyncio.Event().wait], ended.append)
-        await asyncio.sleep(0)
-        run.cancelled = True
-        coroutines.cancel("a run")
-        await asyncio.sleep(0.01)
-        coroutines.cancel("a run")
-        assert isinstance(ended[0], Failure)
-        assert ended[0].code == TaskCancelled.code
-
-    @pytest.mark.asyncio
-    async def test_what_follows_is_not_in_its_context(self, ended: list[Any]) -> None:
-        """Its run is the current one in it, and nowhere else."""
-        seen: list[RunContext | None] = []
-
-        async def look() -> None:
-            seen.append(CURRENT_RUN.get())
-            await asyncio.sleep(0)
-
-        run = self.run()
-        Coroutines().start("a run", "endpoint", run, [look], lambda outcome: ended.append(CURRENT_RUN.get()))
-        await asyncio.sleep(0.01)
-        assert seen == [run]
-        assert CURRENT_RUN.get() is None
-        assert ended == [None]
-
-    def test_runs_that_end_in_two_loops_at_once(self) -> None:
-        """Each of two servers in a process handles the end of its run while the other one does."""
-        both = threading.Barrier(2)
-
-        async def serve() -> None:
-            over = asyncio.Event()
-
-            def end(outcome: Failure | list[Any]) -> None:
-                both.wait(10)
-                over.set()
-
-            Coroutines().start("a run", "endpoint", self.run(), [lambda: asyncio.sleep(0)], end)
-            await asyncio.wait_for(over.wait(), 20)
-
-        with ThreadPoolExecutor(2) as threads:
-            list(threads.map(lambda _: asyncio.run(serve()), range(2)))
-
-    @pytest.mark.asyncio
-    async def test_one_that_starts_the_next(self, ended: list[Any]) -> None:
-        """Thousands in a row need no deeper stack than two."""
-
-        async def nothing() -> None:
-            return
-
-        coroutines = Coroutines()
-
-        def next_one(outcome: Failure | list[Any]) -> None:
-            ended.append(outcome)
-            if len(ended) < 5000:
-                coroutines.start(len(ended), "endpoint", self.run(), [nothing], next_one)
-
-        coroutines.start(0, "endpoint", self.run(), [nothing], next_one)
-        for _ in range(10_000):  # turns of the loop
-            await asyncio.sleep(0)
-        assert ended == [[None]] * 5000
-
-    @pytest.mark.asyncio
-    async def test_one_that_refuses_to_end(self, ended: list[Any]) -> None:
-        """It is cancelled until it gives in."""
-        asked = 0
-
-        async def stubborn() -> None:
-            nonlocal asked
-            while asked < 3:
-                try:
-                    await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    asked += 1
-
-        coroutines = Coroutines()
-        coroutines.start("a run", "endpoint", self.run(), [stubborn], ended.append)
-        await asyncio.sleep(0)
-        await coroutines.finish()
-        assert asked == 3
-        assert ended == [[None]]
-
-
 # An argument that comes back.
 
 
@@ -353,68 +235,12 @@ def test_an_argument_that_comes_back_is_copied(client: Client, device: str, kind
 
 
 @KINDS
-def test_one_that_is_written_to_and_turned(client: Client, device: str, kind: str) -> None:
-    """Strides and values come as the endpoint left them."""
-    x = numbers(device)
-    result = client.call(f"{kind}turned", x)
-    assert torch.equal(result, (x + 1).view(2, -1).T)
-    assert result.stride() == (1, LARGE // 2)
-
-
-@KINDS
-@pytest.mark.parametrize("how", ["keep", "keep_part", "keep_in_a_circle", "part"])
-def test_one_that_is_kept_is_copied(client: Client, device: str, kept: list[Any], kind: str, how: str) -> None:
-    """By the endpoint, as a view, or in what is garbage but not collected."""
-    x = numbers(device)
-    gc.disable()
-    try:
-        result = client.call(f"{kind}{how}", x)
-    finally:
-        gc.enable()
-    result.zero_()
-    for _ in range(20):
-        client.call(f"{kind}echo", torch.zeros_like(x))
-    assert all(thing.max() > 0 for thing in kept)
-
-
-@KINDS
-def test_more_than_one_tensor_comes_back(client: Client, device: str, kind: str) -> None:
-    """Views of one another stay that."""
-    x = numbers(device)
-    first, second = client.call(f"{kind}pair", x)
-    first.zero_()
-    assert second.sum() == 0
-
-
-@KINDS
 def test_it_is_not_overwritten_while_it_is_held(client: Client, device: str, kind: str) -> None:
     """Neither by later arguments and results, nor when it goes back itself."""
     results = [client.call(f"{kind}echo", torch.full((LARGE,), float(value), device=device)) for value in range(10)]
     for value in range(50):
         client.call(f"{kind}echo", results[value % 10])
     assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(10)]
-
-
-@KINDS
-def test_memory_of_both_pools_is_given_back(client: Client, server: Server, device: str, kind: str) -> None:
-    """A thousand calls need no more memory than a few, on neither side."""
-    x = numbers(device)
-    for _ in range(50):
-        client.call(f"{kind}echo", x)
-    before = transfer(client).arguments.nbytes, server.info()["pools"]["nbytes"]
-    for _ in range(500):
-        client.call(f"{kind}echo", x)
-    assert (transfer(client).arguments.nbytes, server.info()["pools"]["nbytes"]) == before
-
-    def all_back() -> bool:
-        # The work of a GPU is marked for so many chunks together.
-        if device == "cuda":
-            torch.cuda.synchronize()
-        client.call("full", 1.0)
-        return transfer(client).arguments.used <= (0 if device == "cpu" else 40)
-
-    eventually(all_back)
-    assert device == "cuda" or transfer(client).arguments.taken == 0
 
 
 def test_a_caller_that_left_gets_its_chunk_back(

@@ -20,11 +20,9 @@ from shared_rpc.errors import (
     CapabilityError,
     ClusterError,
     ConnectionClosed,
-    DeadlineExceeded,
     ProtocolError,
     RecordError,
     RemoteError,
-    TaskCancelled,
     WorkerCrashed,
 )
 from tests.kit.apps import App, Connect, Serve
@@ -135,26 +133,6 @@ def test_all_waiters_get_the_error_that_the_source_answers(
     assert model.builds == 1
 
 
-def test_without_a_source_nothing_is_asked(server: Server, client: Client, model: Model) -> None:
-    """A server that never had one builds at once."""
-    client.call("load").release()
-    assert (model.builds, client.get_server_info()["source"]) == (1, None)
-
-
-def test_a_lost_source_leaves_its_misses_to_the_server(
-    model: Model, serve: Serve, connect: Connect, threads: ThreadPoolExecutor
-) -> None:
-    """They wait for the grace, which is over at once here."""
-    serve(source_grace=0.0)
-    client = connect()
-    source = connect().source().__enter__()
-    call = threads.submit(client.call, "load")
-    next(source)
-    source.close()
-    call.result(10).release()
-    assert model.builds == 1
-
-
 def test_a_second_source_gets_the_misses_of_the_first(
     source: Source, client: Client, model: Model, connect: Connect, threads: ThreadPoolExecutor
 ) -> None:
@@ -259,48 +237,6 @@ def test_misses_of_a_serialized_endpoint_are_asked_at_once(
 
 
 # Who waits.
-
-
-def test_a_miss_that_was_given_goes_on_without_callers(
-    source: Source, connect: Connect, client: Client, model: Model, threads: ThreadPoolExecutor
-) -> None:
-    """Its object is cached, as that of an endpoint that has begun; the next call joins until then."""
-    caller = connect()
-    call = threads.submit(caller.call, "load")
-    miss = next(source)
-    caller.close()
-    assert isinstance(call.exception(10), ConnectionClosed)
-    eventually(lambda: client.list_runs()[0]["calls"] == 0)
-    assert asked(client) == 1
-    again = threads.submit(client.call, "load")
-    eventually(lambda: client.list_runs()[0]["calls"] == 1)
-    source.build(miss).release()
-    again.result(10).release()
-    assert (model.builds, client.get_statistics()["load"]["misses"]) == (1, 1)
-
-
-def test_a_miss_that_nobody_was_given_goes_with_its_last_caller(model: Model, serve: Serve, connect: Connect) -> None:
-    """It waits for a source, and is not built for nobody."""
-    serve(source_grace=LONG)
-    client = connect()
-    with connect().source():
-        pass
-    with pytest.raises(DeadlineExceeded):
-        connect(timeout=0.2).call("load")
-    eventually(lambda: client.list_runs() == [])
-    assert model.builds == 0 and client.get_server_info()["source"]["misses"] == 0  # type: ignore[index]
-
-
-def test_a_cancelled_task_leaves_its_miss(source: Source, client: Client, model: Model) -> None:
-    """The task ends at once; what the source does of it is cached."""
-    task = client.submit("load")
-    miss = next(source)
-    assert client.cancel_task(task)
-    with pytest.raises(TaskCancelled):
-        client.wait_for_task(task)
-    source.build(miss).release()
-    with client.call("load"):
-        assert model.builds == 1
 
 
 def test_an_invalidated_miss_is_answered_and_not_cached(
@@ -446,22 +382,6 @@ def test_a_step_after_the_end_does_not_attach_a_source(source: Source, client: C
     assert client.get_server_info()["source"]["session"] is None  # type: ignore[index]
     with source:
         assert client.get_server_info()["source"]["session"] is not None  # type: ignore[index]
-
-
-def test_the_next_source_gets_what_a_closed_one_has_left(
-    source: Source, client: Client, model: Model, connect: Connect, threads: ThreadPoolExecutor
-) -> None:
-    """Seen or not; a call that comes in between waits too."""
-    call = threads.submit(client.call, "load", 1)
-    next(source)
-    source.close()
-    between = threads.submit(client.call, "load", 2)
-    eventually(lambda: asked(client) == 2)
-    with connect().source() as second:
-        for waiting in (call, between):
-            second.build(next(second)).release()
-            waiting.result(10).release()
-    assert model.builds == 2
 
 
 def test_a_source_reports_what_people_see(source: Source, client: Client) -> None:

@@ -18,8 +18,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Connect
 from tests.kit.brokers import BrokerApp
 from tests.kit.kernel_maps import rights
-from tests.kit.links import break_off
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import eventually, python
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 
@@ -78,18 +77,6 @@ def test_the_value_is_there_again_after_resume(load: Callable[[], Handle[torch.T
     handle.resume()
     assert handle.value is value
     assert (handle.suspended, active(handle), has_numbers(value)) == (False, 1, True)
-
-
-def test_suspending_and_resuming_twice(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """The second time is harmless."""
-    handle = load()
-    handle.resume()
-    handle.suspend()
-    handle.suspend()
-    assert active(handle) == 0
-    handle.resume()
-    handle.resume()
-    assert (active(handle), has_numbers(handle.value)) == (1, True)
 
 
 def test_what_a_suspended_handle_still_does(app: App, load: Callable[[], Handle[torch.Tensor]]) -> None:
@@ -193,29 +180,6 @@ def test_another_call_resumes_the_object(load: Callable[[], Handle[torch.Tensor]
     again = load()
     assert again.value is value
     assert (has_numbers(value), active(handle), handle.suspended, again.suspended) == (True, 1, True, False)
-
-
-def test_threads_in_blocks_of_one_handle(load: Callable[[], Handle[torch.Tensor]]) -> None:
-    """Each has the memory while it is in its block, whoever comes and goes; at the end the handle is suspended."""
-    handle = load()
-    handle.suspend()
-    failures: list[object] = []
-
-    def work() -> None:
-        try:
-            for _ in range(40):
-                with handle.active() as value:
-                    if not has_numbers(value):
-                        failures.append("other bytes")
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (failures, handle.suspended, active(handle)) == ([], True, 0)
 
 
 # Memory of a client.
@@ -324,73 +288,7 @@ def test_a_suspended_value_is_no_argument(client: Client) -> None:
     assert value.is_shared()
 
 
-def test_a_buffer_is_suspended_as_any_object(client: Client) -> None:
-    """Other processes write to it meanwhile."""
-    handle = client.create_buffer((SIZE,), "int64")
-    value = handle.value
-    value.copy_(torch.arange(SIZE))
-    handle.suspend()
-    assert not is_mapped(value)
-    handle.resume()
-    assert has_numbers(value)
-
-
-def test_a_resumption_that_is_interrupted_beside_an_active_handle(
-    broker: BrokerApp, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes nothing from the other handle: the server may not evict the object."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    watcher = broker.connect()
-    with client.call("load") as active, client.call("load") as other:
-        other.suspend()
-        monkeypatch.setattr(MAPPINGS, "resume", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            other.resume()
-        assert watcher.get_object_info(active.object_id)["active"] >= 1
-        monkeypatch.undo()
-        client.ping()
-        assert watcher.get_object_info(active.object_id)["active"] >= 1
-        other.resume()
-        assert has_numbers(active.value) and has_numbers(other.value)
-
-
-def test_suspended_memory_goes_with_its_last_tensor(client: Client) -> None:
-    """The handle is released, and the address with what was over it."""
-    handle = client.call("load")
-    value = handle.value
-    handle.suspend()
-    handle.release()
-    assert rights_of(value) == "---p"
-    storage = value.untyped_storage().data_ptr()
-    del value
-    gc.collect()
-    MAPPINGS.drain()
-    assert MAPPINGS.find(storage) is None
-    with client.call("load") as again:
-        assert has_numbers(again.value)
-
-
 # Sessions.
-
-
-def test_a_session_that_takes_leases_over_suspends_what_was_suspended(broker: BrokerApp, client: Client) -> None:
-    """All connections broke, and the client has another session with the same server: active handles are active there."""
-    asleep, awake, both = client.call("load", 1), client.call("load", 2), [client.call("load", 3) for _ in range(2)]
-    asleep.suspend()
-    both[0].suspend()
-    break_off(client)
-    watcher = broker.connect()
-
-    def seen() -> list[int]:
-        return [watcher.get_object_info(handle.object_id)["active"] for handle in (asleep, awake, both[1])]
-
-    client.ping()
-    eventually(lambda: seen() == [0, 1, 1])
-    asleep.resume()
-    assert (has_numbers(asleep.value), seen()) == (True, [1, 1, 1])
 
 
 def test_a_handle_whose_lease_has_ended_is_not_suspended(broker: BrokerApp, client: Client) -> None:
@@ -479,28 +377,6 @@ async def test_coroutines_suspend_and_resume(async_client: AsyncClient) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_end_of_the_last_active_handle_of_a_coroutine(async_client: AsyncClient) -> None:
-    """Released or collected, it leaves an object that is suspended."""
-    async with async_client as client:
-        one = await client.call("load")
-        value = one.value
-        for release in (True, False):
-            other = await client.call("load")
-            await one.suspend()
-            assert is_mapped(value)
-            if release:
-                await other.release()
-            del other
-            gc.collect()
-            eventually(lambda: not is_mapped(value))
-            with anyio.fail_after(10):
-                while (await one.get_object_info())["active"]:
-                    await anyio.lowlevel.checkpoint()
-            await one.resume()
-            assert has_numbers(one.value)
-
-
-@pytest.mark.anyio
 async def test_a_cancelled_block_gives_the_memory_up(async_client: AsyncClient) -> None:
     """As a block that ends in another way does."""
     async with async_client as client:
@@ -563,26 +439,6 @@ async def test_a_cancelled_call_for_a_suspended_object(async_client: AsyncClient
         assert has_numbers(value)
 
 
-@pytest.mark.anyio
-async def test_many_coroutines_in_blocks(async_client: AsyncClient) -> None:
-    """Each has the memory in its block; at the end the handles are suspended."""
-    async with async_client as client:
-        handles = [await client.call("load") for _ in range(2)]
-        for handle in handles:
-            await handle.suspend()
-
-        async def work(handle: AsyncHandle[torch.Tensor]) -> None:
-            for _ in range(10):
-                async with handle.active() as value:
-                    assert has_numbers(value)
-
-        async with anyio.create_task_group() as group:
-            for number in range(6):
-                group.start_soon(work, handles[number % 2])
-        assert [handle.suspended for handle in handles] == [True, True]
-        assert (await handles[0].get_object_info())["active"] == 0
-
-
 # Threads of one client.
 
 
@@ -641,35 +497,4 @@ def test_a_process_that_touches_suspended_memory_ends_alone(broker: BrokerApp, c
     assert "touched memory of a suspended object" in errors
     assert f"object {handle.object_id} of load()" in errors
     assert "resume()" in errors
-    assert has_numbers(handle.value)
-
-
-@pytest.mark.parametrize("state", ["suspended", "busy"])
-def test_a_killed_process_leaves_no_lease_and_no_memory(
-    broker: BrokerApp, client: Client, children: list[Child], state: str
-) -> None:
-    """Whatever it was about: suspended, or suspending and resuming all the time."""
-    victim = python(
-        f"""
-        from shared_rpc import Client
-        client = Client(device="cpu")
-        handle = client.call("load")
-        handle.suspend()
-        print("ready", flush=True)
-        if {state!r} == "suspended":
-            input()
-        while True:
-            with handle.active():
-                pass
-        """
-    )
-    children.append(victim)
-    victim.expect("ready")
-    handle = client.call("load")
-    assert handle.get_object_info()["leases"] == 2
-    victim.kill()
-    eventually(lambda: handle.get_object_info()["leases"] == 1)
-    handle.suspend()
-    assert active(handle) == 0
-    handle.resume()
     assert has_numbers(handle.value)

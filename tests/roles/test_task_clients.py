@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections import Counter
@@ -13,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, progress, raise_if_cancelled
+from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.errors import ConnectionClosed, TaskError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS, decode_message
@@ -92,12 +91,11 @@ def statuses(client: Client) -> list[str]:
 # Clients that are killed.
 
 
-@pytest.mark.parametrize("endpoint", ["held", "managed"])
 def test_the_submitter_is_killed(
-    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, endpoint: str
+    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
 ) -> None:
     """Its task goes on and keeps its result, which any process that knows the id can fetch."""
-    submitter = python(f"{CLIENT}\nprint('task', client.submit('{endpoint}', 7))\nsignal.pause()")
+    submitter = python(f"{CLIENT}\nprint('task', client.submit('managed', 7))\nsignal.pause()")
     children.append(submitter)
     task_id = submitter.expect("task").split()[1]
     assert begun.wait(10)
@@ -109,33 +107,27 @@ def test_the_submitter_is_killed(
     assert kept(server) == (1, 1)
     fetcher = python(
         f"""
-        from shared_rpc import Client, Handle
+        from shared_rpc import Client
 
-        with Client(device="cpu") as client:
-            result = client.get_task_result("{task_id}")
-            if isinstance(result, Handle):
-                with result as value:
-                    print("fetched", value.value.tolist(), client.get_object_info(value)["leases"])
-            else:
-                print("fetched", result.tolist())
+        with Client(device="cpu") as client, client.get_task_result("{task_id}") as handle:
+            print("fetched", handle.value.tolist(), handle.get_object_info()["leases"])
         """
     )
     children.append(fetcher)
-    assert fetcher.expect("fetched") == f"fetched [7.0, 7.0, 7.0, 7.0]{' 1' if endpoint == 'managed' else ''}"
+    assert fetcher.expect("fetched") == "fetched [7.0, 7.0, 7.0, 7.0] 1"
     assert fetcher.close() == (0, "")
     eventually(lambda: kept(server) == (0, 0))
 
 
-@pytest.mark.parametrize("status", ["running", "pending"])
 def test_a_process_is_killed_while_it_waits(
-    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, status: str
+    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event
 ) -> None:
     """Its wait is taken back, and the task goes on for others; one that has not begun is not dropped."""
     ids = {"running": client.submit("task", 1), "pending": client.submit("task", 2)}
     assert begun.wait(10)
-    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{ids[status]}', print, False))")
+    waiter = python(f"{CLIENT}\nclient._run(fetch_task('{ids['pending']}', print, False))")
     children.append(waiter)
-    waiter.expect(status)
+    waiter.expect("pending")
     assert watchers(server) == 1
     waiter.kill()
     eventually(lambda: watchers(server) == 0, seconds=1)
@@ -161,26 +153,6 @@ def test_a_process_is_killed_in_a_call_that_has_not_begun(
     assert ran == [1, 3]
 
 
-@pytest.mark.parametrize("endpoint", ["task", "managed_task"])
-def test_a_process_is_killed_in_a_call_that_runs(
-    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, endpoint: str
-) -> None:
-    """The run goes on to its end; what is not cached is kept for nobody."""
-    caller = python(f"{CLIENT}\nclient._run(fetch('{endpoint}', (7,), {{}}, 'cpu'))")
-    children.append(caller)
-    assert begun.wait(10)
-    caller.kill()
-    eventually(lambda: watchers(server) == 0, seconds=1)
-    (info,) = client.list_tasks()
-    assert (info.status, info.cancel_requested) == (TaskStatus.RUNNING, False)
-    go.set()
-    eventually(lambda: statuses(client) == ["completed"])
-    assert kept(server) == (0, 0)
-    with pytest.raises(TaskError) as caught:
-        client.get_task_result(info.task_id)
-    assert caught.value.reason == "released"
-
-
 def test_a_process_is_killed_with_what_it_fetched(
     server: Server, client: Client, children: list[Child], go: threading.Event
 ) -> None:
@@ -197,26 +169,6 @@ def test_a_process_is_killed_with_what_it_fetched(
     with pytest.raises(TaskError) as caught:
         client.wait_for_task(task_id, 10)
     assert caught.value.reason == "released"
-
-
-def test_clients_that_submit_the_same(
-    server: Server, client: Client, children: list[Child], shared: Provider, go: threading.Event, ran: list[int]
-) -> None:
-    """Tasks of several processes share one run and one object."""
-    shared.share("model", managed=True)(shared.endpoints["held"].function)
-    processes = [python(f"{CLIENT}\nprint('task', client.submit('model', 7))") for _ in range(3)]
-    children.extend(processes)
-    ids = [process.expect("task").split()[1] for process in processes]
-    for process in processes:
-        assert process.close() == (0, "")
-    go.set()
-    handles = [client.wait_for_task(task_id, 10) for task_id in ids]
-    assert ran == [7]
-    assert len({handle.object_id for handle in handles}) == 1
-    assert kept(server) == (1, 1)
-    for handle in handles:
-        handle.release()
-    assert kept(server) == (1, 0)
 
 
 # A server that stops.
@@ -260,59 +212,6 @@ def test_everybody_who_waits_is_told(
     assert next(info.status for info in told if info.task_id == running) is TaskStatus.RUNNING
     assert next(info.status for info in told if info.task_id == pending) is TaskStatus.PENDING
     eventually(lambda: not server.busy)
-
-
-def test_tasks_of_an_earlier_server(server: Server, client: Client, shared: Provider, go: threading.Event) -> None:
-    """They are gone with it, and their ids are no tasks of the next one."""
-    go.set()
-    ids = [client.submit("plain", number) for number in (1, 2)]
-    client.wait_for_task(ids[0], 10)
-    server.stop()
-    with pytest.raises(ConnectionClosed, match="was stopped"):
-        shared.submit("plain", 1)
-    server.start()
-    assert client.list_tasks() == []
-    new = client.submit("plain", 3)
-    assert new not in ids
-    for task_id in ids:
-        with pytest.raises(TaskError) as caught:
-            client.get_task_status(task_id)
-        assert caught.value.reason == "unknown"
-    assert client.wait_for_task(new, 10).tolist() == [3] * 4
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["def", "async def"])
-def test_a_server_process_with_tasks_is_asked_to_end(connect: Connect, children: list[Child], is_async: bool) -> None:
-    """It exits with 0 in the middle of one, and its clients know why."""
-    child = python(
-        f"""
-        import asyncio, threading
-        from shared_rpc import Provider
-
-        provider = Provider(device="cpu", execution_mode="server")
-
-        @provider.share(concurrency="serialized", cache=False)
-        {"async def" if is_async else "def"} build(number):
-            print("building")
-            {"await asyncio.sleep(1000)" if is_async else "threading.Event().wait()"}
-        """
-    )
-    children.append(child)
-    client = connect(connect_timeout=20.0)
-    ids = [client.submit("build", number) for number in (1, 2)]
-    child.expect("building")
-    heard = threading.Semaphore(0)
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(client.wait_for_task, task_id, None, lambda info: heard.release()) for task_id in ids]
-        for _ in ids:
-            assert heard.acquire(timeout=10)
-        child.process.send_signal(signal.SIGTERM)
-        for wait in waiting:
-            with pytest.raises(ConnectionClosed, match=STOPPED):
-                wait.result(timeout=5)
-    code, errors = child.close()
-    assert code == 0
-    assert "Traceback" not in errors
 
 
 # Many who wait.
@@ -445,8 +344,7 @@ def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connec
         assert isinstance(silent.ask(m.GetTask(task_id), 1000), m.TaskIs)
 
 
-@pytest.mark.parametrize("endpoint", ["direct", "task"])
-def test_a_result_that_is_read_late(provider: Provider, serve: Serve, endpoint: str) -> None:
+def test_a_result_that_is_read_late(provider: Provider, serve: Serve) -> None:
     """What the kernel does not take at once is written when it does, and the connection goes on."""
     size = 4 << 20
 
@@ -455,13 +353,12 @@ def test_a_result_that_is_read_late(provider: Provider, serve: Serve, endpoint: 
         layer.notes = "x" * size
         return layer
 
-    provider.share("direct")(model)
-    provider.share("task", execution="task")(model)
+    provider.share(model)
     server = serve()
     with Raw(server.socket_path) as late:
         late.sock.settimeout(5)
         for number in (1, 2):
-            late.say(m.Call(endpoint, [number]), number)
+            late.say(m.Call("model", [number]), number)
         late.say(m.Ping(), 3)
         eventually(lambda: server.info()["objects"] == 2)
         frames = [late.hear_frame() for _ in range(3)]
@@ -506,27 +403,3 @@ def test_many_waits_over_one_connection(shared: Provider, serve: Serve, go: thre
         assert [type(answers[number]) for number in range(2, 51)] == [m.Result] * 49
         last = answers[51]
         assert isinstance(last, m.Error) and last.code == "task-cancelled"
-
-
-def test_a_cancelled_task_of_another_client(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
-    """Whoever knows the id may cancel it; all who wait are told."""
-
-    @provider.share(cache=False)
-    def looking() -> torch.Tensor:
-        begun.set()
-        eventually(lambda: raise_if_cancelled() is not None)
-        return torch.ones(1)
-
-    server = serve()
-    task_id = connect().submit("looking")
-    assert begun.wait(10)
-    with ExitStack() as stack:
-        raws = [stack.enter_context(Raw(server.socket_path)) for _ in range(10)]
-        for raw in raws:
-            raw.say(m.WaitTask(task_id))
-        eventually(lambda: watchers(server) == 10)
-        assert connect().cancel_task(task_id) is True
-        for raw in raws:
-            answer = raw.hear()
-            assert isinstance(answer, m.Error)
-            assert (answer.code, answer.detail["reason"]) == ("task-cancelled", "cancelled")

@@ -21,8 +21,6 @@ from shared_rpc.client.steps import Request, ask
 from shared_rpc.errors import (
     CapabilityError,
     ConfigurationError,
-    ConnectionClosed,
-    DeadlineExceeded,
     EndpointNotFound,
     RecordError,
     ServerBusy,
@@ -30,7 +28,6 @@ from shared_rpc.errors import (
 )
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.observability.events import ObjectEvicted, ObjectRestored, add_hook, remove_hook
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
@@ -141,20 +138,6 @@ def test_a_lease_is_active_again_when_it_is_resumed(raw: Raw, client: Client) ->
     assert client.get_object_info(object_id)["active"] == 1
 
 
-@pytest.mark.parametrize("message", [m.Hold, m.GetBuffer])
-def test_another_grant_makes_a_lease_active(raw: Raw, client: Client, message: type[m.Message]) -> None:
-    """A session that gets the object once more has it in use."""
-    if message is m.Hold:
-        object_id = held(raw, client)
-    else:
-        with client.create_buffer(4096, keep=True) as handle:
-            object_id = handle.object_id
-    raw.ask(m.Hold([object_id]))
-    raw.ask(t.Suspend([object_id]))
-    raw.ask(m.Hold([object_id]) if message is m.Hold else m.GetBuffer(object_id))
-    assert client.get_object_info(object_id)["active"] == 1
-
-
 def test_leases_are_taken_again_as_suspended_or_outdated_ones(raw: Raw, client: Client) -> None:
     """A session that names memory which the object has no more gets an inactive lease, and is told so."""
     with client.call("model", 4) as handle:
@@ -184,19 +167,6 @@ def test_only_a_holder_resumes(raw: Raw, client: Client) -> None:
         assert isinstance(answer, m.Error) and (answer.code, answer.detail["reason"]) == (StaleHandleError.code, "released")
     answer = raw.ask(t.Resume("0" * 24))
     assert isinstance(answer, m.Error) and answer.detail["reason"] == "object_gone" and "0" * 24 in answer.text
-
-
-def test_a_session_that_ends_leaves_no_suspended_lease(raw: Raw, client: Client, connect: Connect) -> None:
-    """Its leases are gone, suspended or not; another session's stay as they are."""
-    object_id = held(raw, client)
-    other = connect().call("model", 4)
-    raw.ask(t.Suspend([object_id]))
-    assert (client.get_object_info(object_id)["leases"], client.get_object_info(object_id)["active"]) == (2, 1)
-    raw.ask(m.Release([object_id]))
-    assert (client.get_object_info(object_id)["leases"], client.get_object_info(object_id)["active"]) == (1, 1)
-    assert raw.ask(m.Hold([object_id])) == m.Held([object_id])
-    assert client.get_object_info(object_id)["active"] == 2
-    other.release()
 
 
 class Gate:
@@ -300,17 +270,6 @@ def test_every_way_to_an_object_restores_it(client: Client, way: str) -> None:
     assert found.sum() == 45
 
 
-def test_a_cold_result_that_is_not_managed_is_restored(client: Client) -> None:
-    """By a call and by a task; nobody has a lease on it."""
-    assert client.call("plain", 10).sum() == 45
-    (info,) = client.list_objects()
-    for found in (lambda: client.call("plain", 10), lambda: client.wait_for_task(client.submit("plain", 10))):
-        client.evict(info["object_id"])
-        assert client.get_object_info(info["object_id"])["tier"] == "file"
-        assert found().sum() == 45
-        assert client.get_object_info(info["object_id"])["tier"] == "device"
-
-
 def test_the_result_of_a_task_is_evicted_until_it_is_fetched(
     client: Client, connect: Connect, raising: Gate, threads: ThreadPoolExecutor
 ) -> None:
@@ -370,31 +329,6 @@ def test_all_who_ask_for_a_cold_object_wait_for_one_restore(client: Client, conn
     assert all((handle.value == 3).all() for handle in handles)
     for handle in handles:
         handle.release()
-
-
-def test_a_waiter_that_leaves_does_not_end_the_restore(client: Client, connect: Connect, raising: Gate) -> None:
-    """It gets its DeadlineExceeded, and has no lease; others get the object."""
-    object_id = cold(client)
-    hasty = connect(timeout=0.5)
-    with pytest.raises(DeadlineExceeded):
-        hasty.call("model", 1000)
-    raising.open.set()
-    with client.call("model", 1000) as handle:
-        assert handle.object_id == object_id
-    info = client.get_object_info(object_id)
-    assert (raising.calls, info["tier"], info["leases"]) == (1, "device", 0)
-
-
-def test_a_cancelled_task_does_not_get_a_cold_result(client: Client, raising: Gate) -> None:
-    """It is pending until the object is restored, and can be cancelled meanwhile."""
-    object_id = cold(client)
-    task_id = client.submit("model", 1000)
-    assert raising.begun.wait(30)
-    assert client.get_task_status(task_id).status == "pending"
-    assert client.cancel_task(task_id)
-    raising.open.set()
-    eventually(lambda: client.get_object_info(object_id)["tier"] == "device")
-    assert (client.get_task_status(task_id).status, client.get_object_info(object_id)["leases"]) == ("cancelled", 0)
 
 
 def test_an_object_in_use_is_not_evicted(client: Client, connect: Connect) -> None:
@@ -503,17 +437,6 @@ def test_what_a_client_wrote_without_update_is_not_lost(client: Client) -> None:
         assert client.evict("model")[0]["copied"] > 0
         with client.call("model", 4) as handle:
             assert handle.value.tolist() == [number] * 4
-
-
-def test_a_copy_is_used_again_where_nobody_writes(client: Client) -> None:
-    """An object that is shared read-only is copied once."""
-    client.call("frozen", 4).release()
-    assert [client.evict("frozen")[0]["copied"] > 0, len(client.restore("frozen"))] == [True, 1]
-    info = client.list_objects()[0]
-    assert (info["tier"], list(info["copies"])) == ("device", ["file"])
-    assert client.evict("frozen")[0]["copied"] == 0
-    with client.call("frozen", 4) as handle:
-        assert handle.value.tolist() == [0, 1, 2, 3]
 
 
 def test_a_copy_is_made_with_the_build(client: Client, lowering: Gate) -> None:
@@ -651,40 +574,10 @@ def test_a_full_disk_leaves_the_object_where_it_is(client: Client) -> None:
     assert len(client.evict("model")) == 1
 
 
-def test_a_server_that_stops_tells_those_who_wait_for_a_restore(
-    client: Client, server: Server, raising: Gate, threads: ThreadPoolExecutor
-) -> None:
-    """And does not wait for the copying thread."""
-    cold(client)
-    answer = threads.submit(client.call, "model", 1000)
-    assert raising.begun.wait(30)
-    server.stop()
-    with pytest.raises(ConnectionClosed):
-        answer.result()
-    raising.open.set()
-
-
-def test_moves_are_events(client: Client) -> None:
-    """One for each object, with where it was and where it is."""
-    events: list[Any] = []
-    add_hook(events.append)
-    try:
-        cold(client, 10)
-        client.call("model", 10).release()
-    finally:
-        remove_hook(events.append)
-    moves = [event for event in events if isinstance(event, ObjectEvicted | ObjectRestored)]
-    assert [(move.from_tier, move.to_tier, move.reason) for move in moves] == [
-        ("device", "file", "request"),
-        ("file", "device", "use"),
-    ]
-
-
-@pytest.mark.parametrize("endpoint", ["model", "frozen"])
-def test_a_restored_object_is_an_argument_by_reference(client: Client, endpoint: str) -> None:
+def test_a_restored_object_is_an_argument_by_reference(client: Client) -> None:
     """The endpoint maps the memory that clients have now."""
-    cold(client, 10, endpoint)
-    with client.call(endpoint, 10) as handle:
+    cold(client, 10, "frozen")
+    with client.call("frozen", 10) as handle:
         assert client.call("total", handle.value).item() == 45
 
 

@@ -18,7 +18,6 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExcee
 from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
-from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import tiers as t
 from tests.kit.apps import Connect
 from tests.kit.holding import HoldingSession
@@ -28,7 +27,7 @@ from tests.kit.processes import eventually
 pytestmark = pytest.mark.usefixtures("device", "no_leaks")
 
 #: Seconds of a request that is to wait in vain.
-SHORTLY = 2.0
+SHORTLY = 1.0
 
 
 @pytest.fixture
@@ -162,59 +161,6 @@ def test_whoever_gives_up_leaves_nothing(full: Callable[..., Server], connect: C
     assert client.get_server_info()["running"] == 0
 
 
-def test_a_client_that_is_gone_holds_nobody_up(
-    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
-) -> None:
-    """Its session's end is the end of its request."""
-    server, holder = full(2), connect(device=device)
-    gone, client = connect(device=device), connect(device=device)
-    first = holder.call("model", 1, unit)
-    answer = ask(server, gone.call, "model", 2, 2 * unit)
-    small = ask(server, client.create_buffer, unit)
-    gone.close()
-    small.result(30).release()
-    assert answer.exception(30) is not None
-    first.release()
-
-
-def test_requests_are_served_in_order(
-    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
-) -> None:
-    """One that would fit does not pass one that does not, be it of a build, or of an object that is there."""
-    server, holder = full(3), connect(device=device)
-    first = holder.call("model", 1, 2 * unit)
-    large = ask(server, connect(device=device).call, "model", 2, 3 * unit)
-    small = ask(server, connect(device=device).create_buffer, unit)
-    first.release()
-    with large.result(30):
-        assert not small.done()
-    small.result(30).release()
-
-
-def test_what_can_never_fit_is_refused_at_once(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
-    """Waiting would not help."""
-    full(1)
-    client = connect(device=device)
-    with pytest.raises(CapabilityError, match=f"{2 * unit} bytes on .* are more than the quota .*, {unit}: ask for less"):
-        client.call("model", 1, 2 * unit)
-    with pytest.raises(CapabilityError, match="are more than the quota"):
-        client.create_buffer(2 * unit)
-
-
-def test_pinned_results_are_not_dropped(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
-    """Though nobody holds them; what does not fit beside them is refused, and they are named."""
-    full(2)
-    client = connect(device=device)
-    with client.call("pinned", unit) as handle:
-        object_id = handle.object_id
-    with pytest.raises(
-        ServerBusy, match=f"do not fit beside what is pinned there.*{unit} bytes are object {object_id} of pinned"
-    ):
-        client.call("model", 1, 2 * unit)
-    with client.call("model", 1, unit), client.call("pinned", unit) as again:
-        assert again.object_id == object_id
-
-
 def test_a_result_is_built_again_when_there_is_capacity(
     full: Callable[..., Server],
     connect: Connect,
@@ -267,20 +213,6 @@ def test_a_failing_build_gives_its_capacity_back(
     with pytest.raises(ValueError, match="no luck"):
         client.call("sometimes", unit)
     assert used(client, device) == 0
-
-
-def test_a_task_waits_for_capacity_until_it_is_cancelled(
-    full: Callable[..., Server], connect: Connect, device: str, unit: int
-) -> None:
-    """It has no deadline. Its result is dropped with it."""
-    server, client = full(1), connect(device=device)
-    with client.call("model", 1, unit):
-        task_id = client.submit("model", 2, unit)
-        eventually(lambda: in_line(server) == 1)
-        assert client.cancel_task(task_id)
-        with pytest.raises(TaskCancelled):
-            client.wait_for_task(task_id)
-        assert in_line(server) == 0
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["before its build", "after its build"])
@@ -466,19 +398,6 @@ def made(client: Client, number: int, nbytes: int, endpoint: str = "model") -> s
         return str(handle.object_id)
 
 
-def test_what_nobody_uses_is_evicted(tiers: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
-    """The least recently used first, and not dropped; its bytes are the same when it comes back."""
-    tiers(2)
-    client = connect(device=device)
-    first, second = made(client, 1, unit), made(client, 2, unit)
-    client.call("model", 1, unit).release()
-    with client.call("model", 3, unit):
-        assert (tier_of(client, first), tier_of(client, second)) != ("device", "device")
-        assert tier_of(client, first) == "device"
-    with client.call("model", 2, unit) as again:
-        assert again.object_id == second and again.value.unique().tolist() == [2]
-
-
 def test_a_suspended_object_is_evicted_and_resumed(
     tiers: Callable[..., Server], connect: Connect, sessions: Callable[[Server], HoldingSession], device: str, unit: int
 ) -> None:
@@ -522,93 +441,6 @@ def test_a_call_waits_until_its_object_is_restored(
     second.release()
     with answer.result(30) as first:
         assert first.value.unique().tolist() == [1] and builds == [1, 2]
-
-
-def test_a_new_user_of_an_object_stands_behind_those_who_wait(
-    tiers: Callable[..., Server],
-    connect: Connect,
-    sessions: Callable[[Server], HoldingSession],
-    ask: Callable[..., Future[Any]],
-    device: str,
-    unit: int,
-) -> None:
-    """The object comes to rest, and comes back for the new user; who uses it already may ask for it again."""
-    server = tiers(1)
-    client, user, late = connect(device=device), connect(device=device), sessions(server)
-    other, object_id = made(client, 2, unit), made(client, 1, unit)
-    handle = user.call("model", 1, unit)
-    late.hold(object_id)
-    late.suspend(object_id)
-    answer = ask(server, client.call, "model", 2, unit)
-    late.begin_resume(object_id)
-    eventually(lambda: in_line(server) == 2)
-    newcomer = ask(server, connect(device=device).call, "model", 1, unit)
-    user.call("model", 1, unit).release()
-    handle.release()
-    with answer.result(30) as restored:
-        assert restored.object_id == other and restored.value.unique().tolist() == [2]
-        assert tier_of(client, object_id) != "device" and not newcomer.done()
-    assert isinstance(late.heard(), t.Resumed)
-    with newcomer.result(30) as again:
-        assert again.object_id == object_id
-
-
-def test_an_object_that_is_never_evicted_is_dropped(
-    tiers: Callable[..., Server], connect: Connect, shared: Provider, device: str, unit: int
-) -> None:
-    """As in a server without a lower tier; a held one stays where it is."""
-
-    @shared.share(managed=True, host_copy="never")
-    def stays(number: int, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
-
-    tiers(1)
-    client = connect(device=device)
-    object_id = made(client, 1, unit, "stays")
-    with client.call("model", 2, unit):
-        assert object_id not in [info["object_id"] for info in client.list_objects()]
-
-
-def test_objects_that_share_memory_are_evicted_together(
-    tiers: Callable[..., Server], connect: Connect, shared: Provider, device: str, unit: int
-) -> None:
-    """Neither goes while one is used."""
-
-    @shared.share(managed=True, cache_format_key="view-{number}")
-    def part(whole: torch.Tensor, number: int) -> torch.Tensor:
-        return whole[number:]
-
-    tiers(2)
-    client = connect(device=device)
-    with client.call("model", 1, unit) as whole:
-        with client.call("part", whole.value, 5) as one:
-            first, second = whole.object_id, one.object_id
-        with pytest.raises(ServerBusy):
-            connect(device=device, timeout=SHORTLY).create_buffer(2 * unit)
-        assert (tier_of(client, first), tier_of(client, second)) == ("device", "device")
-    with client.create_buffer(2 * unit):
-        assert "device" not in (tier_of(client, first), tier_of(client, second))
-    with client.call("part", torch.zeros(1, dtype=torch.uint8, device=device), 5) as again:
-        assert again.object_id == second and again.value.numel() == unit - 5
-
-
-def test_a_full_disk_is_named(
-    full: Callable[..., Server], connect: Connect, device: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where an object cannot leave, the error of who waits says why; the object is as it was."""
-    server = full(1, spill_dir=tmp_path, host_quota=0)
-
-    def fail(*args: Any) -> None:
-        raise CapabilityError("no space left for the file")
-
-    monkeypatch.setattr(SpillDirectory, "create", fail)
-    client = connect(device=device, timeout=SHORTLY)
-    object_id = made(client, 1, unit)
-    with pytest.raises(ServerBusy, match=f"object {object_id} could not be moved: .*no space left for the file"):
-        client.create_buffer(unit)
-    assert tier_of(client, object_id) == "device" and in_line(server) == 0
-    monkeypatch.undo()
-    connect(device=device).create_buffer(unit).release()
 
 
 def test_the_calls_of_an_endpoint_that_runs_go_first(

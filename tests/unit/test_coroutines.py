@@ -1,0 +1,132 @@
+"""Runs of coroutines on a loop, apart from any server: how they end, and in which context."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from shared_rpc.context import CURRENT_RUN, RunContext
+from shared_rpc.errors import TaskCancelled
+from shared_rpc.execution.coroutines import Coroutines
+from shared_rpc.execution.outcomes import Failure
+
+
+@pytest.fixture
+def ended() -> list[Any]:
+    """The outcomes, in the order of their ends."""
+    return []
+
+
+def run_of_nobody() -> RunContext:
+    """A run that nobody asks of."""
+    return RunContext(frozenset(), lambda progress: None)
+
+
+@pytest.mark.asyncio
+async def test_one_that_cancels_itself_and_returns(ended: list[Any]) -> None:
+    """It is cancelled, as a task is that was asked to; whoever started it goes on."""
+
+    async def suicidal() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        return 1
+
+    Coroutines().start("a run", "endpoint", run_of_nobody(), [suicidal], ended.append)
+    await asyncio.sleep(0.01)
+    assert len(ended) == 1
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_asked_to_stop(ended: list[Any]) -> None:
+    """Where it awaits."""
+
+    coroutines, run = Coroutines(), run_of_nobody()
+    coroutines.start("a run", "endpoint", run, [asyncio.Event().wait], ended.append)
+    await asyncio.sleep(0)
+    run.cancelled = True
+    coroutines.cancel("a run")
+    await asyncio.sleep(0.01)
+    coroutines.cancel("a run")
+    assert isinstance(ended[0], Failure)
+    assert ended[0].code == TaskCancelled.code
+
+
+@pytest.mark.asyncio
+async def test_what_follows_is_not_in_its_context(ended: list[Any]) -> None:
+    """Its run is the current one in it, and nowhere else."""
+    seen: list[RunContext | None] = []
+
+    async def look() -> None:
+        seen.append(CURRENT_RUN.get())
+        await asyncio.sleep(0)
+
+    run = run_of_nobody()
+    Coroutines().start("a run", "endpoint", run, [look], lambda outcome: ended.append(CURRENT_RUN.get()))
+    await asyncio.sleep(0.01)
+    assert seen == [run]
+    assert CURRENT_RUN.get() is None
+    assert ended == [None]
+
+
+def test_runs_that_end_in_two_loops_at_once() -> None:
+    """Each of two servers in a process handles the end of its run while the other one does."""
+    both = threading.Barrier(2)
+
+    async def serve() -> None:
+        over = asyncio.Event()
+
+        def end(outcome: Failure | list[Any]) -> None:
+            both.wait(10)
+            over.set()
+
+        Coroutines().start("a run", "endpoint", run_of_nobody(), [lambda: asyncio.sleep(0)], end)
+        await asyncio.wait_for(over.wait(), 20)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: asyncio.run(serve()), range(2)))
+
+
+@pytest.mark.asyncio
+async def test_one_that_starts_the_next(ended: list[Any]) -> None:
+    """Thousands in a row need no deeper stack than two."""
+
+    async def nothing() -> None:
+        return
+
+    coroutines = Coroutines()
+
+    def next_one(outcome: Failure | list[Any]) -> None:
+        ended.append(outcome)
+        if len(ended) < 5000:
+            coroutines.start(len(ended), "endpoint", run_of_nobody(), [nothing], next_one)
+
+    coroutines.start(0, "endpoint", run_of_nobody(), [nothing], next_one)
+    for _ in range(10_000):  # turns of the loop
+        await asyncio.sleep(0)
+    assert ended == [[None]] * 5000
+
+
+@pytest.mark.asyncio
+async def test_one_that_refuses_to_end(ended: list[Any]) -> None:
+    """It is cancelled until it gives in."""
+    asked = 0
+
+    async def stubborn() -> None:
+        nonlocal asked
+        while asked < 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                asked += 1
+
+    coroutines = Coroutines()
+    coroutines.start("a run", "endpoint", run_of_nobody(), [stubborn], ended.append)
+    await asyncio.sleep(0)
+    await coroutines.finish()
+    assert asked == 3
+    assert ended == [[None]]

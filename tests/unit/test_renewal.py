@@ -1,0 +1,41 @@
+"""Leases that the next session of a client asks for."""
+
+from __future__ import annotations
+
+from shared_rpc.client.handle import Lease
+from shared_rpc.client.session import LeaseBook, Renewal
+from shared_rpc.client.steps import Reply
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.frames import Frame
+
+
+class Giver:
+    """Takes nothing back."""
+
+    def _end_lease_soon(self, object_id: str, session: object) -> None:
+        """Never called here."""
+        raise AssertionError(object_id)
+
+
+def test_handles_that_change_while_their_leases_are_asked_for() -> None:
+    """Who was suspended since is suspended in the new session; who was resumed has its memory renewed."""
+    earlier, later, leases = object(), object(), LeaseBook()
+    handles = [Lease(1, object_id=name, server_id="s", generation=1, issuer=Giver(), session=earlier) for name in "abcd"]
+    asleep, tired, rested, gone = handles
+    for handle in handles:
+        leases.add(handle)
+    for handle in (asleep, rested):
+        handle._rest()
+        handle._fall_asleep()
+    renewal = Renewal(leases, handles)
+    assert renewal.request.message == m.Hold([*"abcd"], [*"ac"])
+    tired._rest()
+    tired._fall_asleep()
+    rested._wake()
+    gone._forgo()
+    renewal.granted(Reply(m.Held([*"abcd"]), Frame(0, 0, b"")))
+    renewal.move(later)
+    assert [str(message) for message in renewal.corrections()] == ["Release(object_ids=['d'])", "Suspend(object_ids=['b'])"]
+    assert renewal.outdated() == [rested]
+    for handle in (asleep, tired, rested):
+        handle._forgo()

@@ -1,0 +1,185 @@
+"""The page of an object: its revision, who waits for it, and who may write to it."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import math
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from shared_rpc.errors import (
+    CapabilityError,
+    UpdateInterrupted,
+)
+from shared_rpc.memory import futex, revisions
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.revisions import Page, new_page, read_only, settled_revision
+from shared_rpc.protocol.records import SegmentInfo
+from tests.kit.apps import at_once
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A page of revision 0."""
+    yield Page(new_page(), [], "one")
+
+
+class Device:
+    """A GPU that notes at which revision it was waited for; ``ready`` is whether it lets itself be."""
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.waits: list[int] = []
+        self.page = Page(new_page(), [SegmentInfo("a", 4096, "GPU-1", mechanism="vmm")], "one")
+
+    def synchronize(self) -> bool:
+        """As a backend does."""
+        self.waits.append(self.page.revision)
+        return self.ready
+
+
+def test_the_device_is_waited_for_before_the_number_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, at the end of the block; if that cannot be done now, the update is interrupted, and the next one mends it."""
+    device = Device()
+    monkeypatch.setattr(revisions, "backend_for", lambda uuid, mechanism: {("GPU-1", "vmm"): device}[uuid, mechanism])
+    page = device.page
+    with page.update(math.inf):
+        assert device.waits == []
+    assert (device.waits, page.revision) == ([1], 2)
+    device.ready = False
+    with pytest.raises(CapabilityError, match="the wait for GPU GPU-1 failed, because a CUDA graph"), page.update(math.inf):
+        pass
+    with pytest.raises(UpdateInterrupted):
+        page.wait(2, math.inf)
+    device.ready = True
+    with page.update(math.inf):
+        pass
+    assert (device.waits, page.wait(2, math.inf)) == ([1, 3, 5], 6)
+
+
+def test_many_revisions(page: Page) -> None:
+    """They go on where 32 bits end, the word that is waited on included."""
+    page._revision.value = (1 << 32) - 2
+    with page.update(time.monotonic() + 5):
+        assert page.revision == (1 << 32) - 1
+    threading.Timer(0.05, lambda: at_once(lambda: _update(page))).start()
+    assert page.wait((1 << 32) + 1, time.monotonic() + 10) == (1 << 32) + 2
+
+
+def _update(page: Page) -> None:
+    with page.update(time.monotonic() + 5):
+        pass
+
+
+def test_a_reader_s_page_cannot_be_written() -> None:
+    """Its descriptor does not allow a writable mapping."""
+    with new_page("read") as segment, read_only(segment) as sealed:
+        assert sealed.info.access == "read"
+        with pytest.raises(CapabilityError, match="cannot map"):
+            HOST.map(sealed.fileno(), sealed.info.nbytes, "read_write")
+        reader = Page(sealed.duplicate(), [], "one")
+        _update(Page(segment.duplicate(), [], "one"))
+        assert reader.wait(1, time.monotonic() + 5) == 2
+        with pytest.raises(CapabilityError, match="access='read'"):
+            _update(reader)
+
+
+def test_a_reader_cannot_change_its_page_in_another_way() -> None:
+    """A second description of the page, opened for writing, neither maps it nor writes to it."""
+    with new_page("read") as segment, read_only(segment) as sealed:
+        again = os.open(f"/proc/self/fd/{sealed.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            with pytest.raises(CapabilityError, match="access='read'"):
+                HOST.map(again, sealed.info.nbytes, "read_write")
+            with pytest.raises(PermissionError):
+                os.pwrite(again, b"7", 0)
+        finally:
+            os.close(again)
+
+
+def test_a_reader_cannot_lock_its_page() -> None:
+    """The page's writer has the lock from the beginning: no reader can stop its updates, or claim to be the writer."""
+    with new_page("read") as segment, read_only(segment) as sealed:
+        lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        with pytest.raises(BlockingIOError):
+            fcntl.fcntl(sealed.fileno(), fcntl.F_OFD_SETLK, lock)
+        _update(Page(segment.duplicate(), [], "one"))
+        assert settled_revision(segment) == 2
+
+
+def test_writers_of_a_reader_s_page_take_turns() -> None:
+    """The server's threads update the object one after the other, each by a page object of its own."""
+    with new_page("read") as segment:
+        pages = [Page(segment.duplicate(), [], "one") for _ in range(4)]
+        assert at_once(*[functools.partial(_update, page) for page in pages]) == [None] * 4
+        assert settled_revision(segment) == 8
+
+
+def test_a_reader_learns_of_an_update_that_was_left() -> None:
+    """Though the process that left it goes on, and has the lock of the page."""
+    with new_page("read") as segment, read_only(segment) as sealed:
+        reader, writer = Page(sealed.duplicate(), [], "one"), Page(segment.duplicate(), [], "one")
+        with pytest.raises(ZeroDivisionError), writer.update(math.inf):
+            assert settled_revision(sealed) is None
+            raise ZeroDivisionError
+        with pytest.raises(UpdateInterrupted):
+            reader.wait(2, time.monotonic() + 5)
+        assert settled_revision(sealed) == 1
+        _update(writer)
+        assert reader.wait(2, time.monotonic() + 5) == 4
+
+
+def test_a_reader_learns_of_its_server_s_end() -> None:
+    """The lock ends with the server, so an update that was going on then has been interrupted."""
+    with new_page("read") as segment:
+        reader, writer = Page(read_only(segment), [], "one"), Page(segment.duplicate(), [], "one")
+        assert writer.try_begin() is not None
+        del writer
+    with pytest.raises(UpdateInterrupted):
+        reader.wait(2, time.monotonic() + 5)
+
+
+def test_nobody_seals_a_page_that_all_write_to() -> None:
+    """A client that did would keep the others from updating the object."""
+    with new_page() as segment, pytest.raises(PermissionError):
+        HOST.seal(segment.fileno())
+
+
+def test_an_unknown_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is waited for."""
+    monkeypatch.setattr(futex, "_NUMBER", None)
+    with pytest.raises(CapabilityError, match=r"futex\(2\), whose number on '.*' machines is unknown"):
+        new_page()
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_who_waits_is_woken(
+    page: Page, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, ends: str
+) -> None:
+    """By the end of the update, whichever it is; nobody looks again and again."""
+    monkeypatch.setattr(revisions, "SLICE", 20.0)
+
+    def write() -> None:
+        with page.update(math.inf):
+            begun.set()
+            assert go.wait(30)
+            if ends == "badly":
+                raise ZeroDivisionError
+
+    def wait() -> tuple[int, float]:
+        assert begun.wait(10)
+        threading.Timer(0.1, go.set).start()
+        begin = time.monotonic()
+        try:
+            return page.wait(1, math.inf), time.monotonic() - begin
+        except UpdateInterrupted as error:
+            return error.revision, time.monotonic() - begin
+
+    (revision, seconds), _ = at_once(wait, write)
+    assert (revision, seconds < 5) == (2 if ends == "well" else 1, True)
