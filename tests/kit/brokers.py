@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pytest
 
 from shared_rpc import Client
 from shared_rpc.settings import ServeOptions
@@ -134,6 +136,32 @@ class BrokerApp:
         """Hang up."""
         for client in self._clients:
             client.close()
+
+    def empty(self) -> None:
+        """Hang up, and have the broker drop all objects: another test is to find none."""
+        self.close()
+        self._clients.clear()
+        with Client(self.base_path, device="cpu", timeout=30.0) as client:
+            for name in client.list_endpoints():
+                client.invalidate_endpoint_cache(name)
+            eventually(lambda: client.get_server_info()["objects"] == 0)
+
+
+@contextmanager
+def module_broker(directory: Path, app: str, *options: str) -> Iterator[BrokerApp]:
+    """Serve an app to all tests of a module, each of which calls :meth:`BrokerApp.empty` at its end."""
+    directory.chmod(0o700)
+    children: list[Child] = []
+    served = BrokerApp(directory, str(directory / "s"), children)
+    served.write(app)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
+        served.start(*options)
+    yield served
+    served.close()
+    for child in children:
+        child.process.kill()
+        child.process.communicate()
 
 
 def worker_pids(client: Client) -> list[int]:

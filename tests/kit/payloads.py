@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.kit.deep import deep
 from tests.kit.interpreter import bits
 from tests.kit.models import Tied
 
-__all__ = ["PAYLOADS", "aliases", "any_payload", "described", "tensors_in"]
+__all__ = ["PAYLOADS", "aliases", "any_payload", "described", "each_payload", "tensors_in"]
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
@@ -212,6 +214,16 @@ PAYLOADS: dict[str, Make] = {
 
 
 # Any payload.
+
+#: What goes over a wire in every run; the codec's rules for the others are in tests/unit/test_codec.py.
+_REPRESENTATIVES = ("containers", "views", "the same twice", "conjugated and negated", "module beside its weight")
+
+
+def each_payload() -> pytest.MarkDecorator:
+    """Run a test for the ``name`` of some payloads, and in ``nox -s deep`` of all."""
+    return pytest.mark.parametrize(
+        "name", [*_REPRESENTATIVES, *deep(*(name for name in PAYLOADS if name not in _REPRESENTATIVES))]
+    )
 
 
 @dataclass(frozen=True)

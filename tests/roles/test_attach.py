@@ -22,6 +22,7 @@ from shared_rpc.codec.by_value import pickle_by_value
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Serve
+from tests.kit.deep import deep
 from tests.kit.interpreter import Interpreter
 from tests.kit.models import Everything
 from tests.kit.processes import Child, eventually, open_fds, python
@@ -120,7 +121,7 @@ def test_more_segments_than_a_message_carries(
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "weight_norm"])
+@pytest.mark.parametrize("normed", [False, *deep(True)], ids=["plain", "weight_norm"])
 def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhere: Elsewhere, normed: bool) -> None:
     """What torch does to have their weights in one piece on a GPU takes them out of it on neither side."""
     model = nn.LSTM(4, 4, device=device)
@@ -147,6 +148,7 @@ def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhe
         model.to(device)(inputs)
 
 
+@pytest.mark.deep
 def test_decoder_generates_the_same_tokens(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A Llama decoder with tied embeddings generates the same tokens greedily, its cache in each process its own."""
     transformers = importlib.import_module("transformers")

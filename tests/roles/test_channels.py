@@ -26,6 +26,7 @@ from shared_rpc.errors import (
 from shared_rpc.operations import channels
 from tests.kit.apps import Serve
 from tests.kit.attacker import CONTAINER, needs_namespaces
+from tests.kit.deep import deep
 from tests.kit.interpreter import bits
 from tests.kit.processes import Child, open_fds, python
 
@@ -109,7 +110,7 @@ answer = received
 """
 
 
-@pytest.mark.parametrize("nbytes", [4096, 1 << 20])
+@pytest.mark.parametrize("nbytes", [4096, *deep(1 << 20)])
 def test_tensors_of_every_kind(device: str, client: Client, elsewhere: Run, nbytes: int) -> None:
     """Each message arrives whole and in order, in slots that are smaller than some of its tensors, or larger than all."""
     tensors = samples(device)
@@ -487,6 +488,7 @@ def test_a_forked_child_opens_its_own(client: Client, elsewhere: Run) -> None:
     assert elsewhere(code) == 7
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", ["cpu"])
 @needs_namespaces
 def test_a_reader_in_a_container(client: Client, children: list[Child]) -> None:

@@ -119,23 +119,6 @@ def test_threads_do_not_keep_a_client(server: Server, make: Callable[[], Client]
     await_end(server)
 
 
-def test_a_client_that_was_used_in_threads(server: Server, make: Callable[[], Client]) -> None:
-    """Each of their connections ends with it."""
-    client, met = make(), threading.Barrier(3)
-
-    def use(client: Client) -> None:
-        met.wait(30)
-        client.ping()
-
-    threads = [threading.Thread(target=use, args=(client,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    del client, thread, threads
-    await_end(server)
-
-
 def test_a_client_that_failed(server: Server, make: Callable[[], Client]) -> None:
     """An error that was caught keeps nothing once it is gone."""
     client = make()

@@ -17,6 +17,7 @@ from shared_rpc.execution import device_memory
 from shared_rpc.memory.closing import CLOSER
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.closings import FILE, LARGE, late_closings
+from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually
 
 APP = f"""
@@ -84,7 +85,7 @@ def end_session(client: Client) -> None:
     del buffer
 
 
-@pytest.mark.parametrize("drop", [invalidate, refresh, promote, evict, expire, free, release, end_session])
+@pytest.mark.parametrize("drop", [invalidate, end_session, *deep(refresh, promote, evict, expire, free, release)])
 def test_a_broker_s_loop_closes_no_large_memory(
     drop: Callable[[Client], None],
     base_path: str,
@@ -163,27 +164,7 @@ def test_a_quota_counts_dropped_memory_as_free(
                 assert go.is_set() == (device != "cpu")
 
 
-def test_a_result_takes_the_place_of_a_dropped_object(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client]
-) -> None:
-    """With a full quota, the build which follows a drop is kept."""
-
-    @provider.share(managed=True)
-    def weights(number: int) -> torch.Tensor:
-        return torch.full((LARGE,), number, dtype=torch.uint8)
-
-    serve(quotas={"cpu": LARGE})
-    client = connect()
-    full = client.create_buffer(LARGE, keep=True)
-    full.release()
-    with late_closings():
-        client.free_buffer(full.object_id)
-        eventually(lambda: len(CLOSER) == 1)
-        with client.call("weights", 7) as handle:
-            assert int(handle.value[0]) == 7
-
-
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [True, *deep(False)])
 def test_a_build_waits_for_memory_without_which_it_may_not_fit(
     is_async: bool,
     provider: Provider,

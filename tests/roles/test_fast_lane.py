@@ -262,8 +262,6 @@ def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading
     assert sorted(sums) == [MIB // 4] * 8 + [MIB // 2]
 
 
-
-
 def test_a_result_nobody_takes(
     server: Server, client: Client, go: threading.Event, begun: threading.Event, device: str
 ) -> None:

@@ -278,36 +278,6 @@ def test_an_invalidation_meanwhile(app: App, builds: Builds, go: threading.Event
     assert (load().generation, handle.latest().object_id) == (2, load().object_id)
 
 
-def test_a_refresh_holds_up_no_short_call(
-    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
-) -> None:
-    """Though there is but one thread for these: it runs where tasks do."""
-
-    @provider.share
-    def load() -> torch.Tensor:
-        begun.set()
-        assert go.wait(30)
-        return torch.ones(1)
-
-    @provider.share(cache=False)
-    def short() -> torch.Tensor:
-        return torch.ones(2)
-
-    serve(max_workers=1)
-    client, other = connect(), connect(timeout=10)
-
-    def call() -> torch.Tensor:
-        try:
-            assert begun.wait(10)
-            answer: torch.Tensor = other.call("short")
-            return answer
-        finally:
-            go.set()
-
-    made, answer = at_once(lambda: client.refresh("load"), call)
-    assert (made.generation, answer.tolist()) == (1, [1, 1])
-
-
 def test_an_endpoint_that_refreshes_itself(app: App) -> None:
     """It would wait for itself, and says so; another call's it may refresh."""
 

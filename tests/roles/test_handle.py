@@ -15,6 +15,7 @@ import torch
 from shared_rpc import Handle
 from shared_rpc.errors import CapabilityError, StaleHandleError
 from tests.kit.apps import App, shares_memory
+from tests.kit.deep import deep
 from tests.kit.processes import eventually
 
 
@@ -193,7 +194,7 @@ def test_tensors_outlive_the_provider(app: App) -> None:
     handle.release()
 
 
-@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("attempt", [pickle.dumps, *deep(copy.copy, copy.deepcopy)])
 def test_handle_stays_in_its_process(app: App, attempt: Callable[[Any], object]) -> None:
     """A handle is a lease of this process: it is neither pickled nor copied, and the error says what to do."""
     app.share("load", managed=True)(lambda: torch.ones(1))

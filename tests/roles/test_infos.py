@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
-import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.protocol import infos
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
@@ -59,22 +55,6 @@ def reply_to(path: str, request: m.Message, replies: type[m.Message]) -> list[st
     return misfits(value, field.type, replies.__name__)
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ({"state": "off"}, []),
-        ({"state": "ready", "pid": 1, "dropped": {"a": "why"}}, []),
-        ({"pid": 1}, [" has no state"]),
-        ({"state": "off", "more": 1}, [" has more"]),
-        ({"state": "off", "pid": None}, [".pid is None, not <class 'int'>"]),
-        ({"state": "off", "dropped": {"a": 1}}, [".dropped[a] is 1, not <class 'str'>"]),
-    ],
-)
-def test_the_check_finds_what_does_not_fit(value: dict[str, Any], told: list[str]) -> None:
-    """Keys that are missing or unknown, and values of other types, however deep."""
-    assert misfits(value, infos.ZygoteInfo) == told
-
-
 def test_a_broker_answers_with_all_keys_and_no_others(broker_app: BrokerApp, tmp_path: Path) -> None:
     """Each of its replies, with workers, a zygote, a holder, a buffer, a run, and its end."""
     broker_app.write()
@@ -101,37 +81,6 @@ def test_a_broker_answers_with_all_keys_and_no_others(broker_app: BrokerApp, tmp
     ]
     gate.touch()
     wrong += reply_to(path, m.StopServer(), m.StopReply)
-    assert wrong == []
-
-
-def test_a_server_in_process_answers_with_all_keys_and_no_others(
-    provider: Provider, serve: Callable[..., Server], connect: Callable[..., Client], go: threading.Event
-) -> None:
-    """Each of its replies; it has no workers, and is a part of a process."""
-
-    @provider.share(managed=True)
-    def load(size: int) -> torch.Tensor:
-        progress(1, 2, "half")
-        go.wait()
-        return torch.zeros(size)
-
-    server, client = serve(), connect()
-    client.submit("load", 1)
-    eventually(lambda: [run["progress"] is not None for run in client.list_runs()] == [True])
-    path = server.socket_path
-    wrong = reply_to(path, mo.ListRuns(), mo.RunsReply)
-    go.set()
-    handle, buffer = client.call("load", 2), client.create_buffer(16, max_accesses=3)
-    wrong += [
-        *reply_to(path, m.GetServerInfo(), m.ServerReply),
-        *reply_to(path, m.GetObjectInfo(handle.object_id), m.ObjectReply),
-        *reply_to(path, m.GetObjectInfo(buffer.object_id), m.ObjectReply),
-        *reply_to(path, m.ListHolders(handle.object_id), m.HoldersReply),
-        *reply_to(path, m.ListObjects(), m.ObjectsReply),
-        *reply_to(path, m.ListDevices(), m.DevicesReply),
-        *reply_to(path, mo.ListSessions(), mo.SessionsReply),
-        *reply_to(path, mo.GetStatistics(), mo.StatisticsReply),
-    ]
     assert wrong == []
 
 

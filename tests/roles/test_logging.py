@@ -14,7 +14,7 @@ import torch
 from shared_rpc import Client, Provider, errors
 from shared_rpc.context import request_id
 from shared_rpc.observability import events as i
-from shared_rpc.observability.logs import JsonFormatter, RequestIdFilter, TextFormatter, configure, log_event
+from shared_rpc.observability.logs import configure, log_event
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, python
@@ -86,59 +86,6 @@ def test_what_an_endpoint_logs_has_the_id_of_its_request(client: Client, stream:
 def test_an_error_without_a_server_has_no_id() -> None:
     """There is no log to look into."""
     assert errors.ConnectError("nobody is there").request_id == ""
-
-
-def record(message: str = "hello", **fields: Any) -> logging.LogRecord:
-    """One record, as a handler gets it."""
-    made = logging.makeLogRecord(
-        {"name": "app", "levelname": "INFO", "levelno": 20, "msg": message, "created": 0.5, "msecs": 500}
-    )
-    vars(made).update(fields)
-    assert RequestIdFilter().filter(made)
-    return made
-
-
-def test_a_line_of_text() -> None:
-    """Fields follow the message; what has blanks in it is quoted."""
-    line = TextFormatter().format(record(request_id="ab-1-2", endpoint="model", seconds=0.25, text='a "b"\nc', empty=""))
-    assert line == (
-        '1970-01-01T00:00:00.500Z INFO app [ab-1-2] hello endpoint=model seconds=0.25 text="a \\"b\\"\\nc" empty=""'
-    )
-
-
-def test_a_text_of_a_client_is_one_line_that_moves_no_cursor() -> None:
-    """In the message and in a field: it could look like a line of its own, or be a terminal's command."""
-    line = TextFormatter().format(record("from\n1970 CRITICAL \x1b[31m", field="\x1b[31m"))
-    assert line == '1970-01-01T00:00:00.500Z INFO app [-] from\\n1970 CRITICAL \\x1b[31m field="\\u001b[31m"'
-
-
-def test_a_line_of_json_has_the_traceback() -> None:
-    """On one line, whatever is in it."""
-    try:
-        raise ValueError("a\nb")
-    except ValueError as error:
-        made = record("it failed", exc_info=(type(error), error, error.__traceback__))
-    text = JsonFormatter().format(made)
-    assert "\n" not in text
-    line = json.loads(text)
-    assert line["time"] == "1970-01-01T00:00:00.500Z"
-    assert line["exception"].endswith("ValueError: a\nb")
-
-
-def test_a_value_that_json_has_not_is_told_as_text() -> None:
-    """A log line never fails."""
-    line = json.loads(JsonFormatter().format(record(shape=torch.Size([2, 3]), device=torch.device("cpu"))))
-    assert (line["shape"], line["device"]) == ([2, 3], "cpu")
-
-
-def test_every_event_has_its_line(stream: io.StringIO) -> None:
-    """Also those that are rare; and no field of theirs hides one that a record has."""
-    values: dict[Any, Any] = {"int": 1, "str": "x", "float": 0.5, "bool": True}
-    for kind in i.Event.__subclasses__():
-        fields = {name: values.get(hint, "x") for name, hint in kind.__annotations__.items()}
-        log_event(kind(**fields))
-        (line,) = lines(stream, event=kind.__name__)
-        assert fields.items() <= line.items()
 
 
 def test_importing_configures_no_logging() -> None:

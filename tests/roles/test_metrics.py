@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 import socket
@@ -427,16 +426,6 @@ def test_whatever_is_asked_gets_an_answer_or_none(url: str, request_: bytes, sta
         received = b""
     assert status in received
     assert scrape(url)("sessions") == 0
-
-
-def test_the_text_can_be_compressed(url: str) -> None:
-    """As Prometheus asks for it; and in the newer format."""
-    request = urllib.request.Request(
-        url, headers={"Accept-Encoding": "gzip", "Accept": "application/openmetrics-text; version=1.0.0"}
-    )
-    with urllib.request.urlopen(request, timeout=10) as response:
-        assert response.headers["Content-Type"].startswith("application/openmetrics-text")
-        assert gzip.decompress(response.read()).endswith(b"# EOF\n")
 
 
 @pytest.mark.deep  # for the seconds after which silent connections are closed

@@ -75,21 +75,6 @@ def test_sessions(served: Server, connect: Connect) -> None:
     del handles
 
 
-def test_what_a_session_holds_is_counted_once(served: Server, provider: Provider, connect: Connect) -> None:
-    """Objects over a buffer that it holds too are no more memory."""
-
-    @provider.share(managed=True)
-    def over(buffer_id: str, rows: int) -> torch.Tensor:
-        return provider.get_buffer(buffer_id).value[:rows]
-
-    holder, other = connect(), connect()
-    buffer = holder.create_buffer((4, 1024), torch.float32)
-    handles = [holder.call("over", buffer.object_id, rows) for rows in (1, 2)]
-    other.ping()
-    assert sorted((one["leases"], one["nbytes"]) for one in other.list_sessions()) == [(0, 0), (3, 4 * 1024 * 4)]
-    del handles
-
-
 def test_runs_of_calls_and_of_tasks(served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor) -> None:
     """One that runs tells its progress and who waits for it; one that waits for its turn has not begun."""
     client = connect()
@@ -213,18 +198,6 @@ def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Co
     with pytest.raises(ConfigurationError, match=r"is a buffer.*free_buffer"):
         client.invalidate_object(buffer.object_id)
     client.free_buffer(buffer)
-
-
-@pytest.mark.asyncio
-async def test_the_async_client_asks_the_same(served: Server) -> None:
-    """Each operation, as a coroutine."""
-    async with AsyncClient(socket_path=served.socket_path, connect_timeout=0) as client:
-        handle = await client.call("load", 1)
-        assert [one["pid"] for one in await client.list_sessions()] == [os.getpid()]
-        assert await client.list_runs() == []
-        assert (await client.get_statistics())["load"]["calls"] == 1
-        assert await client.invalidate_object(handle.object_id) == 1
-        await handle.release()
 
 
 def test_a_worker_tells_its_device_and_how_often_it_was_started_again(broker_app: BrokerApp) -> None:

@@ -13,6 +13,7 @@ import torch
 from shared_rpc import Client
 from shared_rpc.errors import CapabilityError, CodecError, RemoteError
 from tests.kit.apps import App, Connect
+from tests.kit.deep import deep
 
 #: Levels that neither pickle nor a message can follow: from Python 3.14 on the size of the stack is what ends them.
 DEEP = 200_000
@@ -43,7 +44,9 @@ DEEP_VALUES: dict[str, Callable[[], Any]] = {
 
 #: What finds the level is the same in every role.
 every_kind_for_a_client = pytest.mark.parametrize(
-    ("app", "kind"), [*(("client", kind) for kind in DEEP_VALUES), ("local", "lists"), ("server", "lists")], indirect=["app"]
+    ("app", "kind"),
+    [("client", "dicts"), ("local", "lists"), *deep(("server", "lists"), *(("client", kind) for kind in DEEP_VALUES))],
+    indirect=["app"],
 )
 
 
@@ -147,7 +150,7 @@ def stop() -> NoReturn:
     raise GeneratorExit
 
 
-@pytest.mark.parametrize("kind", [EndsWhoeverLoadsIt, StopsWhoeverLoadsIt])
+@pytest.mark.parametrize("kind", [EndsWhoeverLoadsIt, *deep(StopsWhoeverLoadsIt)])
 def test_an_exception_that_ends_whoever_rebuilds_it(client_of: Connect, kind: type[Exception]) -> None:
     """It is one that cannot be rebuilt, and arrives as a RemoteError with its type's name, message and traceback."""
 
@@ -199,7 +202,7 @@ class Interrupted(BaseException):
     """What the handler raises."""
 
 
-@pytest.fixture(params=[SystemExit, Interrupted, KeyboardInterrupt])
+@pytest.fixture(params=[Interrupted, *deep(SystemExit, KeyboardInterrupt)])
 def raised_by_handler(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
     """What a handler of SIGUSR1 raises, of which there is one meanwhile."""
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shared_rpc import AsyncClient, Client, Provider
+from shared_rpc import Client, Provider
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Serve
 from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.interpreter import Interpreter
 from tests.kit.models import Everything
-from tests.kit.processes import python
 
 Elsewhere = Callable[..., Any]
 
@@ -115,26 +111,6 @@ def test_an_object_that_is_attached_again(device: str, get: Serve, elsewhere: El
     elsewhere('kept.pop("writes")', 1)
 
 
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_parameters_of_a_model_that_is_only_read(get: Serve, children: list[Any]) -> None:
-    """A write to one ends the process as ever; to what is private it does not."""
-    get(normed(), access="read", tensors="parameters")
-    child = python(
-        """
-        import torch
-        from shared_rpc import Client
-        model = Client(device="cpu", connect_timeout=5).call("get")
-        model[1].running_mean.fill_(1)
-        print("begins", flush=True)
-        model[0].weight.zero_()
-        print("survived", flush=True)
-        """
-    )
-    children.append(child)
-    output, errors = child.process.communicate(timeout=50)
-    assert (child.process.returncode, output.split()) == (-signal.SIGSEGV, ["begins"]), errors
-
-
 def test_memory_that_nobody_keeps_mapped(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """A client has the shared segment mapped, and not the one that it has copied."""
     get(normed(device), tensors="parameters")
@@ -181,14 +157,6 @@ def test_sizes_in_every_role(app: App) -> None:
         facts, facts_of_whole = part.get_object_info(refresh=True), whole.get_object_info(refresh=True)
     assert (facts["nbytes"], facts_of_whole["nbytes"]) == (shared, shared + own)
     assert facts["private_nbytes"] - facts_of_whole["private_nbytes"] == (own if app.role != "local" else 0)
-
-
-def test_the_option_is_told(app: App) -> None:
-    """With the others of the endpoint."""
-    app.share("load", tensors="parameters")(normed)
-    app.share("whole")(normed)
-    endpoints = app.provider.list_endpoints()
-    assert [endpoints[name]["tensors"] for name in ("load", "whole")] == ["parameters", "all"]
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -265,40 +233,6 @@ def test_a_fork_of_a_process_that_has_it(get: Serve, elsewhere: Elsewhere) -> No
 # Ways to an object.
 
 
-def test_a_ticket(device: str, get: Serve, client: Client, elsewhere: Elsewhere, tmp_path: Path) -> None:
-    """Who opens one attaches as by a call."""
-    get(normed(device), managed=True, tensors="parameters")
-    path = tmp_path / "model.ticket"
-    with client.call("get") as handle:
-        handle.value[1].running_mean.fill_(3)
-        handle.ticket(path)
-        code = f"""
-        with client.open_ticket({str(path)!r}) as handle:
-            handle.value[0].weight.fill_(2)
-            answer = handle.value[1].running_mean[0].item()
-            handle.value[1].running_mean.fill_(4)
-            if device == "cuda":
-                torch.cuda.synchronize()
-        """
-        assert elsewhere(code) == 0
-        assert (handle.value[0].weight[0, 0].item(), handle.value[1].running_mean[0].item()) == (2, 3)
-
-
-def test_an_asynchronous_client(device: str, get: Serve, base_path: str) -> None:
-    """Its values are the same."""
-    model = normed(device)
-    get(model, managed=True, access="read", tensors="parameters")
-
-    async def main() -> list[float]:
-        connected = AsyncClient(base_path, device=device, connect_timeout=0)
-        async with connected as client, await client.call("get") as handle:
-            handle.value.train()(torch.ones(2, 4, device=device))
-            return [handle.value[1].num_batches_tracked.item(), handle.value[0].weight[0, 0].item()]
-
-    assert asyncio.run(main()) == [1, 1]
-    assert model[1].num_batches_tracked.item() == 0
-
-
 def test_the_next_generation(device: str, provider: Provider, serve: Serve, client: Client) -> None:
     """It has private bytes of its own; who holds the one before keeps what it has written."""
     builds: list[nn.Module] = []
@@ -317,34 +251,6 @@ def test_the_next_generation(device: str, provider: Provider, serve: Serve, clie
         with old.latest() as new:
             assert [handle.value[1].running_mean[0].item() for handle in (old, new)] == [-1, 2]
             assert old.value[0].weight.data_ptr() != new.value[0].weight.data_ptr()
-
-
-def test_an_update_in_place(device: str, get: Serve, client: Client, elsewhere: Elsewhere) -> None:
-    """Any process may update what is shared for writing; what it writes to private tensors stays its own."""
-    get(normed(device), managed=True, tensors="parameters")
-    with client.call("get") as handle:
-        elsewhere(
-            """
-            with client.call("get") as handle, client.update(handle) as model:
-                model[0].weight.fill_(5)
-                model[1].running_mean.fill_(5)
-            """
-        )
-        assert handle.wait_revision(2, timeout=30) == 2
-        assert (handle.value[0].weight[0, 0].item(), handle.value[1].running_mean[0].item()) == (5, 0)
-
-
-def test_many_that_attach_at_once(device: str, get: Serve, client: Client) -> None:
-    """Threads of one process get one object, with one set of private tensors."""
-    get(normed(device), tensors="parameters")
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(client.call("get"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert len(found) == 8
-    assert len({id(model) for model in found}) == 1
 
 
 def test_what_is_left_when_all_have_gone(device: str, get: Serve, client: Client) -> None:
@@ -396,14 +302,3 @@ def test_a_broker_and_a_maker_that_is_killed(broker_app: BrokerApp) -> None:
             assert [handle.value[1].running_mean[0].item() for handle in (first, later)] == [2, 1]
             assert client.call("statistics") == 1  # a client of the broker, with a copy of its own
             assert later.value[1].num_batches_tracked == 0
-
-
-def test_another_worker_of_a_broker(broker_app: BrokerApp) -> None:
-    """A worker that did not make the object trains on a copy."""
-    broker_app.write(SHARED)
-    broker_app.start("--workers", "2")
-    client = broker_app.connect()
-    with client.call("normed") as handle:
-        answers = {client.call("statistics").item() for _ in range(4)}
-        assert answers <= {1, 2, 3, 4}
-        assert handle.value[1].num_batches_tracked == 0

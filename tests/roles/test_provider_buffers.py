@@ -14,8 +14,7 @@ import torch
 
 from shared_rpc import Handle, Provider, Server
 from shared_rpc.client.steps import Request
-from shared_rpc.codec import results
-from shared_rpc.errors import BufferNotFound, CapabilityError, CodecError, ConfigurationError, ServerBusy
+from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError, ServerBusy
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
 from shared_rpc.protocol import messages as m
@@ -185,22 +184,6 @@ def test_a_quota_binds_the_server_itself(server: tuple[Provider, Server], device
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 class TestOnTheHost:
     """What goes wrong, which no device makes different."""
-
-    def test_one_that_cannot_be_mapped_is_freed(
-        self, server: tuple[Provider, Server], device: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Nobody would ever know its id."""
-        provider, running = server
-
-        def fail(*_: object, **__: object) -> None:
-            raise CodecError("no room for it here")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(results, "decode_result", fail)
-            with pytest.raises(CodecError):
-                provider.create_buffer(100)
-        eventually(lambda: running.info()["buffers"] == 0)
-        assert used(provider, device) == 0
 
     @pytest.mark.parametrize("provider", ["local", "server"], indirect=True)
     def test_on_the_event_loop_of_endpoints(self, provider: Provider) -> None:

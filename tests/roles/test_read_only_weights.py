@@ -11,6 +11,7 @@ import torch
 
 from shared_rpc import Provider, Server
 from tests.kit.apps import Serve
+from tests.kit.deep import deep
 from tests.kit.processes import Child, python
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -173,7 +174,11 @@ def test_what_writes(start: Callable[..., Child], case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "number"), [(case, number) for case, (_, _, ways) in CASES.items() for number in range(len(ways))]
+    ("case", "number"),
+    [
+        *((case, 0) for case in CASES),
+        *deep(*((case, number) for case, (_, _, ways) in CASES.items() for number in range(1, len(ways)))),
+    ],
 )
 def test_the_way_out(start: Callable[..., Child], case: str, number: int) -> None:
     """What the page says to do instead works."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import stat
@@ -17,10 +16,11 @@ import torch
 import xxhash
 from torch import nn
 
-from shared_rpc import AsyncClient, Client, Provider, RecordHeader, Server
-from shared_rpc.errors import RecordError, ServerBusy, StaleHandleError, UpdateInterrupted
+from shared_rpc import Client, Provider, RecordHeader, Server
+from shared_rpc.errors import RecordError, StaleHandleError, UpdateInterrupted
 from shared_rpc.extras import record_file
 from shared_rpc.extras.record_file import FileRecord, save
+from tests.kit.deep import deep
 from tests.kit.models import Tied
 from tests.kit.payloads import aliases, described
 from tests.kit.processes import eventually
@@ -102,18 +102,6 @@ def test_an_object_is_on_disk(here: Site, there: Site, path: Path) -> None:
     assert list(path.parent.glob("*.part")) == []
 
 
-def test_a_coroutine_reads_a_file(there: Site, path: Path) -> None:
-    """As a record of a server."""
-
-    async def main() -> None:
-        async with AsyncClient(there.base_path, device=there.device, timeout=30) as client:
-            with FileRecord(path) as record:
-                assert (await client.adopt(record, "read", size=200)).cache_key == "read(size=200)"
-
-    asyncio.run(main())
-    assert there.built == 0
-
-
 def test_the_segments_are_at_pages(here: Site, path: Path) -> None:
     """As a reader that maps the file would have them."""
     header, layout = read(path)
@@ -141,14 +129,14 @@ def read(path: Path) -> tuple[RecordHeader, Any]:
 # Damage.
 
 
-@pytest.mark.parametrize("left", [0, 10, 19, 20, 40, 52, 60, 1000, 0.3, 0.9, -1])
+@pytest.mark.parametrize("left", [0, 20, 60, 0.9, -1])
 def test_a_truncated_file(there: Site, path: Path, left: float) -> None:
     """Wherever it ends, it is refused before any memory is made."""
     size = path.stat().st_size
     os.truncate(path, size - 1 if left < 0 else int(left * size) if isinstance(left, float) else int(left))
     with pytest.raises(RecordError) as caught:
         FileRecord(path)
-    assert caught.value.reason == ("malformed" if left in (0, 10) else "damaged")
+    assert caught.value.reason == ("damaged" if left else "malformed")
     assert there.client.list_objects() == []
 
 
@@ -202,7 +190,7 @@ def test_no_record_at_all(tmp_path: Path) -> None:
         assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+@pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_what_others_may_have_written_is_not_read(path: Path, mode: int) -> None:
     """It holds a pickle. The error names the mode."""
     path.chmod(mode)
@@ -258,7 +246,7 @@ def test_a_file_with_changed_fields_is_still_checked(there: Site, path: Path) ->
     assert caught.value.reason == "malformed"
 
 
-@pytest.mark.parametrize("nbytes", [1 << 46, 1 << 62])
+@pytest.mark.parametrize("nbytes", [1 << 62])
 def test_a_segment_that_is_larger_than_the_file(path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """It is refused before a place is worked out for each of its parts, of which there would be millions."""
     header, _ = read(path)
@@ -285,7 +273,7 @@ def test_a_folder_that_is_not_there(here: Site, tmp_path: Path) -> None:
         save(here.client, handle.object_id, tmp_path / "no" / "model.record")
 
 
-@pytest.mark.parametrize("step", ["posix_fallocate", "pwrite", "fsync", "link", "replace"])
+@pytest.mark.parametrize("step", ["pwrite", "fsync", "link", *deep("posix_fallocate", "replace")])
 def test_a_disk_that_fails(here: Site, path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Whenever it does, the earlier file is as it was, and no other one is left."""
     before = path.read_bytes()
@@ -316,19 +304,6 @@ def test_a_file_system_without_nameless_files(here: Site, there: Site, path: Pat
     with FileRecord(path) as record:
         assert there.client.adopt(record).cache_key == "model(size=300)"
     assert sorted(one.name for one in path.parent.glob("model*")) == ["model.record"]
-
-
-def test_no_room_on_the_server(sites: Callable[..., Site], here: Site, path: Path, device: str) -> None:
-    """The quota is a limit for what comes from disk too."""
-    full = sites(quotas={device: 4 << 20})
-    with (
-        full.client.create_buffer(4 << 20, device=device),
-        FileRecord(path) as record,
-        pytest.raises(ServerBusy, match="quota"),
-    ):
-        full.client.adopt(record)
-    with FileRecord(path) as record:
-        assert full.client.adopt(record).generation == 1
 
 
 def test_an_object_that_is_written_to_is_of_one_revision(

@@ -21,15 +21,15 @@ from shared_rpc.errors import (
     ConfigurationError,
     EndpointNotFound,
     RecordError,
-    RefreshError,
     ServerBusy,
     StaleHandleError,
 )
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, at_once
+from tests.kit.deep import deep
 from tests.kit.models import Everything, Tied
-from tests.kit.payloads import PAYLOADS, aliases, described
+from tests.kit.payloads import PAYLOADS, aliases, described, each_payload
 from tests.kit.processes import eventually
 
 Edit = Callable[..., RecordHeader]
@@ -159,8 +159,8 @@ def test_bytes_are_written_at_an_offset(here: Site, there: Site, monkeypatch: py
             source.write(0, b"abc")
 
 
-@pytest.mark.parametrize("endpoint", ["all", "parameters", "read"])
-@pytest.mark.parametrize("name", sorted(PAYLOADS))
+@pytest.mark.parametrize("endpoint", ["all", *deep("parameters", "read")])
+@each_payload()
 def test_a_payload_arrives_as_it_was(here: Site, there: Site, name: str, endpoint: str) -> None:
     """Every bit, flag, stride and tie, whatever is shared of it; and nothing was built."""
     made = adopted(here, there, endpoint, name)
@@ -182,18 +182,6 @@ def test_a_module_arrives_as_it_was(here: Site, there: Site, device: str, make: 
     original, arrived = here.client.call("boxed"), there.client.call("boxed")
     assert described(arrived) == described(original)
     assert aliases(arrived) == aliases(original)
-
-
-def test_arrays_arrive(here: Site, there: Site, device: str) -> None:
-    """Memory that no tensor is over: each process may write to it, and sees its own writes."""
-    import numpy as np
-
-    here.box = {"array": np.arange(100_000), "tensor": torch.arange(5, device=device)}
-    adopted(here, there, "boxed")
-    one, other = there.client.call("boxed"), there.client.call("boxed")
-    assert (one["array"] == np.arange(100_000)).all() and one["tensor"].tolist() == [0, 1, 2, 3, 4]
-    one["array"][0] = 7
-    assert other["array"][0] == 0
 
 
 def test_an_object_without_tensors_in_it_arrives(here: Site, there: Site) -> None:
@@ -489,21 +477,6 @@ def test_a_run_in_flight_does_not_take_its_place(here: Site, there: Site) -> Non
     assert (waited.value.weight == 1).all() and not waited.is_current()
     assert there.client.call("load", 3).object_id == made.object_id
     assert made.generation == 1
-
-
-def test_a_refresh_in_flight_is_told(here: Site, there: Site) -> None:
-    """What it builds is older than what was adopted meanwhile."""
-    there.client.call("load", 3)
-    there.go = threading.Event()
-
-    def adopt() -> None:
-        eventually(lambda: len(there.built) == 2)
-        with here.client.export(here.client.call("load", 3)) as record:
-            there.client.adopt(record)
-        there.go.set()
-
-    refreshed, _ = at_once(lambda: there.client.refresh("load", 3), adopt)
-    assert isinstance(refreshed, RefreshError)
 
 
 # What is refused.

@@ -96,6 +96,7 @@ def test_the_steps_of_other_peoples_receivers(device: str, get: Serve, elsewhere
     assert value[1].tolist() == [7.0] * 10
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("device", ["cpu"])
 @needs_namespaces
 def test_a_receiver_in_a_container(device: str, get: Serve, children: list[Child]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from shared_rpc import Client, Provider
+from shared_rpc import Client
 from tests.kit.apps import Connect
+from tests.kit.deep import deep
 from tests.kit.processes import Child
 
 #: A script as users write it: no branch on the role.
@@ -237,7 +238,7 @@ def test_a_missing_server(base_path: str, script: Callable[..., Path], start: Ca
 # The server role.
 
 
-@pytest.mark.parametrize("main", ["", "provider.get_runtime_info()", "sys.exit(0)", "sys.exit()"])
+@pytest.mark.parametrize("main", ["", "sys.exit(0)", *deep("provider.get_runtime_info()", "sys.exit()")])
 def test_a_server_serves_after_its_main_code(
     script: Callable[..., Path], start: Callable[..., Child], connect: Connect, main: str
 ) -> None:
@@ -266,36 +267,16 @@ def test_a_server_serves_while_its_main_code_runs(
     assert end(server)[0] == 0
 
 
-def test_pools_work_after_the_main_code(script: Callable[..., Path], start: Callable[..., Child], connect: Connect) -> None:
-    """Endpoints can use the pools of concurrent.futures, made before or in the call, when the main code has ended."""
-    main = """
-        from concurrent.futures import ThreadPoolExecutor
-
-        pool = ThreadPoolExecutor(2)
-
-        @provider.share
-        def pooled(size):
-            with ThreadPoolExecutor(2) as own:
-                return pool.submit(ones, size).result() + own.submit(ones, size).result()
-    """
-    server = start(script(main), "server")
-    server.expect_error("serving at")
-    assert torch.equal(connect().call("pooled", 2), torch.full((2,), 2.0))
-    code, errors, _ = end(server)
-    assert (code, errors) == (0, "")
-
-
-@pytest.mark.parametrize("before", ["", "provider.get_runtime_info()\n"], ids=["before the first use", "while it serves"])
-def test_a_script_that_fails_does_not_serve(script: Callable[..., Path], start: Callable[..., Child], before: str) -> None:
+def test_a_script_that_fails_does_not_serve(script: Callable[..., Path], start: Callable[..., Child]) -> None:
     """What the main code raises ends the process with its traceback, as if it shared nothing."""
-    code, errors = start(script(before + "raise LookupError('no such checkpoint')"), "server").close()
+    code, errors = start(script("provider.get_runtime_info()\nraise LookupError('no such checkpoint')"), "server").close()
     assert code == 1
     assert errors.splitlines()[-1] == "LookupError: no such checkpoint"
     assert "serving at" not in errors
 
 
-@pytest.mark.parametrize("used", ["pass", "provider.get_runtime_info()"], ids=["before the first use", "while it serves"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "os.fork"])
+@pytest.mark.parametrize("used", ["provider.get_runtime_info()", *deep("pass")])
+@pytest.mark.parametrize("method", ["spawn", "os.fork", *deep("fork")])
 def test_children_of_a_server_do_not_serve(
     script: Callable[..., Path], start: Callable[..., Child], connect: Connect, method: str, used: str
 ) -> None:
@@ -330,7 +311,7 @@ def test_children_of_a_server_do_not_serve(
     assert end(server)[0] == 0
 
 
-@pytest.mark.parametrize("method", ["os.fork", "fork", "spawn"])
+@pytest.mark.parametrize("method", ["os.fork", "spawn", *deep("fork")])
 def test_children_of_a_server_are_its_clients(script: Callable[..., Path], start: Callable[..., Child], method: str) -> None:
     """A worker that the server's script starts calls its functions, and gets the memory its parent has."""
     if method == "os.fork":
@@ -458,24 +439,3 @@ def test_a_bad_role_does_not_pass_in_silence(script: Callable[..., Path], start:
     code, errors = start(script(), "sever").close()
     assert code == 1
     assert errors == "shared_rpc: SHARED_TENSOR_ROLE='sever': use 'server', 'client', 'local' or 'spawn', or leave it unset\n"
-
-
-@pytest.mark.parametrize(
-    "options, role",
-    [
-        ({"execution_mode": "local"}, "local"),
-        ({"execution_mode": "client"}, "client"),
-        ({"enabled": False}, "local"),
-        ({"enabled": False, "execution_mode": "client"}, "local"),
-        ({"execution_mode": "auto"}, "server"),
-    ],
-    ids=str,
-)
-def test_arguments_beat_the_environment(
-    base_path: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], role: str
-) -> None:
-    """What the script says of its role counts more than the variables."""
-    monkeypatch.setenv("SHARED_TENSOR_ROLE", "server")
-    provider = Provider(device="cpu", **options)
-    assert provider.execution_mode == role
-    provider.close()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from shared_rpc import Progress, Provider
-from shared_rpc.errors import CapabilityError, CheckpointError, TaskCancelled
+from shared_rpc.errors import CheckpointError, TaskCancelled
 from shared_rpc.extras import safetensors
-from shared_rpc.extras.safetensors import find, load
+from shared_rpc.extras.safetensors import load
 from shared_rpc.memory import file_reader
-from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from tests.kit.apps import Connect, Serve
 
@@ -45,191 +41,12 @@ def raw(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.cpu().contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
 
 
-def written(path: Path, header: object, body: bytes = b"") -> Path:
-    """A file with any header."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
-    return path
-
-
-def entry(begin: int, end: int, dtype: str = "F32", shape: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """What a header says of a tensor."""
-    return {"dtype": dtype, "shape": shape or [(end - begin) // 4], "data_offsets": [begin, end]}
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A whole file of :func:`net`."""
     path = tmp_path / "model.safetensors"
     save_file(net(), path, metadata={"format": "pt"})
     return path
-
-
-def test_every_bit_arrives(file: Path, device: str, no_leaks: None) -> None:
-    """Names, dtypes, shapes and bytes are those that were written, on either device."""
-    loaded, expected = load(file, device), net()
-    assert loaded.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (loaded[name].dtype, loaded[name].shape, loaded[name].device.type) == (tensor.dtype, tensor.shape, device)
-        assert raw(loaded[name]) == raw(tensor), name
-
-
-def test_large_tensors_come_in_pieces(tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What several threads read, a piece each, is put together as it was."""
-    monkeypatch.setattr(safetensors, "_PART", 1000)
-    tensor = torch.arange(100_003, dtype=torch.int32)
-    save_file({"long": tensor}, tmp_path / "x.safetensors")
-    assert torch.equal(load(tmp_path / "x.safetensors", device)["long"].cpu(), tensor)
-
-
-def test_what_is_loaded_is_published_where_it_lies(
-    file: Path, device: str, no_leaks: None, published: Callable[..., Record]
-) -> None:
-    """No tensor moves, and no segment is made but the loader's."""
-    weights = load(file, device)
-    addresses = {name: tensor.data_ptr() for name, tensor in weights.items()}
-    record = published(weights)
-    assert {name: tensor.data_ptr() for name, tensor in weights.items()} == addresses
-    found = MAPPINGS.find(addresses["embedding"])
-    assert found is not None
-    assert [segment.info.id for segment in record.segments] == [found[0].info.id]
-
-
-def test_a_module_made_of_it_is_published_where_it_lies(tmp_path: Path, device: str, published: Callable[..., Record]) -> None:
-    """load_state_dict(assign=True) keeps the memory, parameters and buffers alike."""
-    made = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-    save_file(made.state_dict(), tmp_path / "x.safetensors")
-    with torch.device("meta"):
-        module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-    module.load_state_dict(load(tmp_path / "x.safetensors", device), assign=True)
-    addresses = [tensor.data_ptr() for tensor in module.state_dict().values()]
-    assert len(published(module).segments) == 1
-    assert [tensor.data_ptr() for tensor in module.state_dict().values()] == addresses
-    x = torch.randn(1, 3, 8, 8, device=device)
-    assert torch.equal(module.eval()(x), made.to(device).eval()(x))
-
-
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_what_is_shared_for_reading_is_sealed(file: Path, no_leaks: None, published: Callable[..., Record]) -> None:
-    """access="read" binds the kernel, though the memory was filled before anybody knew how it would be shared."""
-    segment = published(load(file, "cpu"), "read").segments[0]
-    with pytest.raises(CapabilityError, match="shared read-only"):
-        HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
-
-
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_what_was_shared_for_writing_is_not_sealed_later(file: Path, published: Callable[..., Record]) -> None:
-    """Whoever has it for writing may go on, and others may come."""
-    weights = load(file, "cpu")
-    segment = published(weights, "read_write").segments[0]
-    published(weights, "read")
-    address = HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
-    HOST.unmap(address, segment.info.nbytes)
-
-
-def test_an_index_and_its_folder(tmp_path: Path) -> None:
-    """Shards are one checkpoint; what the index does not name is left out."""
-    tensors = net()
-    names = sorted(tensors)
-    parts = {"a.safetensors": names[:4], "b.safetensors": names[4:]}
-    for part, of_part in parts.items():
-        save_file({**{name: tensors[name] for name in of_part}, f"stale in {part}": torch.ones(2)}, tmp_path / part)
-    weight_map = {name: part for part, of_part in parts.items() for name in of_part}
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    for path in (tmp_path, index):
-        loaded = load(path, "cpu")
-        assert sorted(loaded) == names
-        assert all(raw(loaded[name]) == raw(tensors[name]) for name in names)
-
-
-def test_only_what_is_wanted_is_read(file: Path) -> None:
-    """The rest takes no memory."""
-    loaded = load(file, "cpu", wanted=lambda name: name in ("half", "mask"))
-    assert sorted(loaded) == ["half", "mask"]
-    found = MAPPINGS.find(loaded["half"].data_ptr())
-    assert found is not None
-    assert found[0].info.nbytes == 4096
-
-
-def test_a_file_without_tensors(tmp_path: Path, no_leaks: None) -> None:
-    """Is an empty checkpoint."""
-    assert load(written(tmp_path / "x.safetensors", {"__metadata__": {"a": "b"}}), "cpu") == {}
-
-
-@pytest.mark.parametrize(
-    ("header", "body", "said"),
-    [
-        (b"", b"", "header cannot be read"),
-        (b"[1]", b"", "header cannot be read"),
-        (b'{"w": {"dtype": "F32"}}', b"", "entry of tensor 'w' cannot be read"),
-        (b"\xff\xfe", b"", "header cannot be read"),
-        (b'{"\xff": {}}', b"", "header cannot be read"),
-        (b'{"w": ' * 10_000 + b"1" + b"}" * 10_000, b"", "cannot be read"),
-        ({"w": entry(0, 8), "v": {"dtype": "F32"}}, b"12345678", "entry of tensor 'v' cannot be read"),
-        ({"w": entry(0, 0, shape=(0, 1 << 62, 1 << 62))}, b"", "tensor 'w' of shape"),
-        ({"w": entry(0, 0, shape=(0, 1 << 63))}, b"", "tensor 'w' of shape"),
-        ({"w": entry(0, 8)}, b"1234", "is truncated: tensor 'w' ends at byte"),
-        ({"w": entry(0, 8)}, b"123456789", "and its header describes"),
-        ({"w": entry(0, 8, shape=(3,))}, b"12345678", r"tensor 'w' of shape \[3\] and dtype F32 cannot be"),
-        ({"w": entry(8, 0, shape=(2,))}, b"12345678", "tensor 'w' of shape"),
-        ({"w": entry(0, 8, shape=(-1, -2))}, b"12345678", "tensor 'w' of shape"),
-        ({"w": entry(0, 8), "v": entry(4, 12)}, b"123456789012", "tensor 'v' begins at byte"),
-        ({"w": entry(4, 12)}, b"123456789012", "tensor 'w' begins at byte"),
-        ({"w": entry(0, 8, dtype="Q4")}, b"12345678", "tensor 'w' has the dtype Q4"),
-    ],
-)
-def test_damage_is_named(tmp_path: Path, no_leaks: None, header: object, body: bytes, said: str) -> None:
-    """Whatever a header says is checked before memory is made, and the file and the tensor are told."""
-    path = written(tmp_path / "x.safetensors", header, body)
-    with pytest.raises(CheckpointError, match=said) as caught:
-        load(path, "cpu")
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [0, 5, 8, 60])
-def test_a_file_that_was_cut_in_its_header(file: Path, size: int) -> None:
-    """Is told from one that is only short of tensors."""
-    os.truncate(file, size)
-    with pytest.raises(CheckpointError, match="truncated, or no safetensors file"):
-        load(file, "cpu")
-
-
-def test_a_file_that_is_cut_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
-    """Is an error that names the tensor, and not the end of the process."""
-    found = find(file)
-    monkeypatch.setattr("shared_rpc.extras.safetensors.find", lambda _: found)
-    os.truncate(file, found[0].offset + 2)
-    with pytest.raises(
-        CheckpointError, match=r"was truncated while it was read: tensor '\w+' lacks its last bytes: it ends after"
-    ):
-        load(file, "cpu")
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "error", "said"),
-    [
-        ({"half": "model.safetensors", "w": "model.safetensors"}, CheckpointError, "tensor 'w' is listed in model"),
-        ({"w": "../model.safetensors"}, CheckpointError, "which is no file beside the index"),
-        ({"w": ".."}, CheckpointError, "which is no file beside the index"),
-        ({"w": ""}, CheckpointError, "which is no file beside the index"),
-        ({"w": "a\0b"}, CheckpointError, "which is no file beside the index"),
-        ({"w": "other.safetensors"}, FileNotFoundError, r"index\.json lists a file beside it .*other\.safetensors"),
-        ([], CheckpointError, "is no index"),
-    ],
-)
-def test_an_index_that_is_wrong(file: Path, weight_map: object, error: type[Exception], said: str) -> None:
-    """It names what is not there."""
-    index = file.parent / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(error, match=said):
-        load(index, "cpu")
-
-
-def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
-    """The error says what was looked for."""
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
-        load(tmp_path, "cpu")
 
 
 def shared(provider: Provider, file: Path) -> None:
@@ -294,14 +111,6 @@ def test_a_damaged_file_is_told_to_the_caller(file: Path, provider: Provider, se
         connect().call("weights")
     with pytest.raises(ValueError, match="is truncated"):
         connect().call("weights")
-
-
-@pytest.mark.gpu
-def test_the_device_is_known_by_its_id_too(file: Path) -> None:
-    """provider.device_id is what an endpoint has at hand."""
-    provider = Provider(device="cuda")
-    loaded = load(file, provider.device_id)
-    assert loaded["embedding"].device == torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.mark.whole_gpu

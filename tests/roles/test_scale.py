@@ -10,6 +10,7 @@ import torch
 
 from shared_rpc import Provider, Server
 from tests.kit.apps import Connect, Serve
+from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually, open_fds
 
 #: Reads how many clients to fork, says how many are attached, reads a line and kills them all.
@@ -85,7 +86,7 @@ def account(server: Server) -> dict[str, int]:
     return {**held, "fds": open_fds(), "threads": threading.active_count(), **segments()}
 
 
-@pytest.mark.parametrize(("kind", "batches", "size"), [("light", 3, 100), ("torch", 2, 10)])
+@pytest.mark.parametrize(("kind", "batches", "size"), [("light", 2, 100), *deep(("torch", 2, 10))])
 def test_clients_that_are_killed(
     no_leaks: None,
     provider: Provider,

@@ -26,6 +26,7 @@ from shared_rpc.server.listener import bind_socket
 from shared_rpc.settings import ServeOptions
 from tests.kit import attacker
 from tests.kit.attacker import as_uid, needs_another_uid
+from tests.kit.deep import deep
 from tests.kit.processes import Child, python
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -126,14 +127,6 @@ def test_a_base_path_in_a_sticky_directory(sticky: Path, path: str) -> None:
     assert os.listdir(sticky) == ["s-cpu.sock.lock"]
 
 
-def test_a_dead_socket_there_is_replaced(path: str) -> None:
-    """One's own, that is."""
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(path)
-    with server(), client() as mine:
-        mine.ping()
-
-
 def test_doctor_is_content_with_it(sticky: Path) -> None:
     """What a server takes, doctor does not call broken."""
     (finding,) = (finding for finding in examine() if finding.what == "socket directory")
@@ -191,7 +184,7 @@ def test_a_server_is_started_there(sticky: Path, path: str, children: list[Child
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+@pytest.mark.parametrize("kind", ["blocking", *deep("asyncio")])
 def test_a_client_says_nothing_to_a_squatter(path: str, stranger: Callable[..., Child], kind: str) -> None:
     """It listens there first: it hears nothing, and the error, which comes at once, names it and the ways out."""
     import anyio
@@ -237,7 +230,7 @@ while True:
 
 
 @needs_another_uid
-@pytest.mark.parametrize("kind", ["blocking", "asyncio"])
+@pytest.mark.parametrize("kind", ["blocking", *deep("asyncio")])
 @pytest.mark.parametrize("when", ["asked", "at once"])
 def test_the_answer_of_another_user_is_not_taken(path: str, children: list[Child], kind: str, when: str) -> None:
     """Though a process of this user listens there: who answers counts. What comes before it is asked for is nobody's."""
@@ -369,8 +362,15 @@ def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: C
 
 
 @needs_root
-@pytest.mark.parametrize("kind", ["file", "link", "pipe", "open file"])
-@pytest.mark.parametrize("suffix", ["lock", "spawn", "log"])
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [
+        ("link", "lock"),
+        ("pipe", "log"),
+        ("open file", "spawn"),
+        *deep(*((kind, suffix) for kind in ("file", "link", "pipe") for suffix in ("lock", "spawn", "log"))),
+    ],
+)
 def test_another_user_made_a_file_of_ours(path: str, kind: str, suffix: str) -> None:
     """It is not opened for use, whatever it is, nor is what it leads to: the error names its owner."""
     name, precious = f"{path}.{suffix}", Path(f"{path}.precious")

@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from shared_rpc import Provider, Server
 from shared_rpc.errors import ConnectionClosed
-from shared_rpc.execution.threads import Job, WorkerThreads
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.provider.runtime import ServerRuntime
 from tests.kit.apps import Connect, Serve
+from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
@@ -241,12 +240,9 @@ if "blocking" in sys.argv:
     ("number", "busy", "arguments"),
     [
         (signal.SIGTERM, None, []),
-        (signal.SIGINT, None, []),
-        (signal.SIGTERM, "build", []),
         (signal.SIGINT, "build_async", []),
-        (signal.SIGTERM, "block", []),
-        (signal.SIGTERM, None, ["blocking"]),
         (signal.SIGINT, "build", ["blocking"]),
+        *deep((signal.SIGTERM, "build", []), (signal.SIGTERM, "block", []), (signal.SIGTERM, None, ["blocking"])),
     ],
     ids=lambda value: getattr(value, "name", None) or str(value),
 )
@@ -325,56 +321,6 @@ def test_a_server_that_is_killed(
     assert client.call("weights", 1000).value.sum() == 0
     assert handle.is_stale()
     assert handle.value.sum() == 6000
-
-
-class _Result:
-    """What a job returns, with a record that counts how often it is closed."""
-
-    def __init__(self) -> None:
-        self.record = self
-        self.closed = 0
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-@pytest.mark.parametrize("ends", ["after the last turn", "before close", "after close"])
-def test_a_job_that_ends_beside_the_loop_leaves_nothing(go: threading.Event, ends: str) -> None:
-    """Whenever that is, its result is closed, and once."""
-    threads, result = WorkerThreads(1, lambda: None), _Result()
-
-    def work() -> _Result:
-        go.wait(30)
-        return result
-
-    async def start() -> None:
-        threads.start(Job(work, lambda _: pytest.fail("the loop has ended")))
-
-    def end() -> None:
-        go.set()
-        eventually(lambda: threads.busy == 0)
-
-    with asyncio.Runner() as runner:
-        runner.run(start())
-        loop = runner.get_loop()
-        if ends == "after the last turn":
-            closing, loop.close = loop.close, lambda: (end(), closing())[1]
-    if ends == "before close":
-        end()
-    threads.close()
-    end()
-    eventually(lambda: result.closed == 1)
-
-
-@pytest.mark.asyncio
-async def test_a_result_that_cannot_be_handled_holds_up_no_job(caplog: pytest.LogCaptureFixture) -> None:
-    """The next job begins, and the log has the error."""
-    threads, over = WorkerThreads(1), asyncio.Event()
-    threads.start(Job(lambda: None, Mock(side_effect=OSError("no descriptor"))))
-    threads.start(Job(lambda: None, lambda _: over.set()))
-    await asyncio.wait_for(over.wait(), 10)
-    threads.close()
-    assert "no descriptor" in caplog.text
 
 
 def test_a_signal_at_any_moment_of_the_wait(children: list[Child]) -> None:

@@ -16,9 +16,9 @@ from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Server
 from shared_rpc.errors import ConnectError, HandleSuspended, SharedRPCError, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Connect
-from tests.kit.brokers import BrokerApp
+from tests.kit.brokers import BrokerApp, module_broker
 from tests.kit.kernel_maps import rights
-from tests.kit.processes import eventually, python
+from tests.kit.processes import Child, eventually, python
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 
@@ -43,12 +43,19 @@ def load(app: App) -> Callable[[], Handle[torch.Tensor]]:
     return load
 
 
-@pytest.fixture
-def broker(no_leaks: None, broker_app: BrokerApp) -> BrokerApp:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerApp]:
     """A server of another process, whose objects this one has mapped as any client has."""
-    broker_app.write(APP)
-    broker_app.start()
-    return broker_app
+    with module_broker(tmp_path_factory.mktemp("served"), APP) as served:
+        yield served
+
+
+@pytest.fixture
+def broker(no_leaks: None, served: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerApp]:
+    """That server, without objects; processes that a test starts find it."""
+    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
+    yield served
+    served.empty()
 
 
 @pytest.fixture
@@ -197,7 +204,7 @@ def test_memory_goes_and_comes_back_at_its_address(client: Client, endpoint: str
     assert torch.equal(part, torch.arange(7, SIZE))
 
 
-def test_writes_of_others_are_there_after_resume(broker: BrokerApp, client: Client) -> None:
+def test_writes_of_others_are_there_after_resume(broker: BrokerApp, client: Client, children: list[Child]) -> None:
     """It is the same shared memory: what another process wrote meanwhile is seen, and what this one writes then."""
     handle, other = client.call("load"), broker.connect().call("load")
     handle.suspend()
@@ -209,7 +216,7 @@ def test_writes_of_others_are_there_after_resume(broker: BrokerApp, client: Clie
         print("written")
         """
     )
-    broker._children.append(writer)
+    children.append(writer)
     writer.expect("written")
     handle.resume()
     assert torch.equal(handle.value, torch.arange(SIZE) * 2)
@@ -291,14 +298,16 @@ def test_a_suspended_value_is_no_argument(client: Client) -> None:
 # Sessions.
 
 
-def test_a_handle_whose_lease_has_ended_is_not_suspended(broker: BrokerApp, client: Client) -> None:
+def test_a_handle_whose_lease_has_ended_is_not_suspended(no_leaks: None, broker_app: BrokerApp) -> None:
     """Nothing would bring its memory back, so it stays: a restarted server has no such object."""
-    handle = client.call("load")
+    broker_app.write(APP)
+    first = broker_app.start()
+    handle = broker_app.connect().call("load")
     value = handle.value
-    broker._children[0].kill()
+    first.kill()
     with pytest.raises(ConnectError):
-        Client(broker.base_path, device="cpu", connect_timeout=0).ping()
-    broker.start()
+        Client(broker_app.base_path, device="cpu", connect_timeout=0).ping()
+    broker_app.start()
     with pytest.raises(StaleHandleError):
         handle.suspend()
     assert (handle.suspended, has_numbers(value)) == (False, True)
@@ -320,7 +329,7 @@ def test_a_handle_of_a_server_that_is_gone_is_not_suspended(
     assert (handle.suspended, has_numbers(handle.value)) == (False, True)
 
 
-def test_a_forked_child_leaves_a_suspended_object_alone(broker: BrokerApp) -> None:
+def test_a_forked_child_leaves_a_suspended_object_alone(broker: BrokerApp, children: list[Child]) -> None:
     """The lease is the parent's: the child's handle raises, and the parent resumes it as ever."""
     parent = python(
         """
@@ -343,7 +352,7 @@ def test_a_forked_child_leaves_a_suspended_object_alone(broker: BrokerApp) -> No
         print("parent:", torch.equal(asleep.value, awake.value))
         """
     )
-    broker._children.append(parent)
+    children.append(parent)
     total = sum(range(SIZE))
     assert parent.expect("child:") == f"child: HandleSuspended StaleHandleError StaleHandleError {total}"
     assert parent.expect("parent:") == "parent: True"

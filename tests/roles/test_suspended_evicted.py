@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,25 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import HandleSuspended, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
-from tests.kit.brokers import BrokerApp
-from tests.kit.links import break_off
+from tests.kit.brokers import BrokerApp, module_broker
+from tests.kit.deep import deep
 from tests.kit.processes import Child, eventually, python
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 
-@pytest.fixture
-def broker(no_leaks: None, broker_app: BrokerApp, tmp_path: Path) -> BrokerApp:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerApp]:
     """A server of another process, which evicts to files."""
-    broker_app.write(APP)
-    broker_app.start("--spill-dir", str(tmp_path))
-    return broker_app
+    with module_broker(directory := tmp_path_factory.mktemp("served"), APP, "--spill-dir", str(directory)) as served:
+        yield served
+
+
+@pytest.fixture
+def broker(no_leaks: None, served: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerApp]:
+    """That server, without objects; processes that a test starts find it."""
+    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
+    yield served
+    served.empty()
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def evict(client: Client, target: str) -> None:
     assert moved["tier"] == "file"
 
 
-@pytest.mark.parametrize("endpoint", ["load", "load_read_only", "load_list"])
+@pytest.mark.parametrize("endpoint", ["load", *deep("load_read_only", "load_list")])
 def test_an_evicted_object_comes_back_at_its_address(client: Client, endpoint: str) -> None:
     """As often as it is evicted: tensors that were taken before have the bytes, and nothing is left of earlier memory."""
     gc.collect()
@@ -134,20 +140,6 @@ def test_a_call_resumes_an_evicted_object(client: Client) -> None:
         _ = handle.value
 
 
-def test_a_new_value_is_built_where_the_suspended_one_was(client: Client) -> None:
-    """Both are over the restored memory, once."""
-    handle = client.call("load_list")
-    [first] = handle.value
-    handle.suspend()
-    evict(client, handle.object_id)
-    again = client.call("load_list")
-    [second] = again.value
-    assert (second.data_ptr(), has_numbers(first)) == (first.data_ptr(), True)
-    handle.resume()
-    first.add_(1)
-    assert torch.equal(first, second)
-
-
 def test_memory_without_a_handle_is_not_mixed_up_with_the_restored(client: Client) -> None:
     """A value that nothing leases keeps the memory that was evicted; the next call has what all others have."""
     old = client.call("get")
@@ -173,59 +165,6 @@ def test_tensors_of_another_object_in_the_memory_come_along(client: Client) -> N
     assert torch.equal(part, torch.arange(10) + 5)
 
 
-def test_a_new_session_has_an_evicted_object_suspended(broker: BrokerApp, client: Client) -> None:
-    """The lease on it is taken over as inactive, and it is resumed in the new session."""
-    handle = client.call("load")
-    handle.suspend()
-    evict(client, handle.object_id)
-    break_off(client)
-    client.ping()
-    assert (handle.get_object_info()["active"], handle.get_object_info()["tier"]) == (0, "file")
-    handle.resume()
-    assert has_numbers(handle.value)
-
-
-def test_threads_resume_while_another_one_evicts(broker: BrokerApp, client: Client) -> None:
-    """Who has the handle active has the bytes, however often the object went in between."""
-    handle = client.call("load")
-    handle.suspend()
-    failures: list[object] = []
-    over = threading.Event()
-
-    def work() -> None:
-        try:
-            for _ in range(30):
-                with handle.active() as value:
-                    if not has_numbers(value):
-                        failures.append("other bytes")
-        except BaseException as error:
-            failures.append(error)
-
-    def evicting() -> None:
-        other = broker.connect()
-        while not over.is_set():
-            try:
-                other.evict(handle.object_id)
-            except ServerBusy:
-                continue
-            except BaseException as error:
-                failures.append(error)
-                return
-
-    evictor = threading.Thread(target=evicting)
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    evictor.start()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    over.set()
-    evictor.join()
-    assert failures == []
-    handle.resume()
-    assert has_numbers(handle.value)
-
-
 # The server's own process.
 
 
@@ -234,25 +173,6 @@ def server(provider: Provider, serve: Serve, tmp_path: Path) -> Callable[[], Ser
     """A server of this process, which evicts to files."""
     provider.share("load", managed=True)(lambda: torch.arange(SIZE))
     return serve(spill_dir=tmp_path)
-
-
-def test_the_servers_own_handle_is_suspended_and_resumed(
-    no_leaks: None, provider: Provider, server: Server, connect: Connect
-) -> None:
-    """Its own calls have what was restored, and its clients the same memory."""
-    client = connect()
-    own, theirs = provider.call("load"), client.call("load")
-    own.suspend()
-    with pytest.raises(ServerBusy):
-        client.evict(own.object_id)
-    theirs.suspend()
-    evict(client, own.object_id)
-    own.resume()
-    theirs.resume()
-    assert has_numbers(own.value) and has_numbers(theirs.value)
-    own.value.add_(1)
-    assert torch.equal(theirs.value, torch.arange(SIZE) + 1)
-    assert torch.equal(provider.call("load").value, torch.arange(SIZE) + 1)
 
 
 def test_the_servers_own_process_has_what_was_restored(

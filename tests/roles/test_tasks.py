@@ -29,7 +29,6 @@ from shared_rpc.errors import (
     ConfigurationError,
     DeadlineExceeded,
     EndpointNotFound,
-    RemoteError,
     RemoteTraceback,
     ServerBusy,
     TaskCancelled,
@@ -308,28 +307,6 @@ def test_who_comes_late_is_told_where_it_stands(app: App, go: threading.Event, b
         ("running", Progress(1.0, 2.0, "half")),
         ("completed", Progress(1.0, 2.0, "half")),
     ]
-
-
-def test_a_report_that_was_held_back_is_told_while_the_endpoint_goes_on(app: App, go: threading.Event) -> None:
-    """The last one of a flood, or one that comes soon after it, does not wait for the end of the run."""
-    heard = threading.Event()
-
-    @app.share(cache=False)
-    def flood() -> torch.Tensor:
-        for number in range(300):
-            progress(number + 1)
-        heard.wait(10)
-        progress(1000)
-        go.wait(10)
-        return torch.ones(1)
-
-    def callback(info: TaskInfo) -> None:
-        if info.progress is not None and info.status is TaskStatus.RUNNING:
-            {300.0: heard, 1000.0: go}.get(info.progress.done, threading.Event()).set()
-
-    task_id = app.provider.submit("flood")
-    app.provider.wait_for_task(task_id, 10, callback)
-    assert heard.is_set() and go.is_set()
 
 
 class Stop(Exception):
@@ -731,22 +708,6 @@ def test_the_librarys_own_errors(app: App) -> None:
         assert (told[-1].status, told[-1].error_type) == ("failed", kind.__name__)
 
 
-def test_an_exception_that_carries_much(app: App) -> None:
-    """It is not kept for every task: its type, its message and its traceback are told."""
-
-    @app.share()
-    def load() -> torch.Tensor:
-        raise ValueError("x" * 20_000)
-
-    task_id = app.provider.submit("load")
-    for fetch in (app.provider.wait_for_task, app.provider.get_task_result):
-        with pytest.raises(RemoteError, match=r"ValueError: x{20000}") as caught:
-            fetch(task_id)
-        assert (caught.value.type_name, "raise ValueError" in caught.value.traceback) == ("ValueError", True)
-    info = app.provider.get_task_status(task_id)
-    assert (info.error_type, info.error_message) == ("ValueError", "x" * 2000)
-
-
 class Big:
     """Something whose memory is worth being looked after."""
 
@@ -859,30 +820,6 @@ def test_cancelling_what_has_not_begun(app: App, go: threading.Event, begun: thr
     assert ran == [1, 3]
 
 
-def test_cancelling_what_waits_for_a_thread(
-    provider: Provider, serve: Serve, connect: Connect, go: threading.Event, begun: threading.Event
-) -> None:
-    """It leaves the line, and what it brought along is closed."""
-    ran = []
-
-    @provider.share(cache=False)
-    def held(number: int, x: torch.Tensor) -> torch.Tensor:
-        ran.append(number)
-        begun.set()
-        go.wait(20)
-        return x + number
-
-    server, client = serve(max_workers=1), connect()
-    first, second, third = (client.submit("held", number, torch.ones(4)) for number in (1, 2, 3))
-    assert begun.wait(10)
-    assert client.cancel_task(second) is True
-    assert server.info()["running"] == 2
-    go.set()
-    assert client.wait_for_task(third, 10).tolist() == [4] * 4
-    assert client.wait_for_task(first, 10).tolist() == [2] * 4
-    assert ran == [1, 3]
-
-
 def test_cancelling_what_runs(app: App, begun: threading.Event) -> None:
     """An endpoint that looks ends at once; asking twice is asking once, and after the end it is too late."""
     share_looking(app, begun)
@@ -981,22 +918,6 @@ def test_cancelling_all_tasks_of_a_run(app: App, go: threading.Event, begun: thr
     assert app.waiting() == 0
 
 
-def test_cancelling_a_task_that_a_call_has_joined(app: App, go: threading.Event, begun: threading.Event) -> None:
-    """The caller gets its result all the same."""
-    ran = share_held(app, go, begun)
-    task_id = app.provider.submit("held", 5)
-    assert begun.wait(10)
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(app.provider.call, "held", 5)
-        eventually(lambda: app.waiting() == 2)
-        assert app.provider.cancel_task(task_id) is True
-        assert status(app, task_id) == ("cancelled", True)
-        go.set()
-        result = call.result(10)
-    assert shares_memory(app.provider.call("held", 5), result)
-    assert ran == [5]
-
-
 def test_nobody_joins_a_run_that_was_asked_to_stop(app: App, go: threading.Event, begun: threading.Event) -> None:
     """Who comes after that has a run of its own, while the first one goes on."""
     ran = []
@@ -1042,26 +963,6 @@ def test_an_async_endpoint_is_cancelled_where_it_awaits(app: App, begun: threadi
     assert status(app, task_id) == ("cancelled", True)
     assert ended == [True]
     assert app.waiting() == 0
-
-
-def test_an_async_endpoint_that_refuses(app: App, begun: threading.Event, go: threading.Event) -> None:
-    """One that goes on after it was cancelled is completed."""
-
-    @app.share()
-    async def load() -> torch.Tensor:
-        begun.set()
-        try:
-            await asyncio.sleep(30)
-        except asyncio.CancelledError:
-            go.set()
-        return torch.ones(1)
-
-    task_id = app.provider.submit("load")
-    assert begun.wait(10)
-    assert app.provider.cancel_task(task_id) is True
-    assert app.provider.wait_for_task(task_id, 10) == 1
-    assert go.is_set()
-    assert status(app, task_id) == ("completed", True)
 
 
 class Heavy(torch.nn.Module):

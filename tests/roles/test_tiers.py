@@ -21,6 +21,7 @@ from shared_rpc.client.steps import Request, ask
 from shared_rpc.errors import (
     CapabilityError,
     ConfigurationError,
+    ConnectionClosed,
     EndpointNotFound,
     RecordError,
     ServerBusy,
@@ -312,25 +313,6 @@ def test_a_cold_room_is_not_adopted(client: Client, raw: Raw) -> None:
         room.close()
 
 
-def test_all_who_ask_for_a_cold_object_wait_for_one_restore(client: Client, connect: Connect, raising: Gate) -> None:
-    """And have the same memory then."""
-    object_id = cold(client)
-    clients = [connect() for _ in range(4)]
-    with ThreadPoolExecutor(5) as pool:
-        answers = [pool.submit(each.call, "model", 1000) for each in clients]
-        restored = pool.submit(client.restore, object_id)
-        assert raising.begun.wait(30)
-        assert client.get_object_info(object_id)["moving"]["to"] == "device"
-        raising.open.set()
-        handles = [answer.result() for answer in answers]
-        restored.result()
-    assert raising.calls == 1
-    handles[0].value.fill_(3)
-    assert all((handle.value == 3).all() for handle in handles)
-    for handle in handles:
-        handle.release()
-
-
 def test_an_object_in_use_is_not_evicted(client: Client, connect: Connect) -> None:
     """The error names the process, and what it has to do."""
     busy = rf"in use by pid {os.getpid()}: suspend or release"
@@ -378,20 +360,6 @@ def test_a_server_does_not_start_without_its_directory(shared: Provider, serve: 
     """It would find that out when its memory is full."""
     with pytest.raises(ConfigurationError, match=r"cannot spill objects to .*missing"):
         serve(spill_dir=tmp_path / "missing")
-
-
-def test_a_resume_during_an_eviction_has_the_object_stay(client: Client, raw: Raw, lowering: Gate) -> None:
-    """It is answered at once, before the copy is there, and the eviction is refused."""
-    object_id = held(raw, client)
-    raw.ask(t.Suspend([object_id]))
-    with ThreadPoolExecutor(1) as pool:
-        evicted = pool.submit(client.evict, object_id)
-        assert lowering.begun.wait(30)
-        assert isinstance(raw.ask(t.Resume(object_id)), t.Resumed)
-        lowering.open.set()
-        with pytest.raises(ServerBusy, match="others have asked for it"):
-            evicted.result()
-    assert client.get_object_info(object_id)["tier"] == "device"
 
 
 def test_a_call_during_an_eviction_has_the_object_stay(client: Client, lowering: Gate) -> None:
@@ -572,6 +540,19 @@ def test_a_full_disk_leaves_the_object_where_it_is(client: Client) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert client.list_objects()[0]["tier"] == "device"
     assert len(client.evict("model")) == 1
+
+
+def test_a_server_that_stops_tells_those_who_wait_for_a_restore(
+    client: Client, server: Server, raising: Gate, threads: ThreadPoolExecutor
+) -> None:
+    """And does not wait for the copying thread."""
+    cold(client)
+    answer = threads.submit(client.call, "model", 1000)
+    assert raising.begun.wait(30)
+    server.stop()
+    with pytest.raises(ConnectionClosed):
+        answer.result()
+    raising.open.set()
 
 
 def test_a_restored_object_is_an_argument_by_reference(client: Client) -> None:

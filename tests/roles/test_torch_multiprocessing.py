@@ -170,23 +170,6 @@ def test_a_view_comes_back_as_the_senders_own(device: str, get: Serve, elsewhere
     assert answer == [[0, 40, 80, 120], True]
 
 
-def test_messages_of_one_storage_are_one_storage(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """Rows that come one by one share a storage in the child, and a mapping, also where it had dropped the first."""
-    get(matrix(device))
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        with peer("forkserver") as child:
-            child.call(family.keep, value[0])
-            child.call(family.drop)
-            for row in value:
-                child.call(family.keep, row)
-            answer = [child.call(family.facts)[:2], child.call(family.read)]
-        """
-    )
-    assert answer == [[1, 1], [0, 10, 20, 30]]
-
-
 def test_a_child_sends_it_to_its_sibling(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """What was received can be sent on, by another method, though its first sender is not asked."""
     get(matrix(device))

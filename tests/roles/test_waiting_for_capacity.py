@@ -18,6 +18,7 @@ from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExcee
 from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.inventory import facts_of
+from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import tiers as t
 from tests.kit.apps import Connect
 from tests.kit.holding import HoldingSession
@@ -441,6 +442,54 @@ def test_a_call_waits_until_its_object_is_restored(
     second.release()
     with answer.result(30) as first:
         assert first.value.unique().tolist() == [1] and builds == [1, 2]
+
+
+def test_a_new_user_of_an_object_stands_behind_those_who_wait(
+    tiers: Callable[..., Server],
+    connect: Connect,
+    sessions: Callable[[Server], HoldingSession],
+    ask: Callable[..., Future[Any]],
+    device: str,
+    unit: int,
+) -> None:
+    """The object comes to rest, and comes back for the new user; who uses it already may ask for it again."""
+    server = tiers(1)
+    client, user, late = connect(device=device), connect(device=device), sessions(server)
+    other, object_id = made(client, 2, unit), made(client, 1, unit)
+    handle = user.call("model", 1, unit)
+    late.hold(object_id)
+    late.suspend(object_id)
+    answer = ask(server, client.call, "model", 2, unit)
+    late.begin_resume(object_id)
+    eventually(lambda: in_line(server) == 2)
+    newcomer = ask(server, connect(device=device).call, "model", 1, unit)
+    user.call("model", 1, unit).release()
+    handle.release()
+    with answer.result(30) as restored:
+        assert restored.object_id == other and restored.value.unique().tolist() == [2]
+        assert tier_of(client, object_id) != "device" and not newcomer.done()
+    assert isinstance(late.heard(), t.Resumed)
+    with newcomer.result(30) as again:
+        assert again.object_id == object_id
+
+
+def test_a_full_disk_is_named(
+    full: Callable[..., Server], connect: Connect, device: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an object cannot leave, the error of who waits says why; the object is as it was."""
+    server = full(1, spill_dir=tmp_path, host_quota=0)
+
+    def fail(*args: Any) -> None:
+        raise CapabilityError("no space left for the file")
+
+    monkeypatch.setattr(SpillDirectory, "create", fail)
+    client = connect(device=device, timeout=SHORTLY)
+    object_id = made(client, 1, unit)
+    with pytest.raises(ServerBusy, match=f"object {object_id} could not be moved: .*no space left for the file"):
+        client.create_buffer(unit)
+    assert tier_of(client, object_id) == "device" and in_line(server) == 0
+    monkeypatch.undo()
+    connect(device=device).create_buffer(unit).release()
 
 
 def test_the_calls_of_an_endpoint_that_runs_go_first(

@@ -1,0 +1,225 @@
+"""Arrays beside tensors: they lie in memory that all share, until one writes to them; what everyone copies is counted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.errors import CapabilityError, CodecError
+from shared_rpc.memory.backends.host import HOST
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.segments import Segment
+from shared_rpc.protocol.records import BufferEntry, TensorTable
+from tests.kit.models import State
+
+Rebuilt = Callable[..., Any]
+
+
+#: Bytes that are not pickled.
+LARGE = 1 << 18
+
+
+def beside_a_tensor(device: str, *arrays: Any) -> State:
+    """An object with arrays, and a tensor that makes it a result."""
+    return State(1, {"tensor": torch.ones(3, device=device), "arrays": list(arrays)})
+
+
+def arrays_of(value: Any) -> Any:
+    """The arrays of such an object."""
+    return value.moments["arrays"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: numpy.arange(LARGE, dtype=numpy.float64),
+        lambda: numpy.asfortranarray(numpy.arange(LARGE).reshape(512, -1)),
+        lambda: numpy.arange(LARGE)[::2],
+        lambda: numpy.arange(LARGE).astype("datetime64[s]"),
+        lambda: numpy.zeros(LARGE // 8, dtype=[("x", "i4"), ("y", "f8")]),
+        lambda: numpy.array(["text", "and more"] * 10000),
+        lambda: numpy.array([1, "text", None] * 10000, dtype=object),
+        lambda: numpy.frombuffer(bytes(LARGE), numpy.uint8),
+        lambda: numpy.ma.masked_array(numpy.ones(LARGE), mask=numpy.arange(LARGE) % 2),
+        lambda: numpy.broadcast_to(numpy.ones(3), (9999, 3)),
+        lambda: numpy.ones(3),
+        lambda: numpy.zeros((0, 7)),
+    ],
+    ids=[
+        *("floats", "Fortran order", "strided", "dates", "records", "text", "objects", "read-only", "masked", "broadcast"),
+        *("small", "empty"),
+    ],
+)
+def test_arrays_come_back_as_they_were(device: str, rebuilt: Rebuilt, make: Callable[[], Any]) -> None:
+    """Class, dtype, shape, order and elements, and whether they can be written to: what pickle makes of them."""
+    array = make()
+    expected = pickle.loads(pickle.dumps(array, protocol=5))
+    (result,) = arrays_of(rebuilt(beside_a_tensor(device, array)))
+    assert (type(result), result.dtype, result.shape, result.strides) == (
+        *(type(expected), expected.dtype, expected.shape, expected.strides),
+    )
+    assert result.flags.writeable == expected.flags.writeable
+    assert (numpy.ma.getmaskarray(result) == numpy.ma.getmaskarray(expected)).all()
+    assert (result == expected).all()
+
+
+def test_an_array_that_is_there_twice_is_one(device: str, rebuilt: Rebuilt) -> None:
+    """The same object stays the same object."""
+    array = numpy.ones(LARGE)
+    one, other = arrays_of(rebuilt(beside_a_tensor(device, array, array)))
+    assert one is other
+
+
+def test_arrays_in_a_module(device: str, rebuilt: Rebuilt) -> None:
+    """An attribute of a module is no other place."""
+    module = nn.Linear(2, 2, device=device)
+    module.table = numpy.arange(LARGE)
+    assert (rebuilt(module).table == module.table).all()
+
+
+def test_the_endpoints_own_array_stays_its_own(device: str, rebuilt: Rebuilt) -> None:
+    """An array cannot be bound to other memory: writes on either side are not seen on the other."""
+    array = numpy.zeros(LARGE)
+    (result,) = arrays_of(rebuilt(beside_a_tensor(device, array)))
+    result[0], array[1] = 1, 2
+    assert (array[:2].tolist(), result[:2].tolist()) == ([0, 2], [1, 0])
+
+
+def test_each_rebuilt_object_has_its_own_writes(device: str, published: Callable[..., Record]) -> None:
+    """Two objects that are rebuilt of one record in one process do not see each other's writes, as with copies."""
+    record = published(beside_a_tensor(device, numpy.zeros(LARGE)))
+    one, other = (arrays_of(decode_result(record.skeleton, record.table, record.segments))[0] for _ in range(2))
+    one[0] = 1
+    later = arrays_of(decode_result(record.skeleton, record.table, record.segments))[0]
+    assert (one[0], other[0], later[0]) == (1, 0, 0)
+
+
+def test_copies_of_an_array_are_private(device: str, rebuilt: Rebuilt) -> None:
+    """deepcopy and pickle make memory of their own."""
+    value = rebuilt(beside_a_tensor(device, numpy.arange(LARGE)))
+    for again in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        arrays_of(again)[0][:] = 0
+    assert (arrays_of(value)[0] == numpy.arange(LARGE)).all()
+
+
+def test_read_only_arrays(device: str, rebuilt: Rebuilt) -> None:
+    """With ``access="read"`` an array cannot be written to, nor made so that it can."""
+    (result,) = arrays_of(rebuilt(beside_a_tensor(device, numpy.arange(LARGE)), "read"))
+    assert (result == numpy.arange(LARGE)).all()
+    with pytest.raises(ValueError, match="read-only"):
+        result[0] = 1
+    with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
+        result.setflags(write=True)
+
+
+@pytest.mark.parametrize("access", ["read_write", "read"])
+def test_nobody_can_write_to_what_all_have(device: str, published: Callable[..., Record], access: str) -> None:
+    """The segment is sealed: the kernel refuses a mapping through which others would see a write."""
+    record = published(beside_a_tensor(device, numpy.arange(LARGE)), access)
+    segment = record.segments[-1]
+    with pytest.raises(CapabilityError, match="shared read-only"):
+        HOST.map(segment.fileno(), segment.info.nbytes, "read_write")
+
+
+def test_memory_lives_as_long_as_an_array_over_it(device: str, published: Callable[..., Record]) -> None:
+    """A view of an array keeps the mapping, when the object, the record and the first array are gone; then it goes."""
+    gc.collect()
+    MAPPINGS.drain()
+    before = len(MAPPINGS)
+    record = published(beside_a_tensor(device, numpy.arange(LARGE)))
+    view = arrays_of(decode_result(record.skeleton, record.table, record.segments))[0][5:7]
+    record.close()
+    gc.collect()
+    MAPPINGS.drain()
+    assert (view.tolist(), len(MAPPINGS)) == ([5, 6], before + 1)
+    del view
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == before
+
+
+def test_sizes(device: str, published: Callable[..., Record]) -> None:
+    """``nbytes`` is what all share, arrays included; ``private_nbytes`` what everyone copies: small arrays, and objects."""
+    alone = published(beside_a_tensor(device))
+    array = numpy.arange(LARGE)
+    shared = published(beside_a_tensor(device, array))
+    assert shared.nbytes == alone.nbytes + array.nbytes
+    assert alone.private_nbytes < shared.private_nbytes < alone.private_nbytes + 500
+    private = published(beside_a_tensor(device, *(numpy.zeros(100) for _ in range(100)), numpy.array([b"x" * LARGE], object)))
+    assert private.nbytes == alone.nbytes
+    assert private.private_nbytes > 100 * 800 + LARGE
+
+
+def test_a_record_is_where_its_tensors_are(device: str, published: Callable[..., Record]) -> None:
+    """Arrays are on the host whatever the device is, and come last."""
+    record = published(beside_a_tensor(device, numpy.arange(LARGE)))
+    assert [segment.info.device == "cpu" for segment in record.segments] == [device == "cpu", True]
+    assert record.device == record.segments[0].info.device
+    module = nn.Identity()
+    module.table = numpy.arange(LARGE)
+    assert (published(module).device == "cpu") == (device == "cpu")
+
+
+@pytest.mark.parametrize("entry", [BufferEntry(0, 8192, 1), BufferEntry(0, -1, 5), BufferEntry(3, 0, 5), BufferEntry(-1, 0, 5)])
+def test_a_buffer_that_leaves_its_segment(no_leaks: None, entry: BufferEntry) -> None:
+    """A table that does not fit its segments is refused."""
+    with closing(HOST.create(8192)) as segment:
+        table = msgspec.msgpack.encode(TensorTable(buffers=(entry,)))
+        with pytest.raises(CodecError, match="is not within its segment"):
+            decode_result(pickle.dumps(None), table, [segment])
+
+
+def test_without_memory_for_an_array(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong while it is copied is an error, and nothing is left behind."""
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shared_rpc.codec.buffers.os.pwrite", full)
+    with pytest.raises(CapabilityError, match="cannot write 2097152 bytes to a host segment"):
+        publish(beside_a_tensor("cpu", numpy.arange(LARGE)), "cpu", "read_write", "load")
+
+
+def test_copy_on_write_is_for_the_host(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment of another kind cannot be mapped so."""
+    monkeypatch.setattr("shared_rpc.memory.mapping.backend_for", lambda device, mechanism: HOST)
+    with closing(HOST.create(4096)) as segment:
+        info = msgspec.structs.replace(segment.info, access="copy", mechanism="vmm", device="GPU-1")
+        with (
+            closing(Segment.owning(info, os.dup(segment.fileno()))) as other,
+            pytest.raises(CapabilityError, match="cannot be mapped copy-on-write"),
+            MAPPINGS.attach([other]),
+        ):
+            pass
+
+
+def dynamic(kind: torch.dtype) -> nn.Module:
+    """A module whose weights are packed for this processor."""
+    from torch.ao.quantization import quantize_dynamic
+
+    return quantize_dynamic(nn.Sequential(nn.Linear(256, 256), nn.LSTM(256, 64)), {nn.Linear, nn.LSTM}, dtype=kind)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("kind", [torch.qint8, torch.float16], ids=str)
+def test_packed_weights_are_told_as_copies(no_leaks: None, kind: torch.dtype) -> None:
+    """Everyone packs the weights anew: they count as what each process copies, and not as shared."""
+    module = dynamic(kind)
+    with closing(publish({"module": module, "tensor": torch.zeros(10)}, "cpu", "read_write", "load")) as record:
+        assert record.nbytes == 40
+        assert record.private_nbytes > 256 * 256
+        result = decode_result(record.skeleton, record.table, record.segments)
+    x = torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(result["module"](x)[0], module(x)[0])

@@ -1,0 +1,113 @@
+"""Results with tensors on the host beside those of a GPU: where they may be, and how they come back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+from torch.optim.swa_utils import AveragedModel
+
+from shared_rpc.codec.arguments import encode_arguments, lower_arguments
+from shared_rpc.codec.payload import dump_result
+from shared_rpc.errors import CapabilityError
+from tests.kit.models import State
+
+
+def test_a_device_in_an_object(device: str, rebuilt: Callable[..., Any]) -> None:
+    """It is the reader's own name for the same device."""
+    where = torch.ones(1, device=device).device
+    assert rebuilt(State(1, {"m": torch.ones(1, device=device), "at": where})).moments["at"] == where
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    weight = torch.empty(0, requires_grad=True)  # an empty one may be anywhere
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.state[weight] = {"step": torch.tensor(3.0)}
+    return optimizer
+
+
+def _schedule() -> Any:
+    return pytest.importorskip("diffusers").DDPMScheduler(num_train_timesteps=10)
+
+
+def _averaged() -> torch.nn.Module:
+    return AveragedModel(torch.nn.Identity())
+
+
+def _packed() -> PackedSequence:
+    return PackedSequence(torch.empty(1, 0), torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    "make", [_optimizer, _schedule, _averaged, _packed], ids=["optimizer", "schedule", "averaged model", "packed sequence"]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_what_computes_on_the_host_stays_there(make: Callable[[], Any]) -> None:
+    """Where a GPU's memory is shared, host tensors of such an object are no mistake."""
+    _, scan = dump_result([torch.nn.Identity(), State(1, {"m": make()})], "load", "cuda")
+    assert scan.storages
+    assert {storage.device.type for storage in scan.storages} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    "make, path",
+    [
+        (lambda: State(1, {"m": torch.ones(1)}), "result[1].moments['m']"),
+        (lambda: {2: {torch.ones(1)}}, "result[1][2][0]"),
+        (lambda: functools.partial(torch.add, torch.ones(1)), "result[1].args[0]"),
+        (lambda: State(1, {"m": _optimizer(), "t": torch.ones(1)}), "result[1].moments['t']"),
+        (lambda: AveragedModel(torch.nn.Linear(1, 1)), "result[1].module.weight"),
+        (lambda: PackedSequence(torch.ones(1, 1), torch.tensor([1])), "result[1][0]"),
+    ],
+    ids=["dataclass", "set", "partial", "beside an optimizer", "in an averaged model", "in a packed sequence"],
+)
+def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> None:
+    """Wherever else in an object a tensor on the host is, it was forgotten there: the error has the way to it."""
+    with pytest.raises(CapabilityError) as caught:
+        dump_result([torch.nn.Identity(), make()], "load", "cuda")
+    assert f"endpoint 'load': {path} is on cpu, but memory is shared on 'cuda' here" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "lower",
+    # What is sent waits for the GPU.
+    [
+        pytest.param(lambda *call: encode_arguments(*call).close(), id="sent", marks=pytest.mark.gpu),
+        pytest.param(lower_arguments, id="within a process"),
+    ],
+)
+def test_what_computes_on_the_host_as_an_argument(lower: Callable[..., Any]) -> None:
+    """An averaged model's count is no mistake there either, and a host tensor beside it is one, in every role."""
+    model = _averaged()
+    lower([model], {}, "cuda")
+    model.register_buffer("scale", torch.ones(1))
+    with pytest.raises(CapabilityError, match="scale is on cpu, but memory is shared on 'cuda' here"):
+        lower([model], {}, "cuda")
+
+
+def test_an_averaged_model(device: str, rebuilt: Callable[..., Any]) -> None:
+    """How many models it is the average of is on the host and shared there, and goes on from there."""
+    model = torch.nn.Linear(2, 2, device=device)
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    read = rebuilt(averaged)
+    assert (read.n_averaged.device.type, read.n_averaged.item()) == ("cpu", 1)
+    assert read.module.weight.device.type == device
+    with torch.no_grad():
+        model.weight.fill_(1)
+    expected = (averaged.module.weight.detach() + 1) / 2
+    read.update_parameters(model)
+    assert averaged.n_averaged.item() == 2
+    torch.testing.assert_close(averaged.module.weight.detach(), expected)
+
+
+def test_a_packed_sequence(device: str, rebuilt: Callable[..., Any]) -> None:
+    """How long its parts are is on the host, where torch wants it."""
+    sent = pack_sequence([torch.ones(3, 2, device=device), torch.zeros(1, 2, device=device)])
+    read = rebuilt(sent)
+    assert (read.data.device.type, read.batch_sizes.device.type) == (device, "cpu")
+    assert torch.equal(pad_packed_sequence(read)[0], pad_packed_sequence(sent)[0])

@@ -1,0 +1,226 @@
+"""One connection that many threads share: who reads, who is woken, and what is left when they give up."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from shared_rpc.client.exchange import BRIEFLY
+from shared_rpc.client.link import BlockingLink
+from shared_rpc.client.steps import Reply, Request
+from shared_rpc.errors import ConnectionClosed, DeadlineExceeded
+from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
+from tests.kit.interrupting import Interrupted
+from tests.kit.processes import eventually
+from tests.kit.raw import Raw, frame_of
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[BlockingLink, Raw]]:
+    """A link, and the server's side of it, which a test plays."""
+    ours, theirs = socket.socketpair()
+    link = BlockingLink("here", ours)
+    link._socket.limit(0.004)
+    with Raw(theirs, hello=False) as raw:
+        yield link, raw
+        link.close()
+
+
+@pytest.fixture
+def link(ends: tuple[BlockingLink, Raw]) -> BlockingLink:
+    """The link."""
+    return ends[0]
+
+
+@pytest.fixture
+def raw(ends: tuple[BlockingLink, Raw]) -> Raw:
+    """The server's side."""
+    return ends[1]
+
+
+@pytest.fixture
+def ask(link: BlockingLink) -> Iterator[Callable[..., Future[Reply]]]:
+    """``ask(seconds)`` has another thread ask, and returns when it waits."""
+    with ThreadPoolExecutor(8) as pool:
+
+        def ask(seconds: float = 20.0, **options: Any) -> Future[Reply]:
+            before = len(link._exchanges.under_way)
+            asked = pool.submit(link.exchange, Request(m.Ping(), "ping", **options), time.monotonic() + seconds)
+            eventually(lambda: len(link._exchanges.under_way) > before)
+            eventually(lambda: link._reader is not None and len(link._waiting) == before)
+            return asked
+
+        yield ask
+        link.close()
+
+
+def test_answers_in_another_order(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
+    """The first thread reads for the others, and is answered last."""
+    asked = [ask() for _ in range(3)]
+    for number in (3, 2, 1):
+        raw.say(m.Count(number), number)
+        assert asked[number - 1].result(20).message == m.Count(number)
+
+
+def test_a_reader_with_its_answer_hands_the_reading_over(
+    ask: Callable[..., Future[Reply]], raw: Raw, link: BlockingLink
+) -> None:
+    """When it has its answer, to one that waits; when none is left, none reads."""
+    asked = [ask() for _ in range(3)]
+    for number in (1, 2, 3):
+        raw.say(m.Count(number), number)
+        assert asked[number - 1].result(20).message == m.Count(number)
+    eventually(lambda: link._reader is None and not link._waiting)
+
+
+def test_a_reader_that_runs_out_of_time(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
+    """Another thread reads on, and its answer comes."""
+    hurried, patient = ask(0.1), ask()
+    with pytest.raises(DeadlineExceeded, match="is stuck"):
+        hurried.result(20)
+    raw.say(m.Pong(), 2)
+    assert patient.result(20).message == m.Pong()
+
+
+def test_a_thread_that_waits_runs_out_of_time(ask: Callable[..., Future[Reply]], raw: Raw, link: BlockingLink) -> None:
+    """The reader goes on, and what comes for the other one later is nobody's."""
+    patient, hurried = ask(), ask(0.1)
+    with pytest.raises(DeadlineExceeded):
+        hurried.result(20)
+    raw.say(m.Pong(), 2)
+    raw.say(m.Pong(), 1)
+    assert patient.result(20).message == m.Pong()
+    assert not link._exchanges.owed
+
+
+def test_a_reader_that_a_signal_handler_interrupts(ask: Callable[..., Future[Reply]], raw: Raw, link: BlockingLink) -> None:
+    """Its request is withdrawn, and a thread that waits reads on."""
+    waiting: list[Future[Reply]] = []
+
+    def handler(number: int, frame: object) -> None:
+        raise Interrupted
+
+    def begin_another() -> None:
+        eventually(lambda: link._reader is not None)
+        waiting.append(ask())
+        signal.raise_signal(signal.SIGUSR1)
+
+    earlier = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=begin_another)
+    try:
+        thread.start()
+        with pytest.raises(Interrupted):
+            link.exchange(Request(m.Ping(), "ping"), time.monotonic() + 20)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, earlier)
+    raw.say(m.Pong(), 2)
+    assert waiting[0].result(20).message == m.Pong()
+    assert [type(raw.hear()) for _ in range(3)] == [m.Ping, m.Ping, m.Cancel]
+
+
+def test_a_signal_handler_that_asks_too(raw: Raw, link: BlockingLink) -> None:
+    """It is below a wait of the same thread, which it does not wait for."""
+    answers: list[Reply] = []
+
+    def handler(number: int, frame: object) -> None:
+        threading.Thread(target=raw.say, args=(m.Count(2), 2)).start()
+        answers.append(link.exchange(Request(m.Ping(), "ping"), time.monotonic() + 20))
+        raw.say(m.Count(1), 1)
+
+    earlier = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        answers.append(link.exchange(Request(m.Ping(), "ping"), time.monotonic() + 20))
+    finally:
+        signal.signal(signal.SIGALRM, earlier)
+    assert [answer.message for answer in answers] == [m.Count(2), m.Count(1)]
+
+
+def test_a_callback_that_takes_its_time(ask: Callable[..., Future[Reply]], raw: Raw, go: threading.Event) -> None:
+    """Its thread does not read meanwhile: the others have their answers."""
+    slow, other = ask(on_event=lambda info: go.wait(20)), ask()
+    raw.say(m.TaskUpdate(TaskInfo("t", "endpoint", TaskStatus.RUNNING, 0.0)), 1)
+    raw.say(m.Pong(), 2)
+    assert other.result(20).message == m.Pong()
+    go.set()
+    raw.say(m.Pong(), 1)
+    assert slow.result(20).message == m.Pong()
+
+
+def test_half_a_frame(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
+    """Neither the deadline of who reads it nor those of others wait for its end, which is read by the next one."""
+    begin = time.monotonic()
+    asked = [ask(0.1), ask(0.1)]
+    data = frame_of(m.Pong(), 3)
+    raw.send(data[:10])
+    for each in asked:
+        with pytest.raises(DeadlineExceeded):
+            each.result(20)
+    assert time.monotonic() - begin < 0.1 + 3 * BRIEFLY
+    third = ask()
+    raw.send(data[10:])
+    assert third.result(20).message == m.Pong()
+
+
+def test_a_message_that_is_posted_while_another_thread_reads(
+    ask: Callable[..., Future[Reply]], raw: Raw, link: BlockingLink
+) -> None:
+    """It is sent at once, and nobody waits for an answer."""
+    asked = ask()
+    assert isinstance(raw.hear(), m.Ping)
+    link.post(m.Release(["an id"]))
+    assert raw.hear() == m.Release(["an id"])
+    raw.say(m.Count(1), 2)
+    raw.say(m.Pong(), 1)
+    assert asked.result(20).message == m.Pong()
+
+
+def test_a_post_to_a_server_that_does_not_read(raw: Raw, link: BlockingLink) -> None:
+    """It does not wait, and is sent when the server reads."""
+    begin = time.monotonic()
+    for _ in range(4):
+        link.post(m.Release(["x" * 500_000]))
+    assert time.monotonic() - begin < 1 and link._socket.unsent
+    assert [len(raw.hear().object_ids[0]) for _ in range(4)] == [500_000] * 4  # type: ignore[attr-defined]
+    eventually(lambda: not link._socket.unsent)
+
+
+def test_a_large_request_beside_one_that_waits(raw: Raw, link: BlockingLink, ask: Callable[..., Future[Reply]]) -> None:
+    """Its own thread writes it, though another one reads."""
+    first = ask()
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(link.exchange, Request(m.Release(["x" * 3_000_000]), "release"), time.monotonic() + 20)
+        assert isinstance(raw.hear(), m.Ping)
+        assert isinstance(raw.hear(), m.Release)
+        raw.say(m.Count(1), 2)
+        assert large.result(20).message == m.Count(1)
+    raw.say(m.Pong(), 1)
+    first.result(20)
+
+
+def test_the_end_of_the_connection_wakes_all(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
+    """Whoever reads, and whoever waits."""
+    asked = [ask() for _ in range(3)]
+    raw.close()
+    for each in asked:
+        with pytest.raises(ConnectionClosed):
+            each.result(20)
+
+
+def test_closing_wakes_all(ask: Callable[..., Future[Reply]], link: BlockingLink) -> None:
+    """The reader closes the socket."""
+    asked = [ask() for _ in range(3)]
+    link.close("that was all")
+    for each in asked:
+        with pytest.raises(ConnectionClosed, match="that was all"):
+            each.result(20)
+    assert link._socket.fileno() == -1

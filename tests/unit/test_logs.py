@@ -1,0 +1,87 @@
+"""Lines of a log, as text and as JSON: nothing in them looks like another line."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shared_rpc.observability import events as i
+from shared_rpc.observability.logs import JsonFormatter, RequestIdFilter, TextFormatter, configure, log_event
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """What is logged as JSON from now on, at every level."""
+    root = logging.getLogger()
+    level = root.level
+    text = io.StringIO()
+    handler = configure("json", "debug", logging.StreamHandler(text))
+    yield text
+    root.removeHandler(handler)
+    root.setLevel(level)
+    i.remove_hook(log_event)
+
+
+def lines(stream: io.StringIO, **fields: Any) -> list[dict[str, Any]]:
+    """Those with these fields."""
+    found = [json.loads(line) for line in stream.getvalue().splitlines()]
+    return [line for line in found if fields.items() <= line.items()]
+
+
+def record(message: str = "hello", **fields: Any) -> logging.LogRecord:
+    """One record, as a handler gets it."""
+    made = logging.makeLogRecord(
+        {"name": "app", "levelname": "INFO", "levelno": 20, "msg": message, "created": 0.5, "msecs": 500}
+    )
+    vars(made).update(fields)
+    assert RequestIdFilter().filter(made)
+    return made
+
+
+def test_a_line_of_text() -> None:
+    """Fields follow the message; what has blanks in it is quoted."""
+    line = TextFormatter().format(record(request_id="ab-1-2", endpoint="model", seconds=0.25, text='a "b"\nc', empty=""))
+    assert line == (
+        '1970-01-01T00:00:00.500Z INFO app [ab-1-2] hello endpoint=model seconds=0.25 text="a \\"b\\"\\nc" empty=""'
+    )
+
+
+def test_a_text_of_a_client_is_one_line_that_moves_no_cursor() -> None:
+    """In the message and in a field: it could look like a line of its own, or be a terminal's command."""
+    line = TextFormatter().format(record("from\n1970 CRITICAL \x1b[31m", field="\x1b[31m"))
+    assert line == '1970-01-01T00:00:00.500Z INFO app [-] from\\n1970 CRITICAL \\x1b[31m field="\\u001b[31m"'
+
+
+def test_a_line_of_json_has_the_traceback() -> None:
+    """On one line, whatever is in it."""
+    try:
+        raise ValueError("a\nb")
+    except ValueError as error:
+        made = record("it failed", exc_info=(type(error), error, error.__traceback__))
+    text = JsonFormatter().format(made)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert line["time"] == "1970-01-01T00:00:00.500Z"
+    assert line["exception"].endswith("ValueError: a\nb")
+
+
+def test_a_value_that_json_has_not_is_told_as_text() -> None:
+    """A log line never fails."""
+    line = json.loads(JsonFormatter().format(record(shape=torch.Size([2, 3]), device=torch.device("cpu"))))
+    assert (line["shape"], line["device"]) == ([2, 3], "cpu")
+
+
+def test_every_event_has_its_line(stream: io.StringIO) -> None:
+    """Also those that are rare; and no field of theirs hides one that a record has."""
+    values: dict[Any, Any] = {"int": 1, "str": "x", "float": 0.5, "bool": True}
+    for kind in i.Event.__subclasses__():
+        fields = {name: values.get(hint, "x") for name, hint in kind.__annotations__.items()}
+        log_event(kind(**fields))
+        (line,) = lines(stream, event=kind.__name__)
+        assert fields.items() <= line.items()

@@ -1,0 +1,98 @@
+"""Publishing and rebuilding under torch's modes: what comes is what would come without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from shared_rpc.codec.arguments import decode_arguments, encode_arguments
+from shared_rpc.codec.results import decode_result, publish
+from shared_rpc.memory.records import Record
+from tests.kit.comparing import describe, differences
+from tests.kit.modes import MODES
+from tests.kit.subjects import SUBJECTS, quietly
+
+#: Values whose rebuilding calls torch in ways of its own.
+VALUES = {
+    **{name: subject.make for name, subject in SUBJECTS.items() if subject.on == ("cpu", "cuda") and "compiled" not in name},
+    "sparse": lambda device: _holding(torch.eye(3, device=device).to_sparse()),
+    "quantised": lambda device: _holding(torch.quantize_per_tensor(torch.ones(2, device=device), 0.5, 1, torch.qint8)),
+}
+
+
+#: Modes that any operation of torch's would meet, under which every value is rebuilt; and a few values for the others.
+THOROUGH = ("FakeTensorMode", "a dispatch mode", "a function mode", "inference_mode")
+
+
+SOME = ("sparse", "quantised", "everything", "scaled tensor", "optimiser", "views")
+
+
+def _holding(tensor: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.table = tensor
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)", "ignore:Sparse invariant checks")
+@pytest.mark.parametrize("tensors", ["all", "parameters"])
+@pytest.mark.parametrize("mode", MODES)
+def test_attaching_under_a_mode(published: Callable[..., Record], device: str, mode: str, tensors: str) -> None:
+    """Every value is what it would be without: real, with its dtypes, and no tensor of the mode's; copied ones too."""
+    found = {}
+    with quietly():
+        for name in VALUES if mode in THOROUGH else SOME:
+            value = VALUES[name](device)
+            expected = describe(value)
+            record = published(value, tensors=tensors)
+            result = MODES[mode](lambda record=record: decode_result(record.skeleton, record.table, record.segments))
+            found[name] = differences(describe(result), expected)
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize("tensors", ["all", "parameters"])
+@pytest.mark.parametrize("mode", MODES)
+def test_publishing_under_a_mode(device: str, no_leaks: None, mode: str, tensors: Any) -> None:
+    """Real tensors are moved or copied, large ones too, whatever mode is on where they are returned."""
+    value = {"model": nn.Linear(4, 4, device=device), "large": torch.arange(1 << 19, device=device)}
+    expected = describe(value)
+    with closing(MODES[mode](lambda: publish(value, device, "read_write", "endpoint", tensors=tensors))) as record:
+        assert differences(describe(decode_result(record.skeleton, record.table, record.segments)), expected) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_arguments_under_a_mode(device: str, no_leaks: None, mode: str) -> None:
+    """Real tensors are copied, large ones too."""
+    value = [nn.Linear(4, 4, device=device), torch.arange(1 << 19, device=device)]
+    expected = describe(value)
+    with closing(MODES[mode](lambda: encode_arguments(value, {}, device))) as arguments:
+        assert differences(describe(decode_arguments(arguments)[0]), expected) == []
+
+
+def test_a_mode_is_there_again_afterwards(published: Callable[..., Record], device: str) -> None:
+    """The thread's modes are as they were, in their order, also where rebuilding fails."""
+    seen: list[str] = []
+
+    class Noting(TorchFunctionMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(self.name)
+            return function(*args, **(kwargs or {}))
+
+    record = published(torch.ones(2, device=device))
+    with Noting("outer"), Noting("inner"), FakeTensorMode():
+        decode_result(record.skeleton, record.table, record.segments)
+        with pytest.raises(Exception, match="does not fit"):
+            decode_result(record.skeleton, record.table, record.segments[:0])
+        seen.clear()
+        assert isinstance(torch.zeros(1), torch._subclasses.fake_tensor.FakeTensor)
+    assert seen[:2] == ["inner", "outer"]
