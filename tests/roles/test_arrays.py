@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from shared_rpc import Provider
-from shared_rpc.errors import CapabilityError, SharedRPCError
+from shared_rpc.errors import CapabilityError
 from tests.kit.apps import App, Connect, Serve
-from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.interpreter import Interpreter
 from tests.kit.models import State
 
@@ -28,9 +27,6 @@ def beside_a_tensor(device: str, *arrays: Any) -> State:
 def arrays_of(value: Any) -> Any:
     """The arrays of such an object."""
     return value.moments["arrays"]
-
-
-# Its memory.
 
 
 # Other processes.
@@ -131,37 +127,6 @@ def test_a_quota_counts_arrays(provider: Provider, serve: Serve, connect: Connec
     serve(quotas={"cpu": 1 << 20})
     with pytest.raises(CapabilityError, match="are more than"):
         connect(device=device).call("get")
-
-
-def test_arrays_outlive_their_worker(broker_app: BrokerApp) -> None:
-    """A broker keeps their memory as it keeps that of tensors, and tells what each client copies."""
-    broker_app.write(
-        """
-        import numpy
-
-        @provider.share(managed=True)
-        def table(size=1 << 18):
-            module = torch.nn.Linear(2, 2)
-            module.table = numpy.arange(size)
-            return module
-        """
-    )
-    broker_app.start()
-    client = broker_app.connect()
-    handle = client.call("table")
-    (pid,) = worker_pids(client)
-    with pytest.raises(SharedRPCError):
-        client.call("end", "kill")
-    another_worker(client, pid)
-    other = broker_app.connect()
-    with other.call("table") as again:
-        again.value.table[0] = 9
-        assert handle.value.table.sum() == numpy.arange(LARGE).sum()
-        info = again.get_object_info()
-    assert info["object_id"] == handle.object_id
-    assert (info["nbytes"], 0 < info["private_nbytes"] < 2000) == (LARGE * 8 + 24, True)
-    (listed,) = client.list_objects()
-    assert listed["private_nbytes"] == info["private_nbytes"]
 
 
 # Packed weights.

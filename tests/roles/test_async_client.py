@@ -245,33 +245,6 @@ async def test_cancelling_at_the_moment_of_the_reply(
     await until(lambda: open_fds() <= before)
 
 
-async def test_cancelling_a_wait_at_the_moment_of_its_end(
-    client: AsyncClient, server: Server, provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it claimed goes back; the result stays for who asks next."""
-    provider.share("once", cache=False)(lambda: torch.ones(2))
-    task_id = await client.submit("once")
-    channel = client._link
-    assert channel is not None
-    wait = channel._await
-    scope = anyio.CancelScope()
-
-    async def late(exchange: Exchange) -> None:
-        await wait(exchange)
-        if not scope.cancel_called:
-            scope.cancel()
-            await anyio.lowlevel.checkpoint()
-
-    monkeypatch.setattr(channel, "_await", late)
-    with scope:
-        await client.wait_for_task(task_id, callback=lambda info: None)
-    assert scope.cancelled_caught
-    await client.ping()
-    await until(lambda: server.info()["leases"] == 1)  # the task's own
-    assert (await client.get_task_result(task_id)).tolist() == [1, 1]
-    await until(lambda: server.info()["objects"] == 0)
-
-
 async def test_a_call_that_runs_out_of_time(server: Server) -> None:
     """A timeout is one error, and leaves the connection in order."""
     async with AsyncClient(socket_path=server.socket_path, timeout=0.05) as client:
@@ -302,7 +275,7 @@ async def test_the_loop_goes_on_while_a_value_is_rebuilt(client: AsyncClient) ->
 
 async def test_tasks(client: AsyncClient, go: threading.Event) -> None:
     """Submitted, watched by a callback that may be a coroutine function, and fetched."""
-    task_id = await client.submit("build", 3)
+    task_id = await client.execute("build", 3, wait=False)
     seen: list[Any] = []
 
     async def watch(info: TaskInfo) -> None:

@@ -277,45 +277,6 @@ def test_a_server_that_has_no_threads_for_a_while(
         assert [answer.result(timeout=20).item() for answer in (first, second, third)] == [1, 2, 3]
 
 
-def test_a_serialized_endpoint_whose_next_call_cannot_be_started(
-    provider: Provider,
-    serve: Serve,
-    connect: Connect,
-    go: threading.Event,
-    begun: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its caller gets the error, and the one after it has its turn."""
-
-    @provider.share(concurrency="serialized", cache=False)
-    def alone(number: int) -> torch.Tensor:
-        begun.set()
-        go.wait(30)
-        return torch.tensor(number)
-
-    server, client = serve(), connect()
-    start, failed = InProcessExecutor.start, threading.Event()
-
-    def fail_once(*given: Any) -> None:
-        if not failed.is_set():
-            failed.set()
-            raise RuntimeError("can't start new thread")
-        start(*given)
-
-    with ThreadPoolExecutor(3) as pool:
-        calls = []
-        for number in range(3):
-            calls.append(pool.submit(client.call, "alone", number))
-            eventually(lambda: server.info()["running"] == len(calls))
-            begun.wait(10)
-        monkeypatch.setattr(InProcessExecutor, "start", fail_once)
-        go.set()
-        assert calls[0].result(timeout=10) == 0
-        with pytest.raises(CapabilityError, match="can't start new thread"):
-            calls[1].result(timeout=10)
-        assert calls[2].result(timeout=10) == 2
-
-
 def test_an_async_endpoint_whose_device_cannot_be_used(
     provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,16 +277,6 @@ def test_a_directory_of_another_user(tmp_path: Path, serve: Serve) -> None:
 # The path.
 
 
-def test_a_path_that_is_too_long(tmp_path: Path) -> None:
-    """Both sides say how long it is, how long it may be, and what to set."""
-    base = tmp_path / ("x" * 100)
-    text = r"has \d+ bytes, but Linux allows 107: set a shorter base_path or SHARED_TENSOR_BASE_PATH"
-    with pytest.raises(ConfigurationError, match=text):
-        Server(Provider(base, device="cpu")).start()
-    with Client(base, device="cpu") as client, pytest.raises(ConfigurationError, match=text):
-        client.ping()
-
-
 def test_a_socket_of_a_given_path_that_is_too_long(provider: Provider, tmp_path: Path) -> None:
     """What the kernel refuses is told with the path."""
     path = tmp_path / ("x" * 100)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server, progress
-from shared_rpc.errors import ConfigurationError, EndpointNotFound, RefreshError, StaleHandleError
+from shared_rpc.errors import ConfigurationError, EndpointNotFound, StaleHandleError
 from shared_rpc.server import holdings
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
@@ -157,16 +157,6 @@ def test_an_object_is_invalidated_by_its_id(served: Server, connect: Connect) ->
     # What has taken its place is another object.
     assert client.invalidate_object(one.object_id) == 0
     assert client.call("load", 1).object_id == anew.object_id
-
-
-def test_a_run_that_goes_on_is_kept_out_of_the_cache(refreshing: tuple[Client, Future[Any]], go: threading.Event) -> None:
-    """An object that is dropped while its next generation is built is not followed by that one."""
-    client, refreshed = refreshing
-    (item,) = client.list_objects()
-    client.invalidate_object(item["object_id"])
-    go.set()
-    assert isinstance(refreshed.result(20), RefreshError)
-    assert client.list_objects() == []
 
 
 def test_objects_of_several_pages(served: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

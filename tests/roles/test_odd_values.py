@@ -74,63 +74,6 @@ def test_an_argument_that_is_nested_too_deep(app: App, kind: str) -> None:
         take(DEEP_VALUES[kind]())
 
 
-def cyclic_list() -> Any:
-    """A list that holds itself, at its end."""
-    value: list[Any] = [torch.ones(2)]
-    value.append((value,))
-    return value
-
-
-def cyclic_dict() -> Any:
-    """A dict that holds itself."""
-    value: dict[str, Any] = {"t": torch.ones(2)}
-    value["again"] = value
-    return value
-
-
-@pytest.mark.parametrize(
-    ("make", "where", "what"),
-    [(cyclic_list, r"argument 0\[1\]\[0\]", "argument 0"), (cyclic_dict, r"argument 0\['again'\]", "argument 0")],
-)
-def test_an_argument_that_holds_itself(app: App, make: Callable[[], Any], where: str, what: str) -> None:
-    """The error says so, and names both ends of the circle."""
-
-    @app.share(cache=False)
-    def take(x: Any) -> None:
-        pass
-
-    with pytest.raises(CapabilityError, match=f"^{where} is {what} again, which contains it"):
-        take(make())
-
-
-def test_what_is_in_an_argument_twice_is_no_circle(app: App) -> None:
-    """It lies beside itself, not in itself."""
-
-    @app.share(cache=False)
-    def total(x: Any) -> torch.Tensor:
-        return torch.tensor(sum(len(part) for part in x))
-
-    part = [1, 2]
-    assert total([part, part]) == 4
-
-
-@pytest.mark.parametrize("make", [cyclic_list, cyclic_dict])
-def test_a_result_that_holds_itself(app: App, make: Callable[[], Any]) -> None:
-    """It comes back as it was."""
-
-    @app.share(cache=False)
-    def made() -> Any:
-        return make()
-
-    value = made()
-    if isinstance(value, list):
-        assert value[1][0] is value and value[0].sum() == 2
-        value.clear()
-    else:
-        assert value["again"] is value and value["t"].sum() == 2
-        value.clear()
-
-
 class EndsWhoeverLoadsIt(ValueError):
     """An exception whose unpickling ends the process."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import nn
 from shared_rpc import Client, Provider
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Serve
-from tests.kit.brokers import BrokerApp, another_worker, worker_pids
 from tests.kit.interpreter import Interpreter
 from tests.kit.models import Everything
 
@@ -266,39 +263,3 @@ def test_what_is_left_when_all_have_gone(device: str, get: Serve, client: Client
     MAPPINGS.drain()
     assert client.get_server_info()["objects"] == 0
     assert len(MAPPINGS) <= before + 1  # the endpoint's own object lies in a segment
-
-
-# A broker.
-
-SHARED = """
-@provider.share(managed=True, access="read", tensors="parameters")
-def normed():
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False)
-    module[1].running_mean.fill_(1)
-    return module
-
-@provider.share(cache=False)
-def statistics():
-    '''Those that the worker has, after a step of its own.'''
-    with normed() as handle:
-        handle.value.train()(torch.ones(2, 4))
-        return handle.value[1].num_batches_tracked
-"""
-
-
-def test_a_broker_and_a_maker_that_is_killed(broker_app: BrokerApp) -> None:
-    """The published bytes outlive the process that made them, for those who attach later, in another worker too."""
-    broker_app.write(SHARED)
-    broker_app.start()
-    client = broker_app.connect()
-    with client.call("normed") as first:
-        first.value[1].running_mean.fill_(2)
-        assert client.call("statistics") == 1
-        maker = worker_pids(client)[0]
-        os.kill(maker, signal.SIGKILL)
-        another_worker(client, maker)
-        with broker_app.connect().call("normed") as later:
-            assert later.value[0].weight.data_ptr() == first.value[0].weight.data_ptr()
-            assert [handle.value[1].running_mean[0].item() for handle in (first, later)] == [2, 1]
-            assert client.call("statistics") == 1  # a client of the broker, with a copy of its own
-            assert later.value[1].num_batches_tracked == 0

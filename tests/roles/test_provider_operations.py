@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 
 import pytest
 import torch
 
-from shared_rpc import TaskStatus
 from shared_rpc.errors import CapabilityError, ConfigurationError, StaleHandleError
 from tests.kit.apps import App
 from tests.kit.processes import eventually
@@ -23,25 +21,6 @@ def test_the_server_is_asked(app: App) -> None:
     assert (info["socket_path"] is None) == (app.role == "local")
     assert provider.ping() >= 0
     assert [session["pid"] for session in provider.list_sessions()] == [os.getpid()] * (app.role == "client")
-
-
-def test_runs_are_listed(app: App, begun: threading.Event, go: threading.Event) -> None:
-    """One that goes on is, and has its task; one that has ended is counted."""
-
-    @app.share("slow")
-    def slow() -> torch.Tensor:
-        begun.set()
-        assert go.wait(20)
-        return torch.ones(1)
-
-    task_id = app.provider.submit("slow")
-    assert begun.wait(20)
-    (run,) = app.provider.list_runs()
-    assert (run["endpoint"], run["status"], run["tasks"]) == ("slow", "running", [task_id])
-    go.set()
-    assert app.provider.watch_task(task_id).status is TaskStatus.COMPLETED
-    assert app.provider.list_runs(limit=1) == []
-    assert app.provider.get_statistics()["slow"]["builds"] == 1
 
 
 def test_objects_are_listed_and_invalidated(app: App) -> None:
@@ -70,16 +49,6 @@ def test_leases_are_given_back(app: App) -> None:
     with pytest.raises(StaleHandleError):
         app.provider.ensure_handle_live(one)
     assert app.provider.get_server_info()["leases"] == 0
-
-
-def test_generations_are_iterated_over(app: App) -> None:
-    """What a refresh makes current comes to who iterates, and is the latest of an earlier handle."""
-    app.share("kept", managed=True)(lambda: torch.ones(1))
-    first = app.provider.call("kept")
-    with app.provider.refreshes() as news:
-        made = app.provider.refresh("kept")
-        assert next(news) == made
-    assert app.provider.latest(first).object_id == made.object_id
 
 
 def test_a_part_of_a_process_is_neither_reloaded_nor_stopped(app: App) -> None:

@@ -22,7 +22,6 @@ from shared_rpc.errors import (
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.values import DtypeRef, encode
-from tests.kit.processes import eventually
 from tests.kit.raw import Raw
 
 MIB = 1 << 20
@@ -232,37 +231,6 @@ def test_an_argument_that_comes_back_is_copied(client: Client, device: str, kind
     result = client.call(f"{kind}echo", x)
     x.zero_()
     assert torch.equal(result, numbers(device))
-
-
-@KINDS
-def test_it_is_not_overwritten_while_it_is_held(client: Client, device: str, kind: str) -> None:
-    """Neither by later arguments and results, nor when it goes back itself."""
-    results = [client.call(f"{kind}echo", torch.full((LARGE,), float(value), device=device)) for value in range(10)]
-    for value in range(50):
-        client.call(f"{kind}echo", results[value % 10])
-    assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(10)]
-
-
-def test_a_caller_that_left_gets_its_chunk_back(
-    client: Client, server: Server, device: str, begun: threading.Event, go: threading.Event
-) -> None:
-    """The endpoint returns the argument, and nobody takes it."""
-    client._timeout = 0.2
-    with pytest.raises(DeadlineExceeded):
-        client.call("slow", numbers(device))
-    (first,) = transfer(client).arguments._chunks
-    client._timeout = 30.0
-    go.set()
-    eventually(lambda: server.info()["running"] == 0)
-
-    def clean() -> bool:
-        # The work of a GPU is marked for so many chunks together.
-        for _ in range(40 if device == "cuda" else 1):
-            client.call("full", 1.0)
-            client.call("part", numbers(device, 8))
-        return first not in transfer(client).arguments._chunks
-
-    eventually(clean)
 
 
 @pytest.mark.gpu

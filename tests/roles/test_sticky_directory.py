@@ -290,21 +290,6 @@ def test_a_squatter_who_never_accepts(path: str, stranger: Callable[..., Child])
 
 
 @needs_root
-def test_a_squatter_between_two_servers(path: str, stranger: Callable[..., Child]) -> None:
-    """A client that has met the real one, and the next server, are both told."""
-    with client() as mine:
-        with server():
-            mine.ping()
-        squatter = stranger(LISTENING.format(backlog=5))
-        squatter.expect("listening")
-        with pytest.raises(ConnectError, match=f"belongs to uid {NOBODY}, not to you"):
-            mine.call("ones", 1)
-        with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0, and is served by pid {squatter.pid}"):
-            server().start()
-    assert squatter.expect("heard") == "heard b''"
-
-
-@needs_root
 def test_a_squatter_who_is_quicker(path: str, stranger: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes between a look at the path and the bind: it is named as any other."""
     looks: list[str] = []

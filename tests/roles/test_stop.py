@@ -275,54 +275,6 @@ def test_a_server_process_is_asked_to_end(
     assert took < 10  # the second that stop() may take, and the interpreter's own end on a busy machine
 
 
-def test_a_server_that_is_killed(
-    base_path: str, children: list[Child], serve: Serve, provider: Provider, connect: Connect
-) -> None:
-    """Its clients' tensors stay what they are; who waits is told; the next server takes its place."""
-    child = python(
-        """
-        import signal, torch
-        from shared_rpc import Provider, Server
-
-        provider = Provider(device="cpu")
-
-        @provider.share(managed=True)
-        def weights(size):
-            return torch.full((size,), 5.0)
-
-        @provider.share
-        def build():
-            print("building")
-            signal.sigwait([signal.SIGUSR1])
-
-        with Server(provider):
-            print("serving")
-            signal.pause()
-        """
-    )
-    children.append(child)
-    child.expect("serving")
-    client = connect()
-    handle = client.call("weights", 1000)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.call, "build")
-        child.expect("building")
-        child.kill()
-        with pytest.raises(ConnectionClosed):
-            waiting.result(timeout=2)
-    assert handle.value.sum() == 5000
-    handle.value.add_(1)
-
-    @provider.share(managed=True)
-    def weights(size: int) -> torch.Tensor:
-        return torch.zeros(size)
-
-    serve()
-    assert client.call("weights", 1000).value.sum() == 0
-    assert handle.is_stale()
-    assert handle.value.sum() == 6000
-
-
 def test_a_signal_at_any_moment_of_the_wait(children: list[Child]) -> None:
     """Between any two instructions of it, and another one at once, as timeout(1) sends them: who waits, or handles the first
     one, holds no lock that a handler would wait for.

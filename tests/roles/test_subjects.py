@@ -43,8 +43,6 @@ APP = """
         return {{"text": texts[name], "": torch.zeros(1, device=device)}}
     """
 
-Attach = Callable[..., Any]
-
 
 class Served:
     """The app in a worker, and a process that attaches what it shares."""
@@ -154,34 +152,3 @@ def test_what_came_can_be_copied(served: Served, name: str) -> None:
         name=name,
     )
     assert {how: lines for how, lines in found.items() if lines} == {}
-
-
-def test_a_hook_of_the_client_replaces_none_of_the_models(served: Served) -> None:
-    """A process that has never registered a hook registers its first ones beside those that came, and can remove each."""
-    process = Interpreter()
-    try:
-        answer = process.run(
-            PRELUDE
-            + """
-hooks = (value._forward_hooks, value._forward_pre_hooks, value._backward_hooks, value._state_dict_hooks)
-came = [list(hooks) for hooks in hooks]
-seen = []
-handles = [
-    value.register_forward_hook(lambda module, args, output: seen.append("forward")),
-    value.register_forward_pre_hook(lambda module, args: seen.append("pre")),
-    value.register_full_backward_hook(lambda module, *grads: seen.append("backward")),
-    value.register_state_dict_post_hook(lambda module, *rest: seen.append("state")),
-]
-kept = [[key for key in hooks if key in ids] == ids and len(hooks) == len(ids) + 1 for hooks, ids in zip(hooks, came)]
-value(torch.ones(1, 4, device=device, requires_grad=True)).sum().backward()
-value.state_dict()
-for handle in handles:
-    handle.remove()
-answer = [kept, seen, [list(hooks) for hooks in hooks] == came, bits(SUBJECTS[name].use(value, device)) == output]
-""",
-            **served.names,
-            name="hooked, without handles",
-        )
-    finally:
-        process.kill()
-    assert answer == [[True] * 4, ["pre", "forward", "backward", "state"], True, True]

@@ -96,38 +96,6 @@ def test_a_module_comes_back_with_what_the_process_has_of_its_own(client: Client
         assert torch.equal(module(torch.ones(4, 300)), before)
 
 
-def test_processes_share_the_restored_memory(broker: BrokerApp, client: Client, children: list[Child]) -> None:
-    """Each resumes it at its own address, and sees what the other one writes then."""
-    other = python(
-        f"""
-        import torch
-        from shared_rpc import Client
-        client = Client(device="cpu")
-        handle = client.call("load")
-        value = handle.value
-        handle.suspend()
-        print("suspended", flush=True)
-        input()
-        with handle.active():
-            print("right:", torch.equal(value, torch.arange({SIZE}) * 2))
-            value.add_(1)
-        print("written", flush=True)
-        input()
-        """
-    )
-    children.append(other)
-    other.expect("suspended")
-    handle = client.call("load")
-    handle.suspend()
-    evict(client, handle.object_id)
-    handle.resume()
-    handle.value.mul_(2)
-    other.tell("go on")
-    assert other.expect("right:") == "right: True"
-    other.expect("written")
-    assert torch.equal(handle.value, torch.arange(SIZE) * 2 + 1)
-
-
 def test_a_call_resumes_an_evicted_object(client: Client) -> None:
     """It is restored for the call, and the suspended value is there again: the same one."""
     handle = client.call("load")

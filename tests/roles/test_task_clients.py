@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
-from shared_rpc.errors import ConnectionClosed, TaskError
+from shared_rpc.errors import TaskError
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.catalogue import NUMBERS, decode_message
+from shared_rpc.protocol.catalogue import NUMBERS
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, open_fds, python
@@ -23,7 +21,6 @@ from tests.kit.raw import Raw
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-STOPPED = r"the server \(pid \d+\) was stopped before the call ended"
 
 #: Those who wait for one task.
 CROWD = 500
@@ -171,49 +168,6 @@ def test_a_process_is_killed_with_what_it_fetched(
     assert caught.value.reason == "released"
 
 
-# A server that stops.
-
-
-def test_everybody_who_waits_is_told(
-    server: Server, client: Client, shared: Provider, go: threading.Event, begun: threading.Event
-) -> None:
-    """For a task that runs or that has not begun, near or far, with a callback or without: at once, and why."""
-    running, pending = client.submit("task", 1), client.submit("task", 2)
-    assert begun.wait(10)
-    told: list[TaskInfo] = []
-    with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(30))
-        stack.callback(go.set)  # or a failure would wait for the endpoint
-        raws = [stack.enter_context(Raw(server.socket_path)) for _ in range(20)]
-        for number, raw in enumerate(raws):
-            raw.say(m.WaitTask(running if number % 2 else pending, events=number % 3 == 0))
-        waiting = [
-            pool.submit(wait, task_id, None, callback)
-            for wait in (client.wait_for_task, shared.wait_for_task)
-            for task_id in (running, pending)
-            for callback in (None, told.append)
-        ]
-        waiting += [pool.submit(call, "task", 3) for call in (client.call, shared.call)]
-        eventually(lambda: watchers(server) == 30)
-        begin = time.monotonic()
-        server.stop()
-        assert time.monotonic() - begin < 10
-        for wait in waiting:
-            with pytest.raises(ConnectionClosed, match=STOPPED):
-                wait.result(timeout=5)
-        for raw in raws:
-            answer = raw.hear()
-            while isinstance(answer, m.TaskUpdate):
-                answer = raw.hear()
-            assert isinstance(answer, m.Error)
-            assert answer.code == "connection-closed"
-            raw.hear_end()
-        assert time.monotonic() - begin < 20
-    assert next(info.status for info in told if info.task_id == running) is TaskStatus.RUNNING
-    assert next(info.status for info in told if info.task_id == pending) is TaskStatus.PENDING
-    eventually(lambda: not server.busy)
-
-
 # Many who wait.
 
 
@@ -342,64 +296,3 @@ def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connec
         # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
         assert waits < told.total() < count * waits // 2
         assert isinstance(silent.ask(m.GetTask(task_id), 1000), m.TaskIs)
-
-
-def test_a_result_that_is_read_late(provider: Provider, serve: Serve) -> None:
-    """What the kernel does not take at once is written when it does, and the connection goes on."""
-    size = 4 << 20
-
-    def model(number: int) -> torch.nn.Module:
-        layer = torch.nn.Linear(2, 2)
-        layer.notes = "x" * size
-        return layer
-
-    provider.share(model)
-    server = serve()
-    with Raw(server.socket_path) as late:
-        late.sock.settimeout(5)
-        for number in (1, 2):
-            late.say(m.Call("model", [number]), number)
-        late.say(m.Ping(), 3)
-        eventually(lambda: server.info()["objects"] == 2)
-        frames = [late.hear_frame() for _ in range(3)]
-        for frame in frames:
-            frame.close()
-        assert sorted(frame.request_id for frame in frames) == [1, 2, 3]
-        assert all(len(frame.payload) > size for frame in frames if frame.request_id != 3)
-        assert late.ask(m.Ping(), 4) == m.Pong()
-
-
-def test_many_waits_over_one_connection(shared: Provider, serve: Serve, go: threading.Event) -> None:
-    """Other requests are answered meanwhile, and every one of them has its own answer."""
-    server = serve(max_workers=4)
-    with Raw(server.socket_path) as raw:
-        ids = []
-        for number in range(1, 51):
-            answer = raw.ask(m.Submit("held", [number]), 1)
-            assert isinstance(answer, m.TaskIs)
-            ids.append(answer.info.task_id)
-        for number, task_id in enumerate(ids, 2):
-            raw.say(m.WaitTask(task_id), number)
-        assert raw.ask(m.Ping(), 1000) == m.Pong()
-        answer = raw.ask(m.WaitTask(ids[0], poll=True), 1001)
-        assert isinstance(answer, m.Error) and answer.code == "deadline-exceeded"
-        answer = raw.ask(m.FetchTask(ids[0]), 1002)
-        assert isinstance(answer, m.Error) and (answer.code, answer.detail["reason"]) == ("task", "unfinished")
-        answer = raw.ask(m.WaitTask(ids[0]), 2)  # an id that is in use
-        assert isinstance(answer, m.Error) and answer.code == "protocol"
-        raw.say(m.CancelTask(ids[-1]), 1003)
-        raw.say(m.ListTasks(limit=20), 1004)
-        go.set()
-        answers: dict[int, m.Message] = {}
-        while len(answers) < 52:
-            frame = raw.hear_frame()
-            frame.close()
-            assert frame.request_id not in answers
-            answers[frame.request_id] = decode_message(frame)
-        assert answers[1003] == m.Count(1)
-        page = answers[1004]
-        assert isinstance(page, m.TaskPage)
-        assert ([info.task_id for info in page.infos], page.after) == (ids[:20], 20)
-        assert [type(answers[number]) for number in range(2, 51)] == [m.Result] * 49
-        last = answers[51]
-        assert isinstance(last, m.Error) and last.code == "task-cancelled"

@@ -24,9 +24,8 @@ from shared_rpc.errors import (
     TicketError,
 )
 from tests.kit.apps import Connect, Serve
-from tests.kit.brokers import BrokerApp
 from tests.kit.models import Tied
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import eventually, python
 
 
 @pytest.fixture
@@ -370,32 +369,6 @@ def test_a_server_that_was_restarted(provider: Provider, base_path: str, path: P
             assert caught.value.reason == "server_changed"
             client.call("tied").ticket(path)
             assert client.open_ticket(path).value.embed.weight.shape == (7, 4)
-
-
-def test_a_broker(broker_app: BrokerApp, path: Path, children: list[Child]) -> None:
-    """Tickets lead to what a served app has built, after its worker and its maker have gone."""
-    broker_app.start()
-    maker = Child(
-        "-c",
-        "import sys; from shared_rpc import Client\n"
-        "with Client(sys.argv[1], device='cpu') as client:\n"
-        "    client.call('held', 8).ticket(sys.argv[2])\n"
-        "    client.create_buffer((4,), 'int64', keep=True).ticket(sys.argv[2] + '.kv')\n"
-        "    print('written')",
-        broker_app.base_path,
-        str(path),
-    )
-    children.append(maker)
-    maker.expect("written")
-    assert maker.close() == (0, "")
-    client = broker_app.connect()
-    with pytest.raises(SharedRPCError):
-        client.call("end", "exit")
-    with Client.from_ticket(path) as other, other.open_ticket(path) as handle, other.open_ticket(f"{path}.kv") as buffer:
-        assert (handle.value == 7).all()
-        assert handle.value.shape == (8,)
-        assert buffer.value.dtype == torch.int64
-        assert handle.get_object_info()["leases"] == 1
 
 
 @pytest.mark.gpu

@@ -351,15 +351,6 @@ def test_a_page_goes_with_its_object(server: Server, client: Client) -> None:
     unseen.release()
 
 
-def test_buffers_have_revisions_too(client: Client, peer: Child) -> None:
-    """As any object."""
-    with client.create_buffer((4,), "float32") as buffer:
-        ask(peer, f"b = client.get_buffer({buffer.object_id!r}); print('got', flush=True)", "got")
-        peer.tell("with client.update(b) as v: v.fill_(2)")
-        assert (buffer.wait_revision(1, timeout=20), buffer.value.tolist()) == (2, [2.0] * 4)
-        client.free_buffer(buffer)
-
-
 # In coroutines.
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import anyio
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Provider, TaskInfo, TaskStatus, progress
+from shared_rpc import Provider, TaskInfo, TaskStatus, progress
 from shared_rpc.errors import DeadlineExceeded, TaskError
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import python
@@ -88,19 +87,3 @@ def test_the_watch_ends_in_time(go: threading.Event, connect: Connect) -> None:
     assert client.watch_task(task_id, 10).status is TaskStatus.COMPLETED
     with pytest.raises(TaskError):
         client.watch_task("nothing", 0)
-
-
-def test_coroutines_watch_too(go: threading.Event, base_path: str) -> None:
-    """And their callback may be a coroutine function."""
-    seen: list[TaskInfo] = []
-
-    async def changed(info: TaskInfo) -> None:
-        seen.append(info)
-        go.set()
-
-    async def main() -> TaskInfo:
-        async with AsyncClient(base_path, device="cpu", connect_timeout=0) as client:
-            return await client.watch_task(await client.submit("build", 7), 10, changed)
-
-    assert anyio.run(main) == seen[-1]
-    assert seen[-1].status is TaskStatus.COMPLETED
