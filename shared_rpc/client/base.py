@@ -11,7 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -20,9 +20,9 @@ from shared_rpc.client.handle import Lease
 from shared_rpc.client.link import BlockingLink, Link
 from shared_rpc.client.sending import send
 from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import Driver, Known, Lend, Operation, Reply, Request, Step, Tell, Work, drive
+from shared_rpc.client.steps import Known, Lend, Operation, Reply, Request, Step, Tell, Work, drive
 from shared_rpc.client.subscriptions import LinkSource, Subscriptions
-from shared_rpc.client.suspension import Suspensions, lease_ended
+from shared_rpc.client.suspension import Context, Suspensions, lease_ended
 from shared_rpc.client.transfer import ClientTransfer, TransferClosed
 from shared_rpc.errors import ConnectionClosed, SharedRPCError
 from shared_rpc.forks import after_fork
@@ -97,13 +97,11 @@ class Address:
         return self._path
 
 
-class BaseClient(Driver):
+class BaseClient(Context):
     """The base of a client. For the parameters see :class:`shared_rpc.Client`.
 
     None of its parts refers to it, so that it ends with the last of its users: see :meth:`__del__`.
     """
-
-    _lets_go: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -143,10 +141,6 @@ class BaseClient(Driver):
     @abstractmethod
     def _begin(self) -> None:
         """Get ready to connect."""
-
-    @abstractmethod
-    def _has_lease(self, handle: Lease[Any]) -> bool:
-        """Return whether a handle's lease is in the session that this client has."""
 
     def _transfers(self) -> Callable[[], ClientTransfer]:
         """Return a function that makes the pools of a new session."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from shared_rpc.errors import CapabilityError, HandleSuspended, StaleHandleError
 from shared_rpc.lifecycle.finalizer import FINALIZER
@@ -20,85 +20,6 @@ from shared_rpc.protocol.ticket import Ticket
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Giver(Protocol):
-    """The client or role that a lease is returned to."""
-
-    @property
-    def socket_path(self) -> str:
-        """Return the path of the server's socket.
-
-        :raises CapabilityError: in the local role, which has none.
-        """
-
-    def _end_lease_soon(self, object_id: str, session: object) -> None:
-        """Return the lease of a collected handle, in the finaliser thread, which must not wait for one server.
-
-        Errors are ignored, because the lease ends with the session.
-        """
-
-
-class Issuer(Giver, Protocol):
-    """The issuer of a :class:`Handle`: a blocking client, or a role. For public methods see :class:`shared_rpc.Client`."""
-
-    def _end_lease(self, object_id: str, session: object) -> None:
-        """Return one lease, and wait until the server has it back. Errors are ignored: the lease ends with the session."""
-
-    def get_object_info(self, handle: str, /) -> ObjectInfo:
-        """Ask for the facts of an object."""
-
-    def ensure_handle_live(self, handle: Handle[Any]) -> None:
-        """Check that the server still owns the object."""
-
-    def latest(self, handle: Handle[T]) -> Handle[T]:
-        """Get a handle of the current generation."""
-
-    def revision_page(self, object_id: str) -> Page:
-        """Map the page that the object's revision is on."""
-
-    def suspend(self, handle: Handle[Any]) -> None:
-        """Suspend the handle."""
-
-    def resume(self, handle: Handle[Any], timeout: float | None = None) -> None:
-        """Resume the handle."""
-
-    def _begin_block(self, handle: Handle[Any], timeout: float | None) -> None:
-        """Begin a block that needs the handle active."""
-
-    def _end_block(self, handle: Handle[Any]) -> None:
-        """End such a block."""
-
-
-class AsyncIssuer(Giver, Protocol):
-    """The issuer of an :class:`AsyncHandle`: :class:`Issuer` for coroutines."""
-
-    async def _aend_lease(self, object_id: str, session: object) -> None:
-        """Do the work of :meth:`Issuer._end_lease` in a coroutine."""
-
-    async def get_object_info(self, handle: str, /) -> ObjectInfo:
-        """Ask for the facts of an object."""
-
-    async def ensure_handle_live(self, handle: AsyncHandle[Any]) -> None:
-        """Check that the server still owns the object."""
-
-    async def latest(self, handle: AsyncHandle[T]) -> AsyncHandle[T]:
-        """Get a handle of the current generation."""
-
-    async def revision_page(self, object_id: str) -> Page:
-        """Map the page that the object's revision is on."""
-
-    async def suspend(self, handle: AsyncHandle[Any]) -> None:
-        """Suspend the handle."""
-
-    async def resume(self, handle: AsyncHandle[Any], timeout: float | None = None) -> None:
-        """Resume the handle."""
-
-    async def _begin_block(self, handle: AsyncHandle[Any], timeout: float | None) -> None:
-        """Begin a block that needs the handle active."""
-
-    async def _end_block(self, handle: AsyncHandle[Any]) -> None:
-        """End such a block."""
 
 
 class Lease(Generic[T]):
@@ -112,7 +33,8 @@ class Lease(Generic[T]):
         #: The number of the build for the same cache key, from 1.
         self.generation = generation
         self._value = value
-        self._issuer: Giver = issuer
+        #: The client or role that the lease is returned to, with its public methods.
+        self._issuer = issuer
         self._session = session
         self._released = False
         self._lock = threading.Lock()
@@ -288,8 +210,6 @@ class Handle(Lease[T]):
     mapping of this process holds their memory.
     """
 
-    _issuer: Issuer
-
     def release(self) -> None:
         """Give the lease back and drop the value. Calling it again does nothing; it raises no error of its own."""
         if self._forgo():
@@ -301,7 +221,8 @@ class Handle(Lease[T]):
         :param refresh: without effect, for code that was written for shared-tensor: no earlier answer is kept.
         :raises StaleHandleError: if the server does not own the object any more.
         """
-        return self._issuer.get_object_info(self.object_id)
+        info: ObjectInfo = self._issuer.get_object_info(self.object_id)
+        return info
 
     def is_stale(self) -> bool:
         """Ask whether the server that issued the handle has ended, or has dropped the object.
@@ -334,7 +255,8 @@ class Handle(Lease[T]):
 
         :raises StaleHandleError: if this handle is stale; with ``reason="invalidated"`` if no generation is current.
         """
-        return self._issuer.latest(self)
+        found: Handle[T] = self._issuer.latest(self)
+        return found
 
     def ticket(self, path: str | os.PathLike[str] | None = None) -> Ticket:
         """Return a ticket, with which another process of this host and user gets the object by :meth:`Client.open_ticket`.
@@ -462,8 +384,6 @@ class Handle(Lease[T]):
 class AsyncHandle(Lease[T]):
     """:class:`Handle` for coroutines: ``async with await client.call(...) as handle``. Its methods are to be awaited."""
 
-    _issuer: AsyncIssuer
-
     async def release(self) -> None:
         """Give the lease back and drop the value. Calling it again does nothing; it raises no error of its own."""
         if self._forgo():
@@ -471,7 +391,8 @@ class AsyncHandle(Lease[T]):
 
     async def get_object_info(self, refresh: bool = False) -> ObjectInfo:
         """Behave as :meth:`Handle.get_object_info`."""
-        return await self._issuer.get_object_info(self.object_id)
+        info: ObjectInfo = await self._issuer.get_object_info(self.object_id)
+        return info
 
     async def is_stale(self) -> bool:
         """Behave as :meth:`Handle.is_stale`."""
@@ -490,7 +411,8 @@ class AsyncHandle(Lease[T]):
 
     async def latest(self) -> AsyncHandle[T]:
         """Behave as :meth:`Handle.latest`."""
-        return await self._issuer.latest(self)
+        found: AsyncHandle[T] = await self._issuer.latest(self)
+        return found
 
     async def ticket(self, path: str | os.PathLike[str] | None = None) -> Ticket:
         """Behave as :meth:`Handle.ticket`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -21,16 +21,8 @@ from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.values import encode_call, lower_call
 
 
-class Home(Known, Protocol):
-    """Destination of a call. A server without an id is sent all memory."""
-
-    @property
-    def transfer(self) -> ClientTransfer | None:
-        """The pools of the session."""
-
-
 def send(
-    known: Callable[[], Home | None],
+    known: Callable[[], Known | None],
     kind: type[m.Call],
     endpoint: str,
     args: Sequence[Any],
@@ -47,7 +39,7 @@ def send(
     :raises ServerBusy: if the pool for arguments stays full.
     """
     while True:
-        home: Home = known() or (yield Reach())
+        home: Known = known() or (yield Reach())
         transfer = home.transfer if pooled else None
         try:
             arguments = _plain(args, kwargs)

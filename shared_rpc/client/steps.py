@@ -169,11 +169,18 @@ class Tell:
 
 
 class Known(Protocol):
-    """A server that was reached: its id, that of its device, and its process, 0 for one in another pid namespace."""
+    """A server that was reached: its id, that of its device, and its process, 0 for one in another pid namespace.
+
+    A call to a server without an id is sent all memory.
+    """
 
     server_id: str
     device: str
     pid: int
+
+    @property
+    def transfer(self) -> ClientTransfer | None:
+        """The pools of the session."""
 
 
 @dataclass(slots=True)

@@ -17,14 +17,17 @@ import functools
 import logging
 import time
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import Operation, Reply, Request, Tell, Within, Work, ask
+from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask
+from shared_rpc.client.subscriptions import Subscriptions
+from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import CapabilityError, ConnectError, ConnectionClosed, ProtocolError, StaleHandleError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS
@@ -127,18 +130,43 @@ def _sleeps(object_id: str) -> bool:
         return object_id in [handle.object_id for handle in _sleepers if handle._asleep]
 
 
-class Suspending(Protocol):
-    """The driver, as far as the operations here know it."""
+class Context(Driver):
+    """A driver, as operations know it."""
 
+    #: Values that live in this process, by object id: an object is rebuilt once, as it is built once in the server.
+    _values: weakref.WeakValueDictionary[str, Any]
     _suspensions: Suspensions
     #: Whether suspended handles drop their values, because those are the endpoints' own.
-    _lets_go: ClassVar[bool]
+    _lets_go: ClassVar[bool] = False
 
+    @abstractmethod
     def _has_lease(self, handle: Lease[Any]) -> bool:
         """Return whether a handle's lease is in the session of this process with the server."""
 
+    @property
+    @abstractmethod
+    def socket_path(self) -> str:
+        """Return the path of the server's socket."""
 
-def suspended(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
+    @abstractmethod
+    def _known(self) -> Known | None:
+        """Return the server, if it was reached before."""
+
+    @abstractmethod
+    def _sent(
+        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
+    ) -> Operation[tuple[Reply, ClientTransfer | None]]:
+        """Send a call of a kind; return the arguments of :func:`taken`.
+
+        :param pooled: whether its arguments and result may lie in pools.
+        """
+
+    @abstractmethod
+    def _watch_in(self, server: Any) -> Subscriptions:
+        """Return the subscriptions of this process, for a server as :meth:`_known` has it."""
+
+
+def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     """Suspend a handle that is to be, unless a block needs it.
 
     :raises StaleHandleError: if the lease has ended, so that nothing would bring the memory back.
@@ -161,7 +189,7 @@ def suspended(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
     yield from _settled(ctx, object_id, handle)
 
 
-def _settled(ctx: Suspending, object_id: str, handle: Lease[Any] | None = None, *, waits: bool = True) -> Operation[None]:
+def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, waits: bool = True) -> Operation[None]:
     """Unmap what no active handle needs, and tell the server.
 
     :param handle: the one that is suspended by that, and active again if the memory cannot be unmapped.
@@ -175,7 +203,7 @@ def _settled(ctx: Suspending, object_id: str, handle: Lease[Any] | None = None, 
         passage.end()
 
 
-def _given_up(ctx: Suspending, object_id: str, handle: Lease[Any] | None, *, waits: bool) -> Operation[None]:
+def _given_up(ctx: Context, object_id: str, handle: Lease[Any] | None, *, waits: bool) -> Operation[None]:
     yield Work(functools.partial(_unmapped, object_id, handle))
     if handle is not None and ctx._lets_go:
         handle._let_go()
@@ -197,7 +225,7 @@ def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
             raise
 
 
-def resumed(ctx: Suspending, handle: Lease[Any], timeout: float | None = None) -> Operation[None]:
+def resumed(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> Operation[None]:
     """Resume a handle, if it is suspended.
 
     :param timeout: seconds; None for those that the client has.
@@ -208,12 +236,12 @@ def resumed(ctx: Suspending, handle: Lease[Any], timeout: float | None = None) -
         yield from awakened(ctx, handle)
 
 
-def awakened(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
+def awakened(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     """Have an object's memory back, for a handle that is active then."""
     yield from _brought_back(ctx, handle, handle._wake)
 
 
-def renewed(ctx: Suspending, handles: Iterable[Lease[Any]]) -> Operation[None]:
+def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
     """Have the memory that objects have now in the places of earlier incarnations, for active handles.
 
     Their session has taken the leases over from one that was lost, as inactive ones. Where the memory is not to be had now, the
@@ -235,7 +263,7 @@ def renewed(ctx: Suspending, handles: Iterable[Lease[Any]]) -> Operation[None]:
             _fall_behind(behind, "the request that met the new session was interrupted")
 
 
-def _replaced(ctx: Suspending, handle: Lease[Any]) -> Operation[None]:
+def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     object_id = handle.object_id
     mapped = MAPPINGS.of_objects({object_id}).get(object_id, [])
     if not all(mapping.backend.replaces for mapping in mapped):
@@ -262,7 +290,7 @@ def _fall_behind(handles: Sequence[Lease[Any]], why: str) -> None:
     )
 
 
-def _brought_back(ctx: Suspending, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
+def _brought_back(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
     session: object = None
     while session is not handle._session:  # another one may have taken the lease over meanwhile, as an inactive one
         session = handle._session
@@ -273,7 +301,7 @@ def _brought_back(ctx: Suspending, handle: Lease[Any], activate: Callable[[], No
                 raise
 
 
-def _mapped_again(ctx: Suspending, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
+def _mapped_again(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
     book, object_id = ctx._suspensions, handle.object_id
     passage = book.begin_resuming(object_id)
     try:
@@ -324,7 +352,7 @@ def _mapped(book: Suspensions, object_id: str, segments: Sequence[Segment], owne
             segment.close()
 
 
-def lease_ended(ctx: Suspending, object_ids: Iterable[str], *, waits: bool = True) -> Operation[None]:
+def lease_ended(ctx: Context, object_ids: Iterable[str], *, waits: bool = True) -> Operation[None]:
     """Settle what the end of a lease leaves: only suspended handles, or none; ``waits``: until the server knows."""
     book = ctx._suspensions
     for object_id in object_ids:

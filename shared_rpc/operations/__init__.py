@@ -9,7 +9,6 @@ from shared_rpc.operations.generations import GenerationOperations
 from shared_rpc.operations.objects import ObjectOperations
 from shared_rpc.operations.records import RecordOperations
 from shared_rpc.operations.server import ChannelOperations, ServerOperations
-from shared_rpc.operations.sources import SourceOperations
 from shared_rpc.operations.tasks import TaskOperations
 from shared_rpc.operations.tiers import TierOperations
 
@@ -23,7 +22,6 @@ class Operations(
     GenerationOperations,
     RecordOperations,
     ServerOperations,
-    SourceOperations,
     TierOperations,
 ):
     """All operations."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shared_rpc.client.asynchronous import CoroutineDriver
 from shared_rpc.client.handle import AsyncHandle, updating_async
 from shared_rpc.operations import Operations
-from shared_rpc.operations.binding import Context, bound
+from shared_rpc.operations.binding import bound
 from shared_rpc.operations.generations import AsyncRefreshIterator
 from shared_rpc.operations.sources import AsyncSource
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @bound
-class AsyncClient(CoroutineDriver, Operations, Context):
+class AsyncClient(CoroutineDriver, Operations):
     """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
 
     All of them go over one connection, at once, and none waits for another. Large values are rebuilt, and memory in arguments
@@ -36,7 +36,7 @@ class AsyncClient(CoroutineDriver, Operations, Context):
 
     def refreshes(self) -> AsyncRefreshIterator:
         """Iterate as :meth:`Client.refreshes` does: ``async for``, and ``async with`` around it."""
-        return AsyncRefreshIterator(self._run)
+        return AsyncRefreshIterator(self)
 
     async def create_channel(
         self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
@@ -54,7 +54,7 @@ class AsyncClient(CoroutineDriver, Operations, Context):
 
     def source(self) -> AsyncSource:
         """Return a source of records, as :meth:`Client.source` does: ``async with``, and ``async for`` in it."""
-        return AsyncSource(self._run, self._adopt_miss)
+        return AsyncSource(self)
 
     def update(self, handle: AsyncHandle[T], timeout: float | None = None) -> AbstractAsyncContextManager[T]:
         """Write in place as :meth:`Client.update` does: ``async with client.update(handle) as value:``."""

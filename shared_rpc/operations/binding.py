@@ -5,30 +5,25 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
-from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord, SegmentBytes
+from shared_rpc.client.exported import AsyncExportedRecord, ExportedRecord
 from shared_rpc.client.handle import AsyncHandle, Handle, Lease
 from shared_rpc.client.results import rebuild, result_of
 from shared_rpc.client.steps import (
     BlockingMethods,
     CoroutineMethods,
     Driver,
-    Known,
     Lend,
     Operation,
     Reply,
     Work,
 )
-from shared_rpc.client.subscriptions import Subscriptions
-from shared_rpc.client.suspension import Suspensions, awakened, outdated
+from shared_rpc.client.suspension import Context, awakened, outdated
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.exported import RecordHeader
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,51 +44,10 @@ class Exporting:
     """
 
 
-class Context(ABC):
-    """The driver, as far as operations know it."""
-
-    #: Values that live in this process, by object id: an object is rebuilt once, as it is built once in the server.
-    _values: weakref.WeakValueDictionary[str, Any]
-    _suspensions: Suspensions
-    _lets_go: ClassVar[bool]
-
-    @abstractmethod
-    def _has_lease(self, handle: Lease[Any]) -> bool:
-        """Return whether a handle's lease is in the session of this process with the server."""
-
-    @property
-    @abstractmethod
-    def socket_path(self) -> str:
-        """Return the path of the server's socket."""
-
-    @abstractmethod
-    def _known(self) -> Known | None:
-        """Return the server, if it was reached before."""
-
-    @abstractmethod
-    def _sent(
-        self, kind: type[m.Call], endpoint: str, args: Sequence[Any], kwargs: dict[str, Any], what: str, *, pooled: bool = False
-    ) -> Operation[tuple[Reply, ClientTransfer | None]]:
-        """Send a call of a kind; return the arguments of :func:`taken`.
-
-        :param pooled: whether its arguments and result may lie in pools.
-        """
-
-    @abstractmethod
-    def _record(
-        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, room: bool
-    ) -> Any:
-        """Return a record for the callers of this driver."""
-
-    @abstractmethod
-    def _watch_in(self, server: Any) -> Subscriptions:
-        """Return the subscriptions of this process, for a server as :meth:`_known` has it."""
-
-
 class _Unbound(Generic[P, R]):
     """An operation that :func:`bound` makes a method of."""
 
-    def __init__(self, body: Callable[Concatenate[Context, P], Steps[R]]) -> None:
+    def __init__(self, body: Callable[Concatenate[Any, P], Steps[R]]) -> None:
         self.body = body
 
 
@@ -134,6 +88,26 @@ class carrying(_Unbound[P, Exporting]):
     def __get__(self, owner: CoroutineMethods, kind: type) -> Callable[P, Coroutine[Any, Any, AsyncExportedRecord]]: ...
     def __get__(self, owner: Any, kind: type) -> Any:
         return self
+
+
+class BlockingPart(BlockingMethods):
+    """A public object of a blocking driver, with operations of its own."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+
+    def _run(self, operation: Operation[T]) -> T:
+        return cast("T", self._driver._run(operation))
+
+
+class CoroutinePart(CoroutineMethods):
+    """A public object of a driver for coroutines, with operations of its own."""
+
+    def __init__(self, driver: Any) -> None:
+        self._driver = driver
+
+    async def _run(self, operation: Operation[T]) -> T:
+        return cast("T", await self._driver._run(operation))
 
 
 def bound(kind: type[D]) -> type[D]:

@@ -9,7 +9,8 @@ from typing import Any
 from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.sending import lower, send
 from shared_rpc.client.steps import Operation, Request, ask, reached
-from shared_rpc.operations.binding import Context, Steps, operation, taken
+from shared_rpc.client.suspension import Context
+from shared_rpc.operations.binding import Steps, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shared_rpc.client.blocking import BlockingDriver
 from shared_rpc.client.handle import Handle, updating
 from shared_rpc.client.steps import BlockingMethods
 from shared_rpc.operations import Operations
-from shared_rpc.operations.binding import Context, bound
+from shared_rpc.operations.binding import bound
 from shared_rpc.operations.generations import RefreshIterator
 from shared_rpc.operations.sources import Source
 
@@ -24,6 +24,10 @@ T = TypeVar("T")
 class BlockingOperations(Operations, BlockingMethods):
     """All operations, with iterators and context managers of the blocking kind."""
 
+    def _operating(self) -> Any:
+        """Return the driver of this object's operations."""
+        return self
+
     def refreshes(self) -> RefreshIterator:
         """Iterate over the generations that :meth:`on_refresh` reports, in this thread.
 
@@ -32,7 +36,7 @@ class BlockingOperations(Operations, BlockingMethods):
 
         :raises ConnectionClosed: at the end of the server.
         """
-        return RefreshIterator(self._run)
+        return RefreshIterator(self._operating())
 
     def create_channel(
         self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
@@ -79,7 +83,7 @@ class BlockingOperations(Operations, BlockingMethods):
         A server has one source: another one takes its place. Misses that a source leaves without an answer wait for the next
         one for the server's ``source_grace``, and are built by the server then. Refreshes are not put to it.
         """
-        return Source(self._run, self._adopt_miss)
+        return Source(self._operating())
 
     def update(self, handle: Handle[T], timeout: float | None = None) -> AbstractContextManager[T]:
         """Write to a handle's memory in place: ``with client.update(handle) as value:``.
@@ -101,7 +105,7 @@ class BlockingOperations(Operations, BlockingMethods):
 
 
 @bound
-class Client(BlockingDriver, BlockingOperations, Context):
+class Client(BlockingDriver, BlockingOperations):
     """Calls the endpoints of a server on this host.
 
     All threads share one connection, and no call holds up another; only a reply of tens of megabytes may delay those to other

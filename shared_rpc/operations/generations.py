@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Operation, Reply, Request, Within, Work, ask, message_of, reached
 from shared_rpc.client.subscriptions import Subscription
+from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConnectError, ConnectionClosed, ProtocolError
 from shared_rpc.memory.revisions import Page
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Context, Leased, Steps, lending, operation, taken
+from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, lending, operation, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol.generations import Generation, Refreshes
 
@@ -93,7 +94,8 @@ class GenerationOperations:
 class _News:
     """The news of a server that the iterator has not returned yet, and the position after them."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: Any) -> None:
+        super().__init__(driver)  # type: ignore[call-arg]
         self._after = -1
         self._server_id = ""
         self._news: deque[Generation] = deque()
@@ -120,12 +122,8 @@ class _News:
         return self._news.popleft()
 
 
-class RefreshIterator(_News):
-    """The iterator of :meth:`Client.refreshes`; ``run`` drives an operation."""
-
-    def __init__(self, run: Callable[[Operation[Any]], Any]) -> None:
-        super().__init__()
-        self._run = run
+class RefreshIterator(_News, BlockingPart):
+    """The iterator of :meth:`Client.refreshes`."""
 
     def __enter__(self) -> RefreshIterator:
         self._run(self._ask())
@@ -138,15 +136,11 @@ class RefreshIterator(_News):
         return self
 
     def __next__(self) -> Generation:
-        return cast(Generation, self._run(self._next()))
+        return self._run(self._next())
 
 
-class AsyncRefreshIterator(_News):
-    """The iterator of :meth:`AsyncClient.refreshes`; ``run`` drives an operation."""
-
-    def __init__(self, run: Callable[[Operation[Any]], Awaitable[Any]]) -> None:
-        super().__init__()
-        self._run = run
+class AsyncRefreshIterator(_News, CoroutinePart):
+    """The iterator of :meth:`AsyncClient.refreshes`."""
 
     async def __aenter__(self) -> AsyncRefreshIterator:
         await self._run(self._ask())
@@ -161,4 +155,4 @@ class AsyncRefreshIterator(_News):
         return self
 
     async def __anext__(self) -> Generation:
-        return cast(Generation, await self._run(self._next()))
+        return await self._run(self._next())

@@ -8,10 +8,10 @@ from typing import Any
 
 from shared_rpc.client.handle import Lease, forgone, unreachable
 from shared_rpc.client.steps import Request, Work, ask
-from shared_rpc.client.suspension import lease_ended
+from shared_rpc.client.suspension import Context, lease_ended
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.operations.binding import Context, Leased, Steps, id_of, lending, operation, taken
+from shared_rpc.operations.binding import Leased, Steps, id_of, lending, operation, taken
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.infos import HolderInfo, ListedObjectInfo, ObjectInfo, ServerInfo

@@ -12,9 +12,10 @@ from shared_rpc.client.exported import RecordBytes, SegmentBytes, mapped
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import lower
 from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, reached
+from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
-from shared_rpc.operations.binding import Context, Exporting, Leased, Steps, carrying, id_of, lending, lent, operation
+from shared_rpc.operations.binding import Exporting, Leased, Steps, carrying, id_of, lending, lent, operation
 from shared_rpc.operations.objects import released
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal, cast
 import msgspec
 
 from shared_rpc.client.steps import Request, Within, Work, ask, reached
+from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
-from shared_rpc.operations.binding import Context, Steps, operation
+from shared_rpc.operations.binding import Steps, operation
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.infos import EndpointInfo, EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo

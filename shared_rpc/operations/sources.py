@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, cast
 
 from shared_rpc.client.exported import RecordBytes
-from shared_rpc.client.handle import AsyncHandle, Handle
 from shared_rpc.client.steps import Lend, Operation, Request, Tell, Within, ask
 from shared_rpc.errors import ClusterError, ConnectError, ConnectionClosed, ProtocolError, SharedRPCError, to_wire
-from shared_rpc.operations.binding import Context, Leased, Steps, lending
+from shared_rpc.operations.binding import BlockingPart, CoroutinePart, Leased, Steps, bound, lending, operation
 from shared_rpc.operations.records import given
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import messages as m
@@ -21,10 +19,13 @@ from shared_rpc.protocol.sources import Miss
 from shared_rpc.settings import source_token
 
 
-class _SourceSteps:
-    """The steps of a source's methods, and what it knows: its number, and the misses that it has not returned yet."""
+class _SourceMethods:
+    """The methods of a source, and what it knows: its number, and the misses that it has not returned yet."""
 
-    def __init__(self) -> None:
+    _driver: Any
+
+    def __init__(self, driver: Any) -> None:
+        super().__init__(driver)  # type: ignore[call-arg]
         #: 0 before it was attached.
         self._number = 0
         self._closed = False
@@ -79,30 +80,63 @@ class _SourceSteps:
             self._misses.extend(answer.misses)
         return self._misses.popleft()
 
-    def _build(self, miss: Miss) -> Operation[Any]:
-        return (yield from _leased(s.BuildMiss(self._number, miss.id), f"the build of {miss.cache_key}"))
+    @lending
+    def build(self, miss: Miss) -> Steps[Leased[None]]:
+        """Have the object of a miss built by this server, as without a source; return a handle when the cache lists it.
 
-    def _fail(self, miss: Miss, error: SharedRPCError | str) -> Operation[None]:
+        The handle holds the object, and has no value: nothing is rebuilt, and no code of the endpoint runs in this process.
+
+        :raises RemoteError: if the endpoint raises, whatever it raises; :meth:`fail` takes the error for other servers' misses,
+            whose callers get the endpoint's own exception.
+        :raises SharedRPCError: what else the callers get: a crash of the worker, or a result that cannot be shared.
+        :raises ClusterError: if the miss has an answer, or this is not the source any more; see its ``reason``.
+        """
+        message = s.BuildMiss(self._number, miss.id)
+        return cast("Leased[None]", (yield from _leased(message, f"the build of {miss.cache_key}")))
+
+    @lending
+    def adopt(self, miss: Miss, record: RecordBytes) -> Steps[Leased[None]]:
+        """Answer a miss with a record, as if the server had built it; return a handle as :meth:`build` does.
+
+        :param record: a room of this client, which is taken over without a copy and closed, or an exported record, which is
+            copied into a room first and stays open; see :meth:`Client.adopt`.
+        :raises RecordError: if it cannot be adopted here; ``reason`` says why. The miss is without an answer still.
+        :raises BufferNotFound, ServerBusy: as :meth:`Client.adopt`.
+        :raises ClusterError: as :meth:`build`.
+        """
+
+        def send(buffers: list[str]) -> Operation[Any]:
+            message = s.AdoptMiss(self._number, miss.id, buffers)
+            return (yield from _leased(message, f"the adoption of {miss.cache_key}", record.header.to_bytes()))
+
+        return cast("Leased[None]", (yield from given(self._driver, record, x.CheckRecord(), send)))
+
+    @operation
+    def fail(self, miss: Miss, error: SharedRPCError | str) -> Steps[None]:
+        """Answer a miss with an error, which all that wait for it get. The next call of the same is a miss again.
+
+        :param error: an error of this library; a text becomes a :class:`ClusterError`.
+        :raises ClusterError: as :meth:`build`.
+        """
         problem = ClusterError(error) if isinstance(error, str) else error
         message = s.FailMiss(self._number, miss.id, *to_wire(problem), getattr(problem, "pickled", b""))
         yield from ask(Request(message, f"the failure of {miss.cache_key}"), m.Count)
 
-    def _report(self, status: ClusterStatus) -> Operation[None]:
+    @operation
+    def report(self, status: ClusterStatus) -> Steps[None]:
+        """Publish what the source knows of itself, in place of what it published before; see :class:`ClusterStatus`.
+
+        :raises ClusterError: if this is not the source any more.
+        """
         yield from ask(Request(s.ReportStatus(self._number, status), "the report of a source"), m.Count)
 
+    @operation
+    def close(self) -> Steps[None]:
+        """Detach the source. An iteration, also one in another thread, ends; another ``with`` block attaches the source again.
 
-class SourceOperations:
-    """Operations of sources that need the driver itself."""
-
-    @lending
-    def _adopt_miss(ctx: Context, source: int, miss: Miss, record: RecordBytes) -> Steps[Leased[None]]:
-        """Answer a miss with a record: see :meth:`Source.adopt`."""
-
-        def send(buffers: list[str]) -> Operation[Any]:
-            message = s.AdoptMiss(source, miss.id, buffers)
-            return (yield from _leased(message, f"the adoption of {miss.cache_key}", record.header.to_bytes()))
-
-        return cast("Leased[None]", (yield from given(ctx, record, x.CheckRecord(), send)))
+        Misses without an answer wait for the next source.
+        """
+        yield from self._detach()
 
 
 def _leased(message: m.Message, what: str, payload: bytes = b"") -> Operation[Any]:
@@ -116,64 +150,13 @@ def _leased(message: m.Message, what: str, payload: bytes = b"") -> Operation[An
     return (yield Lend(result, None))
 
 
-class Source(_SourceSteps):
+@bound
+class Source(_SourceMethods, BlockingPart):
     """The source of records that :meth:`Client.source` returns: an iterator of misses, and a context manager.
 
     It is attached at the beginning of the ``with`` block, or with the first step of the iteration. One thread iterates; the
     answers may be given from any thread, each of which waits for itself.
-
-    ``run`` drives an operation, and ``adopt`` is one.
     """
-
-    def __init__(self, run: Callable[[Operation[Any]], Any], adopt: Callable[[int, Miss, RecordBytes], Handle[None]]) -> None:
-        super().__init__()
-        self._run = run
-        self._adopt = adopt
-
-    def build(self, miss: Miss) -> Handle[None]:
-        """Have the object of a miss built by this server, as without a source; return a handle when the cache lists it.
-
-        The handle holds the object, and has no value: nothing is rebuilt, and no code of the endpoint runs in this process.
-
-        :raises RemoteError: if the endpoint raises, whatever it raises; :meth:`fail` takes the error for other servers' misses,
-            whose callers get the endpoint's own exception.
-        :raises SharedRPCError: what else the callers get: a crash of the worker, or a result that cannot be shared.
-        :raises ClusterError: if the miss has an answer, or this is not the source any more; see its ``reason``.
-        """
-        return cast("Handle[None]", self._run(self._build(miss)))
-
-    def adopt(self, miss: Miss, record: RecordBytes) -> Handle[None]:
-        """Answer a miss with a record, as if the server had built it; return a handle as :meth:`build` does.
-
-        :param record: a room of this client, which is taken over without a copy and closed, or an exported record, which is
-            copied into a room first and stays open; see :meth:`Client.adopt`.
-        :raises RecordError: if it cannot be adopted here; ``reason`` says why. The miss is without an answer still.
-        :raises BufferNotFound, ServerBusy: as :meth:`Client.adopt`.
-        :raises ClusterError: as :meth:`build`.
-        """
-        return self._adopt(self._number, miss, record)
-
-    def fail(self, miss: Miss, error: SharedRPCError | str) -> None:
-        """Answer a miss with an error, which all that wait for it get. The next call of the same is a miss again.
-
-        :param error: an error of this library; a text becomes a :class:`ClusterError`.
-        :raises ClusterError: as :meth:`build`.
-        """
-        self._run(self._fail(miss, error))
-
-    def report(self, status: ClusterStatus) -> None:
-        """Publish what the source knows of itself, in place of what it published before; see :class:`ClusterStatus`.
-
-        :raises ClusterError: if this is not the source any more.
-        """
-        self._run(self._report(status))
-
-    def close(self) -> None:
-        """Detach the source. An iteration, also one in another thread, ends; another ``with`` block attaches the source again.
-
-        Misses without an answer wait for the next source.
-        """
-        self._run(self._detach())
 
     def __enter__(self) -> Source:
         self._run(self._enter())
@@ -186,43 +169,15 @@ class Source(_SourceSteps):
         return self
 
     def __next__(self) -> Miss:
-        miss: Miss | None = self._run(self._next())
+        miss = self._run(self._next())
         if miss is None:
             raise StopIteration
         return miss
 
 
-class AsyncSource(_SourceSteps):
+@bound
+class AsyncSource(_SourceMethods, CoroutinePart):
     """The source of records that :meth:`AsyncClient.source` returns: :class:`Source` for coroutines."""
-
-    def __init__(
-        self,
-        run: Callable[[Operation[Any]], Awaitable[Any]],
-        adopt: Callable[[int, Miss, RecordBytes], Awaitable[AsyncHandle[None]]],
-    ) -> None:
-        super().__init__()
-        self._run = run
-        self._adopt = adopt
-
-    async def build(self, miss: Miss) -> AsyncHandle[None]:
-        """Have the object of a miss built by this server: see :meth:`Source.build`."""
-        return cast("AsyncHandle[None]", await self._run(self._build(miss)))
-
-    async def adopt(self, miss: Miss, record: RecordBytes) -> AsyncHandle[None]:
-        """Answer a miss with a record: see :meth:`Source.adopt`."""
-        return await self._adopt(self._number, miss, record)
-
-    async def fail(self, miss: Miss, error: SharedRPCError | str) -> None:
-        """Answer a miss with an error: see :meth:`Source.fail`."""
-        await self._run(self._fail(miss, error))
-
-    async def report(self, status: ClusterStatus) -> None:
-        """Publish what the source knows of itself: see :meth:`Source.report`."""
-        await self._run(self._report(status))
-
-    async def close(self) -> None:
-        """End being the source: see :meth:`Source.close`."""
-        await self._run(self._detach())
 
     async def __aenter__(self) -> AsyncSource:
         await self._run(self._enter())
@@ -237,7 +192,7 @@ class AsyncSource(_SourceSteps):
         return self
 
     async def __anext__(self) -> Miss:
-        miss: Miss | None = await self._run(self._next())
+        miss = await self._run(self._next())
         if miss is None:
             raise StopAsyncIteration
         return miss

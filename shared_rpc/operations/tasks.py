@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.steps import Notify, Operation, Reply, Request, Within, ask, message_of
-from shared_rpc.operations.binding import Context, Steps, operation, taken
+from shared_rpc.client.suspension import Context
+from shared_rpc.operations.binding import Steps, operation, taken
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 

@@ -9,10 +9,11 @@ from typing import Any
 from shared_rpc.client.handle import Handle
 from shared_rpc.client.results import ReceivedResult, result_of
 from shared_rpc.client.steps import Request, Work
+from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, ConnectError, ProtocolError, StaleHandleError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
-from shared_rpc.operations.binding import Context, Leased, Steps, bound, lending, lent
+from shared_rpc.operations.binding import Leased, Steps, bound, lending, lent
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol import generations as g
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.steps import Request, ask
-from shared_rpc.client.suspension import resumed, suspended
-from shared_rpc.operations.binding import Context, Steps, id_of, operation
+from shared_rpc.client.suspension import Context, resumed, suspended
+from shared_rpc.operations.binding import Steps, id_of, operation
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo
 

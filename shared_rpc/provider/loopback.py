@@ -28,7 +28,7 @@ from shared_rpc.client.replies import too_late
 from shared_rpc.client.session import LeaseBook
 from shared_rpc.client.steps import BlockingMethods, Lend, Notify, Operation, Reply, Request, Step, Tell, Within, Work, drive
 from shared_rpc.client.subscriptions import NewsSource, Subscriptions
-from shared_rpc.client.suspension import Suspensions, lease_ended
+from shared_rpc.client.suspension import Context, Suspensions, lease_ended
 from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ConfigurationError, ConnectionClosed, ServerBusy, SharedRPCError
 from shared_rpc.execution.outcomes import Failure
@@ -36,7 +36,7 @@ from shared_rpc.execution.run import CallArguments
 from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Descriptor, Segment
-from shared_rpc.operations.binding import Context, bound
+from shared_rpc.operations.binding import bound
 from shared_rpc.operations.client import BlockingOperations
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
@@ -264,13 +264,14 @@ class _LocalCaller:
         return True
 
 
-class LoopbackDriver(BlockingMethods):
+class LoopbackDriver(BlockingMethods, Context):
     """The driver of the local and the server role: requests go to the engine of this process, which answers them.
 
     There is no timeout but an operation's own.
     """
 
     _lets_go: ClassVar[bool] = True
+    transfer = None
 
     def __init__(self, engine: Engine, device: str) -> None:
         self.server_id = engine.core.server_id
@@ -445,7 +446,7 @@ class LoopbackDriver(BlockingMethods):
 
 
 @bound
-class LoopbackRuntime(LoopbackDriver, BlockingOperations, Context):
+class LoopbackRuntime(LoopbackDriver, BlockingOperations):
     """A role whose operations this process carries out, on live values."""
 
     @property

@@ -358,7 +358,10 @@ class Provider(BlockingOperations):
         return method
 
     def _run(self, operation: Operation[T]) -> T:
-        return self._runtime().operations._run(operation)
+        return self._operating()._run(operation)
+
+    def _operating(self) -> BlockingOperations:
+        return self._runtime().operations
 
     def _runtime(self) -> Runtime:
         """Return the runtime of the role, which begins with the first operation."""

@@ -166,7 +166,7 @@ def test_a_miss_goes_on_without_waiters_once_it_was_given(table: SourceTable[str
 
 def test_a_source_that_is_closed_while_its_first_step_attaches_it_is_detached() -> None:
     """The closing thread does not know the number yet, so the step detaches the source and ends the iteration."""
-    source = Source(pytest.fail, pytest.fail)
+    source = Source(None)
     step: Any = source._next()
     assert [type(next(step)), type(step.send(None).message)] == [Within, AttachSource]
     assert list(source._detach()) == []
