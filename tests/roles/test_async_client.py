@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import gc
 import inspect
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
 import anyio.lowlevel
-import msgspec
 import pytest
 import torch
 
 import shared_rpc
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server, TaskInfo
-from shared_rpc.client.async_link import AsyncLink
+from shared_rpc import AsyncClient, AsyncHandle, Client, Provider, Server, TaskInfo
 from shared_rpc.client.exchange import Exchange
-from shared_rpc.client.results import result_of
-from shared_rpc.client.steps import Request
-from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import (
     ConnectionClosed,
     DeadlineExceeded,
@@ -29,11 +23,6 @@ from shared_rpc.errors import (
     StaleHandleError,
     TaskError,
 )
-from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import EMPTY_TABLE
-from shared_rpc.protocol.socket import FrameSocket
 from tests.kit.apps import Serve
 from tests.kit.processes import eventually, open_fds
 
@@ -107,21 +96,6 @@ def surface(kind: type) -> dict[str, str]:
                 text = text.replace(word, word.replace("Async", ""))
             found[name] = text
     return found
-
-
-def test_both_handles_have_one_surface() -> None:
-    """Every public name, parameter, default and annotation; what a coroutine returns is what the function returns."""
-    assert surface(AsyncHandle) == surface(Handle)
-
-
-def test_all_operations_of_the_async_client_are_coroutines() -> None:
-    """But for what a finaliser calls, and what is entered or iterated over."""
-    plain = {name for name, member in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")}
-    assert {name for name in plain if not inspect.iscoroutinefunction(getattr(AsyncClient, name))} == {
-        "refreshes",
-        "source",
-        "update",
-    }
 
 
 async def test_a_handle_as_an_async_context(client: AsyncClient, server: Server) -> None:
@@ -395,37 +369,3 @@ async def test_an_endpoint_that_ran_out_of_time(client: AsyncClient) -> None:
     """What it says of that reaches its caller, whose own time is not over."""
     with pytest.raises(DeadlineExceeded, match=r"^the oven took too long"):
         await client.call("late")
-
-
-async def test_an_arena_whose_first_reply_is_taken_later() -> None:
-    """Replies are taken in whatever order their coroutines go on; descriptors came with the one that was sent first."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    channel, server, transfer = (
-        AsyncLink("here", ours),
-        FrameSocket(theirs),
-        ClientTransfer(PoolOptions(), lambda numbers: None),
-    )
-    taken: list[int] = []
-
-    async def ask(number: int) -> None:
-        reply = await channel.exchange(Request(m.Ping(), "echo()", transfer=transfer))
-        with result_of("echo()", reply, transfer) as result:
-            assert not result.segments[0].closed
-        taken.append(number)
-
-    with HOST.create(4096) as segment:
-        async with anyio.create_task_group() as group:
-            group.start_soon(ask, 1)
-            await until(lambda: channel._reader)
-            group.start_soon(ask, 2)
-            await until(lambda: len(channel._exchanges.under_way) == 2)
-            # The one who reads asked first, and is answered last.
-            answer = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info], arenas=[0], owner="server")
-            server.queue(answer, 2, fds=[segment.fileno()])
-            server.queue(msgspec.structs.replace(answer, kept=[0]), 1)
-            server.flush()
-    assert sorted(taken) == [1, 2]
-    transfer.close()
-    channel.close()
-    server.close()

@@ -6,7 +6,6 @@ import gc
 import importlib
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -146,71 +145,6 @@ def test_recurrent_layers_stay_in_shared_memory(device: str, get: Serve, elsewhe
         assert model.weight_ih_l0.unique().tolist() == [number]
         model.flatten_parameters()
         model.to(device)(inputs)
-
-
-@pytest.mark.deep
-def test_decoder_generates_the_same_tokens(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """A Llama decoder with tied embeddings generates the same tokens greedily, its cache in each process its own."""
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).to(device).eval()
-    get(model)
-    generate = """
-        prompt = torch.tensor([[1, 5, 9, 2]], device=device)
-        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
-        answer = tokens.tolist()
-        """
-    space: dict[str, Any] = {"torch": torch, "model": model, "device": device}
-    exec(textwrap.dedent(generate), space)
-    answer = elsewhere(
-        '        model = client.call("get")\n        tied = model.lm_head.weight is model.model.embed_tokens.weight'
-        + generate
-        + "answer = [tied, answer]"
-    )
-    assert answer == [True, space["answer"]]
-    assert len(space["answer"][0]) == 16
-
-
-# Arguments.
-
-
-def test_arguments_of_every_kind(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """Tensors, modules, dtypes and containers of them reach the endpoint as they are; its writes stay its own."""
-    received: dict[str, Any] = {}
-
-    @provider.share
-    def use(model: nn.Module, data: dict[str, Any], dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-        received.update(kind=type(model), training=model.training, dtype=dtype, note=data["note"])
-        with torch.no_grad():
-            result = model(data["x"]).to(dtype) * scale
-            data["x"].zero_()
-        return result
-
-    serve()
-    answer = elsewhere(
-        """
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.ReLU()).to(device).eval()
-        with torch.no_grad():
-            model[0].weight.fill_(1)
-        x = torch.tensor([[1.0, 2.0]], device=device)
-        result = client.call("use", model, {"x": x, "note": (1, None)}, torch.float64, scale=2.0)
-        answer = [result.tolist(), str(result.dtype), x.tolist()]
-        """
-    )
-    assert answer == [[[6, 6]], "torch.float64", [[1, 2]]]
-    assert received == {"kind": nn.Sequential, "training": False, "dtype": torch.float64, "note": (1, None)}
 
 
 # Classes that a client cannot import.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,10 +67,6 @@ def client(provider: Provider, serve: Serve, connect: Connect) -> Client:
     @provider.share(cache=False)
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
-
-    @provider.share(execution="task")
-    def slow(size: int) -> torch.Tensor:
-        return torch.zeros(size)
 
     serve()
     return connect()
@@ -241,67 +235,6 @@ def test_calls_of_the_servers_own_process_are_told(base_path: str, listener: Lis
     assert [event.outcome for event in listener.of(i.CallFinished)] == ["built", "hit"]
 
 
-def test_a_hook_that_raises_harms_nobody(client: Client, listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
-    """The call goes on, other hooks are called, and it is logged once."""
-
-    def broken(event: i.Event) -> None:
-        raise RuntimeError("the collector is down")
-
-    i.remove_hook(listener)
-    i.add_hook(broken)
-    i.add_hook(listener)
-    with caplog.at_level(logging.ERROR, "shared_rpc"):
-        handle = client.call("held", 3)
-    assert handle.value.shape == (3,)
-    assert listener.of(i.CallFinished)
-    complaints = [record for record in caplog.records if "the hook" in record.getMessage()]
-    assert len(complaints) == 1
-    assert "broken" in complaints[0].getMessage()
-
-
-def test_a_hook_that_wants_to_end_the_process_harms_nobody(client: Client, listener: Listener) -> None:
-    """What ends a thread or a task ends neither the server nor a call: the hook is called in the thread of its loop."""
-
-    def impatient(event: i.Event) -> None:
-        raise SystemExit(1) if isinstance(event, i.CallStarted) else asyncio.CancelledError
-
-    i.add_hook(impatient)
-    assert client.call("held", 3).value.shape == (3,)
-    assert client.call("held", 4).value.shape == (4,)
-
-
-def test_a_hook_that_removes_itself(client: Client, listener: Listener) -> None:
-    """It is called no more; the others hear of that event too."""
-
-    def once(event: i.Event) -> None:
-        i.remove_hook(once)
-        heard.append(event)
-
-    heard: list[i.Event] = []
-    i.remove_hook(listener)
-    i.add_hook(once)
-    i.add_hook(listener)
-    client.call("held", 3)
-    assert len(heard) == 1
-    assert heard[0] in listener.events
-
-
-def test_an_equal_factory_removes_one() -> None:
-    """And with it what it had made: another factory, which may have its place in memory, makes its own."""
-    hooks, made = i.Hooks(), []
-
-    def make() -> Listener:
-        made.append(Listener())
-        return made[-1]
-
-    for count in range(1, 100):
-        hooks.add(i.HookFactory(make))
-        hooks.emit(i.SessionOpened(session="s", pid=1))
-        hooks.remove(i.HookFactory(make))
-        assert len(made) == count
-        assert len(made[-1].events) == 1
-
-
 def test_a_fork_while_a_hook_is_added(children: list[Child]) -> None:
     """A forked child has the hooks, and can have others, whatever another thread was about to do."""
     child = python(
@@ -321,58 +254,6 @@ def test_a_fork_while_a_hook_is_added(children: list[Child]) -> None:
     children.append(child)
     child.expect("hooks 2")
     assert child.close() == (0, "")
-
-
-def test_a_factory_makes_its_hook_with_the_first_event(client: Client) -> None:
-    """Not when it is registered, and once."""
-    made: list[Listener] = []
-
-    def make() -> Listener:
-        made.append(Listener())
-        return made[-1]
-
-    i.add_hook(i.HookFactory(make))
-    assert not made
-    client.call("held", 3), client.call("held", 4)
-    assert len(made) == 1
-    assert len(made[0].of(i.CallFinished)) == 2
-
-
-def test_a_factory_that_fails_is_not_asked_again(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """A library that is not installed is missed once, and calls go on."""
-    asked = []
-
-    def make() -> Listener:
-        asked.append(1)
-        raise ImportError("no such library")
-
-    i.add_hook(i.HookFactory(make))
-    with caplog.at_level(logging.ERROR, "shared_rpc"):
-        client.call("held", 3), client.call("held", 4)
-    assert len(asked) == 1
-    assert len(caplog.records) == 1
-
-
-def test_a_hook_is_called_once_and_not_after_it_was_removed(client: Client) -> None:
-    """However often it was added."""
-    listener = Listener()
-    i.add_hook(listener)
-    i.add_hook(listener)
-    assert i.get_hooks() == (listener,)
-    client.call("held", 3)
-    assert len(listener.of(i.CallFinished)) == 1
-    i.remove_hook(listener)
-    i.remove_hook(listener)
-    client.call("held", 4)
-    assert len(listener.of(i.CallFinished)) == 1
-
-
-def test_an_event_cannot_be_changed() -> None:
-    """Hooks share it."""
-    event = i.SessionOpened(session="s", pid=1)
-    with pytest.raises(AttributeError):
-        event.pid = 2
-    assert [kind.__name__ for kind in i.Event.__subclasses__() if not kind.__struct_config__.frozen] == []
 
 
 HOOK = """

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ import pytest
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.mapping import MAPPINGS
-from shared_rpc.server.listener import bind_socket
 from tests.kit.apps import Connect, Serve
 from tests.kit.attacker import STRANGER, as_uid, common_directory, needs_another_uid, needs_namespaces
 from tests.kit.processes import Child, python, sigstop
@@ -150,34 +147,6 @@ def test_the_lock_is_in_the_way(path: str, serve: Serve) -> None:
     Path(f"{path}.lock").mkdir()
     with pytest.raises(ConfigurationError, match=f"cannot listen on {path}"):
         serve()
-
-
-# Two at once.
-
-
-def test_many_races(path: str) -> None:
-    """However the steps of several servers interleave, one of them has the socket."""
-    for _ in range(25):
-        start = threading.Barrier(4)
-        won: list[socket.socket] = []
-
-        def race(start: threading.Barrier = start, won: list[socket.socket] = won) -> None:
-            start.wait()
-            try:
-                won.append(bind_socket(path))
-            except ConfigurationError as error:
-                assert "is served by" in str(error)
-
-        threads = [threading.Thread(target=race) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        (listener,) = won
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(path)
-            listener.accept()[0].close()
-        listener.close()  # its file stays, as after SIGKILL
 
 
 # The end.

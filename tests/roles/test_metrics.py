@@ -49,11 +49,6 @@ def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
         go.wait()
         return torch.zeros(1)
 
-    @provider.share(concurrency="serialized")
-    def in_turn(key: int) -> torch.Tensor:
-        go.wait()
-        return torch.zeros(1)
-
     return serve(metrics_port=0)
 
 

@@ -230,26 +230,6 @@ def test_a_fork_of_a_process_that_has_it(get: Serve, elsewhere: Elsewhere) -> No
 # Ways to an object.
 
 
-def test_the_next_generation(device: str, provider: Provider, serve: Serve, client: Client) -> None:
-    """It has private bytes of its own; who holds the one before keeps what it has written."""
-    builds: list[nn.Module] = []
-
-    @provider.share(managed=True, tensors="parameters")
-    def load() -> nn.Module:
-        builds.append(normed(device))
-        builds[-1][1].running_mean.fill_(len(builds))
-        return builds[-1]
-
-    serve()
-    with client.call("load") as old:
-        old.value[1].running_mean.fill_(-1)
-        client.refresh("load")
-        builds[-1][1].running_mean.fill_(-2)
-        with old.latest() as new:
-            assert [handle.value[1].running_mean[0].item() for handle in (old, new)] == [-1, 2]
-            assert old.value[0].weight.data_ptr() != new.value[0].weight.data_ptr()
-
-
 def test_what_is_left_when_all_have_gone(device: str, get: Serve, client: Client) -> None:
     """No mapping, and no object of the server's."""
     get(normed(device), managed=True, cache=False, tensors="parameters")

@@ -59,40 +59,15 @@ def server(
     def echo(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def pair(x: torch.Tensor) -> list[torch.Tensor]:
-        return [x, x[1:]]
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        return x.view(2, -1).add_(1).T
-
-    def part(x: torch.Tensor) -> torch.Tensor:
-        return x[: len(x) // 2]
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept.append(x)
-        return x
-
-    def keep_part(x: torch.Tensor) -> torch.Tensor:
-        kept.append(x[3:5])
-        return x
-
-    def keep_in_a_circle(x: torch.Tensor) -> torch.Tensor:
-        circle: list[Any] = [x]
-        circle.append(circle)
-        return x
-
     def plain(x: torch.Tensor) -> torch.Tensor:
         return 5
 
-    def slow(x: torch.Tensor) -> torch.Tensor:
-        begun.set()
-        assert go.wait(30)
-        return x
+    def in_turn(size: int) -> torch.Tensor:
+        return torch.zeros(size, device=device)
 
-    for function in (full, echo, pair, turned, part, keep, keep_part, keep_in_a_circle, plain):
+    for function in (full, echo, plain):
         share(function)
-    provider.share("slow", cache=False)(slow)
-    share(lambda_named("in_turn", lambda size: torch.zeros(size, device=device)), concurrency="serialized")
+    share(in_turn, concurrency="serialized")
 
     @provider.share(cache=False)
     async def patient() -> None:
@@ -115,29 +90,12 @@ def server(
     gc.collect()
 
 
-def lambda_named(name: str, function: Callable[[int], torch.Tensor]) -> Callable[..., Any]:
-    """A function with a signature of its own, under a name."""
-
-    def endpoint(size: int) -> torch.Tensor:
-        return function(size)
-
-    endpoint.__name__ = name
-    return endpoint
-
-
 @pytest.fixture
 def client(server: Server) -> Iterator[Client]:
     """A client with a small pool, whose server has loaded what it needs."""
     with Client(socket_path=server.socket_path, timeout=30.0, pool=SMALL) as client:
         client.call("full", 1.0)
         yield client
-
-
-def transfer(client: Client) -> Any:
-    """What the client uses for short-lived memory."""
-    session = client._link
-    assert session is not None
-    return session.transfer
 
 
 def numbers(device: str, size: int = LARGE) -> torch.Tensor:

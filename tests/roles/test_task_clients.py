@@ -52,10 +52,6 @@ def shared(provider: Provider, go: threading.Event, begun: threading.Event, ran:
         go.wait(30)
         return torch.full((4,), float(number))
 
-    @provider.share(cache=False)
-    def plain(number: int) -> torch.Tensor:
-        return torch.full((4,), float(number))
-
     provider.share("held", cache=False)(held)
     provider.share("managed", cache=False, managed=True)(held)
     provider.share("task", cache=False, execution="task", concurrency="serialized")(held)

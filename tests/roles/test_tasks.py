@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import gc
-import io
-import os
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
 import pytest
 import torch
-from tqdm.auto import tqdm
-from tqdm.contrib.concurrent import thread_map
 
 from shared_rpc import Handle, Provider, cancelled, progress, raise_if_cancelled
 from shared_rpc.errors import (
@@ -34,7 +28,6 @@ from shared_rpc.errors import (
     TaskCancelled,
     TaskError,
 )
-from shared_rpc.extras.progress_bar import ProgressBar
 from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
 from shared_rpc.provider.loopback import LoopbackRuntime
 from shared_rpc.server.core import Core
@@ -1218,62 +1211,7 @@ def test_tasks_hold_up_no_calls(
         client.wait_for_task(task_id, 10)
 
 
-# Reports that are hard to tell.
-
-
-@pytest.mark.parametrize("app", ["client"], indirect=True)
-@pytest.mark.parametrize("message", [os.fsdecode(b"weights-\xff.bin"), "x" * (17 << 20)], ids=["no unicode", "too long"])
-def test_a_report_that_does_not_travel(app: App, go: threading.Event, begun: threading.Event, message: str) -> None:
-    """The name of a file may hold bytes that are no text, and a text may be long: the task is told of all the same."""
-
-    @app.share(cache=False)
-    def load() -> torch.Tensor:
-        progress(1, 2, message)
-        begun.set()
-        go.wait(10)
-        return torch.ones(1)
-
-    task_id = app.provider.submit("load")
-    assert begun.wait(10)
-    eventually(lambda: ask(app, lambda core: core.tasks.table.get(task_id).info.progress) is not None)
-    info = app.provider.get_task_status(task_id)
-    assert info.progress is not None and info.progress.done == 1
-    assert [info.task_id for info in app.provider.list_tasks()] == [task_id]
-    told: list[TaskInfo] = []
-
-    def callback(info: TaskInfo) -> None:
-        told.append(info)
-        go.set()
-
-    assert app.provider.wait_for_task(task_id, 10, callback) == 1
-    assert [info.status.value for info in told] == ["running", "completed"]
-
-
-def test_numbers_of_every_kind(app: App) -> None:
-    """What counts as a number may be reported; what does not is the endpoint's own mistake."""
-
-    @app.share(cache=False)
-    def count() -> torch.Tensor:
-        progress(True, torch.tensor(2))
-        progress(float("inf"), -1, message=3)
-        with pytest.raises(ValueError):
-            progress("many")
-        return torch.ones(1)
-
-    told: list[Progress | None] = []
-    task_id = app.provider.submit("count")
-    app.provider.wait_for_task(task_id, 10, lambda info: told.append(info.progress))
-    assert told[-1] == Progress(float("inf"), -1.0, "3")
-
-
 # Outside of a task.
-
-
-def test_outside_of_an_endpoint() -> None:
-    """Nobody asks and nobody is told."""
-    progress(1, 2, "half")
-    assert cancelled() is False
-    raise_if_cancelled()
 
 
 def test_in_an_endpoint_that_is_no_task(app: App) -> None:
@@ -1312,145 +1250,3 @@ def test_an_endpoint_that_calls_another(app: App) -> None:
     app.provider.wait_for_task(task_id, 10, lambda info: told.append(info.progress))
     assert [told for told in told if told is not None and told.message == "inner"] == []
     assert told[-1] == Progress(2.0, None, "outer")
-
-
-def test_a_thread_of_an_endpoint_that_ended(app: App) -> None:
-    """Its late reports are told to nobody."""
-    ended, reported = threading.Event(), threading.Event()
-
-    @app.share(cache=False)
-    def load() -> torch.Tensor:
-        context = contextvars.copy_context()
-
-        def late() -> None:
-            ended.wait(10)
-            for step in range(1000):
-                progress(step)
-            reported.set()
-
-        threading.Thread(target=context.run, args=(late,), daemon=True).start()
-        progress(7)
-        return torch.ones(1)
-
-    task_id = app.provider.submit("load")
-    app.provider.wait_for_task(task_id, 10)
-    ended.set()
-    assert reported.wait(10)
-    assert app.provider.call("load") == 1  # a turn of the loop, in which they would be told
-    assert app.provider.get_task_status(task_id).progress == Progress(7.0)
-
-
-# Bars.
-
-
-def bars_of(app: App, work: Callable[[], None]) -> list[Progress]:
-    """What is told of an endpoint that does ``work``."""
-
-    @app.share("bars", cache=False)
-    def bars() -> torch.Tensor:
-        begin.wait(10)
-        work()
-        return torch.ones(1)
-
-    begin, told = threading.Event(), []
-
-    def callback(info: TaskInfo) -> None:
-        begin.set()
-        if info.progress is not None and info.status is TaskStatus.RUNNING:
-            told.append(info.progress)
-
-    app.provider.execute("bars", timeout=10, callback=callback)
-    return told
-
-
-def silent(*args: Any, **kwargs: Any) -> ProgressBar:
-    """A bar that draws nothing."""
-    return ProgressBar(*args, file=io.StringIO(), **kwargs)
-
-
-def counted(total: float | None, message: str, *done: float) -> list[Progress]:
-    """Reports of one bar."""
-    return [Progress(float(number), total, message) for number in done]
-
-
-def updated() -> None:
-    """Update a bar by hand."""
-    with silent(total=10, desc="weights: ") as bar:
-        for step in (1, 2, 7):
-            bar.update(step)
-
-
-def iterated() -> None:
-    """Go through two bars: one that is drawn with every step, and one only at its end."""
-    assert list(silent(range(3), mininterval=0, miniters=1)) == [0, 1, 2]
-    for _ in silent(range(1000), mininterval=1000, desc="Bar"):
-        continue
-
-
-def without_a_total() -> None:
-    """Update a bar of which nothing is known."""
-    with silent() as bar:
-        bar.update(2.5)
-
-
-def not_reported() -> None:
-    """Go through a bar that is disabled, and one of tqdm's own: making a class of it changes nothing for others."""
-    assert list(silent(range(2), disable=True)) == [0, 1]
-    assert list(tqdm(range(2), file=io.StringIO(), mininterval=0)) == [0, 1]
-
-
-def in_a_bar() -> None:
-    """Update a bar while another one goes on."""
-    with silent(total=2, desc="files") as outer:
-        with silent(total=1, desc="parts") as inner:
-            inner.update()
-        outer.update()
-
-
-@pytest.mark.parametrize(
-    ("work", "expected"),
-    [
-        (updated, counted(10.0, "weights", 0, 1, 3, 10, 10)),
-        (iterated, counted(3.0, "", 0, 1, 2, 3, 3) + counted(1000.0, "Bar", 0, 1000)),
-        (without_a_total, counted(None, "", 0, 2.5, 2.5)),
-        (not_reported, []),
-        (in_a_bar, counted(2.0, "files", 0) + counted(1.0, "parts", 0, 1, 1) + counted(2.0, "files", 1, 1)),
-    ],
-)
-def test_a_bar(app: App, work: Callable[[], None], expected: list[Progress]) -> None:
-    """It is told as often as it would draw itself, and at both ends, by its number, total and description."""
-    assert bars_of(app, work) == expected
-
-
-def test_a_bar_that_is_updated_by_other_threads(app: App) -> None:
-    """It knows whose it is, as where a library is given its class and works in a pool."""
-
-    def work() -> None:
-        assert thread_map(abs, range(4), tqdm_class=ProgressBar, max_workers=2) == [0, 1, 2, 3]
-
-    told = bars_of(app, work)
-    assert [told[0], told[-1]] == counted(4.0, "", 0, 4)
-
-
-def test_a_bar_without_a_run() -> None:
-    """It is what tqdm's own is."""
-    with silent(total=3) as bar:
-        bar.update(2)
-        assert bar.n == 2
-
-
-@pytest.mark.parametrize("app", ["client"], indirect=True)
-def test_the_bar_of_transformers_that_loads_a_checkpoint(app: App, tmp_path: Path) -> None:
-    """Its hook for bars takes ours, as the page on it says."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    hook = transformers.utils.logging.set_tqdm_hook(lambda factory, args, kwargs: ProgressBar(*args, **kwargs))
-    try:
-        told = bars_of(app, lambda: transformers.LlamaForCausalLM.from_pretrained(tmp_path, tqdm_class=ProgressBar))
-    finally:
-        transformers.utils.logging.set_tqdm_hook(hook)
-    assert told[-1].done == told[-1].total
-    assert "weights" in told[-1].message

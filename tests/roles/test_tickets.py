@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import stat
-import threading
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +14,6 @@ from shared_rpc import AsyncClient, Client, Provider, Server, Ticket
 from shared_rpc.errors import (
     BufferNotFound,
     CapabilityError,
-    ConfigurationError,
     ConnectError,
     SharedRPCError,
     StaleHandleError,
@@ -43,18 +39,6 @@ def server(provider: Provider, serve: Serve) -> Server:
     return serve()
 
 
-def fields(path: Path) -> dict[str, Any]:
-    """What is in a ticket's file."""
-    return json.loads(path.read_text())
-
-
-def rewritten(path: Path, **changes: Any) -> Path:
-    """The same file with other fields; those that are None are left out."""
-    new = {name: value for name, value in (fields(path) | changes).items() if value is not None}
-    path.write_text(json.dumps(new))
-    return path
-
-
 def test_a_ticket_leads_to_the_object(client: Client, server: Server, path: Path, connect: Connect) -> None:
     """Another client gets the same object and memory, with a lease of its own."""
     handle = client.call("tied")
@@ -78,48 +62,11 @@ def test_what_a_ticket_tells(client: Client, server: Server, path: Path) -> None
     ticket = handle.ticket(path)
     assert Ticket.read(path) == ticket
     assert Ticket.from_json(ticket.to_json()) == ticket
-    told = fields(path)
+    told = json.loads(path.read_text())
     assert told["socket_path"] == server.socket_path
     assert (told["version"], told["kind"], told["endpoint"], told["device"]) == (1, "result", "made", "cpu")
     assert (told["nbytes"], told["uid"], told["pid"]) == (24, os.geteuid(), os.getpid())
     assert abs(told["created_at"] - path.stat().st_mtime) < 10
-
-
-def test_the_file_is_private_and_whole(client: Client, path: Path) -> None:
-    """0600 whatever the umask, and readers never see a part of it while it is written anew."""
-    handle = client.call("tied")
-    previous = os.umask(0)
-    try:
-        handle.ticket(path)
-    finally:
-        os.umask(previous)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    stop = threading.Event()
-
-    def write() -> None:
-        while not stop.is_set():
-            handle.ticket(path)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for _ in range(200):
-            assert Ticket.read(path).object_id == handle.object_id
-    finally:
-        stop.set()
-        writer.join()
-    assert os.listdir(path.parent).count(path.name) == 1
-    assert not [name for name in os.listdir(path.parent) if name.endswith(".part")]
-
-
-def test_a_file_that_cannot_be_written(client: Client, tmp_path: Path) -> None:
-    """It is named, and nothing is left in its directory."""
-    with pytest.raises(ConfigurationError, match=r"cannot write the ticket .*missing/model\.ticket"):
-        client.call("tied").ticket(tmp_path / "missing" / "model.ticket")
-    (tmp_path / "directory").mkdir()
-    with pytest.raises(ConfigurationError, match="cannot write"):
-        client.call("tied").ticket(tmp_path / "directory")
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
 
 
 def test_a_client_from_a_ticket(server: Server, client: Client, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,92 +190,6 @@ def test_a_ticket_that_calls_a_buffer_a_result(client: Client, connect: Connect,
         assert opened.value.shape == (4,)
         client.open_ticket(ticket)
     assert caught.value.reason == "exhausted"
-
-
-# Files that are none, or not to be trusted.
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"\xff\xfe\x00", "is no complete ticket"),
-        (b"{}", "is no complete ticket"),
-        (b"[" * 100_000, "is no complete ticket"),
-        (b'{"version": 2, "new": true}', "a ticket of format 2, but this release reads 1"),
-    ],
-)
-def test_what_is_no_ticket(path: Path, content: bytes, told: str) -> None:
-    """It is refused with what is wrong and what to do."""
-    path.write_bytes(content)
-    path.chmod(0o600)
-    with pytest.raises(TicketError, match=told) as caught:
-        Ticket.read(path)
-    assert caught.value.reason == "malformed"
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"object_id": "a" * 101},
-        {"generation": "1"},
-        {"kind": "model"},
-        {"socket_path": ""},
-        {"extra": 1},
-        {"version": None},
-    ],
-    ids=str,
-)
-def test_fields_of_another_type(client: Client, path: Path, changes: dict[str, Any]) -> None:
-    """Every field is checked before anything is done with it."""
-    client.call("tied").ticket(path)
-    with pytest.raises(TicketError) as caught:
-        client.open_ticket(rewritten(path, **changes))
-    assert caught.value.reason == "malformed"
-
-
-def test_a_huge_file_is_not_read(path: Path) -> None:
-    """Its size is enough: a terabyte without content is refused at once."""
-    path.touch(0o600)
-    os.truncate(path, 1 << 40)
-    with pytest.raises(TicketError, match="1099511627776 bytes, but a ticket has at most") as caught:
-        Ticket.read(path)
-    assert caught.value.reason == "malformed"
-
-
-def test_a_file_that_is_not_there(client: Client, path: Path) -> None:
-    """And what is no file: nobody waits for a pipe."""
-    with pytest.raises(TicketError, match="cannot read the ticket") as caught:
-        client.open_ticket(path)
-    assert caught.value.reason == "unreadable"
-    os.mkfifo(path, 0o600)
-    with pytest.raises(TicketError, match="no regular file") as caught:
-        client.open_ticket(path)
-    assert caught.value.reason == "unreadable"
-    with pytest.raises(TicketError, match=f"cannot read the ticket {path.parent}: Is a directory$"):
-        client.open_ticket(path.parent)
-
-
-@pytest.mark.parametrize("mode", [0o602, 0o620])
-def test_a_file_that_others_may_write(client: Client, path: Path, mode: int) -> None:
-    """It is not trusted, though it is ours."""
-    client.call("tied").ticket(path)
-    path.chmod(mode)
-    with pytest.raises(TicketError, match=f"mode {mode:04o}.*chmod 600") as caught:
-        client.open_ticket(path)
-    assert caught.value.reason == "untrusted"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_another_user(client: Client, path: Path) -> None:
-    """Both users are named."""
-    client.call("tied").ticket(path)
-    os.chown(path, 12345, -1)
-    with pytest.raises(TicketError, match=r"belongs to uid 12345, but this process has uid 0") as caught:
-        client.open_ticket(path)
-    assert caught.value.reason == "untrusted"
-    with pytest.raises(TicketError):
-        Client.from_ticket(path)
 
 
 # Another server.

@@ -50,10 +50,6 @@ def shared(provider: Provider) -> Provider:
     def model(size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32)
 
-    @provider.share
-    def plain(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32)
-
     @provider.share(cache=False)
     def own(size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32)

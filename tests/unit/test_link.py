@@ -224,3 +224,33 @@ def test_closing_wakes_all(ask: Callable[..., Future[Reply]], link: BlockingLink
         with pytest.raises(ConnectionClosed, match="that was all"):
             each.result(20)
     assert link._socket.fileno() == -1
+
+
+@pytest.mark.parametrize("trickles", [False, True], ids=["stuck", "slow"])
+def test_a_deadline_is_kept_while_much_is_sent(base_path: str, trickles: bool) -> None:
+    """However slowly the server reads, the sender looks at the clock in between."""
+    done = threading.Event()
+
+    def serve() -> None:
+        with listener.accept()[0] as sock, Raw(sock, hello=False) as raw:
+            hello = raw.hear_frame()
+            raw.say(m.Welcome("server", "cpu"), hello.request_id)
+            while not done.wait(0.05):
+                if trickles:
+                    sock.recv(10_000)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{base_path}-cpu.sock")
+        listener.listen()
+        with ThreadPoolExecutor(1) as pool:
+            serving = pool.submit(serve)
+            link = BlockingLink.open(f"{base_path}-cpu.sock", 5.0)
+            begin = time.monotonic()
+            try:
+                with pytest.raises(DeadlineExceeded, match="is stuck"):
+                    link.exchange(Request(m.Call("take", ["x" * 8_000_000]), "take()"), begin + 0.5)
+                assert time.monotonic() - begin < 0.5 + 2 * BRIEFLY
+            finally:
+                done.set()
+                serving.result(10)
+                link.close()

@@ -1,0 +1,154 @@
+"""Progress that an endpoint reports: by hand, and by bars, each of which belongs to the run that it was made in."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tqdm.auto import tqdm
+from tqdm.contrib.concurrent import thread_map
+
+from shared_rpc import cancelled, progress, raise_if_cancelled
+from shared_rpc.context import CURRENT_RUN, RunContext
+from shared_rpc.extras.progress_bar import ProgressBar
+from shared_rpc.protocol.tasks import Progress
+
+
+@pytest.fixture
+def told() -> Iterator[list[Progress]]:
+    """What the run reports that the test is in."""
+    told: list[Progress] = []
+    token = CURRENT_RUN.set(RunContext(frozenset(), told.append))
+    yield told
+    CURRENT_RUN.reset(token)
+
+
+def silent(*args: Any, **kwargs: Any) -> ProgressBar:
+    """A bar that draws nothing."""
+    return ProgressBar(*args, file=io.StringIO(), **kwargs)
+
+
+def counted(total: float | None, message: str, *done: float) -> list[Progress]:
+    """Reports of one bar."""
+    return [Progress(float(number), total, message) for number in done]
+
+
+def test_outside_of_an_endpoint() -> None:
+    """Nothing is reported, and a bar is what tqdm's own is."""
+    progress(1, 2, "half")
+    assert cancelled() is False
+    raise_if_cancelled()
+    with silent(total=3) as bar:
+        bar.update(2)
+        assert bar.n == 2
+
+
+def test_numbers_of_every_kind(told: list[Progress]) -> None:
+    """What counts as a number may be reported; what does not is the endpoint's own mistake."""
+    progress(True, 2)
+    progress(float("inf"), -1, message=3)  # type: ignore[arg-type]
+    assert told == [Progress(1.0, 2.0), Progress(float("inf"), -1.0, "3")]
+    with pytest.raises(ValueError):
+        progress("many")  # type: ignore[arg-type]
+
+
+def test_messages_can_be_sent(told: list[Progress]) -> None:
+    """A file's name may hold bytes that are no text, and a text may be long."""
+    progress(1, 2, os.fsdecode(b"weights-\xff.bin"))
+    progress(1, 2, "x" * (17 << 20))
+    assert [len(report.message.encode()) for report in told] == [len(r"weights-\udcff.bin"), 1000]
+
+
+def updated() -> None:
+    """Update a bar by hand."""
+    with silent(total=10, desc="weights: ") as bar:
+        for step in (1, 2, 7):
+            bar.update(step)
+
+
+def iterated() -> None:
+    """Go through two bars: one that is drawn with every step, and one only at its end."""
+    assert list(silent(range(3), mininterval=0, miniters=1)) == [0, 1, 2]
+    for _ in silent(range(1000), mininterval=1000, desc="Bar"):
+        continue
+
+
+def without_a_total() -> None:
+    """Update a bar of which nothing is known."""
+    with silent() as bar:
+        bar.update(2.5)
+
+
+def not_reported() -> None:
+    """Go through a bar that is disabled, and one of tqdm's own: making a class of it changes nothing for others."""
+    assert list(silent(range(2), disable=True)) == [0, 1]
+    assert list(tqdm(range(2), file=io.StringIO(), mininterval=0)) == [0, 1]
+
+
+def in_a_bar() -> None:
+    """Update a bar while another one goes on."""
+    with silent(total=2, desc="files") as outer:
+        with silent(total=1, desc="parts") as inner:
+            inner.update()
+        outer.update()
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (updated, counted(10.0, "weights", 0, 1, 3, 10, 10)),
+        (iterated, counted(3.0, "", 0, 1, 2, 3, 3) + counted(1000.0, "Bar", 0, 1000)),
+        (without_a_total, counted(None, "", 0, 2.5, 2.5)),
+        (not_reported, []),
+        (in_a_bar, counted(2.0, "files", 0) + counted(1.0, "parts", 0, 1, 1) + counted(2.0, "files", 1, 1)),
+    ],
+)
+def test_a_bar(told: list[Progress], work: Callable[[], None], expected: list[Progress]) -> None:
+    """It reports as often as it would draw itself, and at both ends: its number, total and description."""
+    work()
+    assert told == expected
+
+
+def test_a_bar_that_is_updated_by_other_threads(told: list[Progress]) -> None:
+    """It knows its run, as where a library is given its class and works in a pool."""
+    assert thread_map(abs, range(4), tqdm_class=ProgressBar, max_workers=2) == [0, 1, 2, 3]
+    assert [told[0], told[-1]] == counted(4.0, "", 0, 4)
+
+
+def test_bars_of_coroutines_at_the_same_time() -> None:
+    """Each reports to its own run."""
+    told: dict[str, list[Progress]] = {"mine": [], "other": []}
+
+    async def load(name: str, meeting: asyncio.Barrier) -> None:
+        CURRENT_RUN.set(RunContext(frozenset(), told[name].append))
+        with silent(total=1, desc=name):
+            await meeting.wait()
+
+    async def main() -> None:
+        meeting = asyncio.Barrier(2)
+        await asyncio.gather(*(load(name, meeting) for name in told))
+
+    asyncio.run(main())
+    assert told == {name: counted(1.0, name, 0, 0) for name in told}
+
+
+@pytest.mark.deep
+def test_the_bar_of_transformers_that_loads_a_checkpoint(told: list[Progress], tmp_path: Path) -> None:
+    """Its hook for bars takes ours, as the page on it says."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    hook = transformers.utils.logging.set_tqdm_hook(lambda factory, args, kwargs: ProgressBar(*args, **kwargs))
+    try:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, tqdm_class=ProgressBar)
+    finally:
+        transformers.utils.logging.set_tqdm_hook(hook)
+    assert told[-1].done == told[-1].total
+    assert "weights" in told[-1].message

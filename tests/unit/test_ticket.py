@@ -1,0 +1,170 @@
+"""Files of tickets: whole, private, and trusted only if no other user may have written them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared_rpc import Ticket
+from shared_rpc.errors import (
+    ConfigurationError,
+    TicketError,
+)
+
+TICKET = Ticket(
+    socket_path="/run/s-cpu.sock",
+    server_id="0123456789abcdef",
+    object_id="0" * 24,
+    generation=1,
+    kind="result",
+    endpoint="load",
+    cache_key="load()",
+    device="cpu",
+    nbytes=24,
+    uid=0,
+    pid=1,
+    created_at=1.0,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a ticket is written."""
+    return tmp_path / "model.ticket"
+
+
+def fields(path: Path) -> dict[str, Any]:
+    """What is in a ticket's file."""
+    return json.loads(path.read_text())
+
+
+def rewritten(path: Path, **changes: Any) -> Path:
+    """The same file with other fields; those that are None are left out."""
+    new = {name: value for name, value in (fields(path) | changes).items() if value is not None}
+    path.write_text(json.dumps(new))
+    return path
+
+
+def test_the_file_is_private_and_whole(path: Path) -> None:
+    """0600 whatever the umask, and readers never see a part of it while it is written anew."""
+    previous = os.umask(0)
+    try:
+        TICKET.write(path)
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            TICKET.write(path)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            assert Ticket.read(path).object_id == TICKET.object_id
+    finally:
+        stop.set()
+        writer.join()
+    assert os.listdir(path.parent).count(path.name) == 1
+    assert not [name for name in os.listdir(path.parent) if name.endswith(".part")]
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """It is named, and nothing is left in its directory."""
+    with pytest.raises(ConfigurationError, match=r"cannot write the ticket .*missing/model\.ticket"):
+        TICKET.write(tmp_path / "missing" / "model.ticket")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        TICKET.write(tmp_path / "directory")
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".part")]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\xff\xfe\x00", "is no complete ticket"),
+        (b"{}", "is no complete ticket"),
+        (b"[" * 100_000, "is no complete ticket"),
+        (b'{"version": 2, "new": true}', "a ticket of format 2, but this release reads 1"),
+    ],
+)
+def test_what_is_no_ticket(path: Path, content: bytes, told: str) -> None:
+    """It is refused with what is wrong and what to do."""
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(TicketError, match=told) as caught:
+        Ticket.read(path)
+    assert caught.value.reason == "malformed"
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"object_id": "a" * 101},
+        {"generation": "1"},
+        {"kind": "model"},
+        {"socket_path": ""},
+        {"extra": 1},
+        {"version": None},
+    ],
+    ids=str,
+)
+def test_fields_of_another_type(path: Path, changes: dict[str, Any]) -> None:
+    """Every field is checked before anything is done with it."""
+    TICKET.write(path)
+    with pytest.raises(TicketError) as caught:
+        Ticket.read(rewritten(path, **changes))
+    assert caught.value.reason == "malformed"
+
+
+def test_a_huge_file_is_not_read(path: Path) -> None:
+    """Its size is enough: a terabyte without content is refused at once."""
+    path.touch(0o600)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(TicketError, match="1099511627776 bytes, but a ticket has at most") as caught:
+        Ticket.read(path)
+    assert caught.value.reason == "malformed"
+
+
+def test_a_file_that_is_not_there(path: Path) -> None:
+    """And what is no file: nobody waits for a pipe."""
+    with pytest.raises(TicketError, match="cannot read the ticket") as caught:
+        Ticket.read(path)
+    assert caught.value.reason == "unreadable"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(TicketError, match="no regular file") as caught:
+        Ticket.read(path)
+    assert caught.value.reason == "unreadable"
+    with pytest.raises(TicketError, match=f"cannot read the ticket {path.parent}: Is a directory$"):
+        Ticket.read(path.parent)
+
+
+@pytest.mark.parametrize("mode", [0o602, 0o620])
+def test_a_file_that_others_may_write(path: Path, mode: int) -> None:
+    """It is not trusted, though it is ours."""
+    TICKET.write(path)
+    path.chmod(mode)
+    with pytest.raises(TicketError, match=f"mode {mode:04o}.*chmod 600") as caught:
+        Ticket.read(path)
+    assert caught.value.reason == "untrusted"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user(path: Path) -> None:
+    """Both users are named."""
+    TICKET.write(path)
+    os.chown(path, 12345, -1)
+    with pytest.raises(TicketError, match=r"belongs to uid 12345, but this process has uid 0") as caught:
+        Ticket.read(path)
+    assert caught.value.reason == "untrusted"
+    with pytest.raises(TicketError):
+        Ticket.read(path)
