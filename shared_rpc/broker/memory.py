@@ -7,19 +7,15 @@ import functools
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-import msgspec
-
 from shared_rpc.broker.worker import Worker
 from shared_rpc.errors import CapabilityError, ProtocolError, WorkerCrashed
 from shared_rpc.execution.device_memory import DeviceMemory
-from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import CopyOrder, Steps, Written, closing_all, on_host
-from shared_rpc.memory.file_reader import DIGEST, PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import close_all
 from shared_rpc.protocol.messages import Message
-from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo
+from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.protocol.specs import DeviceSpec
 
 #: Seconds for a worker's answer to a request for memory.
@@ -140,10 +136,13 @@ class WorkersMemory:
 
         :raises WorkerCrashed: if that is not what was ordered.
         """
-        problem = _problem(orders, answer, received)
-        if problem:
+        new = sum(order.target is None for order in orders)
+        if not len(orders) == len(answer.segments) == len(answer.digests) or len(received) != new:
             close_all(received)
-            raise WorkerCrashed(f"{_named(worker)} did not make the copies that were ordered: {problem}")
+            raise WorkerCrashed(
+                f"{_named(worker)} did not make the copies that were ordered: {len(answer.segments)} segments and "
+                f"{len(received)} descriptors in place of {len(orders)} and {new}"
+            )
         left = iter(received)
         made = [
             Written(order.target.duplicate() if order.target is not None else Segment.owning(info, next(left)), digest)
@@ -242,33 +241,3 @@ def _anew(order: CopyOrder) -> CopyOrder:
 
 def _named(worker: Worker) -> str:
     return f"the worker (pid {worker.pid})"
-
-
-def _problem(orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: Sequence[int]) -> str:
-    """Return what an answer has that was not ordered, ``""`` for nothing. The bytes are the worker's word."""
-    if not len(orders) == len(answer.segments) == len(answer.digests):
-        return f"{len(answer.segments)} segments and {len(answer.digests)} digests in place of {len(orders)}"
-    if len(received) != sum(order.target is None for order in orders):
-        return f"{len(received)} descriptors for {len(answer.segments)} segments"
-    left = iter(received)
-    for order, info, digest in zip(orders, answer.segments, answer.digests, strict=True):
-        parts = -(-info.nbytes // PART) if info.mechanism == "file" else 0
-        fits = _fits(order.wanted, info) if order.target is None else info == order.wanted
-        if not fits or len(digest) != parts * DIGEST:
-            return f"{info!r}"[:200] + f" with {len(digest)} bytes of digests in place of {order.wanted!r}"
-        if order.target is None:
-            fd = next(left)
-            if info.mechanism == "memfd":
-                try:
-                    HOST.check(fd, info.nbytes)
-                except CapabilityError as error:
-                    return f"segment {info.id}: {error}"
-    return ""
-
-
-def _fits(wanted: SegmentInfo, info: SegmentInfo) -> bool:
-    """Return whether a segment is the one that is wanted; where a driver makes no host memory, the kernel does."""
-    if wanted.mechanism != "host_vmm" or info.mechanism != "memfd":
-        return info == wanted
-    nbytes = -(-wanted.nbytes // HOST.granularity) * HOST.granularity
-    return info == msgspec.structs.replace(wanted, device="cpu", mechanism="memfd", nbytes=nbytes)
