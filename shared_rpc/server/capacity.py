@@ -244,8 +244,7 @@ class Capacity:
         :raises ServerBusy: if there is none now.
         """
         if self._host_limit is not None and nbytes:
-            names = {stored.object_id for stored in spared}
-            droppable = [one for one in self._host_copies() if drops and one.copies and names.isdisjoint(_ids(one.group))]
+            droppable = self._droppable_copies(spared) if drops else []
             ordered = sum(request.sizes.get(HOST, 0) for request in self._queue)
             used = self.used(HOST) + ordered
             excess = used + nbytes - self._host_limit
@@ -255,10 +254,7 @@ class Capacity:
                     f"{self._host_limit}, and {used} are in use or reserved. Restore or drop objects that are there, or move "
                     f"them to files"
                 )
-            for one in droppable:
-                if excess > 0:
-                    self._drop_copies(one.group)
-                    excess -= one.frees[HOST]
+            self._drop_copies(excess, droppable)
         self._taken[HOST] += nbytes
         return Reservation(self, {HOST: nbytes})
 
@@ -267,12 +263,20 @@ class Capacity:
 
         :param spared: objects whose copies stay.
         """
+        return self._drop_copies(nbytes, [one for one in self._droppable_copies(spared) if self._is_stale(one.group)])
+
+    def _droppable_copies(self, spared: Collection[StoredObject]) -> list[_Candidate]:
+        names = _ids(spared)
+        return [one for one in self._host_copies() if one.copies and names.isdisjoint(_ids(one.group))]
+
+    def _drop_copies(self, nbytes: int, found: Iterable[_Candidate]) -> bool:
+        """Drop host copies until so many bytes of them are gone; return whether any is."""
         dropped = 0
-        names = {stored.object_id for stored in spared}
-        for one in list(self._host_copies()):
-            if dropped < nbytes and one.copies and names.isdisjoint(_ids(one.group)) and self._is_stale(one.group):
-                self._drop_copies(one.group)
+        for one in found:
+            if dropped < nbytes:
                 dropped += one.frees[HOST]
+                for name in infos_of(one.group):
+                    self._objects.copies.discard(name, "host")
         return dropped > 0
 
     def _is_stale(self, group: Sequence[StoredObject]) -> bool:
@@ -488,7 +492,7 @@ class Capacity:
             if to is not None:
                 self.mover.give_way(one.group, to)
             elif one.copies:
-                self._drop_copies(one.group)
+                self._drop_copies(one.frees[HOST], [one])
             else:
                 for stored in one.group:
                     self._objects.unlist(stored)
@@ -558,10 +562,6 @@ class Capacity:
                 groups.append(self._objects.group(stored))
                 seen.update(member.object_id for member in groups[-1])
         return sorted(groups, key=lambda group: max(stored.last_accessed_at for stored in group))
-
-    def _drop_copies(self, group: Sequence[StoredObject]) -> None:
-        for name in infos_of(group):
-            self._objects.copies.discard(name, "host")
 
     # What a server that refuses requires.
 
