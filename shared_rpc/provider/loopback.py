@@ -196,9 +196,6 @@ class _LocalCaller:
         """The payload of the request."""
         return self.request.payload
 
-    def detach_fds(self) -> list[int]:
-        return []  # no request of this process has any
-
     def arguments(self, message: m.Call) -> tuple[Lowered, CallArguments]:
         assert isinstance(self.request, _LiveRequest), "a call has its arguments"
         return self.request.lowered, self.request.arguments

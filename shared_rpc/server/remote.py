@@ -243,10 +243,6 @@ class RemoteCaller(msgspec.Struct, eq=False):
         assert self._frame is not None, "a waiting request has no frame any more"
         return self._frame.payload
 
-    def detach_fds(self) -> list[int]:
-        assert self._frame is not None, "a waiting request has no frame any more"
-        return self._frame.detach_fds()
-
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
         """Take the arguments as they came. They are read only where that is needed."""
         assert self._frame is not None, "a waiting request has no frame any more"

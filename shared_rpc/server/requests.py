@@ -72,9 +72,6 @@ class Caller(Protocol):
         :raises ServerBusy: if too many of the asker's requests are under way.
         """
 
-    def detach_fds(self) -> list[int]:
-        """Return the descriptors of the request, until it waits; they belong to who asks from here on."""
-
     def cancel(self) -> None:
         """Cancel the earlier request that this one names, and answer it."""
 
