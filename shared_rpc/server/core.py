@@ -39,7 +39,6 @@ from shared_rpc.server.runs import Runs
 from shared_rpc.server.sessions import Sessions
 from shared_rpc.server.shared import State
 from shared_rpc.server.sources import Sources
-from shared_rpc.server.state import Clock
 from shared_rpc.server.state.buffers import BufferTable, Terms
 from shared_rpc.server.state.descriptors import Descriptors
 from shared_rpc.server.state.leases import LeaseTable
@@ -95,7 +94,6 @@ class Core:
         server_id: str | None = None,
         descriptors: Descriptors | None = None,
         cluster: str = "",
-        clock: Clock | None = None,
     ) -> None:
         self.server_id = server_id or secrets.token_hex(8)
         self.device = device
@@ -105,7 +103,7 @@ class Core:
         self.transfers = executor.transfers
         self._joiner = _joiner_of(cluster, socket_path)
         self._told = Listeners(self.server_id)
-        self._clock = clock = clock or BootClock()
+        self._clock = clock = BootClock()
         self._sweeper = Sweeper(clock)
         self.now, self.wake_within = clock.now, self._sweeper.wake_within
         self.leases = LeaseTable(self._told.given, self._told.ended)
@@ -272,7 +270,7 @@ class Core:
             waiter.observed.left()
         self.runs.leave(waiter)
 
-    def end_session(self, session: str, clean: bool = True) -> None:
+    def end_session(self, session: str, clean: bool) -> None:
         """Give back all that the session held.
 
         :param clean: False for a session that ends without a goodbye.

@@ -294,7 +294,7 @@ class Tiers:
             raise _together(refusals, len(moved))
         return t.Moved(moved)
 
-    async def move_down(self, stored: StoredObject, to: str = "", reason: MoveReason = "request") -> list[MoveInfo]:
+    async def move_down(self, stored: StoredObject, to: str = "") -> list[MoveInfo]:
         """Evict an object, with those that share its memory; return those that have changed their tiers.
 
         :param to: ``"host"``, ``"file"``, or ``""`` for the next tier that the server has.
