@@ -274,10 +274,8 @@ class Runs:
         self.statistics.of(run.spec.name)["joined"] += 1
         if waiter.observed is not None:
             waiter.observed.how = "joined"
-        if run.running and waiter.on_begin is not None:
-            waiter.on_begin()
-        if run.progress is not None and waiter.on_progress is not None:
-            waiter.on_progress(run.progress)
+        if run.running and waiter.follow is not None:
+            waiter.follow(run)
 
     def leave(self, waiter: Waiter) -> None:
         """Forget a waiter that no longer waits. Work that has not begun is dropped with its last."""
@@ -340,15 +338,16 @@ class Runs:
                     cached=run.key is not None,
                 )
             )
-        for waiter in tuple(run.waiters):
-            if waiter.on_begin is not None:
-                waiter.on_begin()
+        self._followed(run)
 
     def progressed(self, run: Run[Waiter], progress: Progress) -> None:
         run.progress = progress
+        self._followed(run)
+
+    def _followed(self, run: Run[Waiter]) -> None:
         for waiter in tuple(run.waiters):
-            if waiter.on_progress is not None:
-                waiter.on_progress(progress)
+            if waiter.follow is not None:
+                waiter.follow(run)
 
     def out_of_memory(self, run: Run[Waiter], why: str) -> None:
         # The endpoint itself has ended: the next run need not wait for memory that this one's caller holds.

@@ -13,11 +13,11 @@ import msgspec
 
 from shared_rpc.errors import DeadlineExceeded, TaskCancelled, TaskError
 from shared_rpc.execution.outcomes import Failure
-from shared_rpc.execution.run import CallArguments
+from shared_rpc.execution.run import CallArguments, Run
 from shared_rpc.observability.events import HOOKS, TaskChanged
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.specs import EndpointSpec
-from shared_rpc.protocol.tasks import Progress, TaskInfo, TaskStatus
+from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.runs import Runs, close_arguments
 from shared_rpc.server.shared import State
@@ -93,8 +93,7 @@ class Tasks:
             "",
             functools.partial(self._ended, task),
             task=task.holder,
-            on_begin=lambda: self._change(task, TaskStatus.RUNNING),
-            on_progress=lambda progress: self._note(task, progress),
+            follow=functools.partial(self._follow, task),
         )
         if asker is not None:
             waiter.request_id, waiter.observed = asker.request_id, asker.observed
@@ -335,9 +334,13 @@ class Tasks:
                 )
             )
 
-    def _note(self, task: Task[Waiter], progress: Progress) -> None:
-        self.table.update(task, progress=progress)
-        self._notify_watchers(task)
+    def _follow(self, task: Task[Waiter], run: Run[Waiter]) -> None:
+        """Take over the status and the progress of a task's run."""
+        if task.info.status is TaskStatus.PENDING:
+            self._change(task, TaskStatus.RUNNING)
+        if run.progress is not None:
+            self.table.update(task, progress=run.progress)
+            self._notify_watchers(task)
 
     def _notify_watchers(self, task: Task[Waiter]) -> None:
         for watcher in tuple(task.watchers):

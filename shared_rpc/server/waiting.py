@@ -15,7 +15,6 @@ from shared_rpc.errors import ConnectionClosed
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.memory.records import Record
-from shared_rpc.protocol.tasks import Progress
 from shared_rpc.server.observing import Observed
 from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
@@ -45,8 +44,7 @@ class Waiter:
     :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it, nor what
         another call's run will bring; ``arguments`` then identifies its arguments, None if nothing does.
     :param prepares: whether it wants a new result as a candidate, and its session is to hold that.
-    :param on_begin: called when the work starts.
-    :param on_progress: called with the endpoint's progress.
+    :param follow: called when the run's work starts, and when it reports progress.
     :param on_out_of_memory: called with why, if the result has to wait for memory.
     :param inner: whether it is the call of an endpoint that runs: it goes before others that wait for capacity: what
         they wait for may be what that endpoint uses.
@@ -63,8 +61,7 @@ class Waiter:
     refreshes: bool = False
     arguments: str | None = None
     prepares: bool = False
-    on_begin: Callable[[], None] | None = None
-    on_progress: Callable[[Progress], None] | None = None
+    follow: Callable[[Run[Waiter]], None] | None = None
     on_out_of_memory: Callable[[str], None] | None = None
     inner: bool = False
     pooled: bool = False
