@@ -315,6 +315,15 @@ def ask(request: Request, kind: type[MessageT]) -> Operation[MessageT]:
     return message_of((yield request), request.what, kind)
 
 
+def query(message: m.Query[T], what: str, payload: bytes = b"") -> Operation[T]:
+    """Send a query; return the value of its answer."""
+    answer = yield from ask(Request(message, what, payload, again=message.again), m.Answer)
+    try:
+        return message.read(answer)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the server answered {what} with another value: {error}") from error
+
+
 def message_of(reply: Reply, what: str, kind: type[M]) -> M:
     """Return the message of a reply, which is of one kind and carries no descriptors.
 

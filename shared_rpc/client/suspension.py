@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from shared_rpc.client.exchange import PROMPT
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask
+from shared_rpc.client.steps import Driver, Known, Operation, Reply, Request, Tell, Within, Work, ask, query
 from shared_rpc.client.subscriptions import Subscriptions
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import CapabilityError, ConnectError, ConnectionClosed, ProtocolError, StaleHandleError
@@ -174,7 +174,7 @@ def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     """
     object_id = handle.object_id
     try:
-        yield from ask(Request(m.GetObjectInfo(object_id), "suspend", again=True), m.ObjectReply)
+        yield from query(m.GetObjectInfo(object_id), "suspend")
         if not ctx._has_lease(handle):
             raise StaleHandleError(
                 f"the handle of object {object_id} cannot be suspended: its lease has ended, or is that of another process, "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Operation, Request, Work, ask
+from shared_rpc.client.steps import Operation, Request, Work, ask, query
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.memory.devices import device_id
@@ -86,7 +86,7 @@ class BufferOperations:
     @operation
     def list_devices(ctx: Context) -> Steps[list[DeviceInfo]]:
         """Return the devices that hold memory of the server."""
-        return (yield from ask(Request(m.ListDevices(), "list_devices", again=True), m.DevicesReply)).infos
+        return (yield from query(m.ListDevices(), "list_devices"))
 
 
 def created(ctx: Context, message: m.CreateBuffer) -> Operation[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shared_rpc.client.handle import Lease, forgone, unreachable
-from shared_rpc.client.steps import Request, Work, ask
+from shared_rpc.client.steps import Request, Work, ask, query
 from shared_rpc.client.suspension import Context, lease_ended
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
@@ -19,12 +19,12 @@ from shared_rpc.protocol.ticket import Ticket, read_ticket
 
 
 def _info(object_id: str) -> Steps[ObjectInfo]:
-    return (yield from ask(Request(m.GetObjectInfo(object_id), "get_object_info", again=True), m.ObjectReply)).info
+    return (yield from query(m.GetObjectInfo(object_id), "get_object_info"))
 
 
 def _server() -> Steps[ServerInfo]:
     # Asked each time: another server may have taken the place of the known one.
-    return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
+    return (yield from query(m.GetServerInfo(), "get_server_info"))
 
 
 def released(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
@@ -71,7 +71,7 @@ class ObjectOperations:
 
         :raises StaleHandleError: if the server does not own the object.
         """
-        return (yield from ask(Request(m.ListHolders(id_of(handle)), "holders", again=True), m.HoldersReply)).infos
+        return (yield from query(m.ListHolders(id_of(handle)), "holders"))
 
     @operation
     def ensure_handle_live(ctx: Context, handle: Lease[Any]) -> Steps[None]:

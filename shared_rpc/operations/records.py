@@ -11,7 +11,7 @@ import msgspec
 from shared_rpc.client.exported import RecordBytes, SegmentBytes, mapped
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.sending import lower
-from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, reached
+from shared_rpc.client.steps import Lend, Operation, Reply, Request, Work, ask, message_of, query, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import ProtocolError
 from shared_rpc.memory.segments import Segment
@@ -166,10 +166,10 @@ def _mapped(segments: Sequence[Segment], owner: str, infos: Sequence[SegmentInfo
 def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: x.CheckRecord) -> Operation[Any]:
     server = yield from reached(ctx._known())
     what = "allocate"
-    fits = yield from ask(Request(question, what, header.to_bytes(), again=True), x.RecordFits)
+    devices = yield from query(question, what, header.to_bytes())
     leases: list[Lease[Any]] = []
     parts: list[SegmentBytes] = []
-    for info, device in zip(header.segments, fits.devices, strict=True):
+    for info, device in zip(header.segments, devices, strict=True):
         reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, room=True), what, bare=True)
         made = reply.message
         if not isinstance(made, m.Result):

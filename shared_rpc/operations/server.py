@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
-from shared_rpc.client.steps import Request, Within, Work, ask, reached
+from shared_rpc.client.steps import Request, Within, Work, ask, query, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
 from shared_rpc.operations.binding import Steps, operation
@@ -42,18 +42,18 @@ class ServerOperations:
     @operation
     def get_server_info(ctx: Context) -> Steps[ServerInfo]:
         """Return the server's description of itself."""
-        return (yield from ask(Request(m.GetServerInfo(), "get_server_info", again=True), m.ServerReply)).info
+        return (yield from query(m.GetServerInfo(), "get_server_info"))
 
     @operation
     def list_endpoints(ctx: Context) -> Steps[dict[str, EndpointInfo]]:
         """Return the options of every endpoint, by name."""
-        reply = yield from ask(Request(m.ListEndpoints(), "list_endpoints", again=True), m.Endpoints)
-        return {spec.name: cast(EndpointInfo, msgspec.to_builtins(spec)) for spec in reply.endpoints}
+        specs = yield from query(m.ListEndpoints(), "list_endpoints")
+        return {spec.name: cast(EndpointInfo, msgspec.to_builtins(spec)) for spec in specs}
 
     @operation
     def list_sessions(ctx: Context) -> Steps[list[SessionInfo]]:
         """Return the connected processes, including this one."""
-        return (yield from ask(Request(mo.ListSessions(), "list_sessions", again=True), mo.SessionsReply)).infos
+        return (yield from query(mo.ListSessions(), "list_sessions"))
 
     @operation
     def list_runs(ctx: Context, limit: int = 1000) -> Steps[list[RunInfo]]:
@@ -61,12 +61,12 @@ class ServerOperations:
 
         :param limit: the number of runs to return; at most 1,000.
         """
-        return (yield from ask(Request(mo.ListRuns(limit), "list_runs", again=True), mo.RunsReply)).infos
+        return (yield from query(mo.ListRuns(limit), "list_runs"))
 
     @operation
     def get_statistics(ctx: Context) -> Steps[dict[str, EndpointStatistics]]:
         """Return the counts of each called endpoint since the server started, by name."""
-        return (yield from ask(Request(mo.GetStatistics(), "get_statistics", again=True), mo.StatisticsReply)).infos
+        return (yield from query(mo.GetStatistics(), "get_statistics"))
 
     @operation
     def reload(
@@ -81,7 +81,7 @@ class ServerOperations:
         :raises ConfigurationError: if the server has no workers.
         """
         yield Within(timeout)
-        return (yield from ask(Request(m.Reload(objects), "reload"), m.ReloadReply)).info
+        return (yield from query(m.Reload(objects), "reload"))
 
     @operation
     def stop_server(ctx: Context, if_idle: bool = False, timeout: float | None = 10.0) -> Steps[StopInfo]:
@@ -98,9 +98,9 @@ class ServerOperations:
         yield from ask(Request(m.Ping(), "ping", again=True), m.Pong)  # of the server that is there now
         server = yield from reached(ctx._known())
         with ProcessExit(ctx.socket_path, server.pid) as process_exit:
-            reply = yield from ask(Request(m.StopServer(if_idle), "stop_server"), m.StopReply)
+            info = yield from query(m.StopServer(if_idle), "stop_server")
             yield Work(lambda: process_exit.wait(timeout))
-        return reply.info
+        return info
 
 
 class ProcessExit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.steps import Request, ask
+from shared_rpc.client.steps import query
 from shared_rpc.client.suspension import Context, resumed, suspended
 from shared_rpc.operations.binding import Steps, id_of, operation
 from shared_rpc.protocol import tiers as t
@@ -31,7 +31,7 @@ class TierOperations:
         :raises CapabilityError: if it has no lower tier, or that is full.
         """
         name = id_of(target)
-        return (yield from ask(Request(t.Evict(name, to or ""), f"evict({name!r})"), t.Moved)).moves
+        return (yield from query(t.Evict(name, to or ""), f"evict({name!r})"))
 
     @operation
     def restore(ctx: Context, target: Lease[Any] | str) -> Steps[list[MoveInfo]]:
@@ -42,7 +42,7 @@ class TierOperations:
         :raises StaleHandleError: if its bytes are lost, because a file is damaged; then the object was dropped.
         """
         name = id_of(target)
-        return (yield from ask(Request(t.Restore(name), f"restore({name!r})"), t.Moved)).moves
+        return (yield from query(t.Restore(name), f"restore({name!r})"))
 
     @operation
     def suspend(ctx: Context, handle: Lease[Any]) -> Steps[None]:

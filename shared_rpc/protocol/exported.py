@@ -11,7 +11,7 @@ import msgspec
 
 from shared_rpc.errors import RecordError
 from shared_rpc.protocol.generations import Generation
-from shared_rpc.protocol.messages import Call, Message
+from shared_rpc.protocol.messages import Call, Message, Query
 from shared_rpc.protocol.records import NO_ARGS, NO_KWARGS, Access, SegmentInfo, Tensors
 
 #: The number of the format of headers, raised with every change of them.
@@ -95,8 +95,9 @@ class Exported(Message):
     generation: int
 
 
-class CheckRecord(Message):
-    """Question whether a record can be adopted, with its header as payload; the answer is :class:`RecordFits` or an error.
+class CheckRecord(Query[list[str]]):
+    """Question whether a record can be adopted, with its header as payload; the answer is an error, or the devices on which to
+    create the buffers for its segments.
 
     With ``called``, it is checked as the result of this call, or with ``endpoint`` ``""`` of the call from which it was
     exported; otherwise only what does not depend on a call.
@@ -106,12 +107,6 @@ class CheckRecord(Message):
     endpoint: str = ""
     args: msgspec.Raw = NO_ARGS
     kwargs: msgspec.Raw = NO_KWARGS
-
-
-class RecordFits(Message):
-    """Confirmation that the record can be adopted. ``devices`` are those on which to create the buffers for its segments."""
-
-    devices: list[str]
 
 
 class Adopt(Message):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
 
@@ -10,6 +11,8 @@ from shared_rpc.protocol.infos import DeviceInfo, HolderInfo, ListedObjectInfo, 
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
+
+R = TypeVar("R")
 
 #: Lists in requests. Their lengths are checked before anything is built: a frame has room for millions of elements.
 Ids = Annotated[list[str], msgspec.Meta(max_length=100_000)]
@@ -20,6 +23,40 @@ Numbers = Annotated[list[int], msgspec.Meta(max_length=10_000)]
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The base of all messages."""
+
+
+class Answer(Message):
+    """The answer to a :class:`Query`: a value of the type that the query names."""
+
+    value: msgspec.Raw
+
+    @classmethod
+    def of(cls, value: Any) -> Answer:
+        """Return the answer with a value."""
+        return cls(msgspec.Raw(_encode(value)))
+
+
+class Query(Message, Generic[R]):
+    """A request that is answered with a value of one type."""
+
+    #: Whether it changes nothing, and so can be sent again where it is not known whether the server had it.
+    again: ClassVar[bool] = True
+
+    @classmethod
+    def read(cls, answer: Answer) -> R:
+        """Return the value of an answer.
+
+        :raises msgspec.DecodeError: if it is of another type.
+        """
+        return cast("R", _decoder(cls).decode(answer.value))
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@functools.cache
+def _decoder(query: type[Query[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(get_args(query.__orig_bases__[0])[0])  # type: ignore[attr-defined]
 
 
 class Hello(Message):
@@ -41,24 +78,12 @@ class Pong(Message):
     """Answer to :class:`Ping`."""
 
 
-class GetServerInfo(Message):
-    """Request for :class:`ServerReply`."""
+class GetServerInfo(Query[ServerInfo]):
+    """Request for the server's description of itself."""
 
 
-class ServerReply(Message):
-    """The server now."""
-
-    info: ServerInfo
-
-
-class ListEndpoints(Message):
-    """Request for :class:`Endpoints`."""
-
-
-class Endpoints(Message):
-    """All endpoints, in the order they were shared."""
-
-    endpoints: list[EndpointSpec]
+class ListEndpoints(Query[list[EndpointSpec]]):
+    """Request for all endpoints, in the order they were shared."""
 
 
 class Call(Message):
@@ -159,28 +184,16 @@ class Held(Message):
     outdated: list[str] = []
 
 
-class GetObjectInfo(Message):
-    """Request for :class:`ObjectReply`."""
+class GetObjectInfo(Query[ObjectInfo]):
+    """Request for the current state of an object."""
 
     object_id: str
 
 
-class ObjectReply(Message):
-    """The current state of an object."""
-
-    info: ObjectInfo
-
-
-class ListHolders(Message):
-    """Request for :class:`HoldersReply`."""
+class ListHolders(Query[list[HolderInfo]]):
+    """Request for the sessions that hold an object."""
 
     object_id: str
-
-
-class HoldersReply(Message):
-    """The sessions that hold an object."""
-
-    infos: list[HolderInfo]
 
 
 class ListObjects(Message):
@@ -345,41 +358,27 @@ class FreeBuffer(Message):
     release: bool = False
 
 
-class ListDevices(Message):
-    """Request for :class:`DevicesReply`."""
+class ListDevices(Query[list[DeviceInfo]]):
+    """Request for the devices that hold memory of the server."""
 
 
-class DevicesReply(Message):
-    """The devices that hold memory of the server."""
-
-    infos: list[DeviceInfo]
-
-
-class Reload(Message):
-    """Request to restart the workers with the app's new code; :class:`ReloadReply` follows when it is served.
+class Reload(Query[ReloadInfo]):
+    """Request to restart the workers with the app's new code; the answer follows when it is served.
 
     ``objects`` selects the cached objects to drop: those of ``"changed"`` endpoints, ``"all"`` or ``"none"``.
     """
 
+    again = False
     objects: str = "changed"
 
 
-class ReloadReply(Message):
-    """Changes of a reload."""
+class StopServer(Query[StopInfo]):
+    """Request to stop; the answer, with the server's holdings, is sent first. ``if_idle``: refuse if other clients hold or
+    wait for something.
+    """
 
-    info: ReloadInfo
-
-
-class StopServer(Message):
-    """Request to stop; :class:`StopReply` is sent first. ``if_idle``: refuse if other clients hold or wait for something."""
-
+    again = False
     if_idle: bool = False
-
-
-class StopReply(Message):
-    """Holdings of the stopping server."""
-
-    info: StopInfo
 
 
 class Goodbye(Message):

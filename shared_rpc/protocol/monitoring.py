@@ -6,39 +6,21 @@ The numbers of these messages are in :mod:`shared_rpc.protocol.catalogue`.
 from __future__ import annotations
 
 from shared_rpc.protocol.infos import EndpointStatistics, RunInfo, SessionInfo
-from shared_rpc.protocol.messages import Message
+from shared_rpc.protocol.messages import Message, Query
 
 
-class ListSessions(Message):
-    """Request for :class:`SessionsReply`."""
+class ListSessions(Query[list[SessionInfo]]):
+    """Request for all sessions, with their processes."""
 
 
-class SessionsReply(Message):
-    """All sessions, with their processes."""
-
-    infos: list[SessionInfo]
-
-
-class ListRuns(Message):
-    """Request for :class:`RunsReply` of at most ``limit`` runs."""
+class ListRuns(Query[list[RunInfo]]):
+    """Request for at most ``limit`` runs of endpoints that have not ended, the oldest first."""
 
     limit: int = 1000
 
 
-class RunsReply(Message):
-    """Runs of endpoints that have not ended, the oldest first."""
-
-    infos: list[RunInfo]
-
-
-class GetStatistics(Message):
-    """Request for :class:`StatisticsReply`."""
-
-
-class StatisticsReply(Message):
-    """The counts of each endpoint since the server began, by name."""
-
-    infos: dict[str, EndpointStatistics]
+class GetStatistics(Query[dict[str, EndpointStatistics]]):
+    """Request for the counts of each endpoint since the server began, by name."""
 
 
 class InvalidateObject(Message):

@@ -6,7 +6,7 @@ Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 from __future__ import annotations
 
 from shared_rpc.protocol.infos import MoveInfo
-from shared_rpc.protocol.messages import Ids, Message
+from shared_rpc.protocol.messages import Ids, Message, Query
 from shared_rpc.protocol.records import SegmentInfo
 
 
@@ -40,24 +40,20 @@ class Resumed(Message):
     owner: str = ""
 
 
-class Evict(Message):
-    """Request to move objects to a lower tier; the answer is :class:`Moved`, after the move.
+class Evict(Query[list[MoveInfo]]):
+    """Request to move objects to a lower tier; the answer follows the move.
 
     ``target`` is the id of an object, or an endpoint for all of its objects. ``to`` is ``"host"``, ``"file"``, or ``""`` for
     the next lower tier of the server.
     """
 
+    again = False
     target: str
     to: str = ""
 
 
-class Restore(Message):
-    """Request to move objects to their devices; the answer is :class:`Moved`. ``target`` is as in :class:`Evict`."""
+class Restore(Query[list[MoveInfo]]):
+    """Request to move objects to their devices; the answer follows the move. ``target`` is as in :class:`Evict`."""
 
+    again = False
     target: str
-
-
-class Moved(Message):
-    """The moved objects."""
-
-    moves: list[MoveInfo]

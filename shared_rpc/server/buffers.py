@@ -110,9 +110,9 @@ class Buffers:
         return m.Count(int(freed))
 
     @handles(m.ListDevices)
-    async def list_devices(self, caller: Caller, message: m.ListDevices) -> m.DevicesReply:
+    async def list_devices(self, caller: Caller, message: m.ListDevices) -> m.Answer:
         """Describe each device."""
-        return m.DevicesReply([self._shown(*each) for each in await self._state.memory.devices()])
+        return m.Answer.of([self._shown(*each) for each in await self._state.memory.devices()])
 
     def _shown(self, facts: DeviceSpec, free: int | None) -> DeviceInfo:
         return {

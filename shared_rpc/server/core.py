@@ -218,49 +218,49 @@ class Core:
         self.sessions.closing(caller.session)
 
     @handles(m.GetServerInfo)
-    def get_info(self, caller: Caller, message: m.GetServerInfo) -> m.ServerReply:
+    def get_info(self, caller: Caller, message: m.GetServerInfo) -> m.Answer:
         """Describe the server."""
-        return m.ServerReply(self.info(caller.session))
+        return m.Answer.of(self.info(caller.session))
 
     @handles(m.ListEndpoints)
-    def list_endpoints(self, caller: Caller, message: m.ListEndpoints) -> m.Endpoints:
+    def list_endpoints(self, caller: Caller, message: m.ListEndpoints) -> m.Answer:
         """Return the endpoints."""
-        return m.Endpoints(self.registry.all())
+        return m.Answer.of(self.registry.all())
 
     @handles(mo.ListSessions)
-    def list_sessions(self, caller: Caller, message: mo.ListSessions) -> mo.SessionsReply:
+    def list_sessions(self, caller: Caller, message: mo.ListSessions) -> m.Answer:
         """Describe the sessions."""
-        return mo.SessionsReply(self.sessions.infos())
+        return m.Answer.of(self.sessions.infos())
 
     @handles(mo.ListRuns)
-    def list_runs(self, caller: Caller, message: mo.ListRuns) -> mo.RunsReply:
+    def list_runs(self, caller: Caller, message: mo.ListRuns) -> m.Answer:
         """Describe the runs that have not ended."""
-        return mo.RunsReply(self.runs.infos(min(max(message.limit, 1), _MOST_RUNS)))
+        return m.Answer.of(self.runs.infos(min(max(message.limit, 1), _MOST_RUNS)))
 
     @handles(mo.GetStatistics)
-    def get_statistics(self, caller: Caller, message: mo.GetStatistics) -> mo.StatisticsReply:
+    def get_statistics(self, caller: Caller, message: mo.GetStatistics) -> m.Answer:
         """Return the counts of calls by endpoint."""
-        return mo.StatisticsReply(self.runs.statistics.infos())
+        return m.Answer.of(self.runs.statistics.infos())
 
     @handles(m.Reload)
-    async def reload(self, caller: Caller, message: m.Reload) -> m.ReloadReply:
+    async def reload(self, caller: Caller, message: m.Reload) -> m.Answer:
         """Have the app's code read again; that goes on though the caller leaves."""
         if self.on_reload is None:
             raise ConfigurationError(
                 f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be reloaded: "
                 f"start it with 'shared-rpc serve'"
             )
-        return m.ReloadReply(await self.on_reload(message.objects))
+        return m.Answer.of(await self.on_reload(message.objects))
 
     @handles(m.StopServer)
-    def stop_for(self, caller: Caller, message: m.StopServer) -> m.StopReply:
+    def stop_for(self, caller: Caller, message: m.StopServer) -> m.Answer:
         """End the server, where its process does nothing else."""
         if self.on_stop is None:
             raise ConfigurationError(
                 f"this server is part of process {os.getpid()}, which may do more than serve: end the process with "
                 f"'kill {os.getpid()}' or Ctrl-C"
             )
-        return m.StopReply(self.on_stop(caller.session, message.if_idle))
+        return m.Answer.of(self.on_stop(caller.session, message.if_idle))
 
     # Sessions and requests that end.
 

@@ -42,14 +42,14 @@ class Holdings:
         return m.Held(held, outdated)
 
     @handles(m.GetObjectInfo)
-    def get_info(self, caller: Caller, message: m.GetObjectInfo) -> m.ObjectReply:
+    def get_info(self, caller: Caller, message: m.GetObjectInfo) -> m.Answer:
         """Describe one object."""
-        return m.ObjectReply(self.info_of(self._state.stored(message.object_id)))
+        return m.Answer.of(self.info_of(self._state.stored(message.object_id)))
 
     @handles(m.ListHolders)
-    def list_holders(self, caller: Caller, message: m.ListHolders) -> m.HoldersReply:
+    def list_holders(self, caller: Caller, message: m.ListHolders) -> m.Answer:
         """Describe the sessions that hold an object."""
-        return m.HoldersReply(self._state.sessions.holders(self._state.stored(message.object_id).object_id))
+        return m.Answer.of(self._state.sessions.holders(self._state.stored(message.object_id).object_id))
 
     @handles(m.ListObjects)
     def list_objects(self, caller: Caller, message: m.ListObjects) -> m.ObjectsReply:

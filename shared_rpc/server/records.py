@@ -134,14 +134,14 @@ class Records:
         return spec, called(header, spec, call if endpoint else None)
 
     @handles(x.CheckRecord)
-    def check_record(self, caller: Caller, message: x.CheckRecord) -> x.RecordFits:
+    def check_record(self, caller: Caller, message: x.CheckRecord) -> m.Answer:
         """Answer whether a record could be adopted."""
         header = RecordHeader.from_bytes(caller.payload)
         devices = self.check(header)
         if message.called:
             self._state.sessions.check_code(caller.session, "a record")
             self._check_call(header, message.endpoint, decode_call(message.args, message.kwargs))
-        return x.RecordFits(devices)
+        return m.Answer.of(devices)
 
     @handles(x.Adopt)
     def adopt(self, caller: Caller, message: x.Adopt) -> m.Message:

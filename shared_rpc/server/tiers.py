@@ -259,12 +259,12 @@ class Tiers:
     # Moves that are asked for.
 
     @handles(t.Evict)
-    async def evict(self, caller: Caller, message: t.Evict) -> t.Moved:
+    async def evict(self, caller: Caller, message: t.Evict) -> m.Answer:
         """Move an object, or all of an endpoint, to a lower tier; the answer lists those that have changed theirs."""
         return await self._move(message.target, lambda stored: self.move_down(stored, message.to))
 
     @handles(t.Restore)
-    async def restore(self, caller: Caller, message: t.Restore) -> t.Moved:
+    async def restore(self, caller: Caller, message: t.Restore) -> m.Answer:
         """Bring an object, or all of an endpoint, back to its device; see :meth:`evict`."""
 
         async def move_up(stored: StoredObject) -> list[MoveInfo]:
@@ -273,7 +273,7 @@ class Tiers:
 
         return await self._move(message.target, move_up)
 
-    async def _move(self, target: str, move: Callable[[StoredObject], Awaitable[list[MoveInfo]]]) -> t.Moved:
+    async def _move(self, target: str, move: Callable[[StoredObject], Awaitable[list[MoveInfo]]]) -> m.Answer:
         """Move the objects of a target, which is an object's id or an endpoint's name.
 
         :raises StaleHandleError, EndpointNotFound: if there is none.
@@ -292,7 +292,7 @@ class Tiers:
                 refusals.append(error)
         if refusals:
             raise _together(refusals, len(moved))
-        return t.Moved(moved)
+        return m.Answer.of(moved)
 
     async def move_down(self, stored: StoredObject, to: str = "") -> list[MoveInfo]:
         """Evict an object, with those that share its memory; return those that have changed their tiers.

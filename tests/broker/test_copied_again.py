@@ -88,7 +88,7 @@ def test_an_object_keeps_the_memory_of_its_copy(start: Start, app: BrokerApp) ->
     for _ in range(3):
         buffer.write()
         info = buffer.ask(m.GetObjectInfo(buffer.object_id))
-        assert isinstance(info, m.ObjectReply) and info.info["copies"] == {}
+        assert isinstance(info, m.Answer) and m.GetObjectInfo.read(info)["copies"] == {}
         assert buffer.is_copied
         assert buffer.moved("evicting to the host") == "host"
         has(buffer, {copy})
@@ -114,8 +114,8 @@ def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: P
 
     def copies() -> dict[str, int]:
         reply = buffer.ask(m.GetObjectInfo(buffer.object_id))
-        assert isinstance(reply, m.ObjectReply)
-        return dict(reply.info["copies"])
+        assert isinstance(reply, m.Answer)
+        return dict(m.GetObjectInfo.read(reply)["copies"])
 
     def copying() -> None:
         eventually(Path(f"{held}-reached").exists, 50.0)
@@ -142,7 +142,7 @@ def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: P
         copying()
         assert copies() == {}
         held.unlink()
-        assert isinstance(session.heard(), t.Moved)
+        assert isinstance(session.heard(), m.Answer)
     assert buffer.has_its_bytes()
 
 
@@ -183,7 +183,7 @@ def test_two_evictions_at_once_keep_to_the_quota_of_host_memory(start: Start, ap
         eventually(Path(f"{held}-reached").exists, 50.0)
         refused = second.ask(t.Evict(second.object_id, "host"))
         held.unlink()
-        assert isinstance(session.heard(), t.Moved)
+        assert isinstance(session.heard(), m.Answer)
     assert isinstance(refused, m.Error) and "do not fit" in refused.text
     assert (first.tier, second.tier) == ("host", "device")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from shared_rpc import Client
-from shared_rpc.protocol import tiers as t
+from shared_rpc.protocol import messages as m
 from tests.kit.brokers import BrokerApp, BrokerProgram, is_running, memory_of
 from tests.kit.fake_driver import GPUS
 from tests.kit.forks import DRIVER
@@ -292,7 +292,7 @@ def test_a_worker_that_is_killed_while_it_copies(
     killing.arm(step)
     with subject.move(move) as session:
         assert died(killing, step) == worker
-        assert isinstance(session.heard(), t.Moved)
+        assert isinstance(session.heard(), m.Answer)
     eventually(lambda: subject.workers() not in ([], [worker]), 60.0, "another worker")
     check_subject(subject, move)
 
@@ -448,7 +448,7 @@ def test_the_steps_of_brokers_are_all(broker_app: BrokerApp, manager: ServiceMan
         subject.prepare(move)
         passed = killing.trace()
         with subject.move(move) as session:
-            assert isinstance(session.heard(), t.Moved)
+            assert isinstance(session.heard(), m.Answer)
         places = passed()
         begun = next(
             number for number, place in enumerate(places) if place in ("before Tiers.move_down", "before Tiers._restore")

@@ -58,8 +58,8 @@ class MovedBuffer:
         """Begin a session with its broker."""
         session = HoldingSession(self._path)
         server = session.ask(m.GetServerInfo())
-        assert isinstance(server, m.ServerReply), server
-        self.pid = server.info["pid"]
+        assert isinstance(server, m.Answer), server
+        self.pid = m.GetServerInfo.read(server)["pid"]
         return session
 
     def ask(self, message: m.Message) -> m.Message:
@@ -85,22 +85,22 @@ class MovedBuffer:
         """Make a move: the tier in which it is then."""
         with self.move(move) as session:
             reply = session.heard()
-            assert isinstance(reply, t.Moved), reply
+            assert isinstance(reply, m.Answer), reply
         return self.tier
 
     @property
     def tier(self) -> str:
         """The tier in which it is."""
         reply = self.ask(m.GetObjectInfo(self.object_id))
-        assert isinstance(reply, m.ObjectReply), reply
-        return str(reply.info["tier"])
+        assert isinstance(reply, m.Answer), reply
+        return str(m.GetObjectInfo.read(reply)["tier"])
 
     @property
     def is_copied(self) -> bool:
         """Whether the broker counts a copy of it in a lower tier: it has no other objects."""
         reply = self.ask(m.GetServerInfo())
-        assert isinstance(reply, m.ServerReply), reply
-        return bool(reply.info["copies"])
+        assert isinstance(reply, m.Answer), reply
+        return bool(m.GetServerInfo.read(reply)["copies"])
 
     def write(self) -> None:
         """Write other bytes to it, as a process does that maps it."""
@@ -127,8 +127,8 @@ class MovedBuffer:
     def workers(self) -> list[int]:
         """The process ids of the workers that are ready."""
         reply = self.ask(m.GetServerInfo())
-        assert isinstance(reply, m.ServerReply), reply
-        return [worker["pid"] for worker in reply.info["workers"] if worker["state"] == "ready"]
+        assert isinstance(reply, m.Answer), reply
+        return [worker["pid"] for worker in m.GetServerInfo.read(reply)["workers"] if worker["state"] == "ready"]
 
 
 class _Reply(NamedTuple):
