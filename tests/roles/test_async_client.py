@@ -222,7 +222,7 @@ async def test_cancelling_at_the_moment_of_the_reply(
 async def test_a_call_that_runs_out_of_time(server: Server) -> None:
     """A timeout is one error, and leaves the connection in order."""
     async with AsyncClient(socket_path=server.socket_path, timeout=0.05) as client:
-        with pytest.raises(DeadlineExceeded, match=r"hold\(\) took longer than its timeout. A run that has begun goes on"):
+        with pytest.raises(DeadlineExceeded, match=r"hold\(\) took longer than its timeout"):
             await client.call("hold", 1)
         assert await client.ping() < 5
         assert server.info()["connections"] == 1

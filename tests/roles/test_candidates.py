@@ -84,7 +84,7 @@ def test_a_candidate_goes_with_its_handle(app: App, load: Any, builds: Builds) -
     assert [info.get("candidate", False) for info in app.provider.list_objects()] == [False, True]
     candidate.release()
     eventually(lambda: len(app.provider.list_objects()) == 1)
-    with pytest.raises(RefreshError, match=f"object {candidate.object_id} is no candidate: it is nothing that is there"):
+    with pytest.raises(RefreshError, match=f"object {candidate.object_id} is no candidate"):
         app.provider.promote(candidate)
     assert load().generation == 1
 
@@ -106,7 +106,7 @@ def test_a_later_generation_is_not_replaced(app: App, load: Any) -> None:
     load()
     first, second = app.provider.prepare("load"), app.provider.prepare("load")
     app.provider.promote(second)
-    with pytest.raises(RefreshError, match=r"generation 3 of load\(size=3\) .* is later than candidate 2, and current"):
+    with pytest.raises(RefreshError, match=r"generation 3 .* is later than candidate 2"):
         app.provider.promote(first)
     third = app.provider.prepare("load")
     load.refresh()
@@ -126,7 +126,7 @@ def test_an_invalidation_ends_a_candidate(app: App, load: Any, how: str) -> None
         app.provider.invalidate_endpoint_cache("load")
     else:
         app.provider.invalidate_object(present.object_id)
-    with pytest.raises(RefreshError, match=r"load\(size=3\) was invalidated after its generation 2 was prepared"):
+    with pytest.raises(RefreshError, match=r"load\(size=3\) was invalidated"):
         app.provider.promote(candidate)
     if how != "endpoint":
         assert app.provider.promote(another).generation == 1

@@ -107,9 +107,7 @@ def test_a_stale_handle_is_not_current(app: App, builds: Builds) -> None:
     assert caught.value.reason == "released"
     load.invalidate()
     assert not kept.is_current()
-    with pytest.raises(
-        StaleHandleError, match=r"load\(\) was invalidated and has no current generation: call the endpoint again"
-    ) as caught:
+    with pytest.raises(StaleHandleError, match=r"load\(\) was invalidated") as caught:
         kept.latest()
     assert caught.value.reason == "invalidated"
     assert load().generation == kept.latest().generation == 2
@@ -124,11 +122,9 @@ def test_what_is_not_cached_has_no_generations(app: App) -> None:
     app.share("add")(lambda x: x + 1)
     one, other = app.provider.call("plain"), app.provider.call("plain")
     assert one.is_current() and other.is_current() and one.latest().object_id == one.object_id
-    with pytest.raises(
-        ConfigurationError, match=r"'plain' cannot be refreshed: its results are not cached: share it with cache=True"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'plain' .*cache=True"):
         app.provider.refresh("plain")
-    with pytest.raises(ConfigurationError, match=r"'add' cannot be refreshed: a call with a tensor.*cache_format_key"):
+    with pytest.raises(ConfigurationError, match=r"'add' .*cache_format_key"):
         app.provider.refresh("add", torch.ones(1))
     with pytest.raises(EndpointNotFound, match="did you mean 'plain'"):
         app.provider.refresh("plian")

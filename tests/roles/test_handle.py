@@ -199,9 +199,7 @@ def test_handle_stays_in_its_process(app: App, attempt: Callable[[Any], object])
     """A handle is a lease of this process: it is neither pickled nor copied, and the error says what to do."""
     app.share("load", managed=True)(lambda: torch.ones(1))
     handle = app.provider.call("load")
-    with pytest.raises(
-        CapabilityError, match=f"cannot pickle or copy the handle of object {handle.object_id}.*call the endpoint"
-    ):
+    with pytest.raises(CapabilityError, match=f"handle of object {handle.object_id}.*call the endpoint"):
         attempt(handle)
     assert not handle.is_stale()
 

@@ -89,9 +89,7 @@ def test_a_live_server_that_is_suspended(other_server: Child, serve: Serve, conn
 def test_a_server_of_this_process(serve: Serve) -> None:
     """The same rule holds within a process."""
     serve()
-    with pytest.raises(
-        ConfigurationError, match=f"is served by another provider of this process .pid {os.getpid()}.: stop that server"
-    ):
+    with pytest.raises(ConfigurationError, match=f"another provider of this process .pid {os.getpid()}"):
         serve()
 
 
@@ -199,9 +197,7 @@ def test_directory_and_socket_are_private(tmp_path: Path, connect: Connect) -> N
 def test_a_directory_that_others_can_write_to(tmp_path: Path, serve: Serve, permissions: int) -> None:
     """Whoever can write to it could put another socket in place of ours."""
     tmp_path.chmod(permissions)
-    with pytest.raises(
-        ConfigurationError, match=f"{tmp_path} has mode {permissions:04o}, so other users can write to it: chmod 700"
-    ):
+    with pytest.raises(ConfigurationError, match=f"{tmp_path} has mode {permissions:04o}.*chmod 700"):
         serve()
     tmp_path.chmod(0o700)
 

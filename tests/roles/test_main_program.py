@@ -399,7 +399,7 @@ threading.Thread(target=work).start()
     assert served.end() == (0, ["the thread has ended"], "")
 
 
-@pytest.mark.parametrize("how", ["-m", "-c"])
+@pytest.mark.parametrize("how", ["-c", *deep("-m")])
 def test_modules_and_commands(tmp_path: Path, base_path: str, children: list[Child], how: str) -> None:
     """``python -m app`` and ``python -c`` serve as ``python app.py`` does."""
     (tmp_path / "app.py").write_text(APP)

@@ -293,9 +293,7 @@ def test_a_port_that_is_taken(provider: Provider, base_path: str) -> None:
         port = other.getsockname()[1]
         before = open_fds()
         server = Server(provider, metrics_port=port)
-        with pytest.raises(
-            errors.ConfigurationError, match=rf"^metrics_port={port}: the port is not available on 127\.0\.0\.1: "
-        ):
+        with pytest.raises(errors.ConfigurationError, match=rf"^metrics_port={port}: .*127\.0\.0\.1"):
             server.start()
         assert not server.running
         assert not list(Path(base_path).parent.glob("*.sock"))

@@ -128,6 +128,7 @@ def test_what_came_can_be_saved_and_loaded_again(client: Interpreter, folder: Pa
     assert answer == [["config.json", "configuration_remote.py", "modeling_remote.py"], True, True, "RemoteModel"]
 
 
+@pytest.mark.deep
 def test_code_that_a_client_loads_itself_is_its_own(client: Interpreter, folder: Path, repository: Path) -> None:
     """A class that came does not stand in the way of the same code, loaded before or after it."""
     answer = client.run(

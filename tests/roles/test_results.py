@@ -101,9 +101,7 @@ def test_materialize_wants_the_module(provider: Provider, serve: Serve, connect:
     serve()
     with connect().call("held") as handle:
         with (
-            pytest.raises(
-                ConfigurationError, match=r"is a State: use a module.*of an object that has a module in it, that module"
-            ),
+            pytest.raises(ConfigurationError, match=r"is a State: use a module"),
             materialize(handle),
         ):
             torch.nn.Linear(2, 2)

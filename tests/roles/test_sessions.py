@@ -196,9 +196,7 @@ def test_a_timeout_keeps_the_session(
     held = client.call("own", 3)
     with monkeypatch.context() as patch:
         patch.setattr(client, "_timeout", 0.2)
-        with pytest.raises(
-            DeadlineExceeded, match=r"slow\(\) took longer than its timeout. A run that has begun goes on"
-        ) as caught:
+        with pytest.raises(DeadlineExceeded, match=r"slow\(\) took longer than its timeout") as caught:
             client.call("slow", 3)
     assert isinstance(caught.value, TimeoutError)  # whoever knows Python's own exceptions need not know ours
     assert begun.wait(10)

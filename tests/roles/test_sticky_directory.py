@@ -157,7 +157,7 @@ with Server(Provider(device="cpu")), Client(device="cpu", connect_timeout=0) as 
 def test_a_sticky_directory_of_a_third_user(sticky: Path) -> None:
     """Its owner may remove what lies in it."""
     os.chown(sticky, NOBODY, NOBODY)
-    with pytest.raises(ConfigurationError, match=f"{sticky} belongs to uid {NOBODY}, not 0: set SHARED_TENSOR_BASE_PATH"):
+    with pytest.raises(ConfigurationError, match=f"{sticky} .*uid {NOBODY}.*SHARED_TENSOR_BASE_PATH"):
         server().start()
 
 
@@ -283,7 +283,7 @@ def test_a_squatter_who_never_accepts(path: str, stranger: Callable[..., Child])
     squatter.expect("listening")
     with socket.socket(socket.AF_UNIX) as filling:
         filling.connect(path)
-        with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0, and is served by a server with a full"):
+        with pytest.raises(ConfigurationError, match=f"uid {NOBODY}, not 0, .* full"):
             server().start()
         with client(timeout=0.5) as mine, pytest.raises(ConnectError, match=f"the file belongs to uid {NOBODY}, not to you"):
             mine.ping()
@@ -312,7 +312,7 @@ def test_a_dead_socket_of_another_user(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     os.lchown(path, NOBODY, NOBODY)
-    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}, not 0: have that user remove it"):
+    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}"):
         server().start()
     with client() as mine, pytest.raises(ConnectError, match=f"no server listens there; the file belongs to uid {NOBODY}"):
         mine.ping()
@@ -368,7 +368,7 @@ def test_another_user_made_a_file_of_ours(path: str, kind: str, suffix: str) -> 
         Path(name).write_text("")
         os.chmod(name, 0o666 if kind == "open file" else 0o600)
     os.lchown(name, NOBODY, NOBODY)
-    with pytest.raises(ConfigurationError, match=rf"{name} belongs to uid {NOBODY}, not 0: have that user remove it"):
+    with pytest.raises(ConfigurationError, match=rf"{name} belongs to uid {NOBODY}"):
         if suffix == "lock":
             server().start()
         else:
@@ -382,9 +382,7 @@ def test_a_second_name_of_a_file_of_ours(path: str, suffix: str) -> None:
     precious = Path(f"{path}.precious")
     precious.write_text("7\nprecious")
     os.link(precious, f"{path}.{suffix}")
-    with pytest.raises(
-        ConfigurationError, match=rf"{path}.{suffix} is .* or has 2 names, and not a file of its own. Remove it"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"{path}.{suffix} .* has 2 names"):
         if suffix == "lock":
             server().start()
         else:
@@ -398,10 +396,10 @@ def test_a_link_of_another_user_to_a_server_of_ours(sticky: Path, path: str) -> 
     os.symlink(f"{sticky}/other.sock", path)
     os.lchown(path, NOBODY, NOBODY)
     # Where fs.protected_symlinks is set, the kernel does not follow it.
-    refused = pytest.raises(ConnectError, match=f"is a link of uid {NOBODY}, not yours|the file belongs to uid {NOBODY}")
+    refused = pytest.raises(ConnectError, match=f"(link of|belongs to) uid {NOBODY}")
     with Server(Provider(device="cpu"), socket_path=f"{sticky}/other.sock"), client() as mine, refused:
         mine.ping()
-    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}, not 0: have that user remove it"):
+    with pytest.raises(ConfigurationError, match=f"{path} belongs to uid {NOBODY}"):
         server().start()
 
 

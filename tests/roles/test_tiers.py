@@ -437,7 +437,7 @@ def test_objects_that_share_memory_go_together(client: Client, raw: Raw) -> None
     kept = raw.ask(m.KeepSegments([segment]))
     assert isinstance(kept, m.Result)
     raw.ask(t.Suspend([first]))
-    with pytest.raises(ServerBusy, match=f"object {kept.object_id} .*whose memory object {first} .* shares"):
+    with pytest.raises(ServerBusy, match=f"object {kept.object_id} .*object {first} .* shares"):
         client.evict(first)
     raw.ask(t.Suspend([kept.object_id]))
     assert {move["object_id"] for move in client.evict(first)} == {first, kept.object_id}
@@ -643,9 +643,7 @@ def test_objects_that_share_memory_change_while_one_is_evicted(client: Client, r
             assert [move["object_id"] for move in evicted.result()] == [first]
             assert lowering.calls == 2  # the copy was of both
         else:
-            with pytest.raises(
-                ServerBusy, match=rf"object {kept} .* cannot be evicted while it is in use by pid {os.getpid()}"
-            ):
+            with pytest.raises(ServerBusy, match=rf"object {kept} .*in use by pid {os.getpid()}"):
                 evicted.result()
     with client.get_buffer(first) as again:
         assert int(again.value.sum()) == 7 * 4096

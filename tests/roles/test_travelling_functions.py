@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.deep import deep
 from tests.kit.processes import PYTHONPATH, Child, python
 
 MODULE = """
@@ -40,7 +41,7 @@ print(ran.stdout.decode(), flush=True)
 """
 
 
-@pytest.mark.parametrize(("origin", "there"), [("from models import load", "models"), (MODULE, "__main__")])
+@pytest.mark.parametrize(("origin", "there"), [(MODULE, "__main__"), *deep(("from models import load", "models"))])
 def test_it_is_called_in_another_interpreter(tmp_path: Path, children: list[Child], origin: str, there: str) -> None:
     """It gets there by its name if it can be imported, else as code, with a provider that has the endpoint."""
     (tmp_path / "models.py").write_text(MODULE)

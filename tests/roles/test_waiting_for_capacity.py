@@ -345,9 +345,7 @@ def test_a_server_that_refuses_does_so_at_once(full: Callable[..., Server], conn
     client.call("model", 1, unit).release()
     with client.call("model", 2, unit) as handle:
         for request in (lambda: client.call("model", 3, unit), lambda: client.create_buffer(unit)):
-            with pytest.raises(
-                ServerBusy, match=f"{unit} bytes on .* do not fit: the quota .* is {unit}, and {unit} are in use"
-            ):
+            with pytest.raises(ServerBusy, match=f"{unit} bytes .*quota .* is {unit}, and {unit}"):
                 request()
         assert in_line(server) == 0 and [info["object_id"] for info in client.list_objects()] == [handle.object_id]
 
@@ -485,7 +483,7 @@ def test_a_full_disk_is_named(
     monkeypatch.setattr(SpillDirectory, "create", fail)
     client = connect(device=device, timeout=SHORTLY)
     object_id = made(client, 1, unit)
-    with pytest.raises(ServerBusy, match=f"object {object_id} could not be moved: .*no space left for the file"):
+    with pytest.raises(ServerBusy, match=f"object {object_id} .*no space left"):
         client.create_buffer(unit)
     assert tier_of(client, object_id) == "device" and in_line(server) == 0
     monkeypatch.undo()
