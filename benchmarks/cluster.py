@@ -10,7 +10,7 @@ import typer
 
 from benchmarks.cluster_nodes import COUNT, Nodes
 from benchmarks.runner import OURS, Json, Report, Sample, numbers, timed
-from shared_rpc.memory.inventory import free_bytes
+from shared_rpc.memory.devices import free_bytes
 from shared_rpc_ray import Cluster
 
 RAY = "ray put, get"

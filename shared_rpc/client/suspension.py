@@ -5,10 +5,10 @@ A handle is suspended or not. What follows from all handles together:
 - an object's memory is unmapped while no handle of it is active in the whole process, of whichever client;
 - the server is told of a suspension while no handle of it is active in the session, and not before the memory is unmapped.
 
-Each client has a connection for each thread that waits, so that two messages may overtake one another. A resumption therefore
-waits for suspensions of the object that are on their way, and a suspension is not sent while a resumption is. Who gets another
-handle of the object first has the handle, and looks then whether the object is being suspended; who suspends notes that first,
-and looks for handles then: one of them sees the other.
+The messages of a session arrive in the order in which they are sent, but a thread may decide on one, and send it after that of
+another thread. A resumption therefore waits for the object's suspensions that are under way, and a suspension is not sent while
+a resumption is. Both sides publish before they check: a resumer adds its handle, then looks for a suspension; a suspender notes
+the suspension, then looks for handles. So at least one sees the other.
 """
 
 from __future__ import annotations

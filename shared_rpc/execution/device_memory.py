@@ -29,7 +29,7 @@ from shared_rpc.memory.copies import (
     nobody,
     on_host,
 )
-from shared_rpc.memory.inventory import devices_of, facts_of, free_bytes
+from shared_rpc.memory.devices import devices_of, facts_of, free_bytes
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment, gpu_support
 from shared_rpc.memory.spill import SpillDirectory

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shared_rpc.errors import CapabilityError, ConfigurationError
-from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.inventory import devices_of, facts_of
+from shared_rpc.memory.devices import device_id, devices_of, facts_of
 
 
 def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:

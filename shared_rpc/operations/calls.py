@@ -12,7 +12,6 @@ from shared_rpc.client.steps import Operation, Request, ask, reached
 from shared_rpc.client.suspension import Context
 from shared_rpc.operations.binding import Steps, operation, taken
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import monitoring as mo
 
 
 @dataclass
@@ -81,5 +80,5 @@ class CallOperations:
         :raises StaleHandleError: if the server has no such object.
         :raises ConfigurationError: for a buffer: use :meth:`free_buffer`.
         """
-        reply = yield from ask(Request(mo.InvalidateObject(object_id), f"invalidate_object({object_id!r})"), m.Count)
+        reply = yield from ask(Request(m.InvalidateObject(object_id), f"invalidate_object({object_id!r})"), m.Count)
         return int(reply.count)

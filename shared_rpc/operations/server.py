@@ -17,7 +17,6 @@ from shared_rpc.client.suspension import Context
 from shared_rpc.errors import BufferNotFound, DeadlineExceeded
 from shared_rpc.operations.binding import Steps, operation
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.infos import EndpointInfo, EndpointStatistics, ReloadInfo, RunInfo, ServerInfo, SessionInfo, StopInfo
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class ServerOperations:
     @operation
     def list_sessions(ctx: Context) -> Steps[list[SessionInfo]]:
         """Return the connected processes, including this one."""
-        return (yield from query(mo.ListSessions(), "list_sessions"))
+        return (yield from query(m.ListSessions(), "list_sessions"))
 
     @operation
     def list_runs(ctx: Context, limit: int = 1000) -> Steps[list[RunInfo]]:
@@ -61,12 +60,12 @@ class ServerOperations:
 
         :param limit: the number of runs to return; at most 1,000.
         """
-        return (yield from query(mo.ListRuns(limit), "list_runs"))
+        return (yield from query(m.ListRuns(limit), "list_runs"))
 
     @operation
     def get_statistics(ctx: Context) -> Steps[dict[str, EndpointStatistics]]:
         """Return the counts of each called endpoint since the server started, by name."""
-        return (yield from query(mo.GetStatistics(), "get_statistics"))
+        return (yield from query(m.GetStatistics(), "get_statistics"))
 
     @operation
     def reload(

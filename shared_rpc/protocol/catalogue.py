@@ -8,7 +8,6 @@ from shared_rpc.errors import ProtocolError
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol import sources as s
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol import worker as w
@@ -89,10 +88,10 @@ _KINDS: dict[int, type[m.Message]] = {
     93: w.ForgetCopies,
     95: m.Goodbye,
     96: m.Answer,
-    100: mo.ListSessions,
-    101: mo.ListRuns,
-    102: mo.InvalidateObject,
-    103: mo.GetStatistics,
+    100: m.ListSessions,
+    101: m.ListRuns,
+    102: m.InvalidateObject,
+    103: m.GetStatistics,
     120: x.ExportObject,
     121: x.Exported,
     122: x.CheckRecord,

@@ -7,7 +7,18 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
 
-from shared_rpc.protocol.infos import DeviceInfo, HolderInfo, ListedObjectInfo, ObjectInfo, ReloadInfo, ServerInfo, StopInfo
+from shared_rpc.protocol.infos import (
+    DeviceInfo,
+    EndpointStatistics,
+    HolderInfo,
+    ListedObjectInfo,
+    ObjectInfo,
+    ReloadInfo,
+    RunInfo,
+    ServerInfo,
+    SessionInfo,
+    StopInfo,
+)
 from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -379,6 +390,26 @@ class StopServer(Query[StopInfo]):
 
     again = False
     if_idle: bool = False
+
+
+class ListSessions(Query[list[SessionInfo]]):
+    """Request for all sessions, with their processes."""
+
+
+class ListRuns(Query[list[RunInfo]]):
+    """Request for at most ``limit`` runs of endpoints that have not ended, the oldest first."""
+
+    limit: int = 1000
+
+
+class GetStatistics(Query[dict[str, EndpointStatistics]]):
+    """Request for the counts of each endpoint since the server began, by name."""
+
+
+class InvalidateObject(Message):
+    """Drop one cached result by the object's id; :class:`Count` is 0 if the cache did not list it."""
+
+    object_id: str
 
 
 class Goodbye(Message):

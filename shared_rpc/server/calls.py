@@ -15,7 +15,6 @@ from shared_rpc.observability.events import HOOKS
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import count_args, decode_call
 from shared_rpc.server.generations import Generations, refreshable
@@ -160,8 +159,8 @@ class Calls:
         """Drop all cached results of an endpoint, see :meth:`drop`."""
         return m.Count(self.drop(message.endpoint))
 
-    @handles(mo.InvalidateObject)
-    def invalidate_object(self, caller: Caller, message: mo.InvalidateObject) -> m.Count:
+    @handles(m.InvalidateObject)
+    def invalidate_object(self, caller: Caller, message: m.InvalidateObject) -> m.Count:
         """Drop one cached result, and keep a run of its call that goes on out of the cache; 0 if the cache did not list it.
 
         :raises StaleHandleError: if there is no such object.

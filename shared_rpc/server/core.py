@@ -23,7 +23,6 @@ from shared_rpc.memory.backends.choice import makers
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.infos import MechanismInfo, ReloadedServiceInfo, ReloadInfo, ServerInfo, StopInfo
 from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.protocol.specs import EndpointSpec
@@ -227,18 +226,18 @@ class Core:
         """Return the endpoints."""
         return m.Answer.of(self.registry.all())
 
-    @handles(mo.ListSessions)
-    def list_sessions(self, caller: Caller, message: mo.ListSessions) -> m.Answer:
+    @handles(m.ListSessions)
+    def list_sessions(self, caller: Caller, message: m.ListSessions) -> m.Answer:
         """Describe the sessions."""
         return m.Answer.of(self.sessions.infos())
 
-    @handles(mo.ListRuns)
-    def list_runs(self, caller: Caller, message: mo.ListRuns) -> m.Answer:
+    @handles(m.ListRuns)
+    def list_runs(self, caller: Caller, message: m.ListRuns) -> m.Answer:
         """Describe the runs that have not ended."""
         return m.Answer.of(self.runs.infos(min(max(message.limit, 1), _MOST_RUNS)))
 
-    @handles(mo.GetStatistics)
-    def get_statistics(self, caller: Caller, message: mo.GetStatistics) -> m.Answer:
+    @handles(m.GetStatistics)
+    def get_statistics(self, caller: Caller, message: m.GetStatistics) -> m.Answer:
         """Return the counts of calls by endpoint."""
         return m.Answer.of(self.runs.statistics.infos())
 

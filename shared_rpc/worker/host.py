@@ -23,7 +23,7 @@ from shared_rpc.execution.run import Run
 from shared_rpc.execution.stream import FramedStream
 from shared_rpc.forks import after_fork
 from shared_rpc.lifecycle.ending import end_now, end_within
-from shared_rpc.memory.inventory import devices_of, facts_of
+from shared_rpc.memory.devices import devices_of, facts_of
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Arguments
 from shared_rpc.observability.events import HOOKS, BuildFinished, BuildStarted

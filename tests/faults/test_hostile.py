@@ -27,7 +27,6 @@ from shared_rpc.execution.stream import FramedStream
 from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.frames import HEADER_SIZE, MAX_FDS, VERSION, Frame, Limits
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
@@ -326,7 +325,7 @@ def test_garbage_after_a_good_frame(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [m.Ping(), m.Call("ones", [1]), m.Welcome("", ""), m.Goodbye(), g.GetObject("0" * 24), mo.ListSessions()]
+    "message", [m.Ping(), m.Call("ones", [1]), m.Welcome("", ""), m.Goodbye(), g.GetObject("0" * 24), m.ListSessions()]
 )
 def test_a_request_before_hello(server: Server, message: m.Message) -> None:
     """A connection begins with Hello."""
@@ -429,7 +428,7 @@ def test_tuples_that_grow_as_they_are_read(server: Server, good: Client) -> None
         g.GetObject("x", "x" * (7 << 20)),
         m.GetObjectInfo("x" * (7 << 20)),
         m.ListHolders("x" * (7 << 20)),
-        mo.InvalidateObject("x" * (7 << 20)),
+        m.InvalidateObject("x" * (7 << 20)),
     ],
 )
 def test_an_id_that_fills_a_frame(server: Server, message: m.Message) -> None:
@@ -501,7 +500,7 @@ def test_a_page_of_any_size(server: Server, go: threading.Event, limit: bytes) -
         raw.send(header(101, body=len(limit) + 1) + b"\x91" + limit)
         runs = raw.hear(1)
         assert isinstance(runs, m.Answer)
-        assert [run["endpoint"] for run in mo.ListRuns.read(runs)] == ["hold"]
+        assert [run["endpoint"] for run in m.ListRuns.read(runs)] == ["hold"]
         go.set()
 
 
@@ -515,7 +514,7 @@ def test_a_page_of_no_size(server: Server, limit: bytes) -> None:
         assert answer.code == "protocol"
 
 
-@pytest.mark.parametrize("message", [m.Goodbye(), g.GetObject("x"), mo.GetStatistics(), mo.InvalidateObject("x")])
+@pytest.mark.parametrize("message", [m.Goodbye(), g.GetObject("x"), m.GetStatistics(), m.InvalidateObject("x")])
 def test_descriptors_of_a_request_that_takes_none(server: Server, message: m.Message) -> None:
     """They are closed; what follows is answered."""
     with Raw(server.socket_path) as raw:

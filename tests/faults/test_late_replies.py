@@ -16,8 +16,8 @@ import torch
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.client import link as link_module
 from shared_rpc.client.async_link import AsyncLink
+from shared_rpc.client.asynchronous import ShieldedThreadJob
 from shared_rpc.client.steps import Request
-from shared_rpc.client.thread_job import ShieldedThreadJob
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.codec import arguments
 from shared_rpc.errors import DeadlineExceeded

@@ -24,8 +24,7 @@ from shared_rpc.errors import (
     ServerBusy,
 )
 from shared_rpc.memory.backends.host import MemfdBackend
-from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.inventory import facts_of
+from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import socket as socket_module

@@ -11,7 +11,6 @@ import torch
 
 from shared_rpc.protocol import infos
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import monitoring as mo
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.protocol.specs import EndpointSpec
 from tests.kit.apps import App
@@ -76,9 +75,9 @@ def test_a_broker_answers_with_all_keys_and_no_others(broker_app: BrokerApp, tmp
         *reply_to(path, m.ListHolders(handle.object_id)),
         *reply_to(path, m.ListObjects()),
         *reply_to(path, m.ListDevices()),
-        *reply_to(path, mo.ListSessions()),
-        *reply_to(path, mo.ListRuns()),
-        *reply_to(path, mo.GetStatistics()),
+        *reply_to(path, m.ListSessions()),
+        *reply_to(path, m.ListRuns()),
+        *reply_to(path, m.GetStatistics()),
         *reply_to(path, m.Reload()),
     ]
     gate.touch()

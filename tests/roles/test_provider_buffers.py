@@ -15,8 +15,7 @@ import torch
 from shared_rpc import Handle, Provider, Server
 from shared_rpc.client.steps import Request
 from shared_rpc.errors import BufferNotFound, CapabilityError, ConfigurationError, ServerBusy
-from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.inventory import facts_of
+from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.protocol import messages as m
 from shared_rpc.provider.loopback import _LocalCaller
 from tests.kit.apps import EACH_ROLE, Connect

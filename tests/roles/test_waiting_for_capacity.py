@@ -16,8 +16,7 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, ServerBusy, TaskCancelled
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.memory.devices import device_id
-from shared_rpc.memory.inventory import facts_of
+from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import tiers as t
 from tests.kit.apps import Connect
