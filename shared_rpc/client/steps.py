@@ -42,8 +42,7 @@ class Request:
     """A message to send. The descriptors are borrowed until the reply, or an error, comes.
 
     ``what`` names the operation in errors. ``on_event`` is called with the updates before the reply; an error of it ends the
-    operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over. ``again``: the
-    request changes nothing, so it can be sent once more where it is not known whether the server had it.
+    operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over.
 
     ``arenas`` are segments by their numbers in the message, whose descriptors go once over each connection; ``fds`` are those
     of the others. ``transfer`` is where the server's news of memory goes. ``until`` is a descriptor: the request is withdrawn
@@ -56,7 +55,6 @@ class Request:
     fds: tuple[int, ...] = ()
     on_event: Callable[[TaskInfo], object] | None = None
     at_once: bool = False
-    again: bool = False
     arenas: dict[int, Segment] = field(default_factory=dict)
     transfer: ClientTransfer | None = None
     until: int | None = None
@@ -93,7 +91,7 @@ class Request:
     @property
     def repeatable(self) -> bool:
         """Whether it may be sent over another connection, after :meth:`interrupted`: nothing is done twice by that."""
-        return self.tries < _TRIES and (self.again or not self.sent)
+        return self.tries < _TRIES and (self.message.again or not self.sent)
 
     def owed(self) -> Request:
         """Return the parts of an abandoned request that its answer needs."""
@@ -317,7 +315,7 @@ def ask(request: Request, kind: type[MessageT]) -> Operation[MessageT]:
 
 def query(message: m.Query[T], what: str, payload: bytes = b"") -> Operation[T]:
     """Send a query; return the value of its answer."""
-    answer = yield from ask(Request(message, what, payload, again=message.again), m.Answer)
+    answer = yield from ask(Request(message, what, payload), m.Answer)
     try:
         return message.read(answer)
     except msgspec.DecodeError as error:

@@ -69,7 +69,7 @@ class GenerationOperations:
         :raises DeadlineExceeded: if the server does not answer within the client's timeout.
         """
         while True:
-            news: Refreshes = yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh", again=True), Refreshes)
+            news: Refreshes = yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh"), Refreshes)
             server = yield from reached(ctx._known())
             if server.server_id == news.server_id:  # no other server has its place meanwhile
                 break

@@ -52,7 +52,7 @@ class ObjectOperations:
         infos: list[ListedObjectInfo] = []
         after: int | None = 0
         while after is not None:
-            page = yield from ask(Request(m.ListObjects(after), "list_objects", again=True), m.ObjectsReply)
+            page = yield from ask(Request(m.ListObjects(after), "list_objects"), m.ObjectsReply)
             infos += page.infos
             after = page.after
         return infos

@@ -35,7 +35,7 @@ class ServerOperations:
     def ping(ctx: Context) -> Steps[float]:
         """Make one round trip; return the seconds that it took."""
         begin = time.perf_counter()
-        yield from ask(Request(m.Ping(), "ping", again=True), m.Pong)
+        yield from ask(Request(m.Ping(), "ping"), m.Pong)
         return time.perf_counter() - begin
 
     @operation
@@ -94,7 +94,7 @@ class ServerOperations:
         :raises CapabilityError: in the local role, which has no server.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
-        yield from ask(Request(m.Ping(), "ping", again=True), m.Pong)  # of the server that is there now
+        yield from ask(Request(m.Ping(), "ping"), m.Pong)  # of the server that is there now
         server = yield from reached(ctx._known())
         with ProcessExit(ctx.socket_path, server.pid) as process_exit:
             info = yield from query(m.StopServer(if_idle), "stop_server")

@@ -65,7 +65,7 @@ class _SourceMethods:
                 return None
         while not self._misses:
             number = self._number
-            request = Request(s.AwaitMisses(number, self._after), "the wait for misses", again=True)
+            request = Request(s.AwaitMisses(number, self._after), "the wait for misses")
             try:
                 answer: s.Misses = yield from ask(request, s.Misses)
             except ConnectError as error:

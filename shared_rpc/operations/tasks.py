@@ -105,7 +105,7 @@ class TaskOperations:
 
         :raises TaskError: if it is unknown or has expired.
         """
-        reply = yield from ask(Request(m.GetTask(task_id), f"get_task_status({task_id!r})", again=True), m.TaskIs)
+        reply = yield from ask(Request(m.GetTask(task_id), f"get_task_status({task_id!r})"), m.TaskIs)
         info: TaskInfo = reply.info
         return info
 
@@ -173,7 +173,7 @@ class TaskOperations:
         infos: list[TaskInfo] = []
         after: int | None = 0
         while after is not None:
-            page = yield from ask(Request(m.ListTasks(chosen, after), "list_tasks", again=True), m.TaskPage)
+            page = yield from ask(Request(m.ListTasks(chosen, after), "list_tasks"), m.TaskPage)
             infos += page.infos
             after = page.after
         return infos

@@ -46,6 +46,11 @@ class AwaitRefreshes(Message):
 
     after: int = -1
 
+    @property
+    def again(self) -> bool:  # type: ignore[override]
+        """Whether it names no position: that of one server means nothing to the next one."""
+        return self.after < 0
+
 
 class Refreshes(Message):
     """The latest new generation of each key, in the order in which they became current, and the position after them.

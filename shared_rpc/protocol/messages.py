@@ -35,6 +35,9 @@ Numbers = Annotated[list[int], msgspec.Meta(max_length=10_000)]
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The base of all messages."""
 
+    #: Whether it is a request that changes nothing, and so can be sent again where it is not known whether the server had it.
+    again: ClassVar[bool] = False
+
 
 class Answer(Message):
     """The answer to a :class:`Query`: a value of the type that the query names."""
@@ -50,8 +53,7 @@ class Answer(Message):
 class Query(Message, Generic[R]):
     """A request that is answered with a value of one type."""
 
-    #: Whether it changes nothing, and so can be sent again where it is not known whether the server had it.
-    again: ClassVar[bool] = True
+    again = True
 
     @classmethod
     def read(cls, answer: Answer) -> R:
@@ -83,6 +85,8 @@ class Welcome(Message):
 
 class Ping(Message):
     """Question whether the server is there."""
+
+    again = True
 
 
 class Pong(Message):
@@ -210,6 +214,7 @@ class ListHolders(Query[list[HolderInfo]]):
 class ListObjects(Message):
     """Request for :class:`ObjectsReply`: objects with a number above ``after``, in order of publication."""
 
+    again = True
     after: int = 0
     limit: int = 1000
 
@@ -242,6 +247,7 @@ class Submit(Call):
 class GetTask(Message):
     """Request for :class:`TaskIs`."""
 
+    again = True
     task_id: str
 
 
@@ -291,6 +297,7 @@ class CancelTask(Message):
 class ListTasks(Message):
     """Request for a :class:`TaskPage`: tasks of one status, or of all, with a number above ``after``."""
 
+    again = True
     status: TaskStatus | None = None
     after: int = 0
     limit: int = 1000

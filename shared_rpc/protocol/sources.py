@@ -47,6 +47,7 @@ class SourceAttached(Message):
 class AwaitMisses(Message):
     """Request for :class:`Misses` with ids above ``after``, when there are any."""
 
+    again = True
     source: int
     after: int = 0
 

@@ -463,7 +463,7 @@ def test_the_first_reason_counts(connection: Connection) -> None:
 )
 def test_what_may_be_repeated(connection: Connection, written: int, again: bool, repeatable: bool) -> None:
     """A request of which the last byte was not written was not received; one that only asks can be asked again."""
-    exchange = connection.ask(m.Release(["a long name"]), again=again)
+    exchange = connection.ask(m.GetObjectInfo("a long name") if again else m.Release(["a long name"]))
     connection.write(written)
     connection.exchanges.fail(ConnectionClosed("the other side closed the connection"))
     assert exchange.request.repeatable == repeatable
