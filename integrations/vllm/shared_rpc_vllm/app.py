@@ -14,7 +14,7 @@ from shared_rpc_vllm.options import base_path
 from shared_rpc_vllm.request import label as label_of
 
 #: The number is that of what is asked and answered: an engine does not find the endpoint of a server that knows another.
-ENDPOINT = "vllm_weights_1"
+ENDPOINT = "vllm_weights_2"
 
 #: Seconds after which weights that no engine has are dropped; a server ends after as long without any.
 _UNUSED = 3600.0
@@ -27,6 +27,10 @@ provider = Provider(
     server_startup_timeout=120.0,
 )
 
+if provider.execution_mode == "server":
+    # It imports vLLM when it starts, beside engines that start at the same time, and its workers may be forks that have it.
+    import shared_rpc_vllm.build  # noqa: F401
+
 
 @provider.share(
     ENDPOINT,
@@ -37,7 +41,7 @@ provider = Provider(
     cache_format_key="{label}",
     idle_ttl=_UNUSED,
 )
-def weights(label: str, request: dict[str, Any]) -> dict[str, torch.Tensor]:
+def weights(label: str, request: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Load what a request describes; ``label`` names it, see :func:`shared_rpc_vllm.request.label`.
 
     :raises NotShareable: for the label of another request, whose engines would get these weights.

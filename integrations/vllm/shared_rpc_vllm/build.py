@@ -20,10 +20,11 @@ from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.layout import seated
 from shared_rpc_vllm.model import process, refuse_methods, warn_of_version
 from shared_rpc_vllm.request import deciding_variables, same_release
+from shared_rpc_vllm.state import State, recorded
 
 
-def build(request: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
-    """Load the weights that a request describes, and return them in the order of vLLM's kernels.
+def build(request: Mapping[str, Any], device: torch.device) -> tuple[dict[str, torch.Tensor], State]:
+    """Load the weights that a request describes; return them in the order of vLLM's kernels, and what else those need to know.
 
     :raises NotShareable: if they cannot be shared, before they are loaded.
     """
@@ -51,15 +52,16 @@ def build(request: Mapping[str, Any], device: torch.device) -> dict[str, torch.T
     return found
 
 
-def _loaded(config: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Load a model, and return its tensors alone."""
+def _loaded(config: Any, device: torch.device) -> tuple[dict[str, torch.Tensor], State]:
+    """Load a model, and return its tensors, and the state that goes with them."""
     loader, model_config = get_model_loader(config.load_config), config.model_config
     with set_default_torch_dtype(model_config.dtype), device:
         model = loader.create_model(config, model_config)
         refuse_methods(model)
         loader.load_weights(model, model_config)
-        process(model, model_config, device, again=False)
-    return tensors_of(model)
+        with recorded(model) as state:
+            process(model, model_config, device, again=False)
+    return tensors_of(model), state
 
 
 def _prepare(device: torch.device) -> None:
@@ -67,9 +69,10 @@ def _prepare(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with suppress(ImportError):
-        from vllm.v1.worker.workspace import init_workspace_manager
+        from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
 
-        init_workspace_manager(device)
+        if not is_workspace_manager_initialized():
+            init_workspace_manager(device)
 
 
 @contextmanager

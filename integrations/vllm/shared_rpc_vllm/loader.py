@@ -28,14 +28,16 @@ from shared_rpc_vllm.layout import layout_of_this_process
 from shared_rpc_vllm.model import choose_sleep_mode, process, refuse_engine, warn_of_version
 from shared_rpc_vllm.options import LoaderOptions
 from shared_rpc_vllm.request import label, request_of
+from shared_rpc_vllm.state import State, restore
 
 _log = init_logger(f"vllm.{__name__}")
 
-Weights = Handle[dict[str, torch.Tensor]]
+#: The weights, and what else the kernels need to know of them.
+Weights = Handle[tuple[dict[str, torch.Tensor], State]]
 
-#: By label, what this process has attached to, and no model has yet: vLLM makes one loader to ask for the size of the weights,
-#: and another one to load them.
-_waiting: dict[str, Weights] = {}
+#: By label, what this process has attached to, and no model has yet, with the seconds that it took: vLLM makes one loader to
+#: ask for the size of the weights, and another one to load them.
+_waiting: dict[str, tuple[Weights, float]] = {}
 
 #: The handles of this process that a model was made of; they live as long as their model.
 attached: weakref.WeakSet[Weights] = weakref.WeakSet()
@@ -73,12 +75,12 @@ class SharedRpcLoader(BaseModelLoader):
         if current_platform.is_cpu() or _loads_itself() or _is_trained(vllm_config):
             return 0
         try:
-            name, handle = self._attach(vllm_config, vllm_config.model_config)
+            name, handle, seconds = self._attach(vllm_config, vllm_config.model_config)
         except Exception:
             if self.options.fallback:
                 return 0  # load_model() says why
             raise
-        _waiting[name] = handle
+        _waiting[name] = handle, seconds
         return handle.get_object_info()["nbytes"]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
@@ -92,16 +94,15 @@ class SharedRpcLoader(BaseModelLoader):
         before = dict(layers)
         try:
             warn_of_version()
+            name, handle, attached_in = self._attach(vllm_config, model_config)
             began = time.perf_counter()
-            name, handle = self._attach(vllm_config, model_config)
-            done = time.perf_counter()
-            nbytes, tensors = handle.get_object_info()["nbytes"], handle.value
+            nbytes, (tensors, state) = handle.get_object_info()["nbytes"], handle.value
             if _is_trained(vllm_config):
                 tensors = _copied(tensors)
                 handle.release()
-                model = _built(tensors, vllm_config, model_config, prefix, packed=True)
+                model = _built(tensors, state, vllm_config, model_config, prefix, packed=True)
             else:
-                model = _built(tensors, vllm_config, model_config, prefix)
+                model = _built(tensors, state, vllm_config, model_config, prefix)
                 model.load_weights = _reload_of(model, handle)  # type: ignore[assignment]
                 choose_sleep_mode(vllm_config.model_config)
                 attached.add(handle)
@@ -116,8 +117,8 @@ class SharedRpcLoader(BaseModelLoader):
         _log.info(
             "attached to '%s' in %.1f ms, made the model in %.1f ms: %d tensors, %.2f GiB",
             name,
-            1e3 * (done - began),
-            1e3 * (time.perf_counter() - done),
+            1e3 * attached_in,
+            1e3 * (time.perf_counter() - began),
             len(tensors),
             nbytes / 2**30,
         )
@@ -125,8 +126,7 @@ class SharedRpcLoader(BaseModelLoader):
 
     def preload(self, vllm_config: Any) -> str:
         """Have the server load what an engine of this configuration attaches to, unless it has that; return the label."""
-        name, _ = self._attach(vllm_config, _alone(vllm_config))
-        return name
+        return self._attach(vllm_config, _alone(vllm_config))[0]
 
     def refresh(self, vllm_config: Any) -> str:
         """Have the server load it again, for engines that start afterwards; return the label, and the copy's number."""
@@ -140,13 +140,17 @@ class SharedRpcLoader(BaseModelLoader):
         request = request_of(vllm_config, layout_of_this_process(), self.options.load_format)
         return label(request), request
 
-    def _attach(self, vllm_config: Any, model_config: Any) -> tuple[str, Weights]:
-        """Return label and handle of the weights, which the server loads first if no engine has asked for them before."""
+    def _attach(self, vllm_config: Any, model_config: Any) -> tuple[str, Weights, float]:
+        """Return label and handle of the weights, and the seconds until they were there.
+
+        The server loads them first if no engine has asked for them before, and is started if there is none.
+        """
         name, request = self._request(vllm_config, model_config)
         if name in _waiting:
-            return name, _waiting.pop(name)
+            return name, *_waiting.pop(name)
+        began = time.perf_counter()
         with _explained(self.options) as weights:
-            return name, weights(name, request)
+            return name, weights(name, request), time.perf_counter() - began
 
     def _load_here(self, vllm_config: Any, model_config: Any, prefix: str) -> nn.Module:
         config = type(self.load_config)(
@@ -218,10 +222,11 @@ def _copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _built(
-    tensors: dict[str, torch.Tensor], vllm_config: Any, model_config: Any, prefix: str, packed: bool = False
+    tensors: dict[str, torch.Tensor], state: State, vllm_config: Any, model_config: Any, prefix: str, packed: bool = False
 ) -> nn.Module:
     """Make an engine's model around tensors.
 
+    :param state: what the server's model had beside them.
     :param packed: whether kernels may pack weights into memory of their own.
     """
     device = torch.device(vllm_config.device_config.device)
@@ -230,6 +235,7 @@ def _built(
             model: nn.Module = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         bind(model, tensors)
         process(model, model_config, device, again=True, packed=packed)
+        restore(model, state)
     refuse_meta(model)
     return model.eval()
 
@@ -239,7 +245,7 @@ def _reload_of(model: nn.Module, handle: Weights) -> Callable[..., NoReturn]:
 
     def load_weights(*_: object, **__: object) -> NoReturn:
         # vLLM has put tensors on the meta device in their place, to be loaded into.
-        bind(model, handle.value)
+        bind(model, handle.value[0])
         _refuse_to_load()
 
     return load_weights

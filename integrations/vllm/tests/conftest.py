@@ -21,6 +21,7 @@ import checkpoints
 import engine
 from shared_rpc import Client
 from shared_rpc.integrations.keys import files_of
+from shared_rpc.memory.devices import device_id, device_tag
 
 #: What vLLM's CPU build wants to know where there are few cores, and what keeps its engine in the process that asks for it.
 ENVIRON = {
@@ -41,8 +42,10 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 2,
     "disable_log_stats": True,
 }
-if torch.cuda.is_available():
-    SMALL["gpu_memory_utilization"] = 0.1  # several of them start at once
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cuda":
+    # Several start at once: vLLM would look at how much memory is free while the others take theirs.
+    SMALL |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 256 << 20}
 
 
 class Engine:
@@ -149,12 +152,12 @@ class Place:
     @contextmanager
     def client(self) -> Iterator[Client]:
         """Yield a client of the server."""
-        with Client(self.base_path, device="cpu", connect_timeout=0) as client:
+        with Client(self.base_path, device=DEVICE, connect_timeout=0) as client:
             yield client
 
     def server_log(self) -> str:
         """Return what the server and its workers have written."""
-        return Path(f"{self.base_path}-cpu.sock.log").read_text(errors="replace")
+        return Path(f"{self.base_path}-{device_tag(device_id(DEVICE))}.sock.log").read_text(errors="replace")
 
     def loaded(self) -> int:
         """Return how often the server has loaded weights."""

@@ -32,7 +32,9 @@ __all__ = [
 ]
 
 #: What engines import, once for all of them.
-PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"]
+PRELOAD = ["vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine"]
+if not os.path.exists("/dev/nvidiactl"):  # torch.cuda would initialise CUDA before the forks
+    PRELOAD.append("vllm.v1.worker.cpu_worker")  # which takes streams from torch.cuda
 
 PROMPT = [1, 17, 42, 99]
 
@@ -188,3 +190,5 @@ def write_into_a_weight(llm: Any) -> None:
 
 def _write(model: Any) -> None:
     next(model.parameters()).data.zero_()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -25,7 +25,7 @@ from vllm.plugins import load_general_plugins
 import shared_rpc_vllm
 from shared_rpc import Provider
 from shared_rpc.errors import ConfigurationError
-from shared_rpc_vllm import app, layout, loader, model
+from shared_rpc_vllm import app, layout, loader, model, state
 from shared_rpc_vllm.errors import NotShareable
 from shared_rpc_vllm.request import plain, same_release
 
@@ -109,6 +109,54 @@ class Processed(Repacked):
     supports_pre_processed_weights = True
 
 
+class Kernel:
+    """A kernel that notes something about the weights while it processes them."""
+
+    def __init__(self) -> None:
+        self.width: int | None = None
+        self.table: torch.Tensor | None = None
+
+    def process_weights_after_loading(self, layer: nn.Module, *, table: bool = False) -> None:
+        """Note it."""
+        self.width = layer.weight.shape[0]
+        layer.has_scale = False
+        if table:
+            self.table = torch.arange(self.width)
+
+
+def kernel_of(made: nn.Module) -> Kernel:
+    """The kernel of a model with one layer, whose method it belongs to."""
+    made.layer.weight = nn.Parameter(torch.zeros(3, 2))
+    made.layer.quant_method.kernel = Kernel()
+    return made.layer.quant_method.kernel  # type: ignore[no-any-return]
+
+
+def test_an_engine_is_given_what_kernels_noted_in_the_server() -> None:
+    """Of the kernel, and of the layer; what its own processing has noted stays."""
+    there, here, again = (layer_of(Processed()) for _ in range(3))
+    processing = kernel_of(there)
+    with state.recorded(there) as noted:
+        processing.process_weights_after_loading(there.layer)
+    kernel, done = kernel_of(here), kernel_of(again)
+    done.width = 5
+    for made in (here, again):
+        state.restore(made, noted)
+    assert (kernel.width, here.layer.has_scale, done.width) == (3, False, 5)
+
+
+def test_what_a_kernel_makes_and_cannot_be_passed_is_refused_by_name() -> None:
+    """Unless the engine has made one too."""
+    there, here = layer_of(Processed()), layer_of(Processed())
+    kernel = kernel_of(there)
+    with state.recorded(there) as noted:
+        kernel.process_weights_after_loading(there.layer, table=True)
+    kernel_of(here)
+    with pytest.raises(NotShareable, match=r"layer\.quant_method\.kernel\.table is made while weights are processed"):
+        state.restore(here, noted)
+    here.layer.quant_method.kernel.table = torch.arange(3)
+    state.restore(here, noted)
+
+
 def layer_of(method: QuantizeMethodBase) -> nn.Module:
     """A model with one layer of a method."""
     made = nn.Module()
@@ -131,6 +179,7 @@ def test_weights_that_are_packed_anew_are_refused_by_name(monkeypatch: pytest.Mo
         model.refuse_methods(layer_of(Repacked()))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU")
 @pytest.mark.parametrize("method", [Untouched(), Processed()], ids=lambda method: type(method).__name__)
 def test_on_a_cpu_plain_weights_alone_are_shared(method: QuantizeMethodBase) -> None:
     """Its kernels pack others, and do not say so."""
@@ -210,10 +259,10 @@ def test_the_weights_count_as_memory_of_the_engine(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(loader.current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(loader, "_loads_itself", lambda: False)
     monkeypatch.setattr(loader, "_waiting", {})
-    monkeypatch.setattr(loader.SharedRpcLoader, "_attach", lambda *_: ("the weights", handle))
+    monkeypatch.setattr(loader.SharedRpcLoader, "_attach", lambda *_: ("the weights", handle, 1.5))
     asked = loader.SharedRpcLoader(LoadConfig(load_format="shared_rpc"))
     assert asked.get_external_weight_memory(SimpleNamespace(model_config=None)) == 16 << 30
-    assert loader._waiting == {"the weights": handle}
+    assert loader._waiting == {"the weights": (handle, 1.5)}
 
 
 @pytest.mark.parametrize("fallback", [False, True])
