@@ -122,6 +122,19 @@ def test_a_result_that_ends_whoever_rebuilds_it(client_of: Connect) -> None:
         client_of(made).call("made")
 
 
+def test_a_result_that_cannot_be_rebuilt_gives_its_lease_back(client_of: Connect, provider: Any) -> None:
+    """Nobody has a handle that would."""
+
+    def made() -> torch.nn.Module:
+        return EndsItsReader(2, 2)
+
+    provider.share("kept", managed=True)(made)
+    client = client_of(made)
+    with pytest.raises(CodecError, match="SystemExit: unpickled"):
+        client.call("kept")
+    assert client.get_server_info()["leases"] == 0
+
+
 def test_an_argument_that_ends_whoever_rebuilds_it(client_of: Connect) -> None:
     """The server says so, and serves on."""
 
