@@ -40,7 +40,7 @@ class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Answer(Message):
-    """The answer to a :class:`Query`: a value of the type that the query names."""
+    """The answer to a ``Query``: a value of the type that the query names."""
 
     value: msgspec.Raw
 

@@ -38,7 +38,7 @@ def test_nodes_that_differ_build_each_for_themselves(cluster: Sites, name: str, 
     assert all(what in key["differs"] for key in cluster.status()["keys"] if f"'{name}'" in key["cache_key"])
 
 
-NO_TARGETS = "import ray.experimental; del ray.experimental.set_target_for_ref; "
+NO_TARGETS = "import ray.experimental; vars(ray.experimental).pop('set_target_for_ref', None); "
 #: What a joiner is refused for: another environment, code before it, and what it prints, apart from the ids of these nodes.
 REFUSALS = {
     "two nodes cannot have one server": ({"SHARED_TENSOR_CLUSTER_NODE": 1}, "", "SHARED_TENSOR_BASE_PATH", [0, 1]),

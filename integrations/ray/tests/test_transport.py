@@ -13,6 +13,7 @@ import pytest
 import torch
 
 ray = pytest.importorskip("ray")
+pytest.importorskip("ray.experimental.rdt.util", reason="this Ray has no tensor transports of one's own")
 
 from ray_app import STORE, Nodes, segment_of  # noqa: E402
 from shared_rpc import Client  # noqa: E402
