@@ -379,6 +379,13 @@ def test_pinned_objects_stay(world: World) -> None:
     assert world.going == [(["y"], "host")]
 
 
+def test_a_pinned_object_that_can_go_nowhere_is_not_dropped(world: World) -> None:
+    """The request waits for the other one."""
+    world.put("x", {GPU: 50}, below=(), pinned=True)
+    world.put("y", {GPU: 50}, below=(), active="b")
+    assert not world.ask("a", gpu=50).granted and world.dropped == []
+
+
 @pytest.mark.parametrize(
     ("nbytes", "kind", "text"),
     [(51, ServerBusy, "51 bytes on GPU-1 do not fit beside what is pinned"), (101, CapabilityError, "more than the quota")],
