@@ -204,6 +204,14 @@ def children() -> Iterator[list[Child]]:
 
 
 @pytest.fixture
+def broker(no_leaks: None, served: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerApp]:
+    """The server that a module's fixture ``served`` has started, without objects; processes that a test starts find it."""
+    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
+    yield served
+    served.empty()
+
+
+@pytest.fixture
 def broker_app(tmp_path: Path, base_path: str, children: list[Child]) -> Iterator[BrokerApp]:
     """An app for a broker, with the endpoints that every such app has; it is not served yet."""
     app = BrokerApp(tmp_path, base_path, children)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -84,18 +83,6 @@ async def client(server: Server) -> AsyncIterator[AsyncClient]:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for another thread, beside a loop that goes on."""
     await anyio.to_thread.run_sync(eventually, condition)
-
-
-def surface(kind: type) -> dict[str, str]:
-    """The public methods of a class with their signatures, as if none were a coroutine and all handles of one class."""
-    found = {}
-    for name, member in inspect.getmembers(kind):
-        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-            text = "property" if isinstance(member, property) else str(inspect.signature(member))
-            for word in ("AsyncHandle", "AsyncClient", "AsyncRefreshIterator", "AbstractAsyncContextManager"):
-                text = text.replace(word, word.replace("Async", ""))
-            found[name] = text
-    return found
 
 
 async def test_a_handle_as_an_async_context(client: AsyncClient, server: Server) -> None:

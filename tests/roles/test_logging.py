@@ -13,30 +13,17 @@ import torch
 
 from shared_rpc import Client, Provider, errors
 from shared_rpc.context import request_id
-from shared_rpc.observability import events as i
-from shared_rpc.observability.logs import configure, log_event
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp
+from tests.kit.logs import json_stream, lines
 from tests.kit.processes import Child, python
 
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """What is logged as JSON from now on, at every level."""
-    root = logging.getLogger()
-    level = root.level
-    text = io.StringIO()
-    handler = configure("json", "debug", logging.StreamHandler(text))
-    yield text
-    root.removeHandler(handler)
-    root.setLevel(level)
-    i.remove_hook(log_event)
-
-
-def lines(stream: io.StringIO, **fields: Any) -> list[dict[str, Any]]:
-    """Those with these fields."""
-    found = [json.loads(line) for line in stream.getvalue().splitlines()]
-    return [line for line in found if fields.items() <= line.items()]
+    """The log as JSON."""
+    with json_stream() as text:
+        yield text
 
 
 @pytest.fixture

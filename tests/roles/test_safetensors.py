@@ -18,27 +18,9 @@ from shared_rpc.extras.safetensors import load
 from shared_rpc.memory import file_reader
 from shared_rpc.memory.records import Record
 from tests.kit.apps import Connect, Serve
+from tests.kit.models import net, raw
 
 save_file = pytest.importorskip("safetensors.torch").save_file
-
-
-def net() -> dict[str, torch.Tensor]:
-    """Tensors of several dtypes and shapes, a scalar and an empty one among them."""
-    torch.manual_seed(3)
-    return {
-        "embedding": torch.randn(100, 64),
-        "half": torch.randn(33, 7).half(),
-        "brain": torch.randn(5).bfloat16(),
-        "eight": torch.randn(9).to(torch.float8_e4m3fn),
-        "mask": torch.tensor([True, False, True]),
-        "batches": torch.tensor(12),
-        "nothing": torch.empty(0, 4),
-    }
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    """Its bytes, wherever it is."""
-    return bytes(tensor.cpu().contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
 
 
 @pytest.fixture

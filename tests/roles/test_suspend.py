@@ -51,14 +51,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerApp]:
 
 
 @pytest.fixture
-def broker(no_leaks: None, served: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokerApp]:
-    """That server, without objects; processes that a test starts find it."""
-    monkeypatch.setenv("SHARED_TENSOR_BASE_PATH", served.base_path)
-    yield served
-    served.empty()
-
-
-@pytest.fixture
 def client(broker: BrokerApp) -> Client:
     """A client of it."""
     return broker.connect()

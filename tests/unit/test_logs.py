@@ -12,26 +12,15 @@ import pytest
 import torch
 
 from shared_rpc.observability import events as i
-from shared_rpc.observability.logs import JsonFormatter, RequestIdFilter, TextFormatter, configure, log_event
+from shared_rpc.observability.logs import JsonFormatter, RequestIdFilter, TextFormatter, log_event
+from tests.kit.logs import json_stream, lines
 
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """What is logged as JSON from now on, at every level."""
-    root = logging.getLogger()
-    level = root.level
-    text = io.StringIO()
-    handler = configure("json", "debug", logging.StreamHandler(text))
-    yield text
-    root.removeHandler(handler)
-    root.setLevel(level)
-    i.remove_hook(log_event)
-
-
-def lines(stream: io.StringIO, **fields: Any) -> list[dict[str, Any]]:
-    """Those with these fields."""
-    found = [json.loads(line) for line in stream.getvalue().splitlines()]
-    return [line for line in found if fields.items() <= line.items()]
+    """The log as JSON."""
+    with json_stream() as text:
+        yield text
 
 
 def record(message: str = "hello", **fields: Any) -> logging.LogRecord:

@@ -65,7 +65,7 @@ _BUILD_APPEARS = 5.0
 _LINES = 1000
 #: Seconds before a lost directory is looked for again, at most.
 _PAUSE = 0.5
-#: What an agent does for a refresh, unlike the receipt of what is current.
+#: The name of the order that receives a candidate of a refresh.
 _CANDIDATE = "receive a candidate of"
 
 

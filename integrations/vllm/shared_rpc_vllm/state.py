@@ -40,7 +40,7 @@ def _plain(values: dict[str, Any], attribute: str) -> tuple[Any, ...]:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[State]:
-    """Yield what is filled, at the end, with the attributes that were set meanwhile.
+    """Record the attributes that are set in the meantime; the yielded dict has them at the end.
 
     Plain values count, tensors, and whatever else a method or a kernel has. Other objects of a layer are for vLLM's warm-up.
     """
@@ -56,7 +56,7 @@ def recorded(model: nn.Module) -> Iterator[State]:
 
 
 def restore(model: nn.Module, state: State) -> None:
-    """Give a model what the server's had, where its own processing has left out to set it.
+    """Set the recorded attributes in an engine's model, where its own processing has not set them.
 
     :raises NotShareable: for what cannot be passed from the server, and is not there.
     """
