@@ -45,20 +45,22 @@ class BlockingMemory:
     def cancelled(self, *args: Any) -> list[int]:
         """Cancel a :meth:`lower` at its first step; return the bytes that each of its steps reported."""
         done: list[int] = []
+        tasks: list[asyncio.Task[list[LowerCopy]]] = []
         over = threading.Event()
 
         def progress(count: int, of: int) -> None:
             done.append(count)
-            self._loop.call_soon_threadsafe(task.cancel)
+            self._loop.call_soon_threadsafe(tasks[0].cancel)
             assert over.wait(30)
 
-        async def begin() -> asyncio.Task[list[LowerCopy]]:
-            return asyncio.create_task(self.memory.lower(*args, progress=progress))
+        async def begin() -> None:
+            # On the loop, before the task begins: its first step may come before this coroutine's result.
+            tasks.append(asyncio.create_task(self.memory.lower(*args, progress=progress)))
+            tasks[0].add_done_callback(lambda _: over.set())
 
-        task = self._result(begin())
-        task.add_done_callback(lambda _: over.set())
+        self._result(begin())
         eventually(lambda: over.is_set() and not self.memory._threads.busy)
-        assert task.cancelled()
+        assert tasks[0].cancelled()
         return done
 
     def _result(self, work: Coroutine[Any, Any, Any]) -> Any:
