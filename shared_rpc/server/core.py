@@ -139,8 +139,8 @@ class Core:
         self.tiers = Tiers(state, spill)
         self.buffers = Buffers(state, self.tiers)
         self.generations = Generations(state, self.tiers, self.buffers)
-        self.records = Records(state, self.tiers, self.generations)
         self.runs = Runs(state, self.tiers, self.generations)
+        self.records = Records(state, self.tiers, self.generations, self.runs)
         self.sources = Sources(state, self.runs, self.records, missed, self._joiner)
         # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
         first = int(clock.now() * 1e6) if server_id is not None else 1

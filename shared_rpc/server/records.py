@@ -21,6 +21,7 @@ from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.generations import Generations
 from shared_rpc.server.requests import Answer, Caller, Lowered, handles
+from shared_rpc.server.runs import Runs
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.records import (
@@ -56,10 +57,11 @@ def installed_versions() -> Versions:
 class Records:
     """Requests about records. On the server's loop only."""
 
-    def __init__(self, state: State, tiers: Tiers, generations: Generations) -> None:
+    def __init__(self, state: State, tiers: Tiers, generations: Generations, runs: Runs) -> None:
         self._state = state
         self._tiers = tiers
         self._generations = generations
+        self._runs = runs
 
     @handles(x.ExportObject)
     def export(self, caller: Caller, message: x.ExportObject) -> Answer:
@@ -179,7 +181,7 @@ class Records:
         for one in room:
             state.buffers.free(one.object_id)
         if stored.listed:
-            self._generations.announce(stored)
+            self._runs.became_current(stored)
         state.settle(stored.object_id)
         generation = self._generations.of(stored)
         return g.Refreshed(generation) if current else x.Candidate(generation)
@@ -267,7 +269,7 @@ class Records:
                 f"{stored.generation}, and current"
             )
         objects.promote(stored)
-        self._generations.announce(stored)
+        self._runs.became_current(stored)
         self._state.settle(stored.object_id)
         return g.Refreshed(self._generations.of(stored))
 

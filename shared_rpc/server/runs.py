@@ -255,13 +255,27 @@ class Runs:
 
     def adopt(self, run: Run[Waiter], record: Record) -> None:
         """End a run that waited for a source of records with a record of its; its descriptors belong to this object now."""
+        self._count_adoption(run)
+        close_arguments(run.arguments)
+        run.adopted = True
+        self.ended(run, Completed(record, None))
+
+    def _count_adoption(self, run: Run[Waiter]) -> None:
         self.statistics.of(run.spec.name)["adopted"] += 1
         for waiter in run.waiters:
             if waiter.observed is not None and waiter.observed.how == "built":
                 waiter.observed.how = "adopted"
-        close_arguments(run.arguments)
-        run.adopted = True
-        self.ended(run, Completed(record, None))
+
+    def became_current(self, stored: StoredObject) -> None:
+        """Announce the current object of a key, and answer the misses of that key with it."""
+        self._generations.announce(stored)
+        spec = self._state.registry.find(stored.endpoint)
+        for run in self._state.misses.of_call(stored.cache_key, spec.fingerprint if spec is not None else ""):
+            if stored.adopted:
+                self._count_adoption(run)
+            waiters = self.calls.close(run)
+            self._withdraw(run)
+            self._deliver(waiters, run.spec, stored.record, stored.live, stored)
 
     def drop(self, run: Run[Waiter]) -> None:
         """Drop a run that has not begun."""
@@ -480,7 +494,7 @@ class Runs:
         stored.invalidated = run.invalidated
         self._deliver(self.calls.close(run), spec, record, outcome.live, stored)
         if stored.listed:
-            self._generations.announce(stored)
+            self.became_current(stored)
         self._state.settle(stored.object_id)
 
     def _remember(self, key: str, record: Record) -> None:

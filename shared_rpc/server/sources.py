@@ -78,6 +78,7 @@ class Sources:
                 f"the server (pid {os.getpid()}) takes records from the process alone that it started and gave its token "
                 f"(SHARED_TENSOR_SOURCE_TOKEN): have it start your program, by --cluster-program or Provider(cluster=…)"
             )
+        self._state.sessions.trust(caller.session)
         earlier = self._table.source
         source = self._table.attach(caller.session)
         self._known = True

@@ -68,6 +68,15 @@ def test_no_code_is_taken(server: Callable[[str], Server], connect: Connect) -> 
     assert client.call("total", [torch.ones(2)]).tolist() == 2.0
 
 
+@pytest.mark.usefixtures("admitted_source")
+def test_a_source_of_records_may_send_records(server: Callable[[str], Server], connect: Connect) -> None:
+    """The server has started its process."""
+    server("none")
+    client = connect()
+    with client.source(), client.prepare("load") as handle, client.export(handle) as record:
+        assert client.adopt(record).generation == 2
+
+
 def test_no_record_is_taken_without_the_check_before_it(server: Callable[[str], Server]) -> None:
     """A client that skips the question whether a record fits gets the same answer."""
     with Raw(server("none").socket_path) as raw:

@@ -336,6 +336,27 @@ def test_a_room_answers_a_miss_without_a_copy(
             assert (info["nbytes"], info["buffers"], info["objects"]) == (before, 0, 1)
 
 
+def test_an_object_that_becomes_current_answers_the_misses_of_its_call(
+    source: Source, source_client: Client, client: Client, base_path: str, threads: ThreadPoolExecutor
+) -> None:
+    """Also those from before an invalidation; the source may come too late with its own answer."""
+    with other_server(base_path) as elsewhere, elsewhere.call("load", 8) as there, elsewhere.export(there) as record:
+        early = threads.submit(client.call, "load", 8)
+        missed = [next(source)]
+        client.invalidate_call_cache("load", 8)
+        late = threads.submit(client.call, "load", 8)
+        missed.append(next(source))
+        with source_client.adopt_candidate(record) as candidate:
+            current = source_client.promote(candidate)
+        with early.result(10) as first, late.result(10) as second:
+            assert {first.object_id, second.object_id} == {current.object_id}
+        for miss in missed:
+            with pytest.raises(ClusterError) as answered:
+                source.build(miss)
+            assert answered.value.reason == "answered"
+    assert client.get_statistics()["load"]["adopted"] == 2
+
+
 # Sources that come and go.
 
 

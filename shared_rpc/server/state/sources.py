@@ -7,6 +7,7 @@ A *miss* is a run that waits for the source's answer. Rules:
 - Without a source, misses wait for one until ``grace`` seconds after the last one was lost, or after the server's start where
   one is expected. What is left then, and what comes later, is built here.
 - A server that never had a source, and expects none, has no misses.
+- An object that becomes current in another way answers the misses of its call.
 """
 
 from __future__ import annotations
@@ -134,6 +135,14 @@ class SourceTable(Generic[W]):
                 f"miss {number} has no need of an answer: it has one, or all that waited for it have left", reason="answered"
             )
         return run
+
+    def of_call(self, cache_key: str | None, fingerprint: str) -> list[Run[W]]:
+        """Return the misses of a call without an answer, those from before an invalidation too."""
+        return [
+            run
+            for run in self._misses.values()
+            if (run.key or run.former_key, run.spec.fingerprint) == (cache_key, fingerprint)
+        ]
 
     def remove(self, run: Run[W]) -> None:
         """Forget the miss of a run."""
