@@ -22,8 +22,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple, get_args
 
 from shared_rpc.errors import ConfigurationError
@@ -136,21 +136,6 @@ def program(module: str, *words: str) -> list[str]:
     is not inherited by interpreters that the program starts.
     """
     return [sys.executable, "-P", "-m", module, *words]
-
-
-@contextmanager
-def environment_of_children(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for processes that are started in the block: not every library that starts some takes an environment."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:

@@ -11,30 +11,17 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import shared_rpc
-from shared_rpc.errors import ConfigurationError, SharedRPCError
-from shared_rpc.extras.verification.app import true_size
-from shared_rpc.extras.verification.checks import CHECKS, LEAST, Check, Outcome, size
-from shared_rpc.extras.verification.clients import ClientFailed
-from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Stage
+from shared_rpc.errors import ConfigurationError
+from shared_rpc.extras.verification.checks import CHECKS, LEAST, Check, Outcome
+from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Stage, size
 
 __all__ = ["SCHEMA", "CannotRun", "Interrupted", "Report", "Settings", "verify"]
 
 #: Schema of the JSON. It changes where a field changes its meaning or goes away, and not with an added field.
 SCHEMA = "shared-rpc-verify/2"
-
-#: Bytes of the model by default: enough to tell a copy from noise, and little enough for a small machine.
-_SIZE = {"cpu": 64 << 20, "cuda": 1 << 30}
-#: Models in memory at the same time, at most, copies included.
-_MODELS = 5
-#: Bytes that each process may use beside the model: on the host, pages that it shares with the fork server until it writes to
-#: them; on a GPU, kernels, which are loaded at their first use, and memory that torch's allocator keeps of a forward pass.
-_NOISE = {"cpu": 2 << 20, "cuda": 64 << 20}
-#: Seconds for memory to be freed after a process was killed. A GPU's driver ends the context first.
-_PATIENCE = {"cpu": 1.0, "cuda": 3.0}
 
 
 @dataclass(frozen=True)
@@ -120,54 +107,20 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
             f"a model of {size(settings.nbytes)} cannot be told from other memory of the processes: use {size(LEAST)} or more"
         )
     begin = time.monotonic()
-    stage = Stage(settings.device, settings.subject, settings.workers, settings.lifetimes, settings.cycles)
-    with stage.interrupts:
-        try:
-            with stage:
-                progress("starting a server and its clients", 0)
-                device = _prepare(stage, settings)
-                report = Report(device, settings.workers, stage.nbytes)
-                for number, check in enumerate(checks):
-                    progress(check.title, number / len(checks))
-                    report.outcomes.append(_run_check(check, stage))
-                report.log = "" if report.passed else "\n".join(stage.log())
-        finally:
-            # A signal can come as the block ends, before it is deferred there.
-            stage.close()
+    stage = Stage(settings)
+    try:
+        with stage:
+            progress("starting a server and its clients", 0)
+            stage.prepare()
+            report = Report(stage.device, settings.workers, stage.nbytes)
+            for number, check in enumerate(checks):
+                progress(check.title, number / len(checks))
+                report.outcomes.append(_run_check(check, stage))
+            report.log = "" if report.passed else "\n".join(stage.log())
+    finally:
+        stage.close()  # a signal can come as the block ends, before it is ignored there
     report.seconds = time.monotonic() - begin
     return report
-
-
-def _prepare(stage: Stage, settings: Settings) -> dict[str, Any]:
-    """Wait for the server, choose the size of the model, and return what the device is."""
-    try:
-        stage.wait_for_server()
-    except SharedRPCError as error:
-        raise CannotRun(f"the server does not start: {error}") from error
-    probe = stage.connect()
-    try:
-        device: dict[str, Any] = probe.ask("device", asked=settings.device)
-    except ClientFailed as error:
-        raise CannotRun(str(error)) from error
-    kind = "cpu" if device["id"] == "cpu" else "cuda"
-    if kind == "cuda":
-        stage.probe = probe, device["device"]
-        free, _ = probe.ask("memory", device=device["device"])
-    else:
-        probe.close()
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
-    nbytes = true_size(settings.nbytes or _SIZE[kind])
-    if nbytes * _MODELS > free:
-        raise CannotRun(
-            f"a model of {size(nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
-            f"{device['name']}: choose a smaller --size"
-        )
-    device["mechanism"] = (stage.info()["mechanism"] or {"name": "memfd"})["name"]
-    stage.device, stage.nbytes = device["device"], nbytes
-    stage.protects = device["mechanism"] in ("memfd", "vmm")
-    stage.noise, stage.blur, stage.patience = _NOISE[kind], _NOISE[kind] if kind == "cuda" else 0, _PATIENCE[kind]
-    return device
 
 
 def _run_check(check: Check, stage: Stage) -> Outcome:
@@ -179,6 +132,5 @@ def _run_check(check: Check, stage: Stage) -> Outcome:
     except Exception as error:  # the other checks go on
         text = f"{type(error).__name__}: {error}"
         outcome.require(False, "the check completes", text, "see the server's log below, and 'shared-rpc doctor'")
-    stage.interrupts.check()
     outcome.seconds = time.monotonic() - begin
     return outcome

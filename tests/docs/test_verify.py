@@ -19,8 +19,8 @@ import pytest
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.extras import verify as running
 from shared_rpc.extras.verification.app import true_size
-from shared_rpc.extras.verification.checks import CHECKS, Check, Outcome, size
-from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Interrupts, Stage, marked, memory_of, segment_bytes
+from shared_rpc.extras.verification.checks import CHECKS, Check, Outcome
+from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Stage, marked, memory_of, segment_bytes, size
 from shared_rpc.extras.verify import SCHEMA, Report, Settings, verify
 from tests.kit.processes import PYTHONPATH, eventually
 from tests.kit.repetitions import repetitions
@@ -143,7 +143,7 @@ def test_a_long_directory_name_is_refused(scratch: Path, monkeypatch: pytest.Mon
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with pytest.raises(CannotRun, match="set TMPDIR"):
-        Stage("cpu", "", 1, 1, 1).__enter__()
+        verify()
     assert not list(folder.iterdir())
 
 
@@ -215,7 +215,7 @@ def test_a_check_fails_where_its_promise_is_broken(start: Callable[..., Verifica
 
 def test_a_check_that_breaks_off_has_failed_and_keeps_what_it_found() -> None:
     """Whatever it raises, the next one is made; a signal is not its own failure."""
-    stage: Any = SimpleNamespace(ensure_server=lambda: None, interrupts=Interrupts())
+    stage: Any = SimpleNamespace(ensure_server=lambda: None)
 
     def breaks(stage: Any, outcome: Outcome) -> None:
         outcome.figures["half"] = 1
@@ -282,20 +282,13 @@ def test_what_cannot_be_verified_is_exit_code_2(
 # Interrupts.
 
 
-@pytest.mark.parametrize(
-    ("number", "moment"), [(signal.SIGINT, "directory"), (signal.SIGTERM, "processes"), (signal.SIGINT, "fork server")]
-)
-def test_a_signal_while_it_starts_leaves_nothing(
-    start: Callable[..., Verification], number: signal.Signals, moment: str
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 0), (signal.SIGTERM, 3)])
+def test_a_signal_during_the_start_leaves_nothing(
+    start: Callable[..., Verification], number: signal.Signals, processes: int
 ) -> None:
-    """No process, no directory; the exit code says which signal it was."""
+    """No process, no directory; the exit code has the signal's number."""
     verification = start("--device", "cpu", *SMALL)
-    reached = {
-        "directory": lambda: verification.directory() is not None,
-        "processes": lambda: len(verification.processes()) >= 3,
-        "fork server": lambda: any(verification.folder.glob("pymp-*/listener-*")),
-    }
-    eventually(reached[moment], 60, moment)
+    eventually(lambda: verification.directory() is not None and len(verification.processes()) >= processes, 60, "its start")
 
     verification.process.send_signal(number)
 
@@ -304,57 +297,56 @@ def test_a_signal_while_it_starts_leaves_nothing(
     assert errors.splitlines() == [f"shared-rpc: {number.name}: ended, and nothing is left"]
 
 
-@pytest.mark.parametrize(
-    ("number", "title"),
-    [
-        (signal.SIGINT, b"one model for all"),
-        (signal.SIGTERM, b"nothing is left"),
-        (signal.SIGHUP, b"kill -9 of client"),
-    ],
-)
-def test_a_signal_within_a_check_leaves_nothing(
-    start: Callable[..., Verification], number: signal.Signals, title: bytes
-) -> None:
-    """On a terminal, which shows what is being checked."""
+@pytest.mark.parametrize("check", CHECKS, ids=NAMES)
+def test_a_signal_during_a_check_leaves_nothing(start: Callable[..., Verification], check: Check) -> None:
+    """On a terminal, which shows the title of the check."""
     screen, terminal = pty.openpty()
     with os.fdopen(screen, "rb", buffering=0) as shown:
-        name = next(check.name for check in CHECKS if check.title.startswith(title.decode()))
-        verification = start("--device", "cpu", "--check", name, *SMALL, stderr=terminal)
+        verification = start("--device", "cpu", "--check", check.name, *SMALL, stderr=terminal)
         os.close(terminal)
         seen = b""
-        while title not in seen:
+        while check.title.encode() not in seen:
             seen += shown.read(4096)
 
-        verification.process.send_signal(number)
+        verification.process.send_signal(signal.SIGHUP)
 
-        # A terminal nobody reads from would hold it up.
+        # It would block on a terminal that is not read.
         with pytest.raises(OSError):
             while shown.read(4096):
                 continue
         code, output, _ = verification.end()
-    assert (code, output) == (128 + number, "")
+    assert (code, output) == (128 + signal.SIGHUP, "")
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    """As nohup has it, and a shell for its background jobs."""
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A stage whose processes are not started."""
+    monkeypatch.setattr(Stage, "_start", lambda *_, **__: None)
+    return Stage(Settings())
+
+
+def test_an_ignored_signal_stays_ignored(stage: Stage) -> None:
+    """As nohup needs it, and a shell for its background jobs."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupts():
+        with stage:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_first_signal_ends_it_and_no_other_interrupts_that() -> None:
-    """What it sets off is not cut in half; a check that has swallowed it finds it again."""
-    with Interrupts() as interrupts:
-        with pytest.raises(Interrupted) as raised:
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(Interrupted):
-            interrupts.check()
-    assert raised.value.number == interrupts.number == signal.SIGTERM
+def test_signals_do_not_interrupt_the_clean_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first one raises; the handlers are as before at the end."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(stage, "pids", lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    with pytest.raises(Interrupted) as raised, stage:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert raised.value.number == signal.SIGTERM
+    assert not stage.folder.exists()
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 # Parts.

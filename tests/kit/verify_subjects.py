@@ -1,4 +1,4 @@
-"""Client processes that do not share as they should, for a verification to notice."""
+"""Client processes that break a promise of sharing, for tests of the verification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared_rpc.extras.verification.clients import Subject
 
 
 class Copying(Subject):
-    """Has a copy of the model, and shows that around."""
+    """Attaches to a copy of the model."""
 
     def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
         """See :class:`Subject`."""
@@ -34,15 +34,15 @@ class Leaking(Subject):
 
 
 class Changeable(Subject):
-    """Computes something else every time."""
+    """Computes another digest each time."""
 
-    def digest(self, name: str = "model") -> str:
+    def digest(self) -> str:
         """See :class:`Subject`."""
-        return super().digest(name) + str(time.monotonic_ns())
+        return super().digest() + str(time.monotonic_ns())
 
 
 class Haunting(Subject):
-    """Leaves a forked child, which has the memory mapped as well."""
+    """Leaves a forked child that has the memory mapped."""
 
     def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
         """See :class:`Subject`."""
@@ -53,7 +53,7 @@ class Haunting(Subject):
 
 
 class Careless(Subject):
-    """Attaches to what it may write to, in place of what is protected."""
+    """Attaches to the writable model in place of the protected one."""
 
     def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
         """See :class:`Subject`."""

@@ -6,15 +6,12 @@ import itertools
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
 from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
-from shared_rpc.extras.verification.stage import COUNTED as _COUNTED
-from shared_rpc.extras.verification.stage import SEED, Stage, all_of, counts_of
+from shared_rpc.extras.verification.stage import SEED, Stage, all_of, counts_of, size
 
 #: Bytes of the smallest model: a copy exceeds the noise of the measurements.
 LEAST = 8 << 20
@@ -22,18 +19,21 @@ LEAST = 8 << 20
 _SMALL = 16 << 20
 #: Ends of processes, in turn, see ``Subject.end``. The one that takes long comes once in ten.
 _ENDS = (*("closed", "left", "killed") * 3, "finished")
-#: Seconds for a server to notice the end of a client.
-_SETTLED = 2.0
 #: Attaches before those that count: caches fill, and allocators reserve memory.
 _WARM_UP = 100
-#: Mappings that allocators make and remove at any time, and bytes that they keep beyond those in use.
-_MAPPINGS, _KEPT = 8, 4 << 20
-#: Seconds within which the leases of a killed client are released.
-_LEASES = 1.0
+#: Growth that is no leak: mappings that allocators make and remove at any time, and bytes that they keep beyond those in use.
+_GROWTH = {"fds": 0, "mappings": 8, "threads": 0, "memory_bytes": 4 << 20}
+#: The server's counters that are as before when its clients are gone.
+_COUNTERS: tuple[Literal["leases", "sessions", "connections", "objects"], ...] = (
+    "leases",
+    "sessions",
+    "connections",
+    "objects",
+)
+#: Seconds for a server to notice the end of a client, to release the leases of a killed one, and for a worker to end with it.
+_SETTLED, _LEASES, _ORPHAN = 2.0, 1.0, 2.0
 #: Seconds that an attach may take while there is no worker: less than a worker needs to import torch.
 _NO_GAP = 1.0
-#: Seconds for a worker to end with its server.
-_ORPHAN = 2.0
 #: Advice where a promise of the library itself is broken.
 _REPORT = "please report this, with the server's log"
 
@@ -87,11 +87,11 @@ class Check:
 
 def sharing(stage: Stage, outcome: Outcome) -> None:
     """Check that N processes share one model: its memory, the bits that they compute, and what each of them writes."""
-    seed, model, workers = stage.new_seed(), stage.nbytes, max(stage.workers, 2)
-    with stage.clients(workers) as clients:
+    seed, model, workers = stage.new_seed(), stage.nbytes, max(stage.settings.workers, 2)
+    with stage.clients(workers) as clients, stage.clients(1) as (late,):
         # First what a process needs once: contexts, kernels, workspaces, and memory that allocators keep of a build.
-        all_of(clients, "attach", nbytes=model, seed=SEED, name="another")
-        all_of(clients, "digest", name="another")
+        all_of(clients, "attach", nbytes=model, seed=SEED)
+        all_of(clients, "digest")
         stage.used()
         before, listed = stage.used(), stage.info()["objects"]
         attached = all_of(clients, "attach", nbytes=model, seed=seed)
@@ -99,15 +99,13 @@ def sharing(stage: Stage, outcome: Outcome) -> None:
         used, built = stage.used() - before, stage.info()["objects"] - listed
 
         for number, client in enumerate(clients):
-            client.ask("write", first=number, values=[1000.0 + number])
-        written = [1000.0 + number for number in range(workers)]
-        with stage.attached(1, seed=seed) as (late,):
-            seen = all_of([*clients, late], "read", count=workers)
-        with stage.clients(1) as (single,):
-            alone = single.ask("alone", nbytes=model, seed=seed, device=stage.device)
+            client.ask("write", index=number, value=1000.0 + number)
+        late.ask("attach", nbytes=model, seed=seed)
+        seen = all_of([*clients, late], "read", count=workers)
+        alone = late.ask("alone", nbytes=model, seed=seed, device=stage.device["device"])
         stage.drop(seed)
-    blind, wrong = sum(values != written for values in seen), sum(digest != alone for digest in digests)
-    objects = len({object_id for object_id, _ in attached})
+    blind = sum(values != [1000.0 + number for number in range(workers)] for values in seen)
+    wrong, objects = sum(digest != alone for digest in digests), len({object_id for object_id, _ in attached})
     outcome.note(
         "{workers} processes with a model of {model_bytes} use {used_bytes}; unshared it would be {unshared_bytes}",
         **{"workers": workers, "model_bytes": model, "used_bytes": used, "unshared_bytes": workers * model},
@@ -121,10 +119,12 @@ def sharing(stage: Stage, outcome: Outcome) -> None:
         readers_that_saw_all=len(seen) - blind,
     )
     copies = "look for .clone(), .to() or deepcopy where processes attach, if nothing else uses this device meanwhile"
-    most = model + model // 4 + workers * stage.noise
+    most = model + model // 4 + workers * stage.kind.noise
     outcome.require(used <= most, f"at most {size(most)} more than before", f"{used / model:.1f} models more", copies)
     quiet = "something else freed memory meanwhile: run it again while this device is quiet"
-    outcome.require(used >= model * 3 // 4 - stage.noise, f"about {size(model)} more than before", f"{size(used)} more", quiet)
+    outcome.require(
+        used >= model * 3 // 4 - stage.kind.noise, f"about {size(model)} more than before", f"{size(used)} more", quiet
+    )
     outcome.require(objects == built == 1, "one build for all that ask at the same time", f"{built} builds, {objects} objects")
     settings = "see whether a process writes into the model, and whether torch's settings are the same in all processes"
     outcome.require(wrong == 0, f"all compute {same}", f"{wrong} of {workers} processes compute others", settings)
@@ -133,7 +133,7 @@ def sharing(stage: Stage, outcome: Outcome) -> None:
 
 def read_only(stage: Stage, outcome: Outcome) -> None:
     """Check that memory of an ``access="read"`` endpoint cannot be changed: a process that writes ends, or gets an error."""
-    if not stage.protects:
+    if stage.device["mechanism"] not in ("memfd", "vmm"):
         outcome.state = "skipped"
         outcome.note("the mechanism that this GPU is shared with cannot protect memory; see 'shared-rpc doctor'")
         return
@@ -142,7 +142,7 @@ def read_only(stage: Stage, outcome: Outcome) -> None:
         reader, writer = clients
         before, how = reader.ask("digest"), ""
         try:
-            writer.ask("write", first=0, values=[1000.0])
+            writer.ask("write", index=0, value=1000.0)
         except ClientFailed as failure:
             how = str(failure)
         same = reader.ask("digest") == before
@@ -156,74 +156,77 @@ def read_only(stage: Stage, outcome: Outcome) -> None:
 
 def lifetimes(stage: Stage, outcome: Outcome) -> None:
     """Check that nothing is left of many attaches and releases, and of many processes that attach, compute and end."""
-    total, nbytes = stage.lifetimes, min(stage.nbytes, _SMALL)
-    ends, good, digests, seconds = itertools.cycle(_ENDS), 0, set(), 0.0
+    total, cycles = stage.settings.lifetimes, stage.settings.cycles
+    model = {"nbytes": min(stage.nbytes, _SMALL), "seed": SEED}
+    ends = list(itertools.islice(itertools.cycle(_ENDS), total))
     together = min(len(os.sched_getaffinity(0)), 8)
-    running: deque[VerifyClient] = deque()
     # Another process holds the model, as in practice; each release is the last one of its process.
-    with stage.attached(1, nbytes=nbytes) as (first,), stage.clients(1) as (client,), ExitStack() as stack:
+    with stage.clients(1) as (first,), stage.clients(1) as (client,):
+        first.ask("attach", **model)
         right, leases = first.ask("digest"), stage.info()["leases"]
-        client.ask("cycles", count=_WARM_UP, nbytes=nbytes, seed=SEED)
+        client.ask("cycles", count=_WARM_UP, **model)
         pids = {"server": stage.broker.pid, "worker": stage.worker_pid(), "client": client.pid}
-        before, state, held = _counts(pids), stage.state() | {"leases": leases}, stage.segments()
-        seconds += client.ask("cycles", count=stage.cycles, nbytes=nbytes, seed=SEED)
-        for number in range(total + together):
-            if number < total:
-                running.append(stack.enter_context(stage.connect()))
-                running[-1].send("attach", nbytes=nbytes, seed=SEED)
-            if number >= together and running:
-                process, how = running.popleft(), next(ends)
-                process.receive()
-                digests.add(process.ask("digest"))
-                process.send("end", how=how)
-                good += process.wait() == (-signal.SIGKILL if how == "killed" else 0)
-        stage.within(_SETTLED, lambda: not _grown(before, _counts(pids)) and stage.state() == state)
-        stage.within(stage.patience, lambda: stage.segments() <= held + stage.blur)
-        after, later, more = _counts(pids), stage.state(), stage.segments() - held
+
+        def counts() -> dict[str, dict[str, int]]:
+            info = stage.info()
+            return {**{who: counts_of(pid) for who, pid in pids.items()}, "counters": {key: info[key] for key in _COUNTERS}}
+
+        def grown() -> list[str]:
+            now = counts()
+            return [
+                f"{who}: {key} {before[who][key]} → {value}"
+                for who in pids
+                for key, value in now[who].items()
+                if value - before[who][key] > _GROWTH[key]
+            ]
+
+        before, held, good, digests = counts(), stage.segments(), 0, set()
+        before["counters"]["leases"] = leases
+        seconds = client.ask("cycles", count=cycles, **model)
+        for number in range(0, total, together):
+            with stage.clients(len(batch := ends[number : number + together])) as clients:
+                all_of(clients, "attach", **model)
+                digests |= set(all_of(clients, "digest"))
+                for process, how in zip(clients, batch, strict=True):
+                    process.send("end", how=how)
+                codes = [process.wait() for process in clients]
+            good += sum(code == (-signal.SIGKILL if how == "killed" else 0) for code, how in zip(codes, batch, strict=True))
+        stage.within(_SETTLED, lambda: not grown() and counts()["counters"] == before["counters"])
+        stage.within(stage.kind.patience, lambda: stage.segments() <= held + stage.kind.blur)
+        after, growth, more = counts(), grown(), stage.segments() - held
         still = first.ask("digest")
         same = (pids["server"], pids["worker"]) == (stage.broker.pid, stage.worker_pid())
-    grown = _grown(before, after)
     outcome.note(
         "{cycles} attaches and releases, {cycle_seconds} each",
-        **{"cycles": stage.cycles, "cycle_seconds": seconds / stage.cycles, "segment_bytes": more},
+        **{"cycles": cycles, "cycle_seconds": seconds / cycles, "segment_bytes": more},
     )
     outcome.note(
         "{as_expected} of {lifetimes} processes attached, computed and ended as told", lifetimes=total, as_expected=good
     )
     outcome.note(
-        ", ".join(grown) or "server, worker and client are as before",
-        **{f"{who}_{key}": new - old for who in pids for key, new, old in zip(_COUNTED, after[who], before[who], strict=True)},
+        ", ".join(growth) or "server, worker and client are as before",
+        **{f"{who}_{key}": after[who][key] - before[who][key] for who in pids for key in _GROWTH},
     )
     outcome.require(good == total, f"{total} processes end as they are asked to", f"{total - good} ended otherwise")
     outcome.require(digests == {right}, "all compute the same bits", f"{len(digests | {right})} different results")
     outcome.require(still == right, "one that was there all the time computes on", "it computes other bits")
-    changed = ", ".join(f"{key} {state[key]} → {later[key]}" for key in state if state[key] != later[key])
-    outcome.require(not changed, f"the server's counters as before within {_SETTLED:g} s", changed)
+    changed = [
+        f"{key} {old} → {after['counters'][key]}" for key, old in before["counters"].items() if old != after["counters"][key]
+    ]
+    outcome.require(not changed, f"the server's counters as before within {_SETTLED:g} s", ", ".join(changed))
     outcome.require(same, "the same server and the same worker all the time", "one of them was replaced")
     keeps = "the named process does not release what it was given; if it is the client, look for handles that are kept"
-    limits = f"the state after {_WARM_UP} attaches, but for {_MAPPINGS} mappings and {size(_KEPT)} of each process"
-    outcome.require(not grown, limits, "; ".join(grown), keeps)
+    kept = f"{_GROWTH['mappings']} mappings and {size(_GROWTH['memory_bytes'])} of each process"
+    limits = f"the state after {_WARM_UP} attaches, but for {kept}"
+    outcome.require(not growth, limits, "; ".join(growth), keeps)
     holders = "memory of released objects is kept: see its holders with 'shared-rpc objects'"
-    outcome.require(more <= stage.blur, "no more shared memory than before", f"{size(more)} more", holders)
-
-
-def _counts(pids: dict[str, int]) -> dict[str, tuple[int, ...]]:
-    return {who: counts_of(pid) for who, pid in pids.items()}
-
-
-def _grown(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> list[str]:
-    """List the growth that allocators do not explain, for people."""
-    return [
-        f"{who}: {key} {old} → {new}"
-        for who in before
-        for key, limit, old, new in zip(_COUNTED, (0, _MAPPINGS, 0, _KEPT), before[who], after[who], strict=True)
-        if new - old > limit
-    ]
+    outcome.require(more <= stage.kind.blur, "no more shared memory than before", f"{size(more)} more", holders)
 
 
 def kills(stage: Stage, outcome: Outcome) -> None:
     """Kill a client, the worker and the server: the attached processes compute and share on."""
-    with stage.attached(max(stage.workers, 2)) as clients:
+    with stage.clients(max(stage.settings.workers, 2)) as clients:
+        all_of(clients, "attach", nbytes=stage.nbytes, seed=SEED)
         right = all_of(clients, "digest")
         _kill_client(stage, outcome)
         _kill_worker(stage, outcome, right[0])
@@ -233,7 +236,7 @@ def kills(stage: Stage, outcome: Outcome) -> None:
 
 def _kill_client(stage: Stage, outcome: Outcome) -> None:
     """Kill the only holder of a model that is in no cache: lease and memory are released."""
-    seed, patience = stage.new_seed(), stage.patience
+    seed, patience = stage.new_seed(), stage.kind.patience
     with stage.connect() as victim:
         before = stage.segments()
         object_id, _ = victim.ask("attach", nbytes=stage.nbytes, seed=seed)
@@ -241,8 +244,8 @@ def _kill_client(stage: Stage, outcome: Outcome) -> None:
         held = stage.segments() - before
         os.kill(victim.pid, signal.SIGKILL)
         begin = time.monotonic()
-        lease = stage.within(_LEASES, lambda: object_id not in {item["object_id"] for item in stage.client().list_objects()})
-        freed = stage.within(patience, lambda: stage.segments() <= before + stage.blur)
+        lease = stage.within(_LEASES, lambda: object_id not in {item["object_id"] for item in stage.client.list_objects()})
+        freed = stage.within(patience, lambda: stage.segments() <= before + stage.kind.blur)
         memory_back = time.monotonic() - begin
         left = stage.segments() - before
     outcome.note(
@@ -259,8 +262,9 @@ def _kill_client(stage: Stage, outcome: Outcome) -> None:
 def _kill_worker(stage: Stage, outcome: Outcome, right: str) -> None:
     """Kill the worker: a new process attaches at once, the next build runs in a new worker."""
     seed = stage.new_seed()
-    with stage.clients(2) as (late, builder):
-        all_of([late, builder], "alone", nbytes=LEAST, seed=seed, device=stage.device)  # creates a context, which takes long
+    with stage.connect() as late, stage.connect() as builder:
+        # Creates a context, which takes long.
+        all_of([late, builder], "alone", nbytes=LEAST, seed=seed, device=stage.device["device"])
         worker = stage.worker_pid()
         os.kill(worker, signal.SIGKILL)
         begin = time.monotonic()
@@ -269,7 +273,6 @@ def _kill_worker(stage: Stage, outcome: Outcome, right: str) -> None:
         same = late.ask("digest") == right
         builder.ask("attach", nbytes=stage.nbytes, seed=seed)
         built = time.monotonic() - begin
-        builder.ask("digest")
         stage.drop(seed)
         new = stage.worker_pid()
     outcome.note(
@@ -288,13 +291,13 @@ def _kill_server(stage: Stage, outcome: Outcome, clients: list[VerifyClient], ri
     os.kill(stage.broker.pid, signal.SIGKILL)
     ended = stage.within(_ORPHAN, lambda: not pids & set(stage.pids()))
     same = all_of(clients, "digest") == right
-    clients[0].ask("write", first=0, values=[1000.0])
+    clients[0].ask("write", index=0, value=1000.0)
     shared = all_of(clients, "read", count=1) == [[1000.0]] * len(clients)
     begin = time.monotonic()
     stage.restart_server()
     started = time.monotonic() - begin
-    again = all_of(clients, "attach", nbytes=stage.nbytes, seed=SEED, name="again")
-    taken_over = all_of(clients, "digest", name="again") == right
+    again = all_of(clients, "attach", nbytes=stage.nbytes, seed=SEED)
+    taken_over = all_of(clients, "digest") == right
     one = len({object_id for object_id, _ in again}) == 1
     outcome.note(
         "server: attached processes share on, and attach to the new one, which answered after {new_server_seconds}",
@@ -305,17 +308,6 @@ def _kill_server(stage: Stage, outcome: Outcome, clients: list[VerifyClient], ri
     outcome.require(ended is not None, f"its worker ends with it, within {_ORPHAN:g} s", "it runs still")
     found = "other bits" if one else "several models"
     outcome.require(taken_over and one, "the same clients attach to one new model with the same bits", found)
-
-
-def size(nbytes: float) -> str:
-    """Format bytes: ``"64.0 MiB"``, with a sign if negative."""
-    amount, unit = abs(float(nbytes)), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, larger
-    sign = "-" if nbytes < 0 else ""
-    return f"{sign}{amount:.0f} B" if unit == "B" else f"{sign}{amount:.1f} {unit}"
 
 
 CHECKS = (

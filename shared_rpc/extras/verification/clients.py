@@ -1,23 +1,22 @@
 """Client processes of a verification: their commands, and their control by the verification.
 
-They are forks of one process that has imported torch (the fork server of ``multiprocessing``), so that a hundred of them take
-seconds. No GPU is touched before the fork: each has a session, mappings and a CUDA context of its own.
+``python -m`` this module imports torch once and forks a process for each connection, so that a hundred of them take seconds. No
+GPU is touched before the fork: each client has a session, mappings and a CUDA context of its own.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import multiprocessing
 import os
 import resource
+import select
 import signal
+import socket
 import sys
 import time
-from ctypes import pythonapi
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shared_rpc import Client, Provider
@@ -28,12 +27,8 @@ if TYPE_CHECKING:
 
     from shared_rpc import Handle
 
-#: Log file of the client processes, in the verification's directory.
-LOG = "clients.log"
-#: Imports of the fork server.
-PRELOAD = ["torch", __name__]
-#: Seconds for a command of a client process, and to wait for a server.
-_PATIENCE, _STARTUP = 60.0, 10.0
+#: Seconds for a command of a client process, the import of torch included; and to wait for a server.
+_PATIENCE, _STARTUP = 120.0, 10.0
 
 
 class Subject:
@@ -41,8 +36,8 @@ class Subject:
 
     def __init__(self, server: str) -> None:
         self.client = Client(socket_path=server, timeout=_PATIENCE, connect_timeout=_STARTUP)
-        #: Handles, by the names that the commands give them.
-        self._held: dict[str, Handle[torch.nn.Module]] = {}
+        #: Handles that ``attach`` acquired. The other commands use the last one.
+        self._held: list[Handle[torch.nn.Module]] = []
 
     def acquire(self, endpoint: str, nbytes: int, seed: int) -> Any:
         """Acquire a lease on a model of app.py."""
@@ -52,11 +47,11 @@ class Subject:
         """Release the lease."""
         handle.release()
 
-    def attach(self, nbytes: int, seed: int, endpoint: str = "model", name: str = "model") -> tuple[str, float]:
-        """Call an endpoint, and keep the handle under a name. Returns the object's id, and seconds."""
+    def attach(self, nbytes: int, seed: int, endpoint: str = "model") -> tuple[str, float]:
+        """Call an endpoint, and keep the handle. Returns the object's id, and seconds."""
         begin = time.perf_counter()
-        self._held[name] = self.acquire(endpoint, nbytes, seed)
-        return self._held[name].object_id, time.perf_counter() - begin
+        self._held.append(self.acquire(endpoint, nbytes, seed))
+        return self._held[-1].object_id, time.perf_counter() - begin
 
     def cycles(self, count: int, nbytes: int, seed: int) -> float:
         """Attach and release ``count`` times. Returns the seconds."""
@@ -65,9 +60,9 @@ class Subject:
             self.release(self.acquire("model", nbytes, seed))
         return time.perf_counter() - begin
 
-    def digest(self, name: str = "model") -> str:
-        """Compute with an attached model."""
-        return app.digest(self._held[name].value)
+    def digest(self) -> str:
+        """Compute with the attached model."""
+        return app.digest(self._held[-1].value)
 
     def alone(self, nbytes: int, seed: int, device: str) -> str:
         """Compute with a model of this process alone."""
@@ -75,16 +70,16 @@ class Subject:
 
     def read(self, count: int) -> list[float]:
         """Read the first numbers of the first weight."""
-        values: list[float] = next(self._held["model"].value.parameters())[0, :count].tolist()
+        values: list[float] = next(self._held[-1].value.parameters())[0, :count].tolist()
         return values
 
-    def write(self, first: int, values: list[float]) -> None:
-        """Overwrite numbers of the first weight, from index ``first`` on. The write is complete when the answer comes."""
+    def write(self, index: int, value: float) -> None:
+        """Overwrite a number of the first weight. The write is complete when the answer comes."""
         import torch
 
-        weight = next(self._held["model"].value.parameters())
+        weight = next(self._held[-1].value.parameters())
         with torch.no_grad():
-            weight[0, first : first + len(values)] = torch.tensor(values)
+            weight[0, index] = value
         if weight.is_cuda:
             torch.cuda.synchronize(weight.device)
 
@@ -110,11 +105,11 @@ class Subject:
         return torch.cuda.mem_get_info(device)
 
     def end(self, how: str) -> None:
-        """End: ``"closed"`` with the client closed, ``"left"`` without any cleaning up, ``"killed"`` by SIGKILL, and
+        """End: ``"closed"`` with the client closed, ``"left"`` without any clean-up, ``"killed"`` by SIGKILL, and
         ``"finished"`` as a script does, with the interpreter's own end, which takes a third of a second.
         """
         if how == "finished":
-            pythonapi.Py_Exit(0)  # a process of multiprocessing skips the interpreter's end
+            sys.exit()
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "closed":
@@ -122,21 +117,33 @@ class Subject:
         os._exit(0)
 
 
-def _serve(connection: Connection, server: str, subject: str, folder: Path) -> None:
-    """Answer commands until the connection ends; then end the process as forked workers do, without any cleaning up."""
+def main(listener: socket.socket, server: str, subject: str) -> None:
+    """Fork a client process for each connection, until standard input ends: the verification has ended."""
     import torch
 
-    gc.freeze()  # a collection would write to memory that the forks share
-    os.setsid()  # Ctrl-C and a closed terminal are for the verification alone
-    os.chdir(folder)
     torch.set_num_threads(1)  # all processes must add in the same order
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some of them crash on purpose
-    log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for standard in (1, 2):
-        os.dup2(log, standard)
-    os.close(log)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps them
+    gc.freeze()  # a collection would write to memory that the forks share
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        accepted, _ = listener.accept()
+        with Connection(accepted.detach()) as connection:
+            if os.fork() == 0:
+                listener.close()
+                return _serve(connection, server, subject)
+
+
+def _serve(connection: Connection, server: str, subject: str) -> None:
+    """Answer commands in a child, whose exit code is the last message."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        with suppress(OSError):
+            connection.send(os.waitstatus_to_exitcode(status))
+        os._exit(0)
     module, _, name = subject.partition(":")
     process = getattr(importlib.import_module(module), name)(server)
+    connection.send((os.getpid(), None))
     while True:
         try:
             do, options = connection.recv()
@@ -154,25 +161,19 @@ class ClientFailed(Exception):
 
 
 class VerifyClient:
-    """A new client process, which ends with the block."""
+    """A new client process, which ends with the block.
 
-    def __init__(self, server: str, subject: str, folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._connection, theirs = context.Pipe()
-        with theirs:
-            self._process = context.Process(target=_serve, args=(theirs, server, subject, folder), daemon=True)
-            # A child would import the main module again, for which that need not be written.
-            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-            try:
-                self._process.start()
-            finally:
-                sys.modules["__main__"] = main
+    :param listener: path of the socket of :func:`main`.
+    """
 
-    @property
-    def pid(self) -> int:
-        """Id of the process."""
-        assert self._process.pid is not None, "it was started"
-        return self._process.pid
+    #: Id of the process.
+    pid = 0
+
+    def __init__(self, listener: str) -> None:
+        with socket.socket(socket.AF_UNIX) as connected:
+            connected.connect(listener)
+            self._connection = Connection(connected.detach())
+        self.pid = self.receive()
 
     def ask(self, do: str, **options: Any) -> Any:
         """Execute a command of :class:`Subject`, and return its answer.
@@ -191,23 +192,27 @@ class VerifyClient:
 
     def receive(self) -> Any:
         """Wait for the answer to the latest command."""
-        try:
-            if not self._connection.poll(_PATIENCE):
-                raise ClientFailed(f"client process {self.pid} did not answer within {_PATIENCE:g} s")
-            answer, error = self._connection.recv()
-        except (EOFError, OSError):
-            code = self.wait()
-            raise ClientFailed(f"client process {self.pid} ended with exit code {code} while it executed a command") from None
+        message = self._message()
+        if isinstance(message, int):
+            raise ClientFailed(f"client process {self.pid} ended with exit code {message} while it executed a command")
+        answer, error = message
         if error is not None:
             raise ClientFailed(f"client process {self.pid}: {error}")
         return answer
 
     def wait(self) -> int:
         """Wait for the end of the process, and return its exit code: minus the signal if it was killed."""
-        self._process.join(_PATIENCE)
-        if self._process.exitcode is None:
-            raise ClientFailed(f"client process {self.pid} does not end")
-        return self._process.exitcode
+        while not isinstance(message := self._message(), int):
+            continue
+        return message
+
+    def _message(self) -> Any:
+        try:
+            if self._connection.poll(_PATIENCE):
+                return self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise ClientFailed(f"client process {self.pid} has ended") from error
+        raise ClientFailed(f"client process {self.pid} did not answer within {_PATIENCE:g} s")
 
     def close(self) -> None:
         """Close the connection, which ends the process."""
@@ -218,3 +223,7 @@ class VerifyClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), *sys.argv[2:])

@@ -12,39 +12,40 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shared_rpc import Client
-from shared_rpc.errors import ConnectError, ConnectionClosed, SharedRPCError
-from shared_rpc.extras.verification.clients import LOG, PRELOAD, VerifyClient
+from shared_rpc.errors import ConnectError, SharedRPCError
+from shared_rpc.extras.verification.app import true_size
+from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
 from shared_rpc.protocol.infos import ServerInfo
-from shared_rpc.settings import SOCKET_PATH_LIMIT, environment_of_children, program, server_environment
+from shared_rpc.settings import SOCKET_PATH_LIMIT, client_environment, program, server_environment
 
-#: What is counted of a process: descriptors, mappings, threads, and anonymous memory.
-COUNTED = "fds", "mappings", "threads", "memory_bytes"
+if TYPE_CHECKING:
+    from shared_rpc.extras.verify import Settings
+
 #: An anonymous file of the library in a line of /proc/PID/maps.
 _MAPPED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)\s+/memfd:shared-rpc-", re.MULTILINE)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Seed of the model that most checks share, so that it is built once.
 SEED = 1
-#: Counters of the server that are as before when its clients are gone.
-_KEYS: tuple[Literal["leases", "sessions", "connections", "objects"], ...] = ("leases", "sessions", "connections", "objects")
-#: Seconds for a process to start, which imports torch, perhaps from a cold disk; and to end.
+#: Models in memory at the same time, at most, copies included.
+_MODELS = 5
+#: Seconds for a server to start, which imports torch, perhaps from a cold disk; and for processes to end.
 _STARTUP, _END = 120.0, 3.0
 #: Seconds between two polls of another process.
 _PAUSE = 0.002
 #: Seconds after which a server ends by itself if its verification was killed with SIGKILL.
 _ORPHANED = 60.0
-#: The longest name of a socket, below the directory for temporary files: the fork server's.
-_LONGEST = "pymp-xxxxxxxx/listener-xxxxxxxx"
 
 
 class CannotRun(Exception):
@@ -59,48 +60,42 @@ class Interrupted(BaseException):
         self.number = number
 
 
-class Interrupts:
-    """Handler of this process's signals while the block runs, in the main thread.
-
-    The first signal raises, wherever the code is: :meth:`Stage.close` finds a process that was just started by its environment.
-    """
-
-    def __init__(self) -> None:
-        #: The first signal that came, 0 before it.
-        self.number = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        for number in _SIGNALS:
-            # What is ignored stays ignored: nohup, and jobs that a shell runs in the background.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Another one must not interrupt the cleaning up that the first has begun.
-        if not self.number:
-            self.number = number
-            raise Interrupted(number)
-
-    def check(self) -> None:
-        """Raise if a signal has come: the exception of one that came during a finaliser is lost.
-
-        :raises Interrupted: once more.
-        """
-        if self.number:
-            raise Interrupted(self.number)
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(number)
 
 
-def counts_of(pid: int) -> tuple[int, ...]:
-    """Count what a process has open, mapped, running and allocated now, see :data:`COUNTED`."""
+@dataclass(frozen=True)
+class _Kind:
+    """Measures of a kind of device: the default size of the model, and how exactly its memory can be measured."""
+
+    nbytes: int
+    #: Bytes that each process may use beside the model: on the host, pages that it shares with others until it writes to them;
+    #: on a GPU, kernels, which are loaded at their first use, and memory that torch's allocator keeps of a forward pass.
+    noise: int
+    #: Bytes by which a measurement of shared segments may be off.
+    blur: int
+    #: Seconds for memory to be freed after a process was killed. A GPU's driver ends the context first.
+    patience: float
+
+
+_KINDS = {"cpu": _Kind(64 << 20, 2 << 20, 0, 1.0), "cuda": _Kind(1 << 30, 64 << 20, 64 << 20, 3.0)}
+
+
+def size(nbytes: float) -> str:
+    """Format bytes: ``"64.0 MiB"``, with a sign if negative."""
+    exponent = min(max(int(abs(nbytes)).bit_length() - 1, 0) // 10, 4)
+    return f"{nbytes / 1024**exponent:.{1 if exponent else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[exponent]}"
+
+
+def counts_of(pid: int) -> dict[str, int]:
+    """Count what a process has open, mapped, running and allocated now."""
     sizes = dict(re.findall(r"^(RssAnon|Threads):\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE))
-    mappings = Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
-    return len(os.listdir(f"/proc/{pid}/fd")), mappings, int(sizes["Threads"]), int(sizes["RssAnon"]) * 1024
+    return {
+        "fds": len(os.listdir(f"/proc/{pid}/fd")),
+        "mappings": Path(f"/proc/{pid}/maps").read_bytes().count(b"\n"),
+        "threads": int(sizes["Threads"]),
+        "memory_bytes": int(sizes["RssAnon"]) * 1024,
+    }
 
 
 def memory_of(pids: Iterable[int], builder: int = 0) -> int:
@@ -137,7 +132,7 @@ def marked(mark: str) -> list[int]:
     """List the processes with ``mark`` in their environment at their start, and forks of them, but no zombies."""
     found = []
     for entry in os.listdir("/proc"):
-        # An error if it is another user's, or has ended meanwhile. A zombie has no environment.
+        # An error if it is another user's, or has ended. A zombie has no environment.
         with suppress(OSError):
             if entry.isdecimal() and mark.encode() in Path("/proc", entry, "environ").read_bytes():
                 found.append(int(entry))
@@ -154,84 +149,60 @@ def all_of(clients: list[VerifyClient], do: str, **options: Any) -> list[Any]:
 class Stage:
     """A server (a broker and its worker) and client processes. They end with the block, and the directory with them.
 
-    :param device: as ``serve --device`` takes it.
-    :param subject: ``module:class`` of the client processes, see ``Subject`` of clients.py.
+    SIGINT, SIGTERM and SIGHUP raise :class:`Interrupted` in the block, wherever the code is. The clean-up ignores them.
     """
 
-    #: torch's name of the device, in the client processes, and the size of the model.
-    device: str
+    #: Process of the server.
+    broker: subprocess.Popen[bytes]
+    #: A client that describes the device, and measures the memory of a GPU: its context exists before the first reading.
+    probe: VerifyClient
+    #: Description of the device, see ``Subject.device``, with the server's mechanism; and the size of the model.
+    device: dict[str, Any]
     nbytes: int
-    #: Whether the server's mechanism enforces read-only memory.
-    protects: bool
-    #: Bytes that each process may use beside the model, and by which a measurement of shared segments may be off.
-    noise: int
-    blur: int
-    #: Seconds for memory to be freed after a process was killed.
-    patience: float
 
-    def __init__(self, device: str, subject: str, workers: int, lifetimes: int, cycles: int) -> None:
-        self._device = device
-        self._subject = subject
-        self.workers = workers
-        self.lifetimes = lifetimes
-        self.cycles = cycles
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.folder = Path(tempfile.gettempdir(), f"shared-rpc-verify-{secrets.token_hex(4)}")
+        self._socket, self._forks = str(self.folder / "s.sock"), str(self.folder / "forks.sock")
         self._seeds = itertools.count(SEED + 1)
-        self.interrupts = Interrupts()
-        self.directory: Path | None = None
-        #: The process that measures the memory of a GPU, as torch names it; its context exists before the first reading.
-        self.probe: tuple[VerifyClient, str] | None = None
-        self._broker: subprocess.Popen[bytes] | None = None
-        self._client: Client | None = None
+        self._handlers: dict[int, Any] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
+        self.client = Client(socket_path=self._socket, timeout=30.0, connect_timeout=0.0)
 
     def __enter__(self) -> Stage:
-        place = Path(tempfile.gettempdir())
-        if len(os.fsencode(place / _LONGEST)) > SOCKET_PATH_LIMIT:
-            raise CannotRun(f"{place} has too long a name for sockets: set TMPDIR to a shorter one")
-        self.directory = place / f"shared-rpc-verify-{secrets.token_hex(4)}"
-        self.directory.mkdir(0o700)
-        self._environ = {**server_environment(), "SHARED_TENSOR_BASE_PATH": str(self.folder / "s")}
-        self.socket_path = str(self.folder / "s.sock")
-        self._start_server()
-        resource_tracker.ensure_running()  # it outlives the verification, and must not have the mark
-        forkserver.set_forkserver_preload(PRELOAD)
-        with environment_of_children({name: self._environ[name] for name in ("PYTHONPATH", "SHARED_TENSOR_BASE_PATH")}):
-            forkserver.ensure_running()
-        forkserver.set_forkserver_preload(["__main__"])  # the default
+        if len(os.fsencode(self._forks)) > SOCKET_PATH_LIMIT:
+            raise CannotRun(f"{self.folder.parent} has too long a name for sockets: set TMPDIR to a shorter one")
+        for number in _SIGNALS:
+            # What is ignored stays ignored: nohup, and jobs that a shell runs in the background.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, _interrupt)
+        self.folder.mkdir(0o700)
+        self.broker = self._start_server()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self._forks)
+            listener.listen(64)
+            words = str(listener.fileno()), self._socket, self.settings.subject
+            environ, module = client_environment(), "shared_rpc.extras.verification.clients"
+            self._start("clients", program(module, *words), environ, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _start(self, name: str, words: list[str], environ: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        environ["SHARED_TENSOR_BASE_PATH"] = str(self.folder / "s")
+        with open(self.folder / f"{name}.log", "ab") as log:
+            # Its own session: Ctrl-C is for the verification alone.
+            options |= {"cwd": self.folder, "env": environ, "stdout": log, "stderr": log, "start_new_session": True}
+            self._started.append(subprocess.Popen(words, **options))
+        return self._started[-1]
+
     # The server.
 
-    def _start_server(self) -> None:
-        words = ["serve", "shared_rpc.extras.verification.app", "--no-preload", "--device", self._device]
-        with open(self.folder / "server.log", "ab") as log:
-            self._broker = subprocess.Popen(
-                program("shared_rpc.cli", *words, "--socket", self.socket_path, "--idle-exit", str(_ORPHANED)),
-                cwd=self.folder,
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for the verification alone
-            )
-
-    @property
-    def folder(self) -> Path:
-        """The directory, while there is one."""
-        assert self.directory is not None, "the stage is open"
-        return self.directory
-
-    @property
-    def broker(self) -> subprocess.Popen[bytes]:
-        """The server's process."""
-        assert self._broker is not None, "the stage is open"
-        return self._broker
-
-    def worker_pid(self) -> int:
-        """Ask for the id of the process that runs the server's endpoints."""
-        return int(self.info()["workers"][0]["pid"])
+    def _start_server(self) -> subprocess.Popen[bytes]:
+        words = ["serve", "shared_rpc.extras.verification.app", "--no-preload", "--device", self.settings.device]
+        words += ["--socket", self._socket, "--idle-exit", str(_ORPHANED)]
+        return self._start("server", program("shared_rpc.cli", *words), server_environment(), stdin=subprocess.DEVNULL)
 
     def within(self, seconds: float, condition: Callable[[], bool]) -> float | None:
         """Wait for a condition that another process makes true. Returns the seconds it took, None if it took too long."""
@@ -240,78 +211,66 @@ class Stage:
             good, taken = condition(), time.monotonic() - begin
             if good or taken > seconds:
                 return taken if good else None
-            self.interrupts.check()
             time.sleep(_PAUSE)
+
+    def answers(self) -> bool:
+        """Return True if the server answers."""
+        with suppress(SharedRPCError):
+            self.client.ping()
+            return True
+        return False
 
     def wait_for_server(self) -> None:
         """Wait until the server answers.
 
         :raises ConnectError: if the server ends, or does not answer in time.
         """
-        answered = self.within(_STARTUP, lambda: self._answers() or self.broker.poll() is not None)
-        if not self._answers():
-            end = f"ended with exit code {self.broker.poll()}" if answered else f"did not answer within {_STARTUP:g} s"
-            raise ConnectError(f"the server {end}; {self._last_words('server.log')}")
-
-    def _answers(self) -> bool:
-        try:
-            self.client().ping()
-        except (ConnectError, ConnectionClosed):
-            return False
-        return True
+        answered = self.within(_STARTUP, lambda: self.answers() or self.broker.poll() is not None)
+        if answered is None or not self.answers():
+            end = "did not answer in time" if answered is None else f"ended with exit code {self.broker.poll()}"
+            raise ConnectError(f"the server {end}; {self._last_words('server')}")
 
     def restart_server(self) -> None:
         """Replace a server that has ended or does not answer, and wait for the new one."""
         self.broker.kill()
         self.broker.wait()
-        self._start_server()
+        self.broker = self._start_server()
         self.wait_for_server()
 
     def ensure_server(self) -> None:
         """Ensure that a server answers, and has closed the sessions of the check before."""
-        try:
-            self.client().ping()
-        except SharedRPCError:
+        if not self.answers():
             self.restart_server()
         self.within(_END, lambda: self.info()["sessions"] <= 1)
 
-    def client(self) -> Client:
-        """Return this process's own client."""
-        if self._client is None:
-            self._client = Client(socket_path=self.socket_path, timeout=30.0, connect_timeout=0.0)
-        return self._client
-
     def info(self) -> ServerInfo:
         """Ask the server about itself."""
-        return self.client().get_server_info()
+        return self.client.get_server_info()
 
-    def log(self, lines: int = 20, name: str = "server.log") -> list[str]:
+    def worker_pid(self) -> int:
+        """Ask for the id of the process that runs the server's endpoints."""
+        return int(self.info()["workers"][0]["pid"])
+
+    def log(self, name: str = "server", lines: int = 20) -> list[str]:
         """Return the last lines of a log."""
-        try:
-            text = (self.folder / name).read_text(errors="replace")
-        except OSError:
-            return []
+        text = (self.folder / f"{name}.log").read_text(errors="replace")
         return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
 
     def _last_words(self, name: str) -> str:
-        said = self.log(3, name)
+        said = self.log(name, 3)
         return f"its last words: {' | '.join(line.strip() for line in said)}" if said else "it said nothing"
 
-    # Client processes.
+    # Clients and models.
 
     def connect(self) -> VerifyClient:
         """Start a new client process.
 
-        :raises CannotRun: if the fork server has ended, or is not this verification's.
+        :raises CannotRun: if the process that forks clients has ended.
         """
         try:
-            client = VerifyClient(self.socket_path, self._subject, self.folder)
-        except (EOFError, OSError) as error:
-            raise CannotRun(f"the process that forks clients has ended; {self._last_words(LOG)}") from error
-        if self.folder.name.encode() not in Path(f"/proc/{client.pid}/environ").read_bytes():
-            client.close()
-            raise CannotRun("this program has a fork server of multiprocessing; verify in a process that has none")
-        return client
+            return VerifyClient(self._forks)
+        except (ClientFailed, OSError) as error:
+            raise CannotRun(f"no client process starts: {error}; {self._last_words('clients')}") from error
 
     @contextmanager
     def clients(self, count: int) -> Iterator[list[VerifyClient]]:
@@ -319,14 +278,31 @@ class Stage:
         with ExitStack() as stack:
             yield [stack.enter_context(self.connect()) for _ in range(count)]
 
-    @contextmanager
-    def attached(self, count: int, *, seed: int = SEED, nbytes: int | None = None) -> Iterator[list[VerifyClient]]:
-        """Start client processes that attach to the model, or to one of that size, at the same time."""
-        with self.clients(count) as clients:
-            all_of(clients, "attach", nbytes=nbytes or self.nbytes, seed=seed)
-            yield clients
+    def prepare(self) -> None:
+        """Wait for the server and the first client, and choose the size of the model.
 
-    # Models.
+        :raises CannotRun: if there is nothing to verify.
+        """
+        try:
+            self.wait_for_server()
+            self.probe = self.connect()
+            self.device = self.probe.ask("device", asked=self.settings.device)
+        except SharedRPCError as error:
+            raise CannotRun(f"the server does not start: {error}") from error
+        except ClientFailed as error:
+            raise CannotRun(str(error)) from error
+        self.on_gpu = self.device["id"] != "cpu"
+        self.kind = _KINDS["cuda" if self.on_gpu else "cpu"]
+        self.device["mechanism"] = (self.info()["mechanism"] or {"name": "memfd"})["name"]
+        self.nbytes = true_size(self.settings.nbytes or self.kind.nbytes)
+        available = re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        assert available is not None, "Linux has it since 3.14"
+        free = self._free_and_all()[0] if self.on_gpu else int(available[1]) * 1024
+        if self.nbytes * _MODELS > free:
+            raise CannotRun(
+                f"a model of {size(self.nbytes)} needs up to {_MODELS} times as much, and {size(free)} are free on "
+                f"{self.device['name']}: choose a smaller --size"
+            )
 
     def new_seed(self) -> int:
         """Return the seed of a model that is not built yet."""
@@ -334,49 +310,44 @@ class Stage:
 
     def drop(self, seed: int, endpoint: str = "model") -> None:
         """Drop a model from the server's cache; its holders keep it."""
-        self.client().invalidate_call_cache(endpoint, self.nbytes, seed)
+        self.client.invalidate_call_cache(endpoint, self.nbytes, seed)
 
-    # All of them.
-
-    def state(self) -> dict[str, int]:
-        """Return the server's counters, and its open descriptors."""
-        info = self.info()
-        return {key: info[key] for key in _KEYS} | {"descriptors": counts_of(self.broker.pid)[0]}
+    # Measurements.
 
     def pids(self) -> list[int]:
         """List all processes of the verification but this one."""
         return [pid for pid in marked(self.folder.name) if pid != os.getpid()]
 
+    def _free_and_all(self) -> tuple[int, int]:
+        answer: tuple[int, int] = self.probe.ask("memory", device=self.device["device"])
+        return answer
+
     def used(self) -> int:
         """Measure the bytes in use: by the verification's processes on the host, by all programs on a GPU."""
-        if self.probe is None:
+        if not self.on_gpu:
             return memory_of(self.pids(), builder=self.worker_pid())
-        probe, device = self.probe
-        free, total = probe.ask("memory", device=device)
-        return int(total - free)
+        free, total = self._free_and_all()
+        return total - free
 
     def segments(self) -> int:
         """Measure the bytes of shared segments that any process has: on a GPU, the bytes in use."""
-        return segment_bytes(self.pids()) if self.probe is None else self.used()
+        return self.used() if self.on_gpu else segment_bytes(self.pids())
 
     def close(self) -> None:
         """End all processes, and remove the directory. A second call does nothing."""
-        if self.directory is None:
-            return
-        if self._client is not None:
-            self._client.close()
-        if self._broker is not None:
-            self._broker.terminate()
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+        self.client.close()
+        for process in self._started:
+            process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._broker.wait(_END)
+                process.wait(_END)
         deadline = time.monotonic() + _END
-        # The fork server is among them; multiprocessing starts another one when it is asked to.
         while (left := self.pids()) and time.monotonic() < deadline:
             for pid in left:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_PAUSE)
-        if self._broker is not None:
-            self._broker.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for number, before in self._handlers.items():
+            signal.signal(number, before)
