@@ -9,47 +9,19 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import shared_rpc
 from shared_rpc.errors import ConfigurationError
-from shared_rpc.extras.verification.checks import CHECKS, LEAST, Check, Outcome
-from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Stage, size
+from shared_rpc.extras.verification.checks import LEAST, Check, Outcome, chosen
+from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Settings, Stage, size
 
 __all__ = ["SCHEMA", "CannotRun", "Interrupted", "Report", "Settings", "verify"]
 
 #: Schema of the JSON. It changes where a field changes its meaning or goes away, and not with an added field.
 SCHEMA = "shared-rpc-verify/2"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a verification. ``nbytes`` is the size of the model; None is what suits the device.
-
-    :param names: the checks; empty for all of them.
-    :param subject: ``module:class`` in place of the clients' use of the library.
-    """
-
-    device: str = "auto"
-    workers: int = 4
-    nbytes: int | None = None
-    lifetimes: int = 100
-    cycles: int = 1000
-    names: Sequence[str] = ()
-    subject: str = "shared_rpc.extras.verification.clients:Subject"
-
-    def checks(self) -> list[Check]:
-        """Return the chosen checks.
-
-        :raises ConfigurationError: for an unknown name.
-        """
-        known = [check.name for check in CHECKS]
-        for name in self.names:
-            if name not in known:
-                raise ConfigurationError(f"--check {name}: use {', '.join(known)}")
-        return [check for check in CHECKS if not self.names or check.name in self.names]
 
 
 @dataclass
@@ -101,7 +73,7 @@ def verify(settings: Settings | None = None, progress: Callable[[str, float], No
     :raises Interrupted: if a signal ended it; no process and no file is left then either.
     """
     settings = settings or Settings()
-    checks = settings.checks()
+    checks = chosen(settings.names)
     if settings.nbytes is not None and settings.nbytes < LEAST:
         raise ConfigurationError(
             f"a model of {size(settings.nbytes)} cannot be told from other memory of the processes: use {size(LEAST)} or more"

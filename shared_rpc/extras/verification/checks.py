@@ -6,10 +6,11 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shared_rpc.errors import ConfigurationError
 from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
 from shared_rpc.extras.verification.stage import SEED, Stage, all_of, counts_of, size
 
@@ -316,3 +317,15 @@ CHECKS = (
     Check("lifetimes", "nothing is left of those that end", lifetimes),
     Check("kills", "kill -9 of client, worker, server", kills),
 )
+
+
+def chosen(names: Sequence[str]) -> list[Check]:
+    """Return the checks of these names, all of them for no name.
+
+    :raises ConfigurationError: for an unknown name.
+    """
+    known = [check.name for check in CHECKS]
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(f"--check {name}: use {', '.join(known)}")
+    return [check for check in CHECKS if not names or check.name in names]

@@ -16,12 +16,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from shared_rpc import Client
 from shared_rpc.errors import ConnectError, SharedRPCError
@@ -29,9 +29,6 @@ from shared_rpc.extras.verification.app import true_size
 from shared_rpc.extras.verification.clients import ClientFailed, VerifyClient
 from shared_rpc.protocol.infos import ServerInfo
 from shared_rpc.settings import SOCKET_PATH_LIMIT, client_environment, program, server_environment
-
-if TYPE_CHECKING:
-    from shared_rpc.extras.verify import Settings
 
 #: An anonymous file of the library in a line of /proc/PID/maps.
 _MAPPED = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)\s+/memfd:shared-rpc-", re.MULTILINE)
@@ -46,6 +43,23 @@ _STARTUP, _END = 120.0, 3.0
 _PAUSE = 0.002
 #: Seconds after which a server ends by itself if its verification was killed with SIGKILL.
 _ORPHANED = 60.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a verification. ``nbytes`` is the size of the model; None is what suits the device.
+
+    :param names: the checks; empty for all of them.
+    :param subject: ``module:class`` in place of the clients' use of the library.
+    """
+
+    device: str = "auto"
+    workers: int = 4
+    nbytes: int | None = None
+    lifetimes: int = 100
+    cycles: int = 1000
+    names: Sequence[str] = ()
+    subject: str = "shared_rpc.extras.verification.clients:Subject"
 
 
 class CannotRun(Exception):
