@@ -3,199 +3,145 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
+from tests.kit.apps import Serve
 from tests.kit.commands import cli
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, python
+
+KEY = "load(size=8, name='base')"
 
 
 @pytest.fixture
-def served(provider: Provider, serve: Callable[..., Server]) -> Server:
-    """A server with an endpoint whose builds are told by its results."""
+def server(provider: Provider, serve: Serve) -> Server:
+    """A server whose results are filled with the number of their build."""
     builds = iter(range(1, 100))
 
     @provider.share(managed=True)
     def load(size: int = 4, name: str = "base") -> torch.nn.Module:
-        """Build a layer."""
         layer = torch.nn.Linear(size, size, bias=False).requires_grad_(False)
         layer.weight.fill_(next(builds))
         return layer
 
     @provider.share(managed=True)
     def other(size: int = 4) -> torch.nn.Module:
-        """Build nothing."""
         raise AssertionError("this is never built")
 
     @provider.share(managed=True, cache_format_key="{title}")
     def titled(title: str) -> torch.nn.Module:
-        """Build a layer with a key of the client's."""
         return torch.nn.Linear(2, 2)
 
     return serve()
 
 
 @pytest.fixture
-def client(served: Server, connect: Callable[..., Client]) -> Iterator[Client]:
-    """A client of it."""
-    yield connect()
+def exported(client: Client, tmp_path: Path) -> Path:
+    """A file with the first generation of :data:`KEY`, which the server has in its cache."""
+    path = tmp_path / "load.record"
+    client.call("load", 8).release()
+    assert cli("objects", "export", KEY, str(path)).code == 0
+    return path
 
 
-def test_an_object_goes_to_disk_and_back(client: Client, tmp_path: Path) -> None:
-    """By its id; it becomes the next generation of what is cached, or the first one."""
+def test_exporting_and_importing(client: Client, tmp_path: Path) -> None:
+    """By id; the file is private, and the imported object is the next generation of its call."""
     path = tmp_path / "load.record"
     handle = client.call("load", 8)
-    ran = cli("objects", "export", handle.object_id, str(path))
-    assert (ran.code, ran.errors) == (0, "")
-    assert ran.output.startswith(f"load(size=8, name='base') (256 B) written to {path} in ")
+    output = cli("objects", "export", handle.object_id, str(path)).succeeded
+    assert output.startswith(f"{KEY} (256 B) written to {path} in ")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     client.refresh("load", 8)
-    ran = cli("objects", "import", str(path))
-    assert (ran.code, ran.errors) == (0, "")
-    assert ran.output.startswith("load(size=8, name='base') (256 B) is generation 3, read in ")
+    assert cli("objects", "import", str(path)).succeeded.startswith(f"{KEY} (256 B) is generation 3, read in ")
     assert (client.call("load", 8).value.weight == 1).all()
 
 
-def test_a_key_cannot_move_the_cursor(client: Client, tmp_path: Path) -> None:
-    """A client chose its text, which is printed without control characters."""
-    path = tmp_path / "titled.record"
-    handle = client.call("titled", "a\x1b]0;title\x07b")
-    for ran in (cli("objects", "export", handle.object_id, str(path)), cli("objects", "import", str(path))):
-        assert ran.code == 0
-        assert ran.output.rstrip("\n").isprintable()
+def test_a_key_moves_no_cursor(client: Client, tmp_path: Path) -> None:
+    """Its text is a client's, and is printed without control characters."""
+    path = str(tmp_path / "titled.record")
+    object_id = client.call("titled", "a\x1b]0;title\x07b").object_id
+    for words in (("export", object_id, path), ("import", path)):
+        assert cli("objects", *words).succeeded.rstrip("\n").isprintable()
 
 
-def test_an_object_is_named_by_its_key(client: Client, tmp_path: Path) -> None:
-    """As ``objects`` shows it: a script knows no ids. Machines get JSON."""
+def test_an_object_becomes_the_result_of_another_call(client: Client, tmp_path: Path) -> None:
+    """Which ``--endpoint`` and arguments name. Scripts, which know no ids, export by key; the output may be JSON."""
     path = tmp_path / "load.record"
-    handle = client.call("load", 8)
-    data = cli("objects", "export", "load(size=8, name='base')", str(path), "--json").data
-    assert data == {
-        "object_id": handle.object_id,
-        "file": str(path),
-        "nbytes": 256,
-        "endpoint": "load",
-        "cache_key": "load(size=8, name='base')",
-        "generation": 1,
-    }
+    object_id = client.call("load", 8).object_id
+    facts = {"nbytes": 256, "endpoint": "load", "cache_key": KEY, "generation": 1}
+    assert cli("objects", "export", KEY, str(path), "--json").data == {"object_id": object_id, "file": str(path), **facts}
     data = cli("objects", "import", str(path), "--json", "--endpoint", "other", "size=5").data
-    assert (data["endpoint"], data["cache_key"], data["generation"], data["nbytes"]) == ("other", "other(size=5)", 1, 256)
+    assert data == facts | {"object_id": data["object_id"], "endpoint": "other", "cache_key": "other(size=5)"}
     assert client.call("other", 5).object_id == data["object_id"]
 
 
-def test_an_unknown_object(client: Client, tmp_path: Path) -> None:
-    """One line says that the server has none; no file is made."""
-    ran = cli("objects", "export", "load(size=9)", str(tmp_path / "load.record"))
-    assert (ran.code, ran.output) == (1, "")
-    assert "has no object load(size=9)" in ran.errors and len(ran.errors.splitlines()) == 1
-    assert not (tmp_path / "load.record").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (("--endpoint", "lod"), "no endpoint 'lod': did you mean 'load'?"),
-        (("--endpoint", "load", "width=5"), "load(): got an unexpected keyword argument 'width'"),
-    ],
-)
-def test_a_wrong_call(client: Client, tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
-    """An error of one line, and nothing has changed."""
-    path = tmp_path / "load.record"
-    with client.call("load", 8) as handle:
-        assert cli("objects", "export", handle.object_id, str(path)).code == 0
-    ran = cli("objects", "import", str(path), *arguments)
-    assert (ran.code, ran.output) == (1, "")
-    assert told in ran.errors and len(ran.errors.splitlines()) == 1
+def test_errors_are_one_line(client: Client, exported: Path, tmp_path: Path) -> None:
+    """They name what does not exist or the file and what is wrong with it; nothing changes."""
+    assert "has no object load(size=9)" in cli("objects", "export", "load(size=9)", str(tmp_path / "other")).complaint
+    assert not (tmp_path / "other").exists()
+    assert "Is a directory" in cli("objects", "export", KEY, str(tmp_path)).complaint
+    assert "cannot read the record" in cli("objects", "import", str(tmp_path / "none")).complaint
+    path = str(exported)
+    assert "no endpoint 'lod': did you mean" in cli("objects", "import", path, "--endpoint", "lod").complaint
+    assert "unexpected keyword argument" in cli("objects", "import", path, "--endpoint", "load", "width=5").complaint
+    exported.chmod(0o666)
+    assert "has mode 0666" in cli("objects", "import", path).complaint
+    exported.chmod(0o600)
+    exported.write_bytes(exported.read_bytes()[:-1])
+    assert f"the record {path} is damaged: it has " in cli("objects", "import", path).complaint
     assert [info["generation"] for info in client.list_objects()] == [1]
 
 
-def test_a_damaged_file(client: Client, tmp_path: Path) -> None:
-    """Exit code 1, and a line that names the file and what is wrong with it."""
-    path = tmp_path / "load.record"
-    with client.call("load", 8) as handle:
-        assert cli("objects", "export", handle.object_id, str(path)).code == 0
-    data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    ran = cli("objects", "import", str(path))
-    assert (ran.code, ran.errors.count("\n")) == (1, 1)
-    assert f"the record {path} is damaged: it has {len(data) - 1} bytes, and {len(data)} were written" in ran.errors
-    path.write_bytes(data)
-    path.chmod(0o666)
-    assert "has mode 0666, so other users may have written it" in cli("objects", "import", str(path)).errors
-    assert "cannot read the record" in cli("objects", "import", str(tmp_path / "none")).errors
-    path.write_text("a text")
-    path.chmod(0o600)
-    assert "is no record" in cli("objects", "import", str(path)).errors
-    assert "Is a directory" in cli("objects", "export", "load(size=8, name='base')", str(tmp_path)).errors
+def test_a_killed_export_leaves_nothing(client: Client, exported: Path, children: list[Child], base_path: str) -> None:
+    """Neither part of a file nor a lease; an earlier file stays whole."""
+    before = exported.read_bytes()
+    child = python(f"""
+        import os
+        from shared_rpc import Client
+        from shared_rpc.extras import record_file
 
+        def stuck(fd):
+            print("written", flush=True)
+            input()
 
-def test_an_export_that_is_killed_leaves_nothing(
-    served: Server, client: Client, tmp_path: Path, children: list[Child], base_path: str
-) -> None:
-    """Wherever it was: neither a part of a file nor a lease; and an earlier file is whole."""
-    path = tmp_path / "load.record"
-    with client.call("load", 8) as handle:
-        assert cli("objects", "export", handle.object_id, str(path)).code == 0
-        before = path.read_bytes()
-        code = f"""
-import os
-from shared_rpc import Client
-from shared_rpc.extras import record_file
-
-def stuck(fd):
-    print("written", flush=True)
-    input()
-
-os.fsync = stuck
-with Client({base_path!r}, device="cpu") as client:
-    record_file.save(client, {handle.object_id!r}, {str(path)!r})
-"""
-        child = Child("-c", code)
-        children.append(child)
-        child.expect("written")
-        child.kill()
-    assert (path.read_bytes(), [one.name for one in tmp_path.glob("load*")]) == (before, ["load.record"])
+        os.fsync = stuck
+        with Client({base_path!r}, device="cpu") as client:
+            record_file.save(client, {client.call("load", 8).object_id!r}, {str(exported)!r})
+    """)
+    children.append(child)
+    child.expect("written")
+    child.kill()
+    assert (exported.read_bytes(), [one.name for one in exported.parent.glob("load*")]) == (before, ["load.record"])
     eventually(lambda: client.get_server_info()["leases"] == 0)
 
 
-def test_an_import_that_is_interrupted_leaves_nothing(
-    served: Server, client: Client, tmp_path: Path, children: list[Child], base_path: str
-) -> None:
-    """Ctrl-C, or a kill, while the file is read: the room goes with the process."""
-    path = tmp_path / "load.record"
-    with client.call("load", 256) as handle:
-        assert cli("objects", "export", handle.object_id, str(path)).code == 0
+@pytest.mark.parametrize("end", ["kill", "interrupt"])
+def test_an_interrupted_import_leaves_nothing(client: Client, exported: Path, children: list[Child], end: str) -> None:
+    """The buffers into which the file is read end with the process."""
     client.invalidate_endpoint_cache("load")
-    code = f"""
-import os, time
-from shared_rpc.extras import record_file  # before the next, so that the head of the file is read as ever
-from shared_rpc.memory import file_reader
+    child = python(f"""
+        import sys, time
+        from shared_rpc.extras import record_file  # before the next, so that the head of the file is read as ever
+        from shared_rpc.memory import file_reader
 
-def slowly(*_):
-    if not begun:
-        begun.append(print("reading", flush=True))
-    time.sleep(0.2)
+        def slowly(*_):
+            if not begun:
+                begun.append(print("reading", flush=True))
+            time.sleep(0.2)
 
-begun = []
-file_reader.read_exactly = slowly
-file_reader.STEP = 4096
-from shared_rpc.cli.app import main
-import sys
-sys.argv = ["shared-rpc", "objects", "import", {str(path)!r}]
-main()
-"""
-    for end in ("kill", "interrupt"):
-        child = Child("-c", code)
-        children.append(child)
-        child.expect("reading")
-        eventually(lambda: client.get_server_info()["buffers"] == 1)
-        if end == "kill":
-            child.kill()
-        else:
-            child.process.send_signal(2)
-            child.close()
-        eventually(lambda: client.list_objects() == [])
+        begun = []
+        file_reader.read_exactly = slowly
+        file_reader.STEP = 4
+        from shared_rpc.cli.app import main
+        sys.argv = ["shared-rpc", "objects", "import", {str(exported)!r}]
+        main()
+    """)
+    children.append(child)
+    child.expect("reading")
+    eventually(lambda: client.get_server_info()["buffers"] == 1)
+    child.process.send_signal(9 if end == "kill" else 2)
+    child.close()
+    eventually(lambda: client.list_objects() == [])

@@ -1,9 +1,8 @@
-"""The commands that move objects between tiers, as a user's shell runs them."""
+"""The commands that move objects between tiers, and where other commands show tiers."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.cli.rendering import span
 from tests.kit.commands import cli
 
 
 @pytest.fixture
 def client(provider: Provider, tmp_path: Path) -> Iterator[Client]:
-    """A client of a server in this process, which has a lower tier for host memory."""
+    """A client of a server that has a directory as the lower tier of host memory."""
 
     @provider.share(managed=True, access="read")
     def load(number: int) -> torch.Tensor:
@@ -32,100 +30,58 @@ def client(provider: Provider, tmp_path: Path) -> Iterator[Client]:
 
 
 def tiers(client: Client) -> list[str]:
-    """Where objects are."""
+    """The tiers of all objects."""
     return sorted(item["tier"] for item in client.list_objects())
 
 
-def rows(output: str) -> list[list[str]]:
-    """The cells of a printed table."""
-    return [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
-
-
-def test_an_object_goes_to_a_file_and_back(client: Client) -> None:
+def test_evicting_and_restoring_an_object(client: Client) -> None:
     """By its id, with what that freed and took; the second eviction finds the copy."""
     object_id = client.call("load", 1).object_id
-    header, out = rows(cli("objects", "evict", object_id).output)
+    header, row = cli("objects", "evict", object_id).rows
     assert header == ["object", "of", "tier", "freed", "copied", "took"]
-    assert out[:5] == [object_id, "load(number=1)", "file", "1.0 MiB", "1.0 MiB"]
+    assert row[:5] == [object_id, "load(number=1)", "file", "1.0 MiB", "1.0 MiB"]
     assert tiers(client) == ["file"]
-    header, back = rows(cli("objects", "restore", object_id).output)
+    header, row = cli("objects", "restore", object_id).rows
     assert header[3] == "taken"
-    assert back[:5] == [object_id, "load(number=1)", "device", "1.0 MiB", "1.0 MiB"]
-    assert rows(cli("objects", "evict", object_id).output)[1][3:5] == ["1.0 MiB", "0 B"]
+    assert row[:5] == [object_id, "load(number=1)", "device", "1.0 MiB", "1.0 MiB"]
+    assert cli("objects", "evict", object_id).rows[1][3:5] == ["1.0 MiB", "0 B"]
 
 
-def test_all_objects_of_an_endpoint_are_moved(client: Client) -> None:
-    """And nothing is left to be moved the second time."""
-    client.call("load", 1).release(), client.call("load", 2).release()
-    assert len(cli("objects", "evict", "load", "--json").data) == 2
-    assert tiers(client) == ["file", "file"]
-    assert cli("objects", "evict", "load").output == "nothing is to be moved\n"
-
-
-def test_an_object_is_named_by_its_key(client: Client) -> None:
-    """As ``objects`` shows it."""
+def test_objects_are_named_by_their_key_or_endpoint(client: Client) -> None:
+    """As ``objects`` shows them; nothing is left to move the second time."""
     client.call("load", 1).release(), client.call("load", 2).release()
     (moved,) = cli("objects", "evict", "load(number=2)", "--to", "file", "--json").data
-    assert (moved["cache_key"], moved["tier"]) == ("load(number=2)", "file")
-    assert tiers(client) == ["device", "file"]
-
-
-def test_an_object_in_use_is_left_where_it_is(client: Client) -> None:
-    """And the process that has it active is named."""
-    with client.call("load", 1) as handle:
-        ran = cli("objects", "evict", handle.object_id)
-        assert (ran.code, tiers(client)) == (1, ["device"])
-        assert str(os.getpid()) in ran.complaint
-
-
-def test_a_pinned_object_stays(client: Client) -> None:
-    """The complaint names the pin."""
-    client.call("stays").release()
-    ran = cli("objects", "evict", "stays")
-    assert ran.code == 1
-    assert "pinned" in ran.complaint
+    assert (moved["cache_key"], moved["tier"], tiers(client)) == ("load(number=2)", "file", ["device", "file"])
+    assert len(cli("objects", "evict", "load", "--json").data) == 1
+    assert cli("objects", "evict", "load").succeeded == "nothing is to be moved\n"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "word"),
     [
-        (("objects", "evict", "load", "--to", "host"), "host"),
-        (("objects", "evict", "nothing"), "nothing"),
-        (("objects", "restore", "nothing"), "nothing"),
+        (("evict", "load"), str(os.getpid())),
+        (("evict", "stays"), "pinned"),
+        (("evict", "load", "--to", "host"), "host"),
+        (("evict", "nothing"), "nothing"),
+        (("restore", "nothing"), "nothing"),
     ],
-    ids=" ".join,
+    ids=["in use", "pinned", "no such tier", "evict nothing", "restore nothing"],
 )
-def test_what_cannot_be_moved_is_told(client: Client, arguments: tuple[str, ...], words: str) -> None:
-    """In one line, with exit code 1."""
-    client.call("load", 1).release()
-    ran = cli(*arguments)
-    assert ran.code == 1
-    assert words in ran.complaint
-    assert tiers(client) == ["device"]
+def test_objects_that_cannot_be_moved(client: Client, arguments: tuple[str, ...], word: str) -> None:
+    """The error says why, and all stay where they are."""
+    client.call("stays").release()
+    with client.call("load", 1) as handle:
+        words = [handle.object_id if word == str(os.getpid()) and part == "load" else part for part in arguments]
+        assert word in cli("objects", *words).complaint
+        assert tiers(client) == ["device", "device"]
 
 
-def test_objects_tells_the_tier_and_the_copies(client: Client) -> None:
-    """In columns of their own."""
+def test_objects_and_devices_show_copies(client: Client) -> None:
+    """In a column of its own, where there are any."""
     client.call("load", 1).release()
+    assert "copies" not in cli("devices").rows[0] and "copies" not in cli("objects").rows[0]
     cli("objects", "evict", "load")
-    header, row = rows(cli("objects").output)
-    found = dict(zip(header, row, strict=True))
+    found = dict(zip(*cli("objects").rows, strict=True))
     assert (found["tier"], found["copies"], found["active"]) == ("file", "1.0 MiB file", "0")
-
-
-def test_devices_tells_the_copies(client: Client) -> None:
-    """Of what is on the device, and of what was there."""
-    assert "copies" not in rows(cli("devices").output)[0]
-    client.call("load", 1).release()
-    cli("objects", "evict", "load")
-    header, row = rows(cli("devices").output)
+    header, row = cli("devices").rows
     assert (header[-1], row[-1]) == ("copies", "1.0 MiB file")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(2.1e-4, "210 µs"), (0.00099999, "1 ms"), (0.0124, "12.4 ms"), (1.5, "1.5 s"), (99.96, "100 s"), (600, "10 min")],
-)
-def test_durations_have_three_digits(seconds: float, text: str) -> None:
-    """In the unit that suits them."""
-    assert span(seconds) == text

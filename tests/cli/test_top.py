@@ -1,10 +1,10 @@
-"""The live view without a terminal: what is counted and shown, what is asked of a server, and what keys do."""
+"""The live view without a terminal: its tables and counters, its polls and actions, and its keys."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,6 @@ from textual.widgets import HelpPanel, Input, Static
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.cli.discovery import find_server
-from shared_rpc.cli.rendering import lasted
 from shared_rpc.cli.top.app import Grid, Question, TopApp
 from shared_rpc.cli.top.tables import (
     ORDERS,
@@ -36,6 +35,7 @@ from shared_rpc.cli.top.tables import (
 )
 from shared_rpc.cli.top.watching import Action, ServerWatcher, Snapshot, pause, rates
 from shared_rpc.errors import ConfigurationError, ConnectError, SharedRPCError
+from tests.kit.apps import Serve
 
 GPU = "GPU-0123abcd-89ef-0123-4567-89abcdef0123"
 MIB = 1 << 20
@@ -155,8 +155,8 @@ def plain(rows: Sequence[Sequence[Text]]) -> list[list[str]]:
 # Tables.
 
 
-def test_an_object_is_told_with_who_holds_it() -> None:
-    """By process and command line, with its device, generation, state and endpoint; a buffer has none of these."""
+def test_an_object_has_a_row() -> None:
+    """With its holders by pid and command line, its device, generation, state and endpoint; a buffer has none of these."""
     latest = full()
     held, uncached, buffer = plain(objects(view_of(latest), [latest.objects[5], latest.objects[6], latest.objects[39]]).rows)
     holders = "81 python worker.py --port 8000, 82 python notebook.py"
@@ -165,23 +165,18 @@ def test_an_object_is_told_with_who_holds_it() -> None:
     assert buffer == ["buffer", "50.0 MiB", "0", "99s", "", "0s", "0", "device", "cpu", "1", "", ""]
 
 
-def test_a_task_that_nobody_fetched_holds_its_result() -> None:
-    """It is no process."""
-    item = thing(1, holders=[{"kind": "task", "session": "ab-1", "pid": 77, "connections": 0}])
-    assert "held by task ab-1, not fetched" in detail(view_of(snapshot(objects=[item])), item)
-
-
-def test_an_object_that_is_not_on_its_device_is_told_with_its_copies() -> None:
-    """Its tier is a column; the copies are in its detail, with the number of processes that have it active."""
+def test_the_detail_of_an_object() -> None:
+    """Its copies in lower tiers, and how many holders have it active; an unfetched task is named as a holder."""
     item = thing(1, tier="host", leases=3, active=0, pinned=True, copies={"host": 2 * MIB, "file": MIB})
-    latest = snapshot(objects=[item])
-    (row,) = plain(objects(view_of(latest), [item]).rows)
-    assert row[7] == "host, pinned"
-    assert detail(view_of(latest), item).endswith("tier host, pinned, copies 2.0 MiB host, 1.0 MiB file, active in 0 of 3")
+    view = view_of(snapshot(objects=[item]))
+    assert plain(objects(view, [item]).rows)[0][7] == "host, pinned"
+    assert detail(view, item).endswith("tier host, pinned, copies 2.0 MiB host, 1.0 MiB file, active in 0 of 3")
+    item |= {"holders": [{"kind": "task", "session": "ab-1", "pid": 77, "connections": 0}]}
+    assert "held by task ab-1, not fetched" in detail(view, item)
 
 
-def test_a_move_between_tiers_is_told_with_its_progress() -> None:
-    """As long as it goes on; what rests has no such row."""
+def test_a_move_between_tiers_has_a_row() -> None:
+    """With its progress, until it ends."""
     moving = thing(2, copies={}, moving={"to": "host", "done": 50 * MIB, "total": 200 * MIB})
     view = view_of(snapshot(objects=[thing(1), moving]))
     assert plain(others(view)["moves"].rows) == [
@@ -190,8 +185,8 @@ def test_a_move_between_tiers_is_told_with_its_progress() -> None:
     assert plain(objects(view, [moving]).rows)[0][7] == "device, 25% to host"
 
 
-def test_memory_is_told_by_device() -> None:
-    """Results, buffers and what others have of it; of a quota where there is one."""
+def test_memory_by_device() -> None:
+    """That of results, of buffers and of other processes; as a share of the quota, where there is one."""
     buffers = {"kind": "buffer", "endpoint": "", "state": "listed", "nbytes": 100 * MIB}
     devices = [device(used=300 * MIB, limit=400 * MIB), device(GPU, used=100 * MIB), device("odd", free=None)]
     cpu, gpu, odd = plain(others(view_of(snapshot(objects=[thing(1, **buffers)], devices=devices)))["memory"].rows)
@@ -202,7 +197,7 @@ def test_memory_is_told_by_device() -> None:
 
 
 def test_short_runs_are_no_builds() -> None:
-    """On a busy server a call of microseconds is under way at every moment; it is not looked at unless it says something."""
+    """Unless they are tasks or report progress: on a busy server some call of microseconds runs at every moment."""
     short = {"created_at": 999.9, "progress": None}
     runs = [run_of("a", **short), run_of("b", **short, tasks=["t"]), run_of("c", created_at=999.9), run_of("d", progress=None)]
     rows = plain(others(view_of(snapshot(runs=runs)))["builds"].rows)
@@ -210,7 +205,7 @@ def test_short_runs_are_no_builds() -> None:
     assert rows[1][1:] == ["█" * 5 + "░" * 15, "1/4 shard", "9s", "running", "0", "1"]
 
 
-def test_calls_are_told_by_endpoint() -> None:
+def test_calls_by_endpoint() -> None:
     """The busiest first, with the share that the cache answered; without rates there are the counts."""
     view = view_of(snapshot(endpoints={"encode": counts(calls=20_000, errors=5), "load": counts(calls=150, hits=75)}))
     busiest, other = plain(others(view)["calls"].rows)
@@ -219,8 +214,8 @@ def test_calls_are_told_by_endpoint() -> None:
     assert plain(others(replace(view, rates={}))["calls"].rows)[0][1:4] == ["-", "-", "20k"]
 
 
-def test_the_cluster_is_told_as_its_source_reports_it() -> None:
-    """What is not known is a dash; a server without a source has no such table."""
+def test_the_cluster_as_its_source_reports_it() -> None:
+    """Unknown numbers are dashes; a server without a source has no such table."""
     source = {
         "pid": 9,
         "misses": 2,
@@ -234,7 +229,7 @@ def test_the_cluster_is_told_as_its_source_reports_it() -> None:
 
 
 def test_workers_and_clients() -> None:
-    """A worker without a device of its own has the server's; clients that hold most are first, and the view is none."""
+    """A worker without a device of its own has the server's; clients are ordered by what they hold, without the view itself."""
     tables = others(replace(view_of(full()), pid=80))
     assert plain(tables["workers"].rows)[1] == ["83", "starting", "1", "2", "cpu", "60s"]
     clients = plain(tables["clients"].rows)
@@ -246,56 +241,43 @@ def test_workers_and_clients() -> None:
 
 
 def test_the_first_lines() -> None:
-    """Which server it is, and the sums; those that do not fit into a narrow terminal are the last."""
+    """The server, and the sums in order of importance: a narrow terminal cuts the last ones."""
     view = view_of(full())
     assert headline(view).plain == "shared-rpc top  pid 77  cpu  up 100s  /run/user/1000/shared-tensor-cpu.sock"
     assert totals(view).plain.startswith(
         "830.0 MiB in 40 objects  55.0 calls/s  1 error  3 leases  12 clients  100% hits  2 builds  3 tasks"
     )
     assert totals(replace(view, rates={})).plain.split("  ")[1:6:4] == ["12 calls", "- hits"]
-
-
-def test_copies_and_waiting_requests_are_shown_where_there_are_any() -> None:
-    """Among the sums, before what matters less."""
-    assert "copies" not in totals(view_of(full())).plain
     latest = snapshot(server={"copies": {"host": 3 * MIB, "file": MIB}, "waiting": 2})
     assert "1 error  3.0 MiB host, 1.0 MiB file in copies  2 waiting for capacity  3 leases" in totals(view_of(latest)).plain
 
 
 def test_names_cannot_move_the_cursor() -> None:
-    """A process's command line, a key and a message are others' texts."""
+    """Command lines, keys and messages are texts of other processes."""
     evil = "x\x1b[2J\ny\r\x07"
     item = thing(1, cache_key=evil, endpoint=evil, holders=[{"kind": "session", "session": "s1", "pid": 81, "connections": 1}])
     runs = [run_of(evil, endpoint=evil, progress={"done": 1.0, "total": 2.0, "message": evil})]
-    told = {"sessions": [session(1, 81)], "endpoints": {evil: counts(calls=1)}, "commands": {81: evil}}
-    view = View(snapshot(objects=[item], runs=runs, **told, server={"socket_path": evil}))
+    facts = {"sessions": [session(1, 81)], "endpoints": {evil: counts(calls=1)}, "commands": {81: evil}}
+    view = View(snapshot(objects=[item], runs=runs, **facts, server={"socket_path": evil}))
     tables = [objects(view, [item]), *others(view).values()]
     texts = [cell for table in tables for row in plain(table.rows) for cell in row]
     assert all(text.isprintable() for text in [*texts, headline(view).plain, *detail(view, item).split("\n")])
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(-1, "0s"), (0, "0s"), (119, "119s"), (121, "2m"), (7300, "2h"), (180_000, "2d")]
-)
-def test_ages_are_short(seconds: float, text: str) -> None:
-    """A number and a letter."""
-    assert lasted(seconds) == text
-
-
 @given(st.lists(st.tuples(st.floats(0, 1e12), st.just("red")), max_size=3), st.floats(0, 1e12))
-def test_a_bar_is_as_wide_as_any(parts: list[tuple[float, str]], total: float) -> None:
-    """Whatever it shows, more than there is included."""
+def test_every_bar_has_the_same_width(parts: list[tuple[float, str]], total: float) -> None:
+    """Whatever it shows, also more than the total."""
     assert cell_len(bar("█▓▒░", parts, total).plain) == 20
 
 
-def test_a_bar_shows_what_is_little() -> None:
-    """Something is not nothing; and a terminal of letters gets letters."""
+def test_a_bar_shows_small_amounts() -> None:
+    """More than nothing is at least one cell, whatever the characters."""
     assert bar("█▓▒░", [(1, ""), (0, "")], 1000).plain == "█" + "░" * 19
     assert bar("#=+.", [(500, ""), (250, "")], 1000).plain == "#" * 10 + "=" * 5 + "." * 5
 
 
 def test_orders() -> None:
-    """Each by what its name says, from what one looks for first; and reversed."""
+    """Each by what its name says, descending where that is more useful, and reversed; equal objects keep their places."""
     items = [
         thing(1, nbytes=5, leases=1, cache_key="B", created_at=3.0, last_accessed_at=9.0),
         thing(2, nbytes=9, leases=0, cache_key="c", created_at=1.0, last_accessed_at=7.0),
@@ -308,19 +290,15 @@ def test_orders() -> None:
     found = {name: order(sort=name) for name in ORDERS}
     assert found == {"size": [2, 3, 1], "age": [2, 3, 1], "leases": [3, 1, 2], "name": [3, 1, 2], "access": [1, 3, 2]}
     assert {name: order(sort=name, reverse=True)[::-1] for name in ORDERS} == found
-
-
-def test_equal_objects_stay_in_their_places() -> None:
-    """However the server lists them."""
-    items = [thing(number, nbytes=1) for number in range(5)]
-    assert arranged(items, ObjectChoice()) == arranged(items[::-1], ObjectChoice())
+    equal = [thing(number, nbytes=1) for number in range(5)]
+    assert arranged(equal, ObjectChoice()) == arranged(equal[::-1], ObjectChoice())
 
 
 # Counters.
 
 
-def test_rates_are_of_a_second() -> None:
-    """What was counted between two moments, by the time between them; an endpoint that is new counts from nothing."""
+def test_rates_are_per_second() -> None:
+    """The difference of two snapshots over their time; a new endpoint counts from zero."""
     earlier = snapshot(at=10.0, endpoints={"load": counts(calls=10, hits=4)})
     later = snapshot(at=12.0, endpoints={"load": counts(calls=20, hits=12, errors=1), "new": counts(calls=4)})
     found = rates(earlier, later)
@@ -329,24 +307,24 @@ def test_rates_are_of_a_second() -> None:
 
 
 @pytest.mark.parametrize("changed", [{"server_id": "bb"}, {"pid": 78}, {"started_at": 901.0}], ids=str)
-def test_another_server_counts_from_nothing(changed: dict[str, Any]) -> None:
-    """So does one that was started again with the id of the one before: there is nothing to compare with."""
+def test_another_server_has_no_rates(changed: dict[str, Any]) -> None:
+    """Nor has one that was restarted with the same id: its counters began again."""
     earlier, later = snapshot(at=10.0), snapshot(at=11.0, endpoints={"load": counts(calls=4)}, server=changed)
     assert rates(earlier, later) == {}
     assert rates(None, later) == {}
 
 
-def test_a_server_with_many_objects_is_looked_at_less_often() -> None:
-    """At most a tenth of the time goes to being watched."""
+def test_slow_polls_are_rarer() -> None:
+    """A server spends at most a tenth of its time on being watched."""
     assert pause(1.0, 0.01) == 1.0
     assert pause(1.0, 0.5) == 5.0
 
 
-# What is asked of a server.
+# Polls and actions.
 
 
-def test_of_several_servers_the_one_there_was_is_found_again(base_path: str, provider: Provider) -> None:
-    """Another one that has come meanwhile is not taken for it; without one there was, somebody has to say which."""
+def test_the_watched_server_is_found_again(base_path: str, provider: Provider) -> None:
+    """Also if another one has started since; without an earlier one, several servers need a choice."""
     with Server(provider) as first, Server(Provider(f"{base_path}-another", device="cpu")) as other:
         for server in (first, other):
             with find_server(None, None, server.socket_path) as client:
@@ -358,48 +336,33 @@ def test_of_several_servers_the_one_there_was_is_found_again(base_path: str, pro
 
 
 @pytest.fixture
-def watcher(provider: Provider, serve: Callable[..., Server]) -> ServerWatcher:
+def watcher(provider: Provider, serve: Serve) -> Iterator[ServerWatcher]:
     """Of a server that has built a tensor."""
-
-    @provider.share
-    def load(size: int) -> torch.Tensor:
-        return torch.zeros(size)
-
+    provider.share("load")(lambda size: torch.zeros(int(size)))
     server = serve()
     provider.call("load", 1)
-    return ServerWatcher(lambda earlier: Client(socket_path=server.socket_path, timeout=20, connect_timeout=0))
+    watcher = ServerWatcher(lambda earlier: Client(socket_path=server.socket_path, timeout=20, connect_timeout=0))
+    yield watcher
+    watcher.close()
 
 
-def test_what_is_asked_for_is_done(watcher: ServerWatcher) -> None:
-    """An object, an endpoint, a buffer."""
+def test_actions(watcher: ServerWatcher) -> None:
+    """Objects and endpoints are invalidated, buffers are freed; a missing object does not end the view."""
     seen = watcher.poll()
     (item,) = seen.objects
     assert watcher.execute(Action("object", item["object_id"], "load(size=1)", seen)) == "load(size=1) dropped from the cache"
     assert watcher.poll().objects == []
     assert watcher.execute(Action("endpoint", "load", "load", seen)) == "0 cached results of load dropped"
-    watcher.close()
-
-
-def test_a_buffer_is_freed(watcher: ServerWatcher) -> None:
-    """Its holder keeps it, and nobody else gets it."""
-    seen = watcher.poll()
+    assert watcher.execute(Action("object", "0" * 24, "load(size=2)", seen)).startswith("load(size=2): ")
     with Client(socket_path=seen.server["socket_path"]) as client, client.create_buffer(4) as buffer:
         action = Action("buffer", buffer.object_id, "buffer 1", seen)
         assert watcher.execute(action) == "buffer 1 freed"
         assert watcher.execute(action) == "buffer 1 had gone already"
-        assert next(item for item in watcher.poll().objects if item["kind"] == "buffer")["state"] == "freed"
-    watcher.close()
+        assert [item["state"] for item in watcher.poll().objects] == ["freed"]
 
 
-def test_what_cannot_be_done_is_told(watcher: ServerWatcher) -> None:
-    """An object that has gone meanwhile does not end the view."""
-    seen = watcher.poll()
-    assert watcher.execute(Action("object", "0" * 24, "load(size=2)", seen)).startswith("load(size=2): ")
-    watcher.close()
-
-
-def test_what_was_asked_of_another_server_is_not_asked_of_this_one(watcher: ServerWatcher) -> None:
-    """It was meant for what was on the screen, of a server that has gone, before and after the next one is found."""
+def test_an_action_on_an_earlier_server_is_refused(watcher: ServerWatcher) -> None:
+    """It was meant for what was on the screen, whether or not the next server has been found."""
     seen = watcher.poll()
     watcher.close()
     gone = "load: not done, because the server had gone"
@@ -408,11 +371,10 @@ def test_what_was_asked_of_another_server_is_not_asked_of_this_one(watcher: Serv
     earlier = replace(seen, server=seen.server | {"started_at": 1.0})
     assert watcher.execute(Action("endpoint", "load", "load", earlier)) == gone
     assert len(watcher.poll().objects) == 1
-    watcher.close()
 
 
-def test_without_a_server_the_reason_is_told() -> None:
-    """Of one that had been there, that it is lost."""
+def test_the_error_without_a_server() -> None:
+    """Before there was one, it is the reason alone: nothing is lost."""
 
     def find(earlier: str) -> Client:
         raise ConnectError("nobody is there")
@@ -421,30 +383,30 @@ def test_without_a_server_the_reason_is_told() -> None:
         ServerWatcher(find).poll()
 
 
-# The application. What it shows is told by a watcher of the test's own, so that it shows it at once.
+# The application. It shows the snapshots of a test at once.
 
 
-class Told(ServerWatcher):
-    """Tells what a test says, and keeps what is asked for."""
+class Fake(ServerWatcher):
+    """Returns the snapshot of a test, or raises its error, and records actions."""
 
     def __init__(self, latest: Snapshot) -> None:
         self.latest: Snapshot | str = latest
-        self.asked: list[Action] = []
+        self.actions: list[Action] = []
 
     def poll(self) -> Snapshot:
-        """Tell it."""
+        """See :class:`ServerWatcher`."""
         if isinstance(self.latest, str):
             raise SharedRPCError(self.latest)
         return self.latest
 
     def execute(self, action: Action) -> str:
-        """Keep it."""
-        self.asked.append(action)
+        """See :class:`ServerWatcher`."""
+        self.actions.append(action)
         return "done"
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
-    """Wait for what is shown: a pause of the pilot's ends early on a machine that is busy."""
+    """Wait for what is shown: the pilot's own pause may end early on a busy machine."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "it is not shown"
@@ -454,24 +416,24 @@ async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
 class Shown:
     """The application, and what it shows."""
 
-    def __init__(self, app: TopApp, pilot: Pilot[None], told: Told) -> None:
-        self.app, self.pilot, self.told = app, pilot, told
+    def __init__(self, app: TopApp, pilot: Pilot[None], fake: Fake) -> None:
+        self.app, self.pilot, self.fake = app, pilot, fake
 
     async def press(self, *keys: str) -> None:
-        """Type, and let an action that is asked for come to its end."""
+        """Type, and wait for the end of an action."""
         await self.pilot.press(*keys)
         await self.app.workers.wait_for_complete()
         await self.pilot.pause()
 
-    async def tell(self, latest: Snapshot | str) -> None:
-        """Have it look again."""
-        self.told.latest = latest
+    async def show(self, latest: Snapshot | str) -> None:
+        """Poll again."""
+        self.fake.latest = latest
         await self.app.poll().wait()
         await self.drawn()
 
     async def drawn(self) -> None:
-        """Wait until it shows what it was told last."""
-        latest = self.told.latest
+        """Wait until the latest snapshot is shown."""
+        latest = self.fake.latest
 
         def shown() -> bool:
             view = self.app._view
@@ -502,18 +464,18 @@ class Shown:
 
     @property
     def notices(self) -> list[str]:
-        """What became of actions."""
+        """The outcomes of actions."""
         return [str(toast.render()) for toast in self.app.screen.query("Toast")]
 
 
 @asynccontextmanager
 async def showing(latest: Snapshot, size: tuple[int, int] = (120, 30)) -> AsyncIterator[Shown]:
-    """The application on a screen of that size; it looks again only when it is told to."""
-    told = Told(latest)
-    app = TopApp(told, 86400.0, "size", "█▓▒░")
+    """The application on a screen of that size; it polls when a test says so."""
+    fake = Fake(latest)
+    app = TopApp(fake, 86400.0, "size", "█▓▒░")
     async with app.run_test(size=size, notifications=True) as pilot:
         await app.workers.wait_for_complete()
-        shown = Shown(app, pilot, told)
+        shown = Shown(app, pilot, fake)
         await shown.drawn()
         yield shown
 
@@ -528,7 +490,7 @@ LOAD = [f"load(size={number})" for number in range(100)]
 
 @pytest.mark.asyncio
 async def test_sorting() -> None:
-    """The next and the previous order, round and round; another one begins with its own direction."""
+    """s and S choose the next and the previous order, r reverses it; another order begins unreversed."""
     async with showing(few(1, 2, 3)) as top:
         assert (top.names, top.text("#order Static")) == ([LOAD[3], LOAD[2], LOAD[1]], "objects 3 by size")
         await top.press("r")
@@ -543,7 +505,7 @@ async def test_sorting() -> None:
 
 @pytest.mark.asyncio
 async def test_moving() -> None:
-    """From one to the next, by pages and to the ends, and no further."""
+    """Keys move the cursor by one, by pages and to the ends."""
     async with showing(few(*range(1, 41))) as top:
         for keys, number in [("jj", 38), ("k", 39), ("kkk", 40), ("G", 1), ("j", 1), ("g", 40)]:
             await top.press(*keys)
@@ -557,35 +519,35 @@ async def test_moving() -> None:
 
 @pytest.mark.asyncio
 async def test_the_cursor_stays_with_its_object() -> None:
-    """Wherever it is sorted to; where it has gone, with what took its place. At the top it stays at the top."""
+    """At the top it stays at the top; if its object is gone, it stays at that row."""
     async with showing(few(2, 3, 4)) as top:
-        await top.tell(few(2, 3, 4, 5))
+        await top.show(few(2, 3, 4, 5))
         assert top.selected == LOAD[5]
         await top.press("j")
-        await top.tell(few(2, 3, 4, 5, 6))
+        await top.show(few(2, 3, 4, 5, 6))
         assert top.selected == LOAD[4]
         await top.press("r")
         assert (top.selected, top.objects.cursor_row) == (LOAD[4], 2)
-        await top.tell(few(2, 3, 5))
+        await top.show(few(2, 3, 5))
         assert top.selected == LOAD[5]
-        await top.tell(few())
+        await top.show(few())
         assert top.names == []
 
 
 @pytest.mark.asyncio
-async def test_what_the_user_has_scrolled_to_stays() -> None:
-    """Where the list is as it was, and the cursor is somewhere else."""
+async def test_a_poll_does_not_scroll() -> None:
+    """If the list is unchanged, wherever the cursor is."""
     async with showing(few(*range(1, 41))) as top:
         await top.press("j")
         top.objects.scroll_to(y=10, animate=False)
         await top.pilot.pause()
-        await top.tell(few(*range(1, 41)))
+        await top.show(few(*range(1, 41)))
         assert (top.objects.scroll_offset.y, top.selected) == (10, LOAD[39])
 
 
 @pytest.mark.asyncio
 async def test_filtering_by_endpoint() -> None:
-    """While it is typed already; Esc goes back to what was before, and from the list to everything."""
+    """The list follows each key; Esc restores the filter of before, and from the list removes it."""
     items = [thing(1), thing(2, endpoint="Encode"), thing(3, endpoint="", kind="buffer", state="listed")]
     async with showing(snapshot(objects=items)) as top:
         await top.press("slash", *"enx")
@@ -605,12 +567,12 @@ async def test_filtering_by_endpoint() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("key", "asked"), [("y", ("object", f"{2:024x}", LOAD[2])), ("e", ("endpoint", "load", "load"))])
 async def test_invalidating_asks_first(key: str, asked: tuple[str, str, str]) -> None:
-    """For the object, or for its endpoint."""
+    """Whether for the object, or for its endpoint."""
     async with showing(few(1, 2, 3)) as top:
         await top.press("j", "i")
         assert top.text("Question Static") == "invalidate load(size=2)?  y yes  e all 3 of load  Esc no"
         await top.press(key)
-        assert [action[:3] for action in top.told.asked] == [asked]
+        assert [action[:3] for action in top.fake.actions] == [asked]
         assert top.notices == ["done"]
 
 
@@ -621,18 +583,18 @@ async def test_any_other_answer_is_no() -> None:
         for key in ("n", "escape", "enter", "q", "i", "down"):
             top.app.clear_notifications()
             await top.press("i", key)
-            assert (top.told.asked, top.selected, top.notices) == ([], LOAD[3], ["left as it is"]), key
+            assert (top.fake.actions, top.selected, top.notices) == ([], LOAD[3], ["left as it is"]), key
             assert not isinstance(top.app.screen, Question)
 
 
 @pytest.mark.asyncio
-async def test_what_is_confirmed_is_what_was_asked_about() -> None:
-    """Though it has gone, and another object is in its place, when the key is pressed."""
+async def test_a_confirmation_is_for_the_object_of_the_question() -> None:
+    """Though another one is in its place when the key is pressed."""
     async with showing(few(1, 2, 3)) as top:
         await top.press("i")
-        await top.tell(few(1, 2))
+        await top.show(few(1, 2))
         await top.press("y")
-        assert [action.target for action in top.told.asked] == [f"{3:024x}"]
+        assert [action.target for action in top.fake.actions] == [f"{3:024x}"]
 
 
 @pytest.mark.asyncio
@@ -641,19 +603,19 @@ async def test_a_buffer_has_no_endpoint_to_invalidate() -> None:
     buffer = thing(9, kind="buffer", endpoint="", cache_key=None, state="listed")
     async with showing(snapshot(objects=[buffer])) as top:
         await top.press("i", "e")
-        assert top.told.asked == []
+        assert top.fake.actions == []
         await top.press("i")
         assert top.text("Question Static") == f"free buffer {9:024x}?  y free it  Esc leave it"
         await top.press("y")
-        assert [action[:2] for action in top.told.asked] == [("buffer", f"{9:024x}")]
+        assert [action[:2] for action in top.fake.actions] == [("buffer", f"{9:024x}")]
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_invalidated_is_told() -> None:
-    """Nothing, and an object that its holders alone keep."""
+async def test_nothing_to_invalidate() -> None:
+    """No object, or one that is not cached."""
     async with showing(snapshot()) as top:
         await top.press("i")
-        await top.tell(snapshot(objects=[thing(9, cached=False)]))
+        await top.show(snapshot(objects=[thing(9, cached=False)]))
         await top.press("i")
         assert top.notices == [
             "there is no object to invalidate",
@@ -663,7 +625,7 @@ async def test_what_cannot_be_invalidated_is_told() -> None:
 
 @pytest.mark.asyncio
 async def test_help_and_quitting() -> None:
-    """The same key shows the keys and hides them; q ends, from there too."""
+    """The same key shows and hides the help; q quits from there too."""
     async with showing(full()) as top:
         await top.press("question_mark")
         assert top.app.screen.query(HelpPanel)
@@ -674,22 +636,22 @@ async def test_help_and_quitting() -> None:
 
 
 @pytest.mark.asyncio
-async def test_trouble_keeps_what_was_seen() -> None:
-    """It is shown with why there is nothing newer, and no rate; the next snapshot ends it. Nothing in it is markup."""
+async def test_a_failed_poll_keeps_the_view() -> None:
+    """The error is shown as plain text, without rates, until the next snapshot."""
     first = snapshot(at=1.0, objects=[thing(1)], endpoints={"load": counts()})
     async with showing(first) as top:
-        await top.tell(replace(first, at=2.0, endpoints={"load": counts(calls=3)}))
+        await top.show(replace(first, at=2.0, endpoints={"load": counts(calls=3)}))
         assert "3.0 calls/s" in top.text("#facts")
-        await top.tell("it went away [red]\n\x1b[2J")
+        await top.show("it went away [red]\n\x1b[2J")
         assert (top.text("#trouble"), top.names) == ("it went away [red] [2J", [LOAD[1]])
         assert "12 calls" in top.text("#facts")
-        await top.tell(replace(first, at=3.0))
+        await top.show(replace(first, at=3.0))
         assert top.text("#trouble") == ""
 
 
 @pytest.mark.asyncio
-async def test_forty_columns_have_what_matters_most() -> None:
-    """Of an object its name, size, how many hold it, and its age; the other columns are to the right."""
+async def test_forty_columns_show_what_matters_most() -> None:
+    """The name of an object, its size, its holders and its age; other columns are to the right."""
     async with showing(full(), (40, 24)) as top:
         first = list(top.objects.ordered_columns)[:4]
         assert [str(column.label) for column in first] == ["objects", "size", "held", "age"]
@@ -703,7 +665,7 @@ async def test_forty_columns_have_what_matters_most() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sizes", [[(1, 1), (80, 10), (200, 60)], [(40, 24), (20, 5)]], ids=str)
 async def test_every_size_can_be_shown(sizes: list[tuple[int, int]]) -> None:
-    """With a server that has much of everything, while a question is asked too; a list of objects is left in a low terminal."""
+    """Also while a question is asked; a low terminal shows the objects only."""
     async with showing(full(), sizes[0]) as top:
         for size in sizes:
             await top.pilot.resize_terminal(*size)
@@ -715,16 +677,16 @@ async def test_every_size_can_be_shown(sizes: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_selected_is_told_in_full() -> None:
-    """On lines of their own, whatever columns there are."""
+async def test_the_selected_object_is_shown_in_full() -> None:
+    """On lines of its own, whatever the columns."""
     latest = full()
     async with showing(replace(latest, objects=[latest.objects[5]]), (40, 24)) as top:
         assert top.text("#detail") == detail(View(latest), latest.objects[5])
 
 
 @pytest.mark.asyncio
-async def test_of_very_many_objects_the_first_are_shown() -> None:
-    """And that there are more."""
+async def test_at_most_five_hundred_objects_are_shown() -> None:
+    """The headline says that there are more."""
     async with showing(few(*range(1, 701))) as top:
         assert (top.objects.row_count, top.names[0]) == (500, "load(size=700)")
         assert top.text("#order Static") == "objects 700 by size, the first 500"
@@ -732,8 +694,8 @@ async def test_of_very_many_objects_the_first_are_shown() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["an answer", "a size", "a highlight"])
-async def test_what_comes_while_the_view_closes_is_no_error(what: str) -> None:
-    """The widgets have gone before it."""
+async def test_an_event_while_the_view_closes_is_no_error(what: str) -> None:
+    """The widgets are gone by then."""
     late: list[bool] = []
 
     class Late(TopApp):
@@ -746,7 +708,7 @@ async def test_what_comes_while_the_view_closes_is_no_error(what: str) -> None:
             else:
                 self._show_detail()
 
-    app = Late(Told(few(1)), 86400.0, "size", "█▓▒░")
+    app = Late(Fake(few(1)), 86400.0, "size", "█▓▒░")
     async with app.run_test() as pilot:
         await app.workers.wait_for_complete()
         await until(pilot, lambda: app._view is not None)
@@ -754,11 +716,11 @@ async def test_what_comes_while_the_view_closes_is_no_error(what: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_look_that_takes_long_keeps_no_key_waiting() -> None:
-    """The server is asked in a thread."""
+async def test_a_slow_poll_delays_no_key() -> None:
+    """It runs in a thread."""
     answers = threading.Event()
 
-    class Slow(Told):
+    class Slow(Fake):
         def poll(self) -> Snapshot:
             answers.wait(20)
             return super().poll()

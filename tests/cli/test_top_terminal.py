@@ -20,16 +20,18 @@ from shared_rpc import Client, Provider, Server, progress
 from shared_rpc.cli.top.command import Order
 from shared_rpc.cli.top.tables import ORDERS
 from shared_rpc.observability import events as happenings
-from tests.kit.brokers import BrokerApp, another_worker, worker_pids
-from tests.kit.commands import MODULE, Ran, cli
-from tests.kit.processes import Child, eventually, sigstop
+from tests.kit.apps import Connect, Serve
+from tests.kit.commands import MODULE, cli
+from tests.kit.deep import deep
+from tests.kit.processes import Child, eventually, python, sigstop
 from tests.kit.terminals import ALTERNATE, NORMAL, Tty
 
 MIB = 1 << 20
+Terminal = Callable[..., Tty]
 
 
 @pytest.fixture
-def served(provider: Provider, serve: Callable[..., Server], go: threading.Event) -> Server:
+def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     """A server in this process."""
 
     @provider.share(managed=True)
@@ -70,9 +72,11 @@ def quit_from(top: Tty) -> None:
     assert top.restored
 
 
-def plain(written: bytes) -> str:
-    """Text without colours, which Python 3.13 and later have in tracebacks."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", written.decode())
+def code(before: str) -> str:
+    """``top`` as a program that runs other code first; its options follow."""
+    return (
+        f"import sys\n{textwrap.dedent(before)}\nfrom shared_rpc.cli.__main__ import main\nsys.argv.insert(1, 'top')\nmain()\n"
+    )
 
 
 def row(top: Tty, beginning: str) -> str:
@@ -80,10 +84,10 @@ def row(top: Tty, beginning: str) -> str:
     return next((line.strip() for line in top.lines if line.strip().startswith(beginning)), "")
 
 
-def test_what_is_seen(
-    served: Server, connect: Callable[..., Client], go: threading.Event, threads: ThreadPoolExecutor, tty: Callable[..., Tty]
+def test_the_view_of_a_busy_server(
+    served: Server, connect: Connect, go: threading.Event, threads: ThreadPoolExecutor, tty: Terminal
 ) -> None:
-    """Objects with their sizes and who holds them, memory, builds, calls, clients; the view itself is no client."""
+    """Objects with sizes and holders, memory, builds, calls and clients, of which the view itself is none."""
     client = connect()
     with client.call("load", 8), client.create_buffer(4 * MIB, ttl=600):
         client.call("table", 1)
@@ -104,32 +108,10 @@ def test_what_is_seen(
     assert [one["pid"] for one in client.list_sessions()] == [os.getpid()]
 
 
-def test_an_object_is_invalidated(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """The one that is selected, after a question, and no other; a second time the whole endpoint."""
-    client = connect()
-    for key in range(3):
-        client.call("table", key)
-    top = tty("--sort", "name")
-    top.until("table(key=2)")
-    top.press("\x1b[Bi")
-    top.until("invalidate table(key=1)?", "y yes  e all 3 of table  Esc no")
-    assert len(client.list_objects()) == 3
-    top.press("y")
-    top.until("table(key=1) dropped from the cache", "objects 2 by name")
-    assert sorted(item["cache_key"] for item in client.list_objects()) == ["table(key=0)", "table(key=2)"]
-
-    top.press("i")
-    top.until("e all 2 of table")
-    top.press("e")
-    top.until("2 cached results of table dropped", "objects 0")
-    assert client.list_objects() == []
-    quit_from(top)
-
-
-def test_forty_columns_and_another_size(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """A narrow terminal has fewer columns; when it is made wider they come at once."""
+def test_a_resized_terminal_is_drawn_at_once(served: Server, connect: Connect, tty: Terminal) -> None:
+    """A narrow one has fewer columns; a wider one gets them without another poll."""
     with connect().call("load", 8):
-        top = tty("-d", "600", columns=40, lines=24)  # it is not by looking again that it notices
+        top = tty("-d", "600", columns=40, lines=24)
         top.until("load(mib=8)", "8.0 MiB")
         assert "endpoint" not in top.text
         top.resize(140, 30)
@@ -140,16 +122,14 @@ def test_forty_columns_and_another_size(served: Server, connect: Callable[..., C
         quit_from(top)
 
 
-def test_waiting_for_a_server(
-    provider: Provider, base_path: str, serve: Callable[..., Server], tty: Callable[..., Tty]
-) -> None:
-    """Without one it says what starts one, and shows the first that comes; when that goes it waits for the next."""
+def test_waiting_for_a_server(provider: Provider, base_path: str, serve: Serve, tty: Terminal) -> None:
+    """The command that starts one is shown whole. After the end of a server, the view waits for the next one."""
     provider.share("ones")(lambda: torch.ones(1))
-    top = tty(columns=200)
-    assert "shared-rpc serve app.py" in top.until("no server answers in", "start one with").replace("\n", " ")
+    top = tty(columns=40, lines=24)
+    top.until("no server answers in", "'shared-rpc serve app.py'", "--base-path or --socket", "q Quit")
+    top.resize(200, 30)
     first = serve()
     top.until("objects 0", "s-cpu.sock")
-
     first.stop()
     top.until("lost the server")
     elsewhere = Provider(f"{base_path}-next", device="cpu")
@@ -161,46 +141,19 @@ def test_waiting_for_a_server(
         quit_from(top)
 
 
-def test_forty_columns_and_no_server(base_path: str, tty: Callable[..., Tty]) -> None:
-    """The reason and the command are shown whole, on as many lines as they need."""
-    top = tty(columns=40, lines=24)
-    screen = " ".join(top.until("no server answers in", "start one with", "q Quit").split())
-    assert "'shared-rpc serve app.py'" in screen and "--base-path or --socket" in screen
-    quit_from(top)
-
-
-def test_several_servers(served: Server, base_path: str, tty: Callable[..., Tty]) -> None:
-    """Which one is meant has to be said."""
-    with Server(Provider(f"{base_path}-another", device="cpu")) as another:
-        top = tty(columns=200)
-        top.until("several servers answer; choose one with --socket", another.socket_path)
-        quit_from(top)
-        chosen = tty("--socket", another.socket_path, columns=200)
-        chosen.until("objects 0", another.socket_path)
-        quit_from(chosen)
-
-
-def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tty: Callable[..., Tty]) -> None:
-    """Keys are answered all the same."""
-    code = """
+def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tty: Terminal) -> None:
+    """Keys work all the same."""
+    child = python("""
         from shared_rpc import Provider, Server
         with Server(Provider(device="cpu")) as server:
             print(server.socket_path, flush=True)
             input()
-    """
-    child = Child("-c", textwrap.dedent(code))
+    """)
     children.append(child)
     path = child.expect(".sock")
-    view = f"""
-        import sys
-        from shared_rpc.cli import discovery
-        from shared_rpc.cli.__main__ import main
-
-        discovery._PATIENCE = 0.5
-        sys.argv[1:] = ["top", "-d", "0.1", "--socket", {path!r}]
-        main()
-    """
-    top = tty(command=("-c", textwrap.dedent(view)), columns=100)
+    top = tty(
+        command=("-c", code("from shared_rpc.cli import discovery; discovery._PATIENCE = 0.5"), "-d", "0.1", "--socket", path)
+    )
     top.until("objects 0")
     sigstop(child.pid)
     top.until("lost the server")
@@ -216,29 +169,30 @@ def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tt
 
 
 @pytest.mark.parametrize(
-    ("end", "code"),
+    ("end", "status"),
     [
-        (lambda top: top.press("q"), 0),
         (lambda top: top.press("\x03"), 128 + signal.SIGINT),
-        (lambda top: top.press("\x1c"), 128 + signal.SIGQUIT),
         (lambda top: top.kill(signal.SIGTERM), 128 + signal.SIGTERM),
-        (lambda top: top.kill(signal.SIGHUP), 128 + signal.SIGHUP),
+        *deep(
+            (lambda top: top.press("q"), 0),
+            (lambda top: top.press("\x1c"), 128 + signal.SIGQUIT),
+            (lambda top: top.kill(signal.SIGHUP), 128 + signal.SIGHUP),
+        ),
     ],
-    ids=["q", "Ctrl-C", "Ctrl-Backslash", "SIGTERM", "SIGHUP"],
 )
-def test_the_terminal_is_left_as_it_was(base_path: str, tty: Callable[..., Tty], end: Callable[[Tty], None], code: int) -> None:
+def test_the_terminal_is_restored(base_path: str, tty: Terminal, end: Callable[[Tty], None], status: int) -> None:
     """Its settings, its screen and its cursor; nothing is printed."""
     top = tty()
     top.until("no server answers")
     assert ALTERNATE in top.written and top.attributes != top.before
     end(top)
-    assert top.end() == code
+    assert top.end() == status
     assert top.restored
     assert b"Traceback" not in top.written
 
 
-def test_it_says_goodbye(served: Server, tty: Callable[..., Tty]) -> None:
-    """To the server it is a client that has closed, and none that crashed."""
+def test_the_view_closes_its_session(served: Server, tty: Terminal) -> None:
+    """To the server it is a client that has closed, not one that crashed."""
     events: list[happenings.Event] = []
     happenings.add_hook(events.append)
     try:
@@ -255,28 +209,23 @@ def test_it_says_goodbye(served: Server, tty: Callable[..., Tty]) -> None:
         happenings.remove_hook(events.append)
 
 
-@pytest.mark.parametrize("where", ["app.totals", "watching.ServerWatcher.poll"])
-def test_a_defect_leaves_the_terminal_as_it_was(served: Server, tty: Callable[..., Tty], where: str) -> None:
-    """It ends the view, whichever thread it is in: a screen that stands still would be a lie. It is told where it stays."""
-    code = f"""
-        import sys
-        from shared_rpc.cli.__main__ import main
+@pytest.mark.parametrize("where", ["app.totals", *deep("watching.ServerWatcher.poll")])
+def test_a_defect_ends_the_view(served: Server, tty: Terminal, where: str) -> None:
+    """Whichever thread it is in; the traceback is printed once the terminal is restored."""
+    broken = f"""
         from shared_rpc.cli.top import app, watching
-
-        def broken(*_):
-            raise ZeroDivisionError("a defect")
-
-        {where}, sys.argv[1:] = broken, ["top"]
-        main()
+        def broken(*_): raise ZeroDivisionError("a defect")
+        {where} = broken
     """
-    top = tty(command=("-c", textwrap.dedent(code)))
+    top = tty(command=("-c", code(broken)))
     assert top.end() == 1
     assert top.restored
-    assert "ZeroDivisionError: a defect" in plain(top.written[top.written.rfind(NORMAL) :])
+    after = re.sub(r"\x1b\[[0-9;]*m", "", top.written[top.written.rfind(NORMAL) :].decode())
+    assert "ZeroDivisionError: a defect" in after
 
 
-def test_stopping_and_going_on(served: Server, tty: Callable[..., Tty]) -> None:
-    """Ctrl-Z gives the shell its terminal as it was; in the foreground again the view is there again."""
+def test_suspending_and_resuming(served: Server, tty: Terminal) -> None:
+    """Ctrl-Z restores the terminal for the shell; ``fg`` draws the view again."""
     shell = tty(command=("-c", "import os; os.execvp('bash', ['bash', '--norc', '--noediting', '-i'])"))
     shell.press(f"{sys.executable} -m shared_rpc.cli top\n")
     shell.until("objects 0")
@@ -294,52 +243,25 @@ def test_stopping_and_going_on(served: Server, tty: Callable[..., Tty]) -> None:
     assert shell.restored
 
 
-# A broker.
-
-
-def test_workers(broker_app: BrokerApp, tty: Callable[..., Tty]) -> None:
-    """Their state and device; one that crashed is followed by one that tells of it."""
-    broker_app.start("--worker-device", "cpu")
-    client = broker_app.connect()
-    top = tty(columns=100)
-    top.until("worker", "restarts")
-    (pid,) = worker_pids(client)
-    assert row(top, f"{pid} ").split()[:5] == [str(pid), "ready", "0", "0", "cpu"]
-    os.kill(pid, signal.SIGKILL)
-    top.until_gone(f"{pid} ")
-    new = another_worker(client, pid)
-    eventually(lambda: row(top, f"{new} ").split()[:4] == [str(new), "ready", "0", "1"])
-    quit_from(top)
-
-
 # Without a terminal.
 
 
-def test_one_frame(served: Server, connect: Callable[..., Client]) -> None:
-    """With --once, and where no terminal is: all rows, without what a terminal needs, however long the lines are."""
-    with connect().call("load", 8):
-        for options in (["--once"], []):
-            ran = cli("top", "-d", "0.05", *options)
-            assert (ran.code, ran.errors) == (0, "")
-            assert "\x1b" not in ran.output
-            (line,) = (line for line in ran.output.splitlines() if line.startswith("load(mib=8)"))
-            assert "8.0 MiB" in line and f"{os.getpid()} python" in line
-            assert "0.0 calls/s" in ran.output
-
-
-def test_one_frame_on_a_terminal(served: Server, connect: Callable[..., Client], tty: Callable[..., Tty]) -> None:
-    """It is printed where the cursor is, as wide as the terminal, and stays."""
+@pytest.mark.parametrize("options", [["--once"], []], ids=str)
+def test_one_frame(served: Server, connect: Connect, options: list[str]) -> None:
+    """With --once, and where there is no terminal: all rows whole, without escape sequences, in the chosen order."""
     connect().call("table", 1)
-    top = tty("--once", columns=60)
-    assert top.end() == 0
-    assert ALTERNATE not in top.written
-    assert any(line.startswith("table(key=1)") for line in top.lines)
+    with connect().call("load", 8):
+        output = cli("top", "-d", "0.05", "--sort", "name", *options).succeeded
+    assert "\x1b" not in output and "0.0 calls/s" in output
+    line, _ = (line for line in output.splitlines() if line.startswith(("load(mib=8)", "table(key=1)")))
+    assert line.startswith("load") and "8.0 MiB" in line and f"{os.getpid()} " in line
 
 
-def test_one_frame_without_a_server(base_path: str) -> None:
-    """That is an error, with the command that starts one."""
-    assert "start one with 'shared-rpc serve app.py'" in cli("top", "--once").complaint
-    assert "s-other.sock" in cli("top", "--once", "--socket", f"{base_path}-other.sock").complaint
+def test_one_frame_in_ascii(served: Server, connect: Connect) -> None:
+    """Bars and marks are drawn with letters."""
+    connect().call("table", 1)
+    output = cli("top", "--once", "-d", "0.05", encoding="ascii").succeeded
+    assert "# objects" in output and "?" not in output
 
 
 def test_every_order_can_be_chosen() -> None:
@@ -347,44 +269,22 @@ def test_every_order_can_be_chosen() -> None:
     assert get_args(Order) == tuple(ORDERS)
 
 
-def test_one_frame_loads_no_torch(served: Server) -> None:
-    """As all commands that only ask it starts fast; no server, no event loop and no Textual either."""
-    ran = Ran("-X", "importtime", *MODULE, "top", "--once", "-d", "0.05")
-    assert ran.code == 0
-    loaded = {line.rpartition("|")[2].strip() for line in ran.errors.splitlines()}
-    assert "shared_rpc.cli.top.tables" in loaded
-    assert not {"torch", "numpy", "shared_rpc.server.server", "shared_rpc.codec", "asyncio", "textual"} & loaded
-
-
-def test_a_terminal_of_letters(served: Server, connect: Callable[..., Client]) -> None:
-    """What it cannot show is shown in another way, and nothing is a traceback."""
+def test_without_textual(served: Server, connect: Connect, tty: Terminal) -> None:
+    """The error says how to install it; --once works, and prints below the cursor, as wide as the terminal."""
     connect().call("table", 1)
-    ran = cli("top", "--once", "-d", "0.05", environ={"PYTHONIOENCODING": "ascii"})
-    assert (ran.code, ran.errors) == (0, "")
-    assert "# objects" in ran.output and "█" not in ran.output
-
-
-def test_without_textual(served: Server, tty: Callable[..., Tty]) -> None:
-    """The error says how to install it; what needs no live view is there all the same."""
-    code = """
-        import sys
-        sys.modules["textual"] = None
-        from shared_rpc.cli.__main__ import main
-        sys.argv[1:] = ["top", "-d", "0.05", *sys.argv[1:]]
-        main()
-    """
-    top = tty(command=("-c", textwrap.dedent(code)))
+    without = ("-c", code("sys.modules['textual'] = None"), "-d", "0.05")
+    top = tty(command=without)
     assert top.end() == 1
     assert "the live view needs the package textual: pip install 'shared-rpc[top]'" in " ".join(top.text.split())
-    assert ALTERNATE not in top.written
-    once = tty(command=("-c", textwrap.dedent(code), "--once"))
+    once = tty("--once", command=without, columns=60)
     assert once.end() == 0
-    assert "objects" in once.text
+    assert any(line.startswith("table(key=1)") for line in once.lines)
+    assert ALTERNATE not in top.written + once.written
 
 
 @pytest.mark.gpu
-def test_the_memory_of_a_gpu(base_path: str) -> None:
-    """What results and buffers take of it, and what is free; the server's host memory is told of too."""
+def test_memory_of_a_gpu(base_path: str) -> None:
+    """That of results and of buffers, what is free, and the server's host memory."""
     provider = Provider(base_path, device="cuda:0")
 
     @provider.share(managed=True)

@@ -1,18 +1,24 @@
-"""``shared-rpc`` as a process that ends: its exit code, its output and its errors."""
+"""``shared-rpc`` run to its end, in this process or in one of its own: exit code, output and errors."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from shared_rpc.cli.app import main
 from tests.kit.forks import run
 from tests.kit.processes import PYTHONPATH
 
-__all__ = ["MODULE", "Ran", "cli"]
+__all__ = ["MODULE", "Ran", "cli", "spawn"]
 
 MODULE = ("-m", "shared_rpc.cli")
 
@@ -20,44 +26,118 @@ MODULE = ("-m", "shared_rpc.cli")
 class Ran:
     """A command that ended."""
 
-    def __init__(self, *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> None:
-        done = run(
-            [sys.executable, *arguments],
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            cwd=cwd,
-            timeout=50,
-            check=False,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environ or {})},
-        )
-        self.code = done.returncode
-        self.output = done.stdout
-        self.errors = done.stderr
+    def __init__(self, code: int, output: str, errors: str) -> None:
+        self.code, self.output, self.errors = code, output, errors
+
+    @property
+    def succeeded(self) -> str:
+        """The output of a command that had nothing to complain of."""
+        assert (self.code, self.errors) == (0, "")
+        return self.output
 
     @property
     def data(self) -> Any:
-        """The JSON document that is all of its output, of a command that went well and had nothing to complain of."""
-        assert (self.code, self.errors) == (0, "")
-        return json.loads(self.output)
+        """The JSON document that is all of its output."""
+        return json.loads(self.succeeded)
+
+    @property
+    def documents(self) -> list[Any]:
+        """The JSON documents in its output, one on each line."""
+        return [json.loads(line) for line in self.output.splitlines()]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The cells of the printed table, the header first."""
+        return [re.split(r"\s{2,}", line.strip()) for line in self.succeeded.splitlines()]
 
     @property
     def complaint(self) -> str:
         """The one line on standard error of a command that failed, and printed nothing else."""
+        assert self.output == ""
+        return self.failure
+
+    @property
+    def failure(self) -> str:
+        """The one line on standard error of a command that failed, whatever it printed before."""
         return self._line(1)
 
     @property
     def misuse(self) -> str:
         """The one line on standard error of a command whose options or arguments cannot be used."""
+        assert self.output == ""
         return self._line(2)
 
     def _line(self, code: int) -> str:
-        assert (self.code, self.output) == (code, "")
+        assert self.code == code, self.errors
         (line,) = self.errors.splitlines()
         assert line.startswith("shared-rpc: ")
         return line.removeprefix("shared-rpc: ")
 
 
-def cli(*arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None) -> Ran:
-    """Run ``shared-rpc`` to its end."""
-    return Ran(*MODULE, *arguments, environ=environ, cwd=cwd)
+class _Output(io.TextIOWrapper):
+    """The end of a pipe that calls functions once its reader could see their texts: when these have been flushed."""
+
+    def __init__(self, encoding: str, when: Mapping[str, Callable[[], object]]) -> None:
+        self._bytes = io.BytesIO()
+        super().__init__(self._bytes, encoding=encoding)
+        self._when = dict(when)
+
+    def flush(self) -> None:
+        super().flush()
+        for awaited in [awaited for awaited in self._when if awaited in self._seen()]:
+            self._when.pop(awaited)()
+
+    def text(self) -> str:
+        """All that was written."""
+        super().flush()
+        return self._seen()
+
+    def _seen(self) -> str:
+        return self._bytes.getvalue().decode(self.encoding)
+
+
+def cli(
+    *arguments: str,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    encoding: str = "utf-8",
+    when: Mapping[str, Callable[[], object]] | None = None,
+) -> Ran:
+    """Run ``shared-rpc`` in this process. ``serve`` fails where it would become a broker: use a process for that.
+
+    :param encoding: of standard output.
+    :param when: functions to call once the reader of the output could have seen their texts.
+    """
+
+    def become(path: str, words: list[str]) -> None:
+        raise AssertionError(f"the command becomes {words}")
+
+    output, errors, code = _Output(encoding, when or {}), io.StringIO(), 0
+    with (
+        patch.dict(os.environ, environ or {}),
+        patch("os.execv", become),
+        patch("sys.argv", ["shared-rpc", *arguments]),
+        contextlib.chdir(cwd or "."),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0
+    return Ran(code, output.text(), errors.getvalue())
+
+
+def spawn(*arguments: str, environ: Mapping[str, str] | None = None, cwd: Path | None = None, **options: Any) -> Ran:
+    """Run ``shared-rpc`` in a process of its own."""
+    done = run(
+        [sys.executable, *MODULE, *arguments],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        text=True,
+        stdin=subprocess.DEVNULL,
+        cwd=cwd,
+        timeout=50,
+        check=False,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **(environ or {})},
+    )
+    return Ran(done.returncode, done.stdout or "", done.stderr or "")

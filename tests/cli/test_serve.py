@@ -1,0 +1,319 @@
+"""``shared-rpc serve``: which app, where, and with which options."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared_rpc import Provider
+from shared_rpc.cli.options import quotas_of
+from shared_rpc.errors import ConfigurationError, ServerBusy
+from shared_rpc.provider.app import load_providers
+from tests.kit.apps import Connect
+from tests.kit.commands import MODULE, cli, spawn
+from tests.kit.deep import deep
+from tests.kit.processes import Child
+
+Write = Callable[..., Path]
+Start = Callable[..., Child]
+
+#: The options of each kind of server.
+BROKER, IN_PROCESS = (), ("--in-process",)
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Write:
+    """``app(code, name)`` writes an app where commands run. Loaded as a module it imports no torch."""
+
+    def write(code: str = "", name: str = "app.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("from shared_rpc import Provider\n\nprovider = Provider(device='cpu')\n\n" + textwrap.dedent(code))
+        return path
+
+    return write
+
+
+# The app.
+
+
+@pytest.fixture
+def loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Load modules from the working directory, and forget them at the end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("app", "package", "none"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("loading")
+def test_all_providers_of_an_app_are_served(app: Write) -> None:
+    """Those at the top level, each once."""
+    app("other = Provider('/nowhere/s', device='cpu')\nalias = other")
+    assert [provider.base_path for provider in load_providers("app")] == [None, "/nowhere/s"]
+
+
+@pytest.mark.usefixtures("loading")
+def test_a_named_provider_is_served_alone(app: Write) -> None:
+    """``package.module:provider`` is found from the working directory."""
+    app("other = Provider('/nowhere/s', device='cpu')", "package/models.py")
+    (provider,) = load_providers("package.models:other")
+    assert isinstance(provider, Provider) and provider.base_path == "/nowhere/s"
+
+
+@pytest.mark.usefixtures("loading")
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        ("none.py", "no such file: none.py"),
+        ("none", "no such module: 'none'; for a file write none.py"),
+        ("json.none", "no such module: 'json.none'"),
+        ("app:none", "app has no Provider named 'none'"),
+        ("json", "json has no Provider at its top level: add one, or name it with json:name"),
+        ("./app", "'./app' is neither a file nor a module"),
+        (":provider", "'' is neither a file nor a module"),
+    ],
+)
+def test_a_target_that_does_not_exist(app: Write, target: str, complaint: str) -> None:
+    """The error says which part of the name is wrong."""
+    app()
+    with pytest.raises(ConfigurationError) as caught:
+        load_providers(target)
+    assert str(caught.value).startswith(complaint)
+
+
+@pytest.mark.usefixtures("loading")
+def test_a_module_that_the_app_lacks(app: Write) -> None:
+    """It is not mistaken for the app itself."""
+    app("import no_such_library", "package/models.py")
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library'"):
+        load_providers("package.models")
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "error"),
+    [
+        ("raise LookupError('no such checkpoint')", (), "LookupError: no such checkpoint"),
+        ("other = Provider()", ("--socket", "one.sock"), "shared-rpc: app has 2 providers for one --socket: name one"),
+        ("", ("--quota", "GPU-1=5"), "shared-rpc: quota GPU-1=5: use a device of this server: cpu"),
+    ],
+    ids=["the app raises", "one socket", "no such device"],
+)
+def test_an_app_that_cannot_be_served(
+    app: Write, base_path: str, tmp_path: Path, code: str, options: tuple[str, ...], error: str
+) -> None:
+    """An error of the app itself has a traceback. No provider is served, not even one that was created before."""
+    app(code)
+    ran = spawn("serve", "app", *options, cwd=tmp_path)
+    assert (ran.code, ran.output) == (1, "")
+    lines = ran.errors.splitlines()
+    assert lines[-1].startswith(error) and ("app.py" in ran.errors) == (len(lines) > 1)
+    assert not list(tmp_path.glob("*.sock*"))
+
+
+def test_classes_of_a_served_file_travel_as_code(app: Write, start: Start, connect: Connect) -> None:
+    """A client that cannot import the file gets its classes with the object."""
+    path = app("""
+        import torch
+
+        class Scale(torch.nn.Module):
+            def __init__(self, factor):
+                super().__init__()
+                self.factor = torch.nn.Parameter(torch.tensor(factor))
+
+            def forward(self, x):
+                return x * self.factor
+
+        @provider.share(managed=True)
+        def load(factor):
+            return Scale(factor)
+    """)
+    server = start("serve", str(path))
+    client = connect()
+    assert server.expect("serving") == f"serving load at {client.socket_path}"
+    module = client.call("load", 3.0).value
+    assert torch.equal(module(torch.ones(2)), torch.full((2,), 3.0))
+    assert type(module).__name__ == "Scale" and "app" not in sys.modules
+
+
+def test_an_app_is_loaded_like_a_script_with_the_server_role(app: Write, start: Start, tmp_path: Path) -> None:
+    """Its own directory is on the path, wherever the command runs, and variables of the shell do not change the role."""
+    (tmp_path / "weights.py").write_text("WHERE = 'beside'")
+    path = app("import weights; print('loaded', weights.WHERE, provider.execution_mode, flush=True)")
+    server = start("serve", str(path), cwd=Path("/"), environ={"SHARED_TENSOR_ENABLED": "0", "SHARED_TENSOR_ROLE": "client"})
+    assert server.expect("loaded") == "loaded beside server"
+
+
+@pytest.mark.parametrize("kind", [BROKER, IN_PROCESS], ids=str)
+def test_a_module_that_calls_its_own_endpoints_while_it_is_loaded(
+    app: Write, start: Start, connect: Connect, kind: tuple[str, ...]
+) -> None:
+    """The thread that pickles the result imports the module that waits for it; clients get the object."""
+    app(
+        """
+        import torch
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(3))
+
+        @provider.share
+        def model():
+            return Model()
+
+        warm = model()
+        """,
+        "modelling.py",
+    )
+    start("serve", "modelling", *kind).expect("serving")
+    info = connect().get_server_info()
+    assert (info["objects"], info["builds"]) == (1, 1)
+
+
+# Where it listens.
+
+
+@pytest.mark.parametrize(("option", "name"), [("--socket", "mine.sock"), *deep(("--base-path", "mine-cpu.sock"))])
+def test_options_override_the_place(app: Write, start: Start, tmp_path: Path, option: str, name: str) -> None:
+    """That of the app and of the environment; a relative path is one of the working directory."""
+    app()
+    value = name.removesuffix("-cpu.sock")
+    assert start("serve", "app", option, value).expect("serving").endswith(f" {tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("kind", [BROKER, *deep((IN_PROCESS,))], ids=str)
+def test_a_socket_path_that_is_not_utf_8(app: Write, tmp_path: Path, kind: tuple[str, ...]) -> None:
+    """A server could not report its own path: it does not start."""
+    app("provider.share('endpoint')(lambda: 0)")
+    path = os.fsdecode(bytes(tmp_path / "caf") + b"\xe9")
+    error = f"the socket path b'{tmp_path}/caf\\xe9"
+    for option in ("--base-path", "--socket"):
+        assert cli("serve", "app.py", *kind, option, path, cwd=tmp_path).misuse.startswith(error)
+    ran = spawn("serve", "app.py", *kind, environ={"SHARED_TENSOR_BASE_PATH": path}, cwd=tmp_path)
+    assert ran.complaint.startswith(error) and "is not UTF-8" in ran.complaint
+
+
+@pytest.mark.parametrize("kind", [BROKER, *deep((IN_PROCESS,))], ids=str)
+def test_an_app_in_a_directory_whose_name_is_not_utf_8(start: Start, tmp_path: Path, kind: tuple[str, ...]) -> None:
+    """It is served like any other."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / "beside.py").touch()
+    (folder / "app.py").write_text("import beside\nfrom shared_rpc import Provider\nprovider = Provider(device='cpu')\n")
+    server = start("serve", str(folder / "app.py"), *kind)
+    server.expect("serving")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.close()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("closed", "kind"), [("012", BROKER), ("1", IN_PROCESS), *deep(("0", BROKER), ("2", BROKER), ("012", IN_PROCESS))]
+)
+def test_serving_with_closed_standard_streams(
+    app: Write, connect: Connect, children: list[Child], tmp_path: Path, kind: tuple[str, ...], closed: str
+) -> None:
+    """As after ``>&-``: nothing else gets their numbers, nor what is written to them."""
+    app("print('said', flush=True)\nprovider.share('endpoint')(lambda: 0)")
+    code = (
+        "import os, sys; [os.close(int(n)) for n in sys.argv.pop(1)]; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    child = Child("-c", code, closed, *MODULE, "serve", "app.py", *kind, cwd=tmp_path, fresh=True)
+    children.append(child)
+    pid = connect(connect_timeout=40.0).get_server_info()["pid"]
+    for number in closed:
+        assert os.readlink(f"/proc/{pid}/fd/{number}") == os.devnull
+    child.process.terminate()
+    assert child.close()[0] == 0
+
+
+# Options.
+
+
+@pytest.mark.parametrize("kind", [BROKER, IN_PROCESS], ids=str)
+def test_limits_reach_the_server(app: Write, start: Start, connect: Connect, kind: tuple[str, ...]) -> None:
+    """Each of them has an effect in both kinds of servers."""
+    app("""
+        import anyio, torch
+
+        @provider.share
+        def ones(size):
+            return torch.ones(size)
+
+        @provider.share(cache=False)
+        async def forever():
+            await anyio.sleep_forever()
+    """)
+    limits = ("--max-bytes", "9KiB", "--quota", "cpu=16KiB", "--when-full", "evict", "--host-quota", "0.5", "--max-tasks", "1")
+    start("serve", "app", *limits, "--result-ttl", "0", *kind).expect("serving")
+    client = connect(timeout=1.0)
+    for size in (1, 2, 3):
+        client.call("ones", size)
+    info = client.get_server_info()
+    assert (info["objects"], info["nbytes"]) == (2, 8192)  # whole pages
+    with client.create_buffer(16 << 10) as buffer, pytest.raises(ServerBusy, match=f"wait for .*buffer {buffer.object_id}"):
+        client.create_buffer(1)
+    task = client.submit("forever")
+    assert "1 tasks are pending or running" in cli("call", "forever").complaint
+    client.cancel_task(task)
+    assert "has expired: a finished task is remembered for 0 s" in cli("tasks", "wait", task).complaint
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--device", "tpu"], "device='tpu': use 'auto', 'cpu', 'cuda', 'cuda:<index>'"),
+        (["--max-bytes", "lots"], "--max-bytes lots: use a number of bytes, or one with K, M, G or T"),
+        (["--max-bytes", "-1"], "--max-bytes -1: use a number of bytes"),
+        (["--max-bytes", "inf"], "--max-bytes inf: use a number of bytes"),
+        (["--quota", "cpu"], "--quota cpu: write device=amount, as in cuda:0=0.8 or cpu=8GiB"),
+        (["--quota", "=5"], "--quota =5: write device=amount"),
+        (["--quota", "cpu=lots"], "--quota cpu=lots: use a number of bytes, or one with K, M, G or T"),
+        (["--quota", "cpu=-1"], "--quota cpu=-1: use a number of bytes"),
+        (["--quota", "cpu=1.5"], "--quota cpu=1.5: a fraction is more than 0 and at most 1.0; bytes are whole, or have a unit"),
+        (["--quota", "cpu=0.0"], "--quota cpu=0.0: a fraction is more than 0"),
+        (["--quota", "cpu=1G", "--quota", "cpu=2G"], "--quota cpu=2G: cpu has a quota already"),
+        (["--quota", "disk=5"], "--quota disk=5: device='disk': use 'auto', 'cpu', 'cuda'"),
+        (["--when-full", "evict"], "--when-full evict needs a --quota DEVICE=AMOUNT"),
+        (["--host-quota", "lots"], "--host-quota lots: use a number of bytes, or one with K, M, G or T"),
+        (["--host-quota", "1.5"], "--host-quota 1.5: a fraction is more than 0 and at most 1.0"),
+        (["--device", "cpu", "--worker-device", "cpu"], "--device and --worker-device both name devices"),
+        (["--in-process", "--workers", "2"], "--in-process has no workers"),
+        (["--in-process", "--host-quota", "lots"], "--host-quota lots: use a number of bytes"),
+    ],
+    ids=" ".join,
+)
+def test_unusable_options_are_misuse(app: Write, base_path: str, tmp_path: Path, options: list[str], complaint: str) -> None:
+    """One line with the option and its value; nothing is served."""
+    app()
+    assert cli("serve", "app", *options, cwd=tmp_path).misuse.startswith(complaint)
+    assert not list(tmp_path.glob("*.sock"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([], {}),
+        (["cpu=8GiB"], {"cpu": 8 << 30}),
+        (["cuda:0=0.8", "cpu = 1.5 M"], {"cuda:0": 0.8, "cpu": 3 << 19}),
+        (["cuda=1.0"], {"cuda": 1.0}),
+        (["cuda=.5"], {"cuda": 0.5}),
+        (["GPU-0af4=0"], {"GPU-0af4": 0}),
+        (["cpu=1"], {"cpu": 1}),
+    ],
+)
+def test_quotas(texts: list[str], expected: dict[str, int | float]) -> None:
+    """A number with a point and no unit is a fraction; any other is a size."""
+    found = quotas_of(texts)
+    assert found == expected
+    assert [type(amount) for amount in found.values()] == [type(amount) for amount in expected.values()]
