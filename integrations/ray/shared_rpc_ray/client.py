@@ -125,7 +125,7 @@ class Cluster:
             try:
                 agent = find(actor_name(self.name, "agent", name))
                 return name, cast(Key, _got(agent.key_of.remote(endpoint, encoded), self._timeout))
-            except (Lost, ClusterError, EndpointNotFound):
+            except (ClusterError, EndpointNotFound):
                 continue  # it was lost just now, or has another app
         raise EndpointNotFound(f"no node of cluster {self.name!r} has an endpoint {endpoint!r}: {', '.join(sorted(names))}")
 

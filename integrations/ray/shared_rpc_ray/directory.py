@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from shared_rpc.errors import ClusterError, RemoteError, SharedRPCError
+from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc_ray.membership import Tasks, actor_name, find, got, named
-from shared_rpc_ray.messages import FACTS, Change, Key, Lost, Receive, SourceFailed, Statement, Version
+from shared_rpc_ray.messages import FACTS, Change, Key, Lost, SourceFailed, Statement, Transfer, Version
+from shared_rpc_ray.transfer import part_nbytes
 
 _log = logging.getLogger("shared_rpc_ray")
 
@@ -49,6 +50,8 @@ class _Member:
 
     agent: Any
     statement: Statement
+    #: What it reported last.
+    status: ClusterStatus = field(default_factory=ClusterStatus)
 
 
 @dataclass(eq=False)
@@ -101,16 +104,15 @@ class _Entry:
         """Return the nodes that hold the current version."""
         return [node for node, version in self.holders.items() if version == self.version]
 
-    def change(
-        self, version: Version | None, nodes: Iterable[str], failures: dict[str, Exception], error: Exception | None = None
-    ) -> Change:
+    def change(self, version: Version | None, outcomes: dict[str, Any], error: Exception | None = None) -> Change:
         """Return the outcome of a change. Nodes that failed, and hold another version, are left out until they get this one."""
-        key, left_out = self.key, {name: str(failure) for name, failure in failures.items()}
+        key, left_out = self.key, {name: str(found) for name, found in outcomes.items() if isinstance(found, Exception)}
         if error is None:
             self.left_out.update({name: left_out[name] for name in left_out.keys() & self.holders.keys()})
+        nodes = tuple(sorted(outcomes.keys() - left_out.keys())) if error is None else ()
         kind = {name: getattr(key.group, name) for name in FACTS}
         number = version.number if version is not None else None
-        return Change(key.endpoint, key.cache_key, kind, number, tuple(sorted(nodes)), left_out, error)
+        return Change(key.endpoint, key.cache_key, kind, number, nodes, left_out, error)
 
 
 class Directory:
@@ -155,14 +157,13 @@ class Directory:
                 lines[what] = f"{node} has {what}: each of both kinds of nodes builds for itself"
         return list(lines.values())
 
-    async def report(self, node: str, dropped: dict[Key, Version]) -> int:
-        """Note what a broker has evicted or invalidated by itself; return the number of nodes.
+    async def report(self, node: str, dropped: dict[Key, Version], status: ClusterStatus) -> int:
+        """Note what a broker has evicted or invalidated by itself, and what its agent does; return the number of nodes.
 
         :raises Lost: if the node is no member (any more).
         """
         await self._recovered.wait()
-        if node not in self._members:
-            raise Lost(f"{node} is no member: it has to join first")
+        self._member(node).status = status
         for key, version in dropped.items():
             entry = self._entries.get(key)
             if entry is not None and entry.holders.get(node) == version:
@@ -180,31 +181,29 @@ class Directory:
         entry = self._entry(key)
         entry.lose(node)
         entry.waiting.add(node)
-        failures: dict[str, str] = {}
+        failures: dict[str, Exception] = {}
         try:
             while entry.version is None or entry.holders.get(node) != entry.version:
-                if node not in self._members:
-                    raise Lost(f"{node} is no member: it has to join first")
-                if entry.current_holders():
+                self._member(node)
+                if entry.version is not None:
                     try:
                         await self._bring(entry, node)
                     except ClusterError as error:
-                        if entry.current_holders():
+                        if entry.version is not None:
                             entry.left_out[node] = str(error)
                             raise
                     continue
                 if len(failures) >= BUILDERS:
-                    why = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
-                    raise ClusterError(f"{len(failures)} nodes could not build {key.cache_key}: {why}")
+                    raise _failed(f"{len(failures)} nodes could not build {key.cache_key}", failures)
                 if entry.build is None:
                     entry.build, entry.builder = self._tasks.spawn(self._build(entry, node)), node
                 builder, build = entry.builder, entry.build
                 try:
                     await asyncio.shield(build)
-                except (Lost, SharedRPCError) as error:
+                except SharedRPCError as error:
                     if isinstance(error, RemoteError) or (builder == node and not isinstance(error, Lost)):
                         raise
-                    failures[builder] = str(error)
+                    failures[builder] = error
         finally:
             entry.waiting.discard(node)
 
@@ -213,29 +212,36 @@ class Directory:
     async def refresh(self, node: str, key: Key, payload: bytes) -> list[Change]:
         """Refresh a call for each group of nodes that holds it, that of the key first; where none does, a node builds it."""
         await self._recovered.wait()
-        entries = self._held(key.endpoint, key.cache_key) or [self._entry(key)]
+        entries = self._kept(key.endpoint, key.cache_key) or [self._entry(key)]
         entries.sort(key=lambda entry: entry.key != key)
-        return await asyncio.gather(*(self._queue_refresh(entry, node, payload) for entry in entries))
+        for entry in entries:
+            if payload not in entry.queued:
+                entry.queued[payload] = self._tasks.spawn(self._refresh(entry, node, payload))
+        return await asyncio.gather(*(asyncio.shield(entry.queued[payload]) for entry in entries))
 
     async def invalidate(self, endpoint: str, cache_key: str | None) -> list[Change]:
         """Invalidate a call, or all calls of an endpoint, on every node."""
         await self._recovered.wait()
-        return await asyncio.gather(*map(self._invalidate, self._held(endpoint, cache_key)))
+        return await asyncio.gather(*map(self._invalidate, self._kept(endpoint, cache_key)))
 
     async def status(self) -> dict[str, Any]:
         """Return what the cluster has and does, as plain data."""
         await self._recovered.wait()
-        members = dict(self._members)
-        doing = await self._each(members, lambda node: got(members[node].agent.doing.remote()), 2.0)
-        nodes = {}
-        for node, member in members.items():
-            found = doing[node] if isinstance(doing[node], dict) else {"received": None, "sent": None, "doing": []}
-            nodes[node] = {"broker": member.statement.broker, **member.statement.facts, **found}
+        nodes = {
+            node: {
+                "broker": member.statement.broker,
+                **member.statement.facts,
+                "received": member.status.get("bytes_received", 0),
+                "sent": member.status.get("bytes_sent", 0),
+                "doing": member.status.get("activity", []),
+            }
+            for node, member in self._members.items()
+        }
         return {
             "cluster": self._cluster,
             "nodes": nodes,
-            "left": dict(self._gone),
-            "bytes_moved": sum(found["received"] or 0 for found in nodes.values()),
+            "left": self._gone,
+            "bytes_moved": sum(found["received"] for found in nodes.values()),
             "keys": [self._shown(entry) for entry in self._entries.values()],
         }
 
@@ -243,7 +249,7 @@ class Directory:
 
     def _take(self, statement: Statement, agent: Any) -> None:
         """Replace all that is known of a node by its statement."""
-        node = statement.node
+        node = statement.place.node
         member = self._members[node] = _Member(agent, statement)
         self._gone.pop(node, None)
         self._tasks.spawn(self._watch(node, member))
@@ -257,42 +263,43 @@ class Directory:
                 entry.build, entry.builder = self._tasks.spawn(self._build(entry, node)), node
 
     async def _watch(self, node: str, member: _Member) -> None:
-        """Wait until an agent is gone for good."""
+        """Wait until an agent is gone for good, and forget the node."""
         try:
             reason = await got(member.agent.hold.remote())
         except Lost as error:
             reason = str(error)
-        if self._members.get(node) is member:
-            self._left(node, reason)
-
-    def _left(self, node: str, reason: str) -> None:
-        if self._members.pop(node, None) is None:
+        if self._members.get(node) is not member:
             return
+        del self._members[node]
         self._gone[node] = reason
         while len(self._gone) > _GONE:
             del self._gone[next(iter(self._gone))]
         for entry in self._entries.values():
             entry.lose(node)
 
+    def _member(self, node: str) -> _Member:
+        """Return a node that has joined.
+
+        :raises Lost: if it has left.
+        """
+        if node not in self._members:
+            raise Lost(f"{node} is no member of the cluster: {self._gone.get(node, 'it has left, or has to join first')}")
+        return self._members[node]
+
     async def _ask(self, node: str, method: str, *arguments: Any) -> Any:
         """Call an agent's method.
 
         :raises Lost: if the node has left, or is lost.
         """
-        member = self._members.get(node)
-        try:
-            if member is None:
-                raise Lost(self._gone.get(node, "it has left"))
-            return await got(getattr(member.agent, method).remote(*arguments))
-        except Lost as error:
-            raise Lost(f"{node} was lost: {error}") from error
+        return await got(getattr(self._member(node).agent, method).remote(*arguments))
 
     # Keys.
 
     def _entry(self, key: Key) -> _Entry:
         return self._entries.setdefault(key, _Entry(key))
 
-    def _held(self, endpoint: str, cache_key: str | None) -> list[_Entry]:
+    def _kept(self, endpoint: str, cache_key: str | None) -> list[_Entry]:
+        """Return the entries of a call, or an endpoint, of which a node holds a version."""
         return [
             entry
             for key, entry in self._entries.items()
@@ -322,21 +329,19 @@ class Directory:
         """Bring the current version to a node that holds another one, or have it drop that, however often it fails."""
         pause = _FIRST_PAUSE
         try:
-            while True:
+            while entry.holders.get(node) not in (None, entry.version):
                 await asyncio.sleep(pause)
-                if entry.holders.get(node) in (None, entry.version):
-                    return
+                pause = min(2 * pause, _LONGEST_PAUSE)
                 try:
                     await (self._drop(entry, node) if entry.version is None else self._bring(entry, node))
-                except (Lost, SharedRPCError) as error:
+                except SharedRPCError as error:
                     entry.left_out[node] = str(error)
-                pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
             entry.mending.discard(node)
 
     async def _drop(self, entry: _Entry, node: str) -> None:
         """Have a node drop a version that was invalidated."""
-        held = entry.holders[node]
+        held = entry.holders.get(node)
         await self._ask(node, "invalidate", entry.key)
         if entry.holders.get(node) == held:
             entry.lose(node)
@@ -354,82 +359,69 @@ class Directory:
 
         :raises ClusterError: if the node cannot take it, or gets it from no other.
         """
-        version = entry.version
-        assert version is not None, "somebody holds it"
-        await self._receive(entry, node, version, entry.nbytes, entry.current_holders)
-        self._hold(entry, node, version, entry.nbytes)
+        version, nbytes = entry.version, entry.nbytes
+        assert version is not None, "a node holds it"
+        await self._transfer("receive", entry, node, version, nbytes, entry.current_holders)
+        self._hold(entry, node, version, nbytes)
 
-    async def _receive(
-        self,
-        entry: _Entry,
-        node: str,
-        version: Version,
-        nbytes: int,
-        sources: Callable[[], Iterable[str]],
-        *,
-        candidate: bool = False,
+    async def _transfer(
+        self, order: str, entry: _Entry, node: str, version: Version, nbytes: int, sources: Callable[[], Iterable[str]]
     ) -> None:
-        failed: Counter[str] = Counter()
+        """Have a node receive a version from one of the sources, from another one if that fails."""
+        failed: list[str] = []
         problem = "no node that holds it is left"
-        try:
-            for _ in range(_TRANSFERS):
-                found = [source for source in sources() if source in self._members and source != node]
-                if not found or node not in self._members:
-                    break
-                host = self._members[node].statement.host
-                # All receivers of a host prefer one source: the parts that it has put are in the store then.
-                source = min(found, key=lambda name: (failed[name], self._members[name].statement.host != host, name))
-                order = Receive(entry.key, version, nbytes, source, self._members[source].agent, candidate, bool(failed))
-                try:
-                    await self._ask(node, "receive", order)
-                    return
-                except SourceFailed as error:
-                    failed[source] += 1
-                    problem = f"{source}: {error}"
-        except (Lost, SharedRPCError) as error:
-            raise ClusterError(str(error)) from error
+        place = self._member(node).statement.place
+        for _ in range(_TRANSFERS):
+            places = {name: self._members[name].statement.place for name in sources() if name in self._members and name != node}
+            if not places:
+                break
+            # All receivers of a host prefer one source: the parts that it has put are in the store then.
+            source = min(places, key=lambda name: (failed.count(name), places[name].host != place.host, name))
+            parts = part_nbytes(min(place.store_nbytes, places[source].store_nbytes))
+            mover = place.mover if place.mover == places[source].mover and not failed else "objects"
+            transfer = Transfer(source, self._members[source].agent, nbytes, parts, mover, bool(failed))
+            try:
+                await self._ask(node, order, entry.key, version, transfer)
+                return
+            except SourceFailed as error:
+                failed.append(source)
+                problem = f"{source}: {error}"
+            except SharedRPCError as error:  # a lost node is not the caller's
+                raise ClusterError(str(error)) from error
         raise ClusterError(f"{entry.key.cache_key} could not be received: {problem}")
 
     # Changes.
 
-    def _queue_refresh(self, entry: _Entry, node: str, payload: bytes) -> Awaitable[Change]:
-        if payload not in entry.queued:
-            entry.queued[payload] = self._tasks.spawn(self._refresh(entry, node, payload))
-        return asyncio.shield(entry.queued[payload])
-
     async def _refresh(self, entry: _Entry, node: str, payload: bytes) -> Change:
         async with entry.lock:
             entry.queued.pop(payload, None)
-            holders = list(entry.holders) or [node]
-            failures: dict[str, Exception] = {}
-            for builder in sorted(holders, key=lambda name: name != node)[:BUILDERS]:
+            outcomes: dict[str, Any] = {}
+            for builder in sorted(entry.holders or [node], key=lambda name: name != node)[:BUILDERS]:
                 number = entry.number()
                 try:
                     origin, nbytes = await self._ask(builder, "prepare", entry.key, number, payload)
                     break
-                except (Lost, SharedRPCError) as error:
-                    failures[builder] = error
+                except SharedRPCError as error:
+                    outcomes[builder] = error
                     if isinstance(error, RemoteError):
-                        return entry.change(None, (), failures, error)
+                        return entry.change(None, outcomes, error)
             else:
-                return entry.change(None, (), failures, _failed("no node could build it", failures))
+                return entry.change(None, outcomes, _failed("no node could build it", outcomes))
             version = Version(number, origin)
             ready = [builder]
 
             async def prepare(name: str) -> None:
-                await self._receive(entry, name, version, nbytes, lambda: ready, candidate=True)
+                await self._transfer("receive_candidate", entry, name, version, nbytes, lambda: ready)
                 ready.append(name)
 
-            others = [name for name in entry.holders if name != builder]
-            outcomes = await self._each(others, prepare, _PREPARE)
+            outcomes |= await self._each([name for name in entry.holders if name != builder], prepare, _PREPARE)
             outcomes |= await self._each(list(ready), lambda name: self._ask(name, "promote", entry.key, version), _PROMOTE)
-            failures = {name: found for name, found in (failures | outcomes).items() if isinstance(found, Exception)}
-            for name in failures.keys() & self._members.keys():
-                self._tasks.spawn(self._ask(name, "discard", entry.key, version))
-            promoted = outcomes.keys() - failures.keys()
+            promoted = {name for name, found in outcomes.items() if not isinstance(found, Exception)}
+            for name in (outcomes.keys() - promoted) & self._members.keys():
+                self._tasks.spawn(self._ask(name, "discard", entry.key))
             if not promoted:
-                return entry.change(None, (), failures, _failed("no node could promote it", failures))
-            change = entry.change(version, promoted, failures)
+                return entry.change(None, outcomes, _failed("no node could promote it", outcomes))
+            change = entry.change(version, outcomes)
             for name in promoted:
                 self._hold(entry, name, version, nbytes)
             return change
@@ -437,16 +429,11 @@ class Directory:
     async def _invalidate(self, entry: _Entry) -> Change:
         async with entry.lock:
             entry.invalidate()
-            holders = list(entry.holders)
-            outcomes = await self._each(holders, lambda name: self._drop(entry, name), _PROMOTE)
-            failures = {name: found for name, found in outcomes.items() if isinstance(found, Exception)}
-            change = entry.change(None, set(holders) - failures.keys(), failures)
+            change = entry.change(None, await self._each(list(entry.holders), lambda name: self._drop(entry, name), _PROMOTE))
             self._mend(entry)
             return change
 
-    # Helpers.
-
-    async def _each(self, names: Iterable[str], work: Callable[[str], Awaitable[Any]], seconds: float) -> dict[str, Any]:
+    async def _each(self, names: list[str], work: Callable[[str], Awaitable[Any]], seconds: float) -> dict[str, Any]:
         """Do the work for all names at once; return the results and exceptions by name."""
 
         async def limited(name: str) -> Any:
@@ -455,9 +442,7 @@ class Directory:
             except TimeoutError:
                 raise Lost(f"{name} did not answer in {seconds:g} s") from None
 
-        found = list(names)
-        outcomes = await asyncio.gather(*map(limited, found), return_exceptions=True)
-        return dict(zip(found, outcomes, strict=True))
+        return dict(zip(names, await asyncio.gather(*map(limited, names), return_exceptions=True), strict=True))
 
     def _shown(self, entry: _Entry) -> dict[str, Any]:
         key, number = entry.key, entry.version.number if entry.version is not None else None
@@ -479,4 +464,4 @@ class Directory:
 
 
 def _failed(problem: str, failures: dict[str, Exception]) -> ClusterError:
-    return ClusterError(f"{problem}: {'; '.join(map(str, failures.values()))}")
+    return ClusterError(f"{problem}: {'; '.join(f'{name}: {why}' for name, why in failures.items())}")

@@ -1,8 +1,8 @@
 """The joiner makes a server part of a cluster, as ``python -m shared_rpc_ray.join --name NAME --socket PATH``.
 
-It is a driver of Ray. It creates the agent of its node, which is no child of it and outlives it, prints the agent's messages
-for the server's log, and creates another agent when that ends. When Ray ends, so does the joiner; the server starts another
-one, which waits for Ray.
+It is a driver of Ray. It creates the agent of its node, which is no child of it and outlives it, and prints the agent's
+messages for the server's log. When the agent or Ray ends, so does the joiner; the server starts another one, which waits for
+Ray, and finds the agent or creates another one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from ray.exceptions import RayError
 from shared_rpc.errors import ClusterError, ConfigurationError, SharedRPCError
 from shared_rpc.settings import source_token
 from shared_rpc_ray.agent import NodeAgent
-from shared_rpc_ray.membership import actor_name, alive_nodes, cluster_settings, connect, find_or_create, node_of
-from shared_rpc_ray.messages import AgentPlace
+from shared_rpc_ray.membership import actor_name, cluster_settings, connect, find_or_create, node_of
+from shared_rpc_ray.messages import Place
 
-#: Seconds between two attempts to have an agent.
-_PAUSE = 0.5
 #: Seconds between two attempts to find Ray: joiners wait for it, whatever is started first.
-_RAY_PAUSE = 2.0
+_PAUSE = 2.0
 
 
 def main(words: list[str] | None = None) -> int:
-    """Join, and stay joined; return the exit code when Ray is gone."""
+    """Join, and stay joined; return the exit code when the agent has ended."""
     parser = argparse.ArgumentParser(prog="python -m shared_rpc_ray.join", description="Make a server part of a cluster.")
     parser.add_argument("--socket", required=True, help="the server's socket")
     parser.add_argument("--name", help="the cluster's name; SHARED_TENSOR_CLUSTER by default")
@@ -43,6 +41,10 @@ def main(words: list[str] | None = None) -> int:
         _stay(options.socket, options.name)
     except SharedRPCError as error:
         _print(str(error))
+    except RayError as error:
+        # The first line says what has ended; the last one is the error of an agent that could not begin.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        _print(f"the agent has ended: {' … '.join(dict.fromkeys((lines[0], lines[-1])))}")
     return 1
 
 
@@ -51,7 +53,7 @@ def _print(line: str) -> None:
 
 
 def _stay(socket: str, name: str | None) -> None:
-    """Have an agent until its Ray node is lost."""
+    """Create or find the agent, and print its messages until it ends."""
     settings = cluster_settings()
     if settings.mover == "nixl" and not hasattr(experimental, "set_target_for_ref"):
         raise ConfigurationError(
@@ -62,26 +64,31 @@ def _stay(socket: str, name: str | None) -> None:
     _wait_for_ray(settings.address)
     # Ray's own handler writes a stack trace into the server's log.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ray_node = node_of(settings.node)
-    place = AgentPlace(
+    node = node_of(settings.node)
+    place = Place(
         cluster=name or settings.name,
-        node=f"{ray_node.address}:{socket}",
-        ray_node=ray_node,
+        node=f"{node.address}:{socket}",
+        ray_node=node.id,
+        host=node.address,
+        store_nbytes=node.store_nbytes,
         socket=socket,
         mover=settings.mover,
-        gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        token=source_token(),
         facts=facts_here(),
     )
-    printed = ""
+    # Ray hides GPUs from actors that reserve none; the token proves to the broker that it started the joiner.
+    environ = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"), "SHARED_TENSOR_SOURCE_TOKEN": source_token()}
+    # Only an actor with this option takes tensors by Ray's own transports; it imports torch.
+    options = {"enable_tensor_transport": True} if place.mover == "nixl" else {}
+    agent = find_or_create(NodeAgent, actor_name(place.cluster, "agent", place.node), node.id, place, environ, **options)
+    ray_node, broker = ray.get(agent.describe.remote())
+    if ray_node != node.id:
+        raise ClusterError(
+            f"the broker at {socket} has an agent on Ray node {ray_node} already, and this joiner is one of Ray node "
+            f"{node.id}: two nodes of a machine need a broker each, at base paths of their own (SHARED_TENSOR_BASE_PATH)"
+        )
+    _print(f"{broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {ray_node}")
     while True:
-        problem = _with_agent(place)
-        if ray_node.id not in alive_nodes():
-            raise ClusterError(f"Ray node {ray_node.id} is lost, and with it this server's place in the cluster")
-        if problem != printed:
-            _print(problem)
-        printed = problem
-        time.sleep(_PAUSE)
+        _print(ray.get(agent.line.remote()))
 
 
 def facts_here() -> dict[str, str]:
@@ -106,29 +113,7 @@ def _wait_for_ray(address: str) -> None:
             if not waits:
                 _print(f"{error}; waiting for one")
             waits = True
-            time.sleep(_RAY_PAUSE)
-
-
-def _with_agent(place: AgentPlace) -> str:
-    """Create or find the agent, and print its messages until its process ends; return why it did."""
-    # Only an actor with this option takes tensors by Ray's own transports; it imports torch.
-    options = {"enable_tensor_transport": True} if place.mover == "nixl" else {}
-    agent = find_or_create(NodeAgent, actor_name(place.cluster, "agent", place.node), place.ray_node.id, place, **options)
-    try:
-        ray_node, broker = ray.get(agent.describe.remote())
-        if ray_node != place.ray_node.id:
-            raise ClusterError(
-                f"the broker at {place.socket} has an agent on Ray node {ray_node} already, and this joiner is one of Ray node "
-                f"{place.ray_node.id}: two nodes of a machine need a broker each, at base paths of their own "
-                f"(SHARED_TENSOR_BASE_PATH)"
-            )
-        _print(f"{broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {ray_node}")
-        while True:
-            _print(ray.get(agent.line.remote()))
-    except RayError as error:
-        # The first line says what has ended; the last one is the error of an agent that could not begin.
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return f"the agent has ended: {' … '.join(dict.fromkeys((lines[0], lines[-1])))}"
+            time.sleep(_PAUSE)
 
 
 if __name__ == "__main__":

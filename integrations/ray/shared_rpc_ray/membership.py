@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared_rpc.errors import ClusterError, ConfigurationError, SharedRPCError
 from shared_rpc.settings import CLUSTER_NAME
-from shared_rpc_ray.messages import Lost, RayNode, SourceFailed
+from shared_rpc_ray.messages import Lost
 
 _log = logging.getLogger("shared_rpc_ray")
 
@@ -90,7 +90,7 @@ class Tasks:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, (Lost, SourceFailed, SharedRPCError)):
+        if error is not None and not isinstance(error, SharedRPCError):
             _log.error("a background task failed", exc_info=error)
 
 
@@ -111,6 +111,14 @@ def connect(address: str) -> None:
         raise ClusterError(f"cannot join the Ray cluster at {address or 'this machine'}: {error}") from error
 
 
+class RayNode(NamedTuple):
+    """A node of the Ray cluster; ``store_nbytes`` is the size of its object store."""
+
+    id: str
+    address: str
+    store_nbytes: int
+
+
 def alive_nodes() -> dict[str, RayNode]:
     """Return the nodes of the cluster that are alive, by id."""
     return {
@@ -123,30 +131,25 @@ def alive_nodes() -> dict[str, RayNode]:
 
 
 def node_of(wanted: str) -> RayNode:
-    """Return the node of this machine.
+    """Return the Ray node of this machine.
 
     :param wanted: the beginning of its id; ``""`` where the machine has one node only.
     :raises ClusterError: if there is no such node, or several.
     """
     nodes = alive_nodes()
-    if wanted:
-        found = [node for node in nodes.values() if node.id.startswith(wanted)]
-        if len(found) != 1:
-            raise ClusterError(
-                f"SHARED_TENSOR_CLUSTER_NODE={wanted!r} is the beginning of {len(found)} ids of nodes that are alive: use one "
-                f"of {', '.join(sorted(nodes))}"
-            )
-        return found[0]
     own = nodes.get(ray.get_runtime_context().get_node_id())
-    if own is None:
-        raise ClusterError("the Ray node of this machine is not alive: start one with 'ray start'")
-    neighbours = [node.id for node in nodes.values() if node.address == own.address]
-    if len(neighbours) > 1:
+    found = [
+        node
+        for node in nodes.values()
+        if (node.id.startswith(wanted) if wanted else own is not None and node.address == own.address)
+    ]
+    if len(found) != 1:
         raise ClusterError(
-            f"this machine has {len(neighbours)} Ray nodes, {', '.join(sorted(neighbours))}: set SHARED_TENSOR_CLUSTER_NODE to "
-            f"the one that this server belongs to"
+            f"{len(found)} Ray nodes that are alive are on this machine, or begin with SHARED_TENSOR_CLUSTER_NODE={wanted!r}: "
+            f"set SHARED_TENSOR_CLUSTER_NODE to the one that this server belongs to, of "
+            f"{', '.join(sorted(node.id for node in found or nodes.values()))}"
         )
-    return own
+    return found[0]
 
 
 def actor_name(cluster: str, role: str, node: str = "") -> str:

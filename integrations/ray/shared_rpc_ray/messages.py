@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from shared_rpc.errors import ClusterError
+
 #: Facts that nodes must have in common to use each other's records, apart from the endpoint's code.
 FACTS = ("device", "python", "torch", "shared_rpc")
 
@@ -50,32 +52,52 @@ class Held(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+class Place(msgspec.Struct, frozen=True):
+    """A broker's place in the cluster.
+
+    :param node: the broker's unique name in the cluster.
+    :param ray_node: the id of the Ray node that the agent runs on.
+    :param host: its address: bytes between nodes of one host need no network.
+    :param store_nbytes: the size of its object store.
+    :param socket: that of the broker.
+    :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
+    :param facts: those of :data:`FACTS`, apart from the broker's device.
+    """
+
+    cluster: str
+    node: str
+    ray_node: str
+    host: str
+    store_nbytes: int
+    socket: str
+    mover: str
+    facts: dict[str, str]
+
+
 class Statement(msgspec.Struct, frozen=True):
     """Everything that a directory needs to know of a node: its facts, what it holds, and which builds run there.
 
-    ``host`` is equal for nodes between which bytes need no network. ``broker`` names the broker's socket and pid.
+    ``broker`` names the broker's socket and pid.
     """
 
-    node: str
-    host: str
+    place: Place
     broker: str
     facts: dict[str, str]
     held: dict[Key, Held]
     builds: tuple[Key, ...]
 
 
-class Receive(msgspec.Struct, frozen=True):
-    """Order to receive a version from another node's agent, as a candidate or as the current object.
+class Transfer(msgspec.Struct, frozen=True):
+    """The way of a version from one node to another: the agent of the ``source``, the size of parts, and what carries them.
 
     ``again`` if an earlier attempt failed: the source is to put into the store again what it has put there.
     """
 
-    key: Key
-    version: Version
-    nbytes: int
     source: str
     agent: Any
-    candidate: bool
+    nbytes: int
+    part_nbytes: int
+    mover: str
     again: bool
 
 
@@ -97,39 +119,9 @@ class Change(msgspec.Struct, frozen=True):
     error: Exception | None = None
 
 
-class RayNode(msgspec.Struct, frozen=True):
-    """A node of the Ray cluster that is alive; ``store_nbytes`` is the size of its object store."""
-
-    id: str
-    address: str
-    store_nbytes: int
+class Lost(ClusterError):
+    """An actor, or the broker of an agent, was lost while it did something for another actor."""
 
 
-class AgentPlace(msgspec.Struct, frozen=True):
-    """Parameters of an agent.
-
-    :param node: the node's unique name in the cluster.
-    :param ray_node: that on which the agent runs.
-    :param socket: that of the broker.
-    :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
-    :param gpus: the GPUs that the broker sees: Ray hides them from actors that reserve none.
-    :param token: proves to the broker that it started the joiner.
-    :param facts: those of :data:`FACTS`, apart from the broker's device.
-    """
-
-    cluster: str
-    node: str
-    ray_node: RayNode
-    socket: str
-    mover: str
-    gpus: str | None
-    token: str
-    facts: dict[str, str]
-
-
-class Lost(Exception):
-    """An actor, or the broker beside it, was lost while it did something for another one."""
-
-
-class SourceFailed(Exception):
+class SourceFailed(ClusterError):
     """A source could not send a version, or what arrived was damaged: another attempt may succeed."""

@@ -8,7 +8,8 @@ keeps the references of the last :data:`WINDOW` parts only, so a small store suf
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -26,7 +27,7 @@ _SMALLEST_PART = 1 << 20
 _SHARE = 32
 #: Parts of a record that its holder keeps in the store for further receivers.
 WINDOW = 4
-#: Seconds after the last request in which a record is kept open, with its last parts. A request after that opens it again.
+#: Seconds after the last request in which a record is kept open at least. A request after that opens it again.
 _IDLE = 1.0
 
 
@@ -69,32 +70,22 @@ class Sending:
     :param record: taken over.
     :param nbytes: bytes of a part.
     :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
-    :param on_idle: called when no receiver has asked for a part in the last :data:`_IDLE` seconds: to close this.
     """
 
-    def __init__(self, record: AsyncExportedRecord, nbytes: int, mover: str, on_idle: Callable[[], object]) -> None:
+    def __init__(self, record: AsyncExportedRecord, nbytes: int, mover: str) -> None:
         self.record = record
         self.parts = parts_of([segment.info for segment in record.segments], nbytes)
         self._mover = mover
-        self._on_idle = on_idle
         self._receivers = 0
+        self._used = time.monotonic()
         #: References and digests of parts by their numbers, the least recently put first.
         self._kept: dict[int, asyncio.Task[tuple[Any, bytes]]] = {}
         #: Parts are put one after the other: the first one travels while the next one is put.
         self._turn = asyncio.Lock()
-        self._timer = asyncio.get_running_loop().call_later(_IDLE, self._rest)
 
     async def part(self, number: int) -> tuple[Any, bytes]:
         """Return the reference of a part, and the digest of its bytes."""
-        self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(_IDLE, self._rest)
-        kept = self._begin(number)
-        try:
-            return await asyncio.shield(kept)
-        except BaseException:
-            if self._kept.get(number) is kept and kept.done():
-                del self._kept[number]  # the store may have room later
-            raise
+        return await asyncio.shield(self._begin(number))
 
     def begin(self) -> int:
         """Put the first parts, for which a receiver is about to ask; return the one with which it is to begin."""
@@ -105,6 +96,7 @@ class Sending:
         return (self._receivers - 1) % WINDOW
 
     def _begin(self, number: int) -> asyncio.Task[tuple[Any, bytes]]:
+        self._used = time.monotonic()
         if number not in self._kept:
             self._kept[number] = asyncio.create_task(self._put_in_turn(number))
             while len(self._kept) > WINDOW:
@@ -117,20 +109,21 @@ class Sending:
 
     async def close(self) -> None:
         """Drop the parts, and release the record."""
-        self._timer.cancel()
         self.drop()
         async with self._turn:
             await self.record.close()
 
-    def _rest(self) -> None:
-        if all(kept.done() for kept in self._kept.values()):
-            self._on_idle()
-        else:
-            self._timer = asyncio.get_running_loop().call_later(_IDLE, self._rest)
+    def idle(self) -> bool:
+        """Return whether no receiver has asked for a part in the last :data:`_IDLE` seconds, or waits for one."""
+        return time.monotonic() - self._used > _IDLE and all(kept.done() for kept in self._kept.values())
 
     async def _put_in_turn(self, number: int) -> tuple[Any, bytes]:
-        async with self._turn:
-            return await asyncio.to_thread(self._put, number)
+        try:
+            async with self._turn:
+                return await asyncio.to_thread(self._put, number)
+        except BaseException:
+            self._kept.pop(number, None)  # the store may have room later
+            raise
 
     def _put(self, number: int) -> tuple[Any, bytes]:
         part = self.parts[number]
