@@ -148,6 +148,14 @@ def vllm(session: nox.Session) -> None:
         _rerun(session.run, "integrations/vllm/tests")
 
 
+@nox.session(venv_backend="none")
+def vllm_gpu(session: nox.Session) -> None:
+    """The same on a GPU, with this Python, which has vLLM's build for CUDA, the plugin and pytest-xdist."""
+    # Each server and each engine of several processes imports vLLM for itself, which can take 20 s.
+    arguments = ("-n", "6", "--dist", "loadfile", "--timeout", "900")
+    session.run("python", "-m", "pytest", "integrations/vllm/tests", *arguments, *session.posargs, external=True)
+
+
 @nox.session
 def ray(session: nox.Session) -> None:
     """Several nodes of a Ray cluster on this machine, and what can be lost of them; ``nox -s ray -- -k swap`` for some."""

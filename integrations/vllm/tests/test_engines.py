@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import checkpoints
 import engine
@@ -22,6 +23,7 @@ SHM = 64 << 10
 Ordinary = Callable[[Path], list[int]]
 
 on_a_host = pytest.mark.skipif(DEVICE != "cpu", reason="looks at mappings of the host's memory")
+two_devices = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL wants a GPU for each rank")
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +252,7 @@ def test_a_server_of_another_app_is_named(own_place: Place, models: dict[str, Pa
         own_place.start(models["llama"]).ready()
 
 
+@two_devices
 def test_ranks_have_their_own_parts_without_each_other(place: Place, models: dict[str, Path]) -> None:
     """The server loads one after the other: vLLM's processes are as it starts them."""
     environ = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
