@@ -45,7 +45,7 @@ from shared_rpc.protocol.values import decode_call
 from shared_rpc.settings import change_environment
 from shared_rpc_ray.directory import Directory
 from shared_rpc_ray.membership import Tasks, actor_name, find_or_create, first_line, got
-from shared_rpc_ray.messages import Group, Held, Key, Lost, Place, SourceFailed, Statement, Transfer, Version
+from shared_rpc_ray.messages import Call, Group, Held, Key, Lost, Place, SourceFailed, Statement, Transfer, Version
 from shared_rpc_ray.transfer import Sending, in_turn, parts_of, take
 
 _log = logging.getLogger("shared_rpc_ray")
@@ -85,12 +85,11 @@ class NodeAgent:
 
     async def __init__(self, place: Place, environ: dict[str, str | None]) -> None:  # type: ignore[misc]  # Ray awaits it
         change_environment(environ)
-        self._place = place
         self._client = AsyncClient(socket_path=place.socket, timeout=None, connect_timeout=_CONNECT)
         info = await self._client.get_server_info()
         devices = {found["id"]: found for found in await self._client.list_devices()}
         device = "cpu" if info["device"] == "cpu" else devices[info["device"]]["name"]
-        self._facts = {"device": device, **place.facts}
+        self._place = msgspec.structs.replace(place, facts={"device": device, **place.facts})
         self._broker = f"{place.socket} (pid {info['pid']})"
         self._held: dict[Key, Held] = {}
         #: The origin and the handle of each candidate.
@@ -138,7 +137,7 @@ class NodeAgent:
             for key, object_id, nbytes in await self._listed()
         }
         builds = tuple(key for what, key, _ in self._running if what == "build")
-        return Statement(self._place, self._broker, self._facts, self._held, builds)
+        return Statement(self._place, self._broker, self._held, builds)
 
     @order
     async def build(self, key: Key, number: int) -> tuple[str, int]:
@@ -168,7 +167,7 @@ class NodeAgent:
     async def prepare(self, key: Key, number: int, payload: bytes) -> tuple[str, int]:
         """Have the broker build a candidate; return its id and size."""
         await self.discard(key)
-        args, kwargs = msgspec.msgpack.decode(payload, type=tuple[bytes, bytes])
+        args, kwargs = msgspec.msgpack.decode(payload, type=Call)
         handle = await self._client._run(_candidate(key.endpoint, args, kwargs))
         self._candidates[key] = handle.object_id, handle
         return handle.object_id, handle.value.nbytes
@@ -216,6 +215,27 @@ class NodeAgent:
             if found == key:
                 await self._client.invalidate_object(object_id)
 
+    async def key_of(self, endpoint: str, call: Call | None) -> Key:
+        """Return the key of a call, whose arguments are as they travel; without one, a key that is no call's.
+
+        :raises EndpointNotFound: if the broker has no such endpoint.
+        :raises ConfigurationError: if the call is not cached.
+        """
+        endpoints = await self._client.list_endpoints()
+        if endpoint not in endpoints:
+            raise EndpointNotFound(f"{self._broker} of {self._place.node} has no endpoint {endpoint!r}")
+        spec = msgspec.convert(endpoints[endpoint], EndpointSpec)
+        cache_key: str | None = ""
+        if call is not None:
+            arguments = decode_call(*map(msgspec.Raw, call))
+            cache_key = key_of(spec, *arguments) if spec.cache and spec.managed else None
+        if cache_key is None:
+            raise ConfigurationError(
+                f"this call of {endpoint!r} is no object that a cluster shares: share the endpoint with managed=True and "
+                f"cache=True, or with a cache_format_key"
+            )
+        return self._key_in(endpoints, endpoint, cache_key)
+
     # Methods for other agents.
 
     async def offer(self, key: Key, version: Version, transfer: Transfer) -> tuple[bytes, int]:
@@ -247,29 +267,6 @@ class NodeAgent:
                 self._sendings[what] = Sending(await self._client.export(object_id), *what[1:])
             return self._sendings[what]
 
-    # Methods for users.
-
-    async def key_of(self, endpoint: str, call: tuple[bytes, bytes] | None) -> Key:
-        """Return the key of a call, whose arguments are as they travel; without one, a key that is no call's.
-
-        :raises EndpointNotFound: if the broker has no such endpoint.
-        :raises ConfigurationError: if the call is not cached.
-        """
-        endpoints = await self._client.list_endpoints()
-        if endpoint not in endpoints:
-            raise EndpointNotFound(f"{self._broker} of {self._place.node} has no endpoint {endpoint!r}")
-        spec = msgspec.convert(endpoints[endpoint], EndpointSpec)
-        cache_key: str | None = ""
-        if call is not None:
-            arguments = decode_call(*map(msgspec.Raw, call))
-            cache_key = key_of(spec, *arguments) if spec.cache and spec.managed else None
-        if cache_key is None:
-            raise ConfigurationError(
-                f"this call of {endpoint!r} is no object that a cluster shares: share the endpoint with managed=True and "
-                f"cache=True, or with a cache_format_key"
-            )
-        return self._key_in(endpoints, endpoint, cache_key)
-
     # Lifecycle.
 
     async def _serve(self) -> str:
@@ -288,7 +285,7 @@ class NodeAgent:
 
     async def _listen(self) -> None:
         async for miss in self._source:
-            key = Key(miss.endpoint, miss.cache_key, Group(miss.fingerprint, **self._facts))
+            key = Key(miss.endpoint, miss.cache_key, Group(miss.fingerprint, **self._place.facts))
             self._misses[key] = miss
             self._tasks.spawn(self._answer(key, miss))
         raise ClusterError("the broker has another source of records, or none", reason="replaced")
@@ -452,7 +449,7 @@ class NodeAgent:
         ]
 
     def _key_in(self, endpoints: dict[str, EndpointInfo], endpoint: str, cache_key: str) -> Key:
-        return Key(endpoint, cache_key, Group(endpoints[endpoint]["fingerprint"], **self._facts))
+        return Key(endpoint, cache_key, Group(endpoints[endpoint]["fingerprint"], **self._place.facts))
 
 
 def _candidate(endpoint: str, args: bytes, kwargs: bytes) -> Operation[Any]:

@@ -53,9 +53,9 @@ def status(name: Name = None, address: Address = None, json: Json = False) -> No
                 node["python"],
                 node["torch"],
                 node["broker"],
-                size(node["received"] or 0),
-                size(node["sent"] or 0),
-                "; ".join(node["doing"]) or "-",
+                size(node["bytes_received"]),
+                size(node["bytes_sent"]),
+                "; ".join(node["activity"]) or "-",
             )
             for name, node in found["nodes"].items()
         ],

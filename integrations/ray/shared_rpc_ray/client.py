@@ -1,6 +1,6 @@
 """The cluster for its users: refreshes and invalidations that reach every node, and the cluster's status.
 
-An agent computes the key of a call, and the directory does the rest; nothing of the user's process is needed for that.
+The directory does the work, and an agent computes the key of a call: the user's process needs no app.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self, cast
 
-import msgspec
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from shared_rpc.client.replies import raise_error
-from shared_rpc.errors import ClusterError, DeadlineExceeded, EndpointNotFound, RemoteError, to_wire
+from shared_rpc.errors import ClusterError, DeadlineExceeded, RemoteError, to_wire
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.values import DtypeRef, encode_call, lower_call, refuse
-from shared_rpc_ray.membership import actor_name, cluster_settings, connect, find, named, reason_of
-from shared_rpc_ray.messages import Change, Key, Lost
+from shared_rpc_ray.membership import actor_name, cluster_settings, connect, find, reason_of
+from shared_rpc_ray.messages import Call, Change, Lost
 
 #: Seconds for the directory's status: it may be starting again.
 _PATIENCE = 10.0
@@ -58,13 +57,13 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         """Return what the cluster has and does, as plain data.
 
-        ``nodes`` has for each node its broker, device and versions, the bytes it has ``sent`` and ``received``, and what it is
-        ``doing``. ``keys`` has for each call its current ``version`` and the ``nodes`` that have it with the version of each,
-        the nodes that are ``building`` and ``waiting``, and those ``left_out``, with the reasons.
+        ``nodes`` has for each node its broker, device and versions, and the
+        :class:`~shared_rpc.protocol.infos.ClusterStatus` that it reported at most 2 s before. ``keys`` has for each call its
+        current ``version`` and the ``nodes`` that have it with the version of each, the nodes that are ``building`` and
+        ``waiting``, and those ``left_out``, with the reasons.
 
         :raises ClusterError: at once for a cluster without nodes, and if its directory does not answer in 10 s.
         """
-        self._nodes()
         try:
             return cast("dict[str, Any]", _got(self._directory().status.remote(), _PATIENCE))
         except (Lost, DeadlineExceeded) as error:
@@ -84,24 +83,21 @@ class Cluster:
         :raises ClusterError: if no node could build it, and for a cluster without nodes. An exception of the endpoint is
             raised with its own type.
         """
-        encoded = _encoded(args, kwargs)
-        node, key = self._asked(endpoint, encoded)
-        return self._changes("refresh", node, key, msgspec.msgpack.encode(encoded))
+        return self._changes("refresh", endpoint, _encoded(args, kwargs))
 
     def invalidate(self, endpoint: str, /, *args: Any, **kwargs: Any) -> list[Change]:
         """Drop a call's object on every node. Handles stay valid, and the next call, on any node, builds it again."""
-        _, key = self._asked(endpoint, _encoded(args, kwargs))
-        return self._changes("invalidate", endpoint, key.cache_key)
+        return self._changes("invalidate", endpoint, _encoded(args, kwargs))
 
     def invalidate_endpoint(self, endpoint: str) -> list[Change]:
         """Drop all objects of an endpoint on every node: see :meth:`invalidate`."""
-        self._asked(endpoint, None)
         return self._changes("invalidate", endpoint, None)
 
-    def _changes(self, method: str, *arguments: Any) -> list[Change]:
+    def _changes(self, method: str, endpoint: str, call: Call | None) -> list[Change]:
         """Have the directory change something; raise what failed for all kinds of nodes."""
+        host = ray.util.get_node_ip_address()
         try:
-            changes: list[Change] = _got(getattr(self._directory(), method).remote(*arguments), self._timeout)
+            changes: list[Change] = _got(getattr(self._directory(), method).remote(host, endpoint, call), self._timeout)
         except Lost as error:
             raise ClusterError(
                 f"the directory was lost, and with it the answer; 'shared-rpc cluster status' shows what is current: {error}"
@@ -113,37 +109,18 @@ class Cluster:
             raise ClusterError(f"{changes[0].cache_key} has no new version: {why}") from why
         return changes
 
-    def _asked(self, endpoint: str, encoded: tuple[bytes, bytes] | None) -> tuple[str, Key]:
-        """Return a node whose broker has an endpoint, one of this machine first, and the key of a call, if there is one.
+    def _directory(self) -> Any:
+        """Return the directory, which the first node has created.
 
-        :raises EndpointNotFound: if no broker has it.
-        :raises ClusterError: if there are no agents.
+        :raises ClusterError: if there is none.
         """
-        names = self._nodes()
-        here = f"{ray.util.get_node_ip_address()}:"
-        for name in sorted(names, key=lambda name: not name.startswith(here)):
-            try:
-                agent = find(actor_name(self.name, "agent", name))
-                return name, cast(Key, _got(agent.key_of.remote(endpoint, encoded), self._timeout))
-            except (ClusterError, EndpointNotFound):
-                continue  # it was lost just now, or has another app
-        raise EndpointNotFound(f"no node of cluster {self.name!r} has an endpoint {endpoint!r}: {', '.join(sorted(names))}")
-
-    def _nodes(self) -> list[str]:
-        """Return the names of the cluster's nodes.
-
-        :raises ClusterError: if there are none.
-        """
-        names = named(self.name, "agent")
-        if not names:
+        try:
+            return find(actor_name(self.name, "directory"))
+        except ClusterError as error:
             raise ClusterError(
                 f"cluster {self.name!r} has no nodes: start brokers with 'shared-rpc serve app.py --cluster "
                 f"{self.name}', or name another cluster (SHARED_TENSOR_CLUSTER)"
-            )
-        return names
-
-    def _directory(self) -> Any:
-        return find(actor_name(self.name, "directory"))
+            ) from error
 
 
 def _got(reference: Any, timeout: float | None) -> Any:
@@ -159,7 +136,7 @@ def _got(reference: Any, timeout: float | None) -> Any:
         raise reason_of(error) from None
 
 
-def _encoded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, bytes]:
+def _encoded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return a call's arguments as they travel."""
     positional, named = encode_call(*lower_call(args, kwargs, _leaf))
     return bytes(positional), bytes(named)

@@ -17,15 +17,18 @@ restarts the agent, and it fails when the agent is gone for good. Rules:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_rpc.errors import ClusterError, RemoteError, SharedRPCError
+import msgspec
+
+from shared_rpc.errors import ClusterError, ConnectError, EndpointNotFound, RemoteError, SharedRPCError
 from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc_ray.membership import Tasks, actor_name, find, got, named
-from shared_rpc_ray.messages import FACTS, Change, Key, Lost, SourceFailed, Statement, Transfer, Version
+from shared_rpc_ray.messages import FACTS, Call, Change, Key, Lost, SourceFailed, Statement, Transfer, Version
 from shared_rpc_ray.transfer import part_nbytes
 
 _log = logging.getLogger("shared_rpc_ray")
@@ -51,7 +54,7 @@ class _Member:
     agent: Any
     statement: Statement
     #: What it reported last.
-    status: ClusterStatus = field(default_factory=ClusterStatus)
+    status: ClusterStatus = field(default_factory=lambda: ClusterStatus(bytes_received=0, bytes_sent=0, activity=[]))
 
 
 @dataclass(eq=False)
@@ -149,9 +152,9 @@ class Directory:
         """Take a node in, or back; return a line for each kind of nodes that cannot share records with it."""
         await self._recovered.wait()
         self._take(statement, agent)
-        here, lines = statement.facts, {}
+        here, lines = statement.place.facts, {}
         for node, member in self._members.items():
-            there = member.statement.facts
+            there = member.statement.place.facts
             what = ", ".join(f"{name} {there[name]} there and {here[name]} here" for name in FACTS if there[name] != here[name])
             if what:
                 lines[what] = f"{node} has {what}: each of both kinds of nodes builds for itself"
@@ -209,41 +212,48 @@ class Directory:
 
     # Methods for users.
 
-    async def refresh(self, node: str, key: Key, payload: bytes) -> list[Change]:
-        """Refresh a call for each group of nodes that holds it, that of the key first; where none does, a node builds it."""
-        await self._recovered.wait()
-        entries = self._kept(key.endpoint, key.cache_key) or [self._entry(key)]
+    async def refresh(self, host: str, endpoint: str, call: Call) -> list[Change]:
+        """Refresh a call for each group of nodes that holds it, one of a host first; where none does, a node builds it."""
+        node, key = await self._key_of(host, endpoint, call)
+        payload = msgspec.msgpack.encode(call)
+        entries = self._kept(endpoint, key.cache_key) or [self._entry(key)]
         entries.sort(key=lambda entry: entry.key != key)
         for entry in entries:
             if payload not in entry.queued:
                 entry.queued[payload] = self._tasks.spawn(self._refresh(entry, node, payload))
         return await asyncio.gather(*(asyncio.shield(entry.queued[payload]) for entry in entries))
 
-    async def invalidate(self, endpoint: str, cache_key: str | None) -> list[Change]:
+    async def invalidate(self, host: str, endpoint: str, call: Call | None) -> list[Change]:
         """Invalidate a call, or all calls of an endpoint, on every node."""
-        await self._recovered.wait()
-        return await asyncio.gather(*map(self._invalidate, self._kept(endpoint, cache_key)))
+        _, key = await self._key_of(host, endpoint, call)
+        return await asyncio.gather(*map(self._invalidate, self._kept(endpoint, key.cache_key if call is not None else None)))
 
     async def status(self) -> dict[str, Any]:
         """Return what the cluster has and does, as plain data."""
         await self._recovered.wait()
-        nodes = {
-            node: {
-                "broker": member.statement.broker,
-                **member.statement.facts,
-                "received": member.status.get("bytes_received", 0),
-                "sent": member.status.get("bytes_sent", 0),
-                "doing": member.status.get("activity", []),
-            }
-            for node, member in self._members.items()
-        }
         return {
             "cluster": self._cluster,
-            "nodes": nodes,
+            "nodes": {
+                node: {"broker": member.statement.broker, **member.statement.place.facts, **member.status}
+                for node, member in self._members.items()
+            },
             "left": self._gone,
-            "bytes_moved": sum(found["received"] for found in nodes.values()),
+            "bytes_moved": sum(member.status["bytes_received"] for member in self._members.values()),
             "keys": [self._shown(entry) for entry in self._entries.values()],
         }
+
+    async def _key_of(self, host: str, endpoint: str, call: Call | None) -> tuple[str, Key]:
+        """Return a node whose broker has an endpoint, one of a host first, and the key of a call, if there is one.
+
+        :raises EndpointNotFound: if no broker has it.
+        """
+        await self._recovered.wait()
+        for node in sorted(self._members, key=lambda node: self._members[node].statement.place.host != host):
+            with contextlib.suppress(Lost, ConnectError, EndpointNotFound):  # it was lost just now, or has another app
+                return node, await self._ask(node, "key_of", endpoint, call)
+        raise EndpointNotFound(
+            f"no node of cluster {self._cluster!r} has an endpoint {endpoint!r}: {', '.join(sorted(self._members))}"
+        )
 
     # Members.
 

@@ -11,17 +11,16 @@ import argparse
 import contextlib
 import logging
 import os
-import platform
 import signal
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 
 import ray
 from ray import experimental
 from ray.exceptions import RayError
 
 from shared_rpc.errors import ClusterError, ConfigurationError, SharedRPCError
+from shared_rpc.server.records import installed_versions
 from shared_rpc.settings import source_token
 from shared_rpc_ray.agent import NodeAgent
 from shared_rpc_ray.membership import actor_name, cluster_settings, connect, find_or_create, node_of
@@ -73,7 +72,7 @@ def _stay(socket: str, name: str | None) -> None:
         store_nbytes=node.store_nbytes,
         socket=socket,
         mover=settings.mover,
-        facts=facts_here(),
+        facts=installed_versions()._asdict(),  # this process's environment is the broker's
     )
     # Ray hides GPUs from actors that reserve none; the token proves to the broker that it started the joiner.
     environ = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES"), "SHARED_TENSOR_SOURCE_TOKEN": source_token()}
@@ -89,17 +88,6 @@ def _stay(socket: str, name: str | None) -> None:
     _print(f"{broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {ray_node}")
     while True:
         _print(ray.get(agent.line.remote()))
-
-
-def facts_here() -> dict[str, str]:
-    """Return the facts of this process's environment, which is the broker's too."""
-    facts = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for package, name in (("torch", "torch"), ("shared-rpc", "shared_rpc")):
-        try:
-            facts[name] = version(package)
-        except PackageNotFoundError:
-            facts[name] = ""
-    return facts
 
 
 def _wait_for_ray(address: str) -> None:

@@ -12,11 +12,15 @@ from shared_rpc.errors import ClusterError
 FACTS = ("device", "python", "torch", "shared_rpc")
 
 
+#: The arguments of a call, as they travel.
+Call = tuple[bytes, bytes]
+
+
 class Group(msgspec.Struct, frozen=True, order=True):
     """Facts that nodes must have in common to use each other's records of an endpoint.
 
     ``fingerprint`` is that of the endpoint's definition, ``device`` a kind: ``"cpu"`` or the GPU's model, ``python`` the
-    version without its last number, ``torch`` and ``shared_rpc`` the whole versions.
+    version without its last number, ``torch`` and ``shared_rpc`` the public versions.
     """
 
     fingerprint: str
@@ -61,7 +65,7 @@ class Place(msgspec.Struct, frozen=True):
     :param store_nbytes: the size of its object store.
     :param socket: that of the broker.
     :param mover: one of :data:`shared_rpc_ray.membership.MOVERS`.
-    :param facts: those of :data:`FACTS`, apart from the broker's device.
+    :param facts: those of :data:`FACTS`; the agent adds the broker's device.
     """
 
     cluster: str
@@ -75,14 +79,13 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """Everything that a directory needs to know of a node: its facts, what it holds, and which builds run there.
+    """Everything that a directory needs to know of a node: its place, what it holds, and which builds run there.
 
     ``broker`` names the broker's socket and pid.
     """
 
     place: Place
     broker: str
-    facts: dict[str, str]
     held: dict[Key, Held]
     builds: tuple[Key, ...]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy
@@ -79,13 +80,17 @@ class Sending:
         self._receivers = 0
         self._used = time.monotonic()
         #: References and digests of parts by their numbers, the least recently put first.
-        self._kept: dict[int, asyncio.Task[tuple[Any, bytes]]] = {}
+        self._kept: dict[int, Future[tuple[Any, bytes]]] = {}
         #: Parts are put one after the other: the first one travels while the next one is put.
-        self._turn = asyncio.Lock()
+        self._putter = ThreadPoolExecutor(1)
 
     async def part(self, number: int) -> tuple[Any, bytes]:
         """Return the reference of a part, and the digest of its bytes."""
-        return await asyncio.shield(self._begin(number))
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self._begin(number)))
+        except Exception:
+            self._kept.pop(number, None)  # the store may have room later
+            raise
 
     def begin(self) -> int:
         """Put the first parts, for which a receiver is about to ask; return the one with which it is to begin."""
@@ -95,10 +100,10 @@ class Sending:
         self._receivers += 1
         return (self._receivers - 1) % WINDOW
 
-    def _begin(self, number: int) -> asyncio.Task[tuple[Any, bytes]]:
+    def _begin(self, number: int) -> Future[tuple[Any, bytes]]:
         self._used = time.monotonic()
         if number not in self._kept:
-            self._kept[number] = asyncio.create_task(self._put_in_turn(number))
+            self._kept[number] = self._putter.submit(self._put, number)
             while len(self._kept) > WINDOW:
                 del self._kept[next(iter(self._kept))]
         return self._kept[number]
@@ -110,47 +115,41 @@ class Sending:
     async def close(self) -> None:
         """Drop the parts, and release the record."""
         self.drop()
-        async with self._turn:
-            await self.record.close()
+        await asyncio.to_thread(self._putter.shutdown)
+        await self.record.close()
 
     def idle(self) -> bool:
         """Return whether no receiver has asked for a part in the last :data:`_IDLE` seconds, or waits for one."""
         return time.monotonic() - self._used > _IDLE and all(kept.done() for kept in self._kept.values())
 
-    async def _put_in_turn(self, number: int) -> tuple[Any, bytes]:
-        try:
-            async with self._turn:
-                return await asyncio.to_thread(self._put, number)
-        except BaseException:
-            self._kept.pop(number, None)  # the store may have room later
-            raise
-
     def _put(self, number: int) -> tuple[Any, bytes]:
         part = self.parts[number]
         segment = self.record.segments[part.segment]
+        array = _array(segment, part)
+        digest = xxhash.xxh3_128_digest(array.data)
         if self._mover == "nixl":
-            return ray.put(_slice(segment, part), _tensor_transport="nixl"), _digest(segment, part)
-        return ray.put(_array(segment, part)), _digest(segment, part)
+            return ray.put(_slice(segment, part), _tensor_transport="nixl"), digest
+        return ray.put(array), digest
 
 
-def take(given: Any, room: RecordBytes, part: Part, mover: str) -> bytes:
+def take(given: Any, record: RecordBytes, part: Part, mover: str) -> bytes:
     """Write a part to its place, and return its digest.
 
     :param given: the object that was put, or with NIXL its reference.
     """
-    segment = room.segments[part.segment]
+    segment = record.segments[part.segment]
     if mover == "nixl":
         target = _slice(segment, part)  # Ray does not keep it
         ray.experimental.set_target_for_ref(given, [target])
         ray.get(given)
+        given = _array(segment, part).data
     elif segment.info.device == "cpu":
         segment.write(part.offset, given.data)
-        return xxhash.xxh3_128_digest(given)
     else:
         import torch
 
         _slice(segment, part).copy_(torch.frombuffer(bytearray(given), dtype=torch.uint8))
-    return _digest(segment, part)
+    return xxhash.xxh3_128_digest(given)
 
 
 def _array(segment: SegmentBytes, part: Part) -> numpy.ndarray[Any, Any]:
@@ -162,15 +161,3 @@ def _array(segment: SegmentBytes, part: Part) -> numpy.ndarray[Any, Any]:
 
 def _slice(segment: SegmentBytes, part: Part) -> Any:
     return segment.tensor()[part.offset : part.offset + part.nbytes]
-
-
-def _digest(segment: SegmentBytes, part: Part) -> bytes:
-    """Return the digest of a part; for a GPU one that it computes there, the sum of the words modulo 2**64 and the rest."""
-    if segment.info.device == "cpu":
-        return xxhash.xxh3_128_digest(segment.buffer()[part.offset : part.offset + part.nbytes])
-    import torch
-
-    tensor = _slice(segment, part)
-    whole = tensor.numel() // 8 * 8
-    words = int(tensor[:whole].clone().view(torch.int64).sum()) if whole else 0
-    return words.to_bytes(8, "little", signed=True) + bytes(tensor[whole:].cpu().tolist())

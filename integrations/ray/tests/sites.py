@@ -325,7 +325,7 @@ class Sites:
     def key(self, name: str) -> dict[str, Any]:
         """What it knows of a model."""
         keys = [key for key in self.status()["keys"] if f"'{name}'" in key["cache_key"]]
-        return keys[0] if keys else {"waiting": [], "receiving": [], "nodes": {}, "building": None, "left_out": {}}
+        return keys[0] if keys else {"waiting": [], "nodes": {}, "building": None}
 
     def hold(self, what: str, site: Site) -> Path:
         """Have the agent of a site wait before it gives (``"give"``) or takes a part, or refuse or damage one."""

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from shared_rpc.errors import ClusterError
 from shared_rpc_ray import Change, Cluster
 from shared_rpc_ray import cli as commands
-from shared_rpc_ray.messages import Group, Key
 
 SAID = "(raylet) The node with node id: 7c8e has been marked dead"
 DONE = Change("load", "load()", {"device": "cuda"}, 2, ("a",), {})
@@ -33,7 +32,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr("shared_rpc_ray.client.Cluster", said)
     made._timeout = None
     monkeypatch.setattr("shared_rpc_ray.client._got", lambda answer, timeout: answer)
-    monkeypatch.setattr(made, "_asked", lambda *_: ("a", Key("load", "load()", Group("f", "cpu", "3.11", "2.11", "0.1"))))
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(made, "status", lambda: said() and {"cluster": "c", "nodes": {}, "left": {}, "keys": []})
     return made
 

@@ -17,11 +17,10 @@ pytestmark = pytest.mark.timeout(150)
 
 #: A joiner whose node has another fact.
 DIFFERING = """
-import sys
+import sys, types
 from shared_rpc_ray import join
-facts = dict([sys.argv[1].split("=")])
-found = join.facts_here()
-join.facts_here = lambda: found | facts
+versions = join.installed_versions()._asdict() | dict([sys.argv[1].split("=")])
+join.installed_versions = lambda: types.SimpleNamespace(_asdict=lambda: versions)
 sys.exit(join.main(sys.argv[2:]))
 """
 

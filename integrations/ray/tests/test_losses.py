@@ -151,7 +151,7 @@ def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, los
 
 def received_by(cluster: Sites, node: str) -> int:
     """The bytes of all that a node has received whole."""
-    return int(cluster.status()["nodes"][node]["received"])
+    return int(cluster.status()["nodes"][node]["bytes_received"])
 
 
 def test_the_directorys_node_is_lost(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
