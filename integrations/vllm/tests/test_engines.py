@@ -16,6 +16,7 @@ import checkpoints
 import engine
 from conftest import DEVICE, Ended, Engine, Failed, Place, run, serving
 from shared_rpc import Provider, Server
+from shared_rpc.memory.devices import device_id, device_tag
 
 #: Bytes of /dev/shm that there are where the first engines start, and their server.
 SHM = 64 << 10
@@ -246,8 +247,8 @@ def test_with_fallback_it_is_loaded_for_the_engine_alone(
 
 def test_a_server_of_another_app_is_named(own_place: Place, models: dict[str, Path]) -> None:
     """It may be one of an older release of this plugin, which has no such endpoint."""
-    provider = Provider(own_place.base_path, device="cpu", execution_mode="server")
-    path = f"{own_place.base_path}-cpu.sock"
+    provider = Provider(own_place.base_path, device=DEVICE, execution_mode="server")
+    path = f"{own_place.base_path}-{device_tag(device_id(DEVICE))}.sock"
     with Server(provider, socket_path=path), pytest.raises(Failed, match=f"the server at {path} has no endpoint 'vllm_weig"):
         own_place.start(models["llama"]).ready()
 
