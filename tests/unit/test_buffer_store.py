@@ -98,13 +98,6 @@ def test_a_lingering_buffer_lingers_anew_after_its_next_holder(buffers: Buffers)
     assert buffers.end("b", stored) == 10
 
 
-def test_a_lingering_buffer_goes_when_it_is_freed(buffers: Buffers) -> None:
-    """At once: whoever frees it knows that nobody will ask."""
-    stored = buffers.make(linger=10)
-    buffers.end("a", stored)
-    assert buffers.table.free(stored.object_id) and buffers.dropped == [stored]
-
-
 def test_a_name_is_that_of_one_listed_buffer(buffers: Buffers) -> None:
     """Another buffer may have it once the first is not listed any more, for whichever reason."""
     for end in (lambda stored: buffers.table.free(stored.object_id), lambda stored: buffers.end("a", stored)):
@@ -116,16 +109,6 @@ def test_a_name_is_that_of_one_listed_buffer(buffers: Buffers) -> None:
         buffers.table.check_name("ring")
         with pytest.raises(BufferNotFound):
             buffers.table.named("ring")
-
-
-def test_a_buffer_stays_though_nobody_holds_it(buffers: Buffers) -> None:
-    """Without a ttl it is there until somebody frees it: whoever made it may have handed its id on, and ended."""
-    stored = buffers.make()
-    buffers.release("a", stored)
-    buffers.clock.time += 1e9
-    assert buffers.table.expire() is None and buffers.store.expire() is None
-    assert buffers.table.get("b", stored.object_id) is stored
-    assert buffers.leases.holders(stored.object_id) == {"b"}
 
 
 def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
@@ -142,10 +125,11 @@ def test_a_freed_buffer_goes_with_its_last_holder(buffers: Buffers) -> None:
     assert buffers.reason(stored) == "freed"
 
 
-def test_a_buffer_that_nobody_holds_goes_when_it_is_freed(buffers: Buffers) -> None:
-    """At once."""
-    stored = buffers.make()
-    buffers.release("a", stored)
+@pytest.mark.parametrize("linger", [0.0, 10.0])
+def test_a_buffer_that_nobody_holds_goes_when_it_is_freed(buffers: Buffers, linger: float) -> None:
+    """At once, also while it lingers: whoever frees it knows that nobody will ask."""
+    stored = buffers.make(ttl=None if linger else 10.0, linger=linger)
+    buffers.end("a", stored)
     assert buffers.table.free(stored.object_id) and buffers.dropped == [stored]
 
 
@@ -231,15 +215,6 @@ def test_only_so_many_buffers() -> None:
     buffers.store.clear()
 
 
-def test_the_end_drops_buffers_too(buffers: Buffers) -> None:
-    """And a timer that comes after it finds nothing."""
-    stored = buffers.make(ttl=10)
-    buffers.store.clear()
-    assert buffers.dropped == [stored]
-    buffers.clock.time += 100
-    assert buffers.table.expire() is None
-
-
 # Quotas.
 
 
@@ -317,24 +292,16 @@ def test_nothing_is_evicted_in_vain(limited: Buffers) -> None:
     assert limited.dropped == [] and limited.capacity.used("cpu") == 200
 
 
-def test_the_refusal_names_who_holds_the_most(limited: Buffers) -> None:
-    """For the person who has to find out what to stop."""
-    limited.make(session="a", name="small", nbytes=80)
-    limited.make(session="b", name="large", nbytes=120)
-    limited.release("a", limited.make(name="idle", nbytes=90))
-    with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 120 bytes, and 90 bytes are buffers without holders"):
-        limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
-
-
 def test_who_holds_the_most_holds_each_byte_once(limited: Buffers) -> None:
     """Objects over one buffer are no more memory than it, and it is not idle while one of them is held."""
-    limited.make(session="a", name="shared", nbytes=100)
+    limited.make(session="a", name="shared", nbytes=60)
     limited.add("f(1)", "shared", holders="a")
     limited.add("f(2)", "shared", holders="a")
-    limited.make(session="b", name="large", nbytes=110)
+    limited.make(session="b", name="large", nbytes=70)
     limited.add("f(3)", "over", holders="b")
     limited.release("b", limited.make(session="b", name="over", nbytes=100))
-    with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 210 bytes, and 0 bytes are buffers without holders"):
+    limited.release("a", limited.make(name="idle", nbytes=50))
+    with pytest.raises(ServerBusy, match=r"pid 2 holds the most, 170 bytes, and 50 bytes are buffers without holders"):
         limited.capacity.take({"cpu": 100}, totals={"cpu": TOTAL})
 
 
@@ -390,14 +357,11 @@ def test_an_int_is_a_number_of_bytes() -> None:
     ("size", "dtype", "text"),
     [
         (-1, "uint8", "a buffer of -1 bytes"),
-        (1 << 63, "uint8", "use a number from 0"),
         pytest.param(10**5000, "uint8", r"a buffer of 2\*\*16609 or more bytes", id="long"),
         (6, "float32", "no whole number of float32 elements of 4 bytes"),
         ([2, -1], "uint8", r"shape \(2, -1\)"),
         ([1 << 62, 2], "uint8", "less than"),
-        ([1 << 61], "float32", "less than"),
         ([0, 1 << 62, 1 << 62], "uint8", "less than"),
-        ([10**5000], "uint8", "or more"),
         ([1] * 65, "uint8", "65 dimensions"),
         (4, "qint8", "dtype='qint8' is no dtype of a buffer"),
         (4, "x" * 1000, "dtype='x{100}'"),

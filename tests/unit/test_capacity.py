@@ -308,13 +308,6 @@ def test_what_fits_is_granted_at_once(world: World) -> None:
     assert world.capacity.used(GPU) == 0
 
 
-def test_a_device_without_a_quota_has_capacity(world: World) -> None:
-    """For everything, however long others wait."""
-    world.put("x", {GPU: 60}, active="b")
-    world.ask("a", gpu=100)
-    assert world.ask("a", disk=1 << 60).granted
-
-
 def test_the_least_recently_used_give_way(world: World) -> None:
     """As many as are needed, and their memory is granted when they have gone."""
     *_, last = (world.put(name, {GPU: 30}) for name in "xyz")
@@ -473,17 +466,6 @@ def test_a_request_that_leaves_holds_up_no_other(world: World) -> None:
     assert small.granted and len(world.capacity) == 0
 
 
-def test_an_object_that_is_evicted_is_waited_for(world: World) -> None:
-    """It comes back from there; the request that it gave way to has left."""
-    stored = world.put("x", {GPU: 100})
-    world.leave(world.ask("a", gpu=50))
-    back = world.ask("b", stored)
-    assert not back.granted
-    world.end()
-    world.end()
-    assert back.there
-
-
 def test_a_failed_move_is_not_tried_again_at_once(world: World) -> None:
     """Something else goes; a while later the object may go again. Who waits is told why."""
     world.put("x", {GPU: 50})
@@ -502,15 +484,6 @@ def test_a_turn_that_had_come_is_kept(world: World) -> None:
     world.put("x", {GPU: 60}, active="b")
     world.ask("a", gpu=90)
     assert world.ask("c", first=True, gpu=40).granted
-
-
-def test_an_object_that_is_gone_needs_no_capacity(world: World) -> None:
-    """Whoever waits for it finds that out when its turn comes."""
-    stored = world.put("x", {GPU: 60}, "host")
-    world.put("y", {GPU: 100}, active="b")
-    ask = world.ask("a", stored)
-    world.turn(lambda: (world.store.unlist(stored), world.capacity.changed()))
-    assert ask.granted and not ask.there
 
 
 def test_a_request_without_patience_is_refused(world: World) -> None:
@@ -571,14 +544,6 @@ def test_what_lies_on_the_host_goes_to_a_file(worlds: Callable[..., World]) -> N
     assert (waiting.names, waiting.begun, going.names, going.to) == (["x"], False, ["old"], "file")
     world.end(going)
     assert world.going == [(["x"], "host")] and waiting.begun
-
-
-def test_without_files_a_full_host_lets_nothing_go(worlds: Callable[..., World]) -> None:
-    """There is nowhere to go to."""
-    world = worlds({GPU: 50}, host_limit=50)
-    world.put("cold", {GPU: 50}, "host", below=("host",))
-    world.put("x", {GPU: 50}, below=("host",))
-    assert not world.ask("a", gpu=50).granted and world.moves == []
 
 
 def test_an_object_larger_than_the_host_goes_to_a_file(worlds: Callable[..., World]) -> None:

@@ -69,16 +69,11 @@ def test_every_dtype(device: str, rebuilt: Rebuilt, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2)], ids=str)
 def test_shapes_at_the_edge(device: str, rebuilt: Rebuilt, shape: tuple[int, ...]) -> None:
-    """A tensor without dimensions, and tensors without elements."""
-    result = rebuilt(torch.full(shape, 5, dtype=torch.int16, device=device))
+    """A tensor without dimensions, and tensors without elements, which take no memory of the others."""
+    result, other = rebuilt([torch.full(shape, 5, dtype=torch.int16, device=device), torch.ones(2, device=device)])
+    assert other.tolist() == [1, 1]
     assert (result.shape, result.dtype, result.device.type) == (shape, torch.int16, device)
     assert (result == 5).all()
-
-
-def test_empty_tensors_beside_others(device: str, rebuilt: Rebuilt) -> None:
-    """Tensors without memory take no place among those that have some."""
-    value = [torch.empty(0, device=device), torch.ones(2, device=device), torch.empty(0, 4, device=device)]
-    assert [tuple(tensor.shape) for tensor in rebuilt(value)] == [(0,), (2,), (0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -86,12 +81,10 @@ def test_empty_tensors_beside_others(device: str, rebuilt: Rebuilt) -> None:
     [
         lambda base: base.expand(5, 2, 3, 4, 2),
         lambda base: base.to(memory_format=torch.channels_last),
-        lambda base: base.permute(3, 1, 0, 2),
-        lambda base: base[1:, ::2, 1:, 1],
         lambda base: base.as_strided((3, 3), (1, 1), 2),
         lambda base: base[:0],
     ],
-    ids=["expanded", "channels last", "permuted", "sliced", "overlapping itself", "empty slice"],
+    ids=["expanded", "channels last", "overlapping itself", "empty slice"],
 )
 def test_strides(device: str, rebuilt: Rebuilt, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Offset and strides stay; nothing is made contiguous on the way."""
@@ -138,35 +131,15 @@ def test_any_view(shape: list[int], steps: list[tuple[str, int, int]]) -> None:
     assert view.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
-@pytest.mark.parametrize("lazily", [torch.conj, torch._neg_view, lambda t: t.conj().imag], ids=["conj", "neg", "both"])
-def test_lazy_conjugation_and_negation(device: str, rebuilt: Rebuilt, lazily: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A view that conjugates or negates when it is read still does, and is moved with its base."""
-    base = torch.tensor([1 + 2j, 3 - 4j], device=device)
-    value = lazily(base)
-    expected = value.tolist()
-    view, whole = rebuilt((value, base))
-    assert (view.is_conj(), view.is_neg()) == (value.is_conj(), value.is_neg())
-    assert view.tolist() == value.tolist() == expected
-    whole.zero_()
-    assert view.tolist() == value.tolist()
-    assert not any(value.resolve_neg().resolve_conj().tolist())
-
-
 def test_views_share_their_storage(device: str, rebuilt: Rebuilt) -> None:
     """Views of one tensor are views of one tensor again, however they overlap."""
     base = torch.zeros(6, device=device)
-    views = rebuilt({"base": base, "head": base[:4], "tail": base[2:], "grid": base.view(2, 3)})
+    views = rebuilt({"base": base, "head": base[:4], "tail": base[2:], "grid": base.view(2, 3), "again": [base]})
+    assert views["again"][0] is views["base"]
     views["head"][3] = 1
     views["grid"][1, 2] = 2
     assert views["base"].tolist() == [0, 0, 0, 1, 0, 2]
     assert views["tail"].tolist() == [0, 1, 0, 2]
-
-
-def test_the_same_tensor_stays_the_same_object(device: str, rebuilt: Rebuilt) -> None:
-    """A tensor that a value holds twice is one object again."""
-    tensor = torch.ones(2, device=device)
-    first, second = rebuilt([tensor, {"again": tensor}])
-    assert first is second["again"]
 
 
 def test_overlapping_storages_stay_one_memory(rebuilt: Rebuilt, device: str) -> None:
@@ -204,25 +177,15 @@ def test_requires_grad(device: str, rebuilt: Rebuilt) -> None:
     assert (result.requires_grad, result.is_leaf, result.grad, plain.requires_grad) == (True, True, None, False)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_rebuilding_under_any_mode(device: str, published: Callable[..., Record], mode: Callable[[], Any]) -> None:
-    """A client that attaches under ``inference_mode`` can train with the tensors outside of it."""
-    record = published(nn.Linear(2, 2, device=device))
-    with mode():
-        layer = decode_result(record.skeleton, record.table, record.segments)
-    layer(torch.ones(1, 2, device=device)).sum().backward()
-    assert not layer.weight.is_inference()
-    assert layer.weight.grad.tolist() == [[1, 1], [1, 1]]
-
-
 def _with_attribute(device: str) -> torch.Tensor:
     tensor = torch.ones(2, 2, device=device)
     tensor.made_by = "a loader"
     return tensor
 
 
-#: Tensors that torch's own code, or a library's, puts together again while the skeleton is loaded.
+#: Plain tensors, and those that torch's own code, or a library's, puts together again while the skeleton is loaded.
 _TAKEN_APART = {
+    "plain": lambda device: torch.ones(2, 2, device=device),
     "with an attribute": _with_attribute,
     "of a subclass": lambda device: torch.ones(2, 2, device=device).as_subclass(Marked),
     "of a wrapper subclass": lambda device: Scaled(torch.ones(2, 2, device=device), torch.ones(1, device=device)),
@@ -298,11 +261,6 @@ def test_sparse_tensors(device: str, rebuilt: Rebuilt, coalesced: bool) -> None:
     assert result.to_dense()[1, 1] == 9
 
 
-def test_sparse_tensor_as_the_result(device: str, rebuilt: Rebuilt) -> None:
-    """A sparse tensor is a result of its own."""
-    assert rebuilt(torch.eye(3, device=device).to_sparse()).to_dense().tolist() == torch.eye(3).tolist()
-
-
 @pytest.mark.filterwarnings("ignore:.*(quantiz|TypedStorage)")
 def test_quantised_tensor(rebuilt: Rebuilt, device: str) -> None:
     """A quantised tensor keeps its scale and zero point, and is the same memory on both sides."""
@@ -314,24 +272,17 @@ def test_quantised_tensor(rebuilt: Rebuilt, device: str) -> None:
     assert value.dequantize().tolist() == [1, 1, 1]
 
 
-def test_subclass_with_attributes(device: str, rebuilt: Rebuilt) -> None:
+@pytest.mark.parametrize("held", [True, False])
+def test_subclass_with_attributes(device: str, rebuilt: Rebuilt, held: bool) -> None:
     """A tensor of a subclass keeps its class and what it carries, and is the same memory as its maker's."""
     value = torch.arange(3.0, device=device).as_subclass(Marked)
     value.label = "boxes"
     holder = nn.Module()
     holder.marked = value
-    result = rebuilt(holder).marked
+    result = rebuilt(holder).marked if held else rebuilt(value)
     assert (type(result), result.label, result.tolist()) == (Marked, "boxes", [0, 1, 2])
     result.fill_(5)
     assert value.tolist() == [5, 5, 5]
-
-
-def test_subclass_with_attributes_as_the_result(device: str, rebuilt: Rebuilt) -> None:
-    """The same where the tensor is the whole result."""
-    value = torch.arange(3.0, device=device).as_subclass(Marked)
-    value.label = "boxes"
-    result = rebuilt(value)
-    assert (type(result), result.label, result.tolist()) == (Marked, "boxes", [0, 1, 2])
 
 
 def test_wrapper_subclass(device: str, rebuilt: Rebuilt) -> None:
@@ -367,24 +318,7 @@ def test_buffer_objects(device: str, rebuilt: Rebuilt) -> None:
     assert dict(result.named_buffers()).keys() == {"kept", "scratch"}
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_jagged_tensor(device: str, rebuilt: Rebuilt) -> None:
-    """A nested tensor with one ragged dimension keeps its rows."""
-    rows = [torch.arange(2.0, device=device), torch.arange(3.0, device=device)]
-    module = nn.Module()
-    module.ragged = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    result = rebuilt(module).ragged
-    assert [row.tolist() for row in result.unbind()] == [[0, 1], [0, 1, 2]]
-
-
 # Modules.
-
-
-def test_tied_weights(device: str, rebuilt: Rebuilt) -> None:
-    """One parameter under two names is one parameter under two names."""
-    result = rebuilt(Tied(device))
-    assert result.head.weight is result.embed.weight
-    assert len(list(result.parameters())) == 1
 
 
 def test_tensors_are_found_wherever_they_are(device: str, rebuilt: Rebuilt) -> None:
@@ -510,14 +444,6 @@ class _Careful(nn.Module):
         self.restored = True
 
 
-def test_loading_a_state_dict_is_seen_by_all(device: str, rebuilt: Rebuilt) -> None:
-    """``load_state_dict`` writes into the shared memory: new weights under running clients."""
-    model = nn.Linear(2, 2, device=device)
-    result = rebuilt(model)
-    model.load_state_dict({"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)})
-    assert result(torch.ones(1, 2, device=device)).tolist() == [[6, 6]]
-
-
 # Autograd's thread for the GPU begins without a context: if cuBLAS is the first that it calls, torch sets one, and says so.
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 def test_training_on_shared_parameters(device: str, rebuilt: Rebuilt) -> None:
@@ -566,8 +492,9 @@ Pair = collections.namedtuple("Pair", "first second")
         lambda tensor: [[tensor], {"deep": {"deeper": (tensor,)}}],
         lambda tensor: Pair(tensor, 5),
         lambda tensor: collections.OrderedDict(z=tensor, a=1),
+        lambda tensor: None,
     ],
-    ids=["scalars", "nested", "namedtuple", "ordered dict"],
+    ids=["scalars", "nested", "namedtuple", "ordered dict", "None"],
 )
 def test_containers(device: str, rebuilt: Rebuilt, wrap: Callable[[torch.Tensor], Any]) -> None:
     """Containers keep their type, order and scalars."""
@@ -575,11 +502,6 @@ def test_containers(device: str, rebuilt: Rebuilt, wrap: Callable[[torch.Tensor]
     result = rebuilt(value)
     assert type(result) is type(value)
     assert repr(result) == repr(value)
-
-
-def test_none(rebuilt: Rebuilt, device: str) -> None:
-    """None is a result: an endpoint may have nothing to share."""
-    assert rebuilt(None) is None
 
 
 def test_random_state_without_numpy(device: str, rebuilt: Rebuilt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,16 +519,10 @@ def test_random_state_without_numpy(device: str, rebuilt: Rebuilt, monkeypatch: 
 
 
 def test_record_counts_each_storage_once(published: Callable[..., Record], device: str) -> None:
-    """``nbytes`` is the memory that is shared, not the sum over names for it."""
-    base = torch.zeros(100, device=device)
+    """``nbytes`` is the memory that is shared, not the sum over names for it; none of it is in the skeleton."""
+    base = torch.zeros(10_000, device=device)
     record = published({"base": base, "view": base[50:], "model": Tied(device)})
-    assert record.nbytes == 100 * 4 + 7 * 4 * 4
-
-
-def test_skeleton_holds_no_tensor(published: Callable[..., Record], device: str) -> None:
-    """A skeleton is small whatever the tensors weigh."""
-    record = published(nn.Sequential(*(nn.Linear(128, 128, device=device) for _ in range(4))))
-    assert record.nbytes == 4 * (128 * 128 + 128) * 4
+    assert record.nbytes == 10_000 * 4 + 7 * 4 * 4
     assert len(record.skeleton) < 4000
 
 
@@ -650,9 +566,7 @@ def _recursive_and_locked() -> Callable[..., Any]:
         (lambda: _module_with(hook=_closing_over(threading.Lock())), "result.1.0.hook.<closure thing>", "cannot pickle"),
         (lambda: _module_with(hook=_recursive_and_locked()), "result.1.0.hook.<closure lock>", "cannot pickle"),
         (lambda: _module_with(part=torch.jit.script(nn.Linear(2, 2))), "result.1.0.part", "is TorchScript"),
-        (lambda: torch.jit.script(nn.Linear(2, 2)), "result", "is TorchScript"),
-        (lambda: torch.empty(2, device="meta"), "result", "meta device, which has no memory"),
-        (lambda: nn.Linear(2, 2, device="meta"), "result.weight", "meta device, which has no memory"),
+        (lambda: torch.empty(2, device="meta"), "result", "meta device"),
         (lambda: _module_with(table=[torch.empty(2, device="meta")]), "result.1.0.table[0]", "meta device"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "result.0.weight", "run the module once"),
         (lambda: _module_with(packed=torch.ones(2, 2).to_mkldnn()), "result.1.0.packed", "layout torch._mkldnn"),
@@ -663,8 +577,8 @@ def _recursive_and_locked() -> Callable[..., Any]:
         ),
     ],
     ids=[
-        *("lock", "lock in a container", "generator", "closure", "empty cell", "scripted part", "scripted"),
-        *("meta tensor", "meta module", "meta attribute", "lazy", "mkldnn", "csr"),
+        *("lock", "lock in a container", "generator", "closure", "empty cell", "scripted part"),
+        *("meta tensor", "meta attribute", "lazy", "mkldnn", "csr"),
     ],
 )
 def test_what_cannot_be_shared_is_named(no_leaks: None, make: Callable[[], Any], path: str, reason: str) -> None:
@@ -699,14 +613,8 @@ def test_a_logger_goes_by_its_name(rebuilt: Rebuilt, device: str) -> None:
     "value, named",
     [
         (42, "a value of type int without a tensor"),
-        ("text", "a value of type str"),
         ([1, {"a": 2.0}], "a value of type list"),
-        ({}, "a value of type dict"),
-        ([None], "a value of type list"),
-        ({1, 2}, "a value of type set"),
         (len, "a value of type builtin_function_or_method"),
-        (nn.Linear, "a value of type type"),
-        (torch.float32, "a value of type torch.dtype"),
         (torch.device("cpu"), "a value of type torch.device"),
         (numpy.zeros(2), "a value of type numpy.ndarray without a tensor or module"),
         ([numpy.zeros(1 << 15)], "Convert arrays (torch.from_numpy)"),

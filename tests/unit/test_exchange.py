@@ -279,19 +279,15 @@ def test_the_handshake(connection: Connection, number: int) -> None:
     assert connection.sent() == [(1, m.Ping())]
 
 
-def test_another_greeting(connection: Connection) -> None:
-    """What greets otherwise is no server of this release, and what came with it is closed."""
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(m.Pong(), r"/run/server\.sock answered Hello with Pong"), (m.Error("protocol", "too many"), "too many")],
+)
+def test_other_answers_to_the_handshake_are_errors(connection: Connection, answer: m.Message, text: str) -> None:
+    """The descriptors of the answer are closed."""
     greeting = connection.exchanges.greet()
-    connection.come(m.Pong(), 0, fds=1)
-    with pytest.raises(ProtocolError, match=r"the server at /run/server\.sock answered Hello with Pong"):
-        connection.exchanges.welcome(greeting)
-
-
-def test_a_refused_handshake(connection: Connection) -> None:
-    """The server says why."""
-    greeting = connection.exchanges.greet()
-    connection.come(m.Error("protocol", "too many connections"), 0)
-    with pytest.raises(ProtocolError, match="too many connections"):
+    connection.come(answer, 0, fds=1)
+    with pytest.raises(ProtocolError, match=text):
         connection.exchanges.welcome(greeting)
 
 
@@ -312,21 +308,13 @@ def test_no_greeting(connection: Connection, error: Exception, text: str) -> Non
 def test_a_request_that_was_withdrawn(connection: Connection) -> None:
     """The server says that it knows: the caller's time was over, and the connection is in order."""
     exchange = connection.ask()
-    assert connection.exchanges.withdraw(exchange)
+    assert connection.exchanges.withdraw(exchange) and connection.exchanges.withdraw(exchange)
     assert connection.sent() == [(1, m.Ping()), (1, m.Cancel())]
     connection.come(KNOWN, 1, fds=1)
     assert not connection.exchanges.withdraw(exchange)
     with pytest.raises(DeadlineExceeded, match="a question took longer than its timeout"):
         connection.exchanges.reply(exchange)
     assert not connection.exchanges.owed
-
-
-def test_a_request_is_withdrawn_once(connection: Connection) -> None:
-    """Whoever is cancelled while it withdraws does so again, and the server hears of it once."""
-    exchange = connection.ask()
-    assert connection.exchanges.withdraw(exchange)
-    assert connection.exchanges.withdraw(exchange)
-    assert connection.sent() == [(1, m.Ping()), (1, m.Cancel())]
 
 
 def test_a_reply_that_comes_just_in_time(connection: Connection) -> None:

@@ -141,21 +141,6 @@ def test_a_truncated_frame_is_no_frame(cut: int) -> None:
         decoder.close()
 
 
-def test_frames_come_one_by_one_from_one_read() -> None:
-    """Descriptors that came with bytes of an earlier frame go to the frame that announces them."""
-    with nothing_leaks():
-        fd, decoder = new_fd(), FrameDecoder()
-        file = file_of(fd)
-        decoder.feed(Plan(1, 1, b"first", b"").encode() + Plan(2, 2, b"second", b"", fds=1).encode()[:10], [fd])
-        first = decoder.next_frame()
-        assert first is not None and first.body == b"first" and first.fds == []
-        assert decoder.next_frame() is None
-        decoder.feed(Plan(2, 2, b"second", b"", fds=1).encode()[10:])
-        second = decoder.next_frame()
-        assert second is not None and [file_of(fd) for fd in second.fds] == [file]
-        second.close()
-
-
 def test_the_descriptors_of_a_frame_have_one_owner() -> None:
     """Who takes them closes them; who does not leaves that to the frame, which closes them once."""
     with nothing_leaks():

@@ -48,17 +48,6 @@ def ids(record: Record) -> list[str]:
 # One memory.
 
 
-@pytest.mark.parametrize("where", list(Everything().tensors()))
-def test_each_side_sees_the_others_writes(device: str, rebuilt: Rebuilt, where: str) -> None:
-    """Wherever the maker keeps a tensor, it and the client's are one memory."""
-    module = Everything(device)
-    ours, theirs = module.tensors()[where], rebuilt(module).tensors()[where]
-    with torch.no_grad():
-        ours[0] = 111
-        theirs[1] = 222
-    assert ours.tolist()[:2] == theirs.tolist()[:2] == [111, 222]
-
-
 def test_views_move_with_their_base(device: str, rebuilt: Rebuilt) -> None:
     """The maker's own views of a published tensor, as far as the value holds them, stay views of it."""
     base = torch.zeros(4, device=device)
@@ -66,18 +55,6 @@ def test_views_move_with_their_base(device: str, rebuilt: Rebuilt) -> None:
     theirs = rebuilt([base, view, weight])
     base.fill_(1)
     assert [tensor.tolist() for tensor in (view, weight, *theirs)] == [[1, 1], [1, 1], [1, 1, 1, 1], [1, 1], [1, 1]]
-
-
-def test_tied_weights_stay_tied_at_home(device: str, rebuilt: Rebuilt) -> None:
-    """Publishing does not untie the maker's weights, nor replace its parameters: an optimiser keeps working."""
-    model = Tied(device)
-    weight = model.head.weight
-    weight.grad = torch.ones_like(weight)
-    theirs = rebuilt(model)
-    torch.optim.SGD([weight], lr=1.0).step()
-    assert model.embed.weight is model.head.weight is weight
-    assert weight.grad.data_ptr() != weight.data_ptr()
-    assert torch.equal(theirs.embed.weight, weight)
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["tensor", "views"])
@@ -153,21 +130,6 @@ def test_originals_are_freed_as_it_goes(no_leaks: None, small_segments: int, mon
     monkeypatch.setattr(mapping_module, "backend_for", lambda device, mechanism=None: watching)
     publish(value, "cpu", "read_write", "endpoint").close()
     assert alive == [3, 2, 1]
-
-
-def test_published_memory_goes_with_its_last_holder(device: str, no_leaks: None) -> None:
-    """Record, maker's object and client's object each keep the memory; after the last of them it is unmapped."""
-    value = torch.ones(4, device=device)
-    before = len(MAPPINGS)
-    record = publish(value, device, "read_write", "endpoint")
-    theirs = decode_result(record.skeleton, record.table, record.segments)
-    record.close()
-    del value
-    MAPPINGS.drain()
-    assert theirs.tolist() == [1, 1, 1, 1]
-    del theirs
-    MAPPINGS.drain()
-    assert len(MAPPINGS) == before
 
 
 # What lies in a segment already.

@@ -239,15 +239,6 @@ def test_writes_to_private_tensors_are_seen_by_nobody(device: str, published: Pu
     assert before == digests(tensors_of(value)) == digests(tensors_of(other)) == digests(tensors_of(later))
 
 
-def test_ties_and_views_among_private_tensors(device: str, published: Published) -> None:
-    """Tensors over one storage are over one storage again: a write to one is seen in the others."""
-    value, _, _ = views(device)
-    base, part, turned, expanded, _ = attach(published(value, tensors="parameters"))
-    assert {tensor.untyped_storage()._cdata for tensor in (part, turned, expanded)} == {base.untyped_storage()._cdata}
-    base.fill_(7)
-    assert all((tensor == 7).all() for tensor in (part, turned, expanded))
-
-
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_private_storages_that_overlap(published: Published) -> None:
     """Two storages over one array are over one copy, which the one keeps when the other has gone."""
@@ -313,18 +304,6 @@ def test_quantised_tensors(published: Published) -> None:
     assert record.nbytes == 0
 
 
-def test_spectral_norm_trains_what_it_only_reads(device: str, published: Published) -> None:
-    """What it iterates over are buffers of each process's own."""
-    model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4, device=device)).train()
-    model.parametrizations.weight[0]._u.fill_(0.5)  # it has not converged
-    record = published(model, "read", tensors="parameters")
-    one, other = attach(record), attach(record)
-    before = bits(other.parametrizations.weight[0]._u)
-    one(torch.ones(2, 4, device=device))
-    assert bits(one.parametrizations.weight[0]._u) != before
-    assert before == bits(other.parametrizations.weight[0]._u) == bits(model.parametrizations.weight[0]._u)
-
-
 def test_an_optimizers_state(device: str, published: Published) -> None:
     """Its moments are private, and step counts that are on the host though memory is shared on a GPU; its weights are not."""
     weight = nn.Parameter(torch.ones(3, device=device))
@@ -363,22 +342,6 @@ def test_sizes(device: str, published: Published) -> None:
     record = published(model, tensors="parameters")
     assert (record.nbytes, record.private_nbytes) == (shared, len(record.skeleton) + private_)
     assert record.device == record.segments[0].info.device
-
-
-def test_all_is_the_default(device: str, published: Published) -> None:
-    """Then nothing is private."""
-    record = published(nn.BatchNorm1d(4, device=device))
-    assert [segment.info.access for segment in record.segments] == ["read_write"]
-
-
-def test_the_makers_own_private_tensors_stay_where_they_are(device: str, published: Published) -> None:
-    """They are not bound to other memory; what the endpoint writes later is its own, and others get what was published."""
-    model = nn.BatchNorm1d(4, device=device)
-    where = model.running_mean.data_ptr()
-    record = published(model, tensors="parameters")
-    assert model.running_mean.data_ptr() == where
-    model.running_mean.fill_(5)
-    assert attach(record).running_mean.tolist() == [0] * 4
 
 
 def test_what_was_shared_as_a_whole_is_private_to_those_who_get_it_so(device: str, published: Published) -> None:

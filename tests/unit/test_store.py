@@ -88,28 +88,6 @@ def budget() -> Iterator[Shelf]:
 # Leases.
 
 
-def test_a_lease_counts_handles() -> None:
-    """It ends with as many releases as there were handles, and not before."""
-    leases = LeaseTable()
-    leases.grant("a", "x")
-    leases.grant("a", "x")
-    assert leases.release("a", "x") and leases.held("x")
-    assert leases.release("a", "x") and not leases.held("x")
-    assert not leases.release("a", "x")
-
-
-def test_a_lease_is_a_session_and_an_object() -> None:
-    """Several handles of a session are one lease; no session gives back what another holds."""
-    leases = LeaseTable()
-    for session, object_id in (("a", "x"), ("a", "x"), ("b", "x"), ("a", "y")):
-        leases.grant(session, object_id)
-    assert len(leases) == 3
-    assert leases.holders("x") == {"a", "b"}
-    assert not leases.release("b", "y")
-    assert not leases.release("nobody", "x")
-    assert leases.release("b", "x") and leases.holders("x") == {"a"}
-
-
 def test_a_lease_is_active_unless_it_is_suspended() -> None:
     """Until it is resumed, or its session gets another handle; a session that ends leaves nothing suspended."""
     leases = LeaseTable()
@@ -163,25 +141,6 @@ def test_a_lease_that_is_granted_as_an_inactive_one() -> None:
     assert leases.active("x") == {"a"}
 
 
-def test_the_end_of_a_session_gives_everything_back() -> None:
-    """All its handles at once, each object named once; others keep theirs, and a second end is none."""
-    leases = LeaseTable()
-    for session, object_id in (("a", "x"), ("a", "x"), ("a", "y"), ("b", "y")):
-        leases.grant(session, object_id)
-    assert sorted(leases.end_session("a")) == ["x", "y"]
-    assert not leases.held("x")
-    assert leases.holders("y") == {"b"}
-    assert leases.end_session("a") == leases.end_session("nobody") == []
-    assert not leases.release("a", "x")
-
-
-def test_looking_makes_no_lease() -> None:
-    """Questions about what nobody holds leave the table empty."""
-    leases = LeaseTable()
-    assert not leases.held("x") and leases.holders("x") == frozenset() and not leases.release("a", "x")
-    assert len(leases) == 0 and not leases.held("x")
-
-
 # Runs of endpoints.
 
 
@@ -190,26 +149,6 @@ def opened(calls: RunTable[Any], endpoint: str, key: str | None, waiter: object,
     run = Run(EndpointSpec(endpoint), key, Arguments(), {waiter: None}, refreshes)
     calls.open(run)
     return run
-
-
-def test_an_identical_call_joins_the_run() -> None:
-    """Those who wait for a run are told together, in the order they came."""
-    calls: RunTable[str] = RunTable()
-    assert calls.join("f(1)", "first") is None
-    run = opened(calls, "f", "f(1)", "first")
-    assert calls.join("f(1)", "second") is run
-    run.running = True
-    assert calls.join("f(1)", "third") is run
-    assert calls.close(run) == ["first", "second", "third"]
-    assert len(calls) == 0 and calls.join("f(1)", "fourth") is None
-
-
-def test_a_call_without_a_key_is_joined_by_nobody() -> None:
-    """It has a run of its own."""
-    calls: RunTable[str] = RunTable()
-    runs = {opened(calls, "f", None, "first"), opened(calls, "f", None, "second")}
-    assert calls.join(None, "third") is None
-    assert set(calls) == runs and len(calls) == 2
 
 
 def test_a_run_is_closed_once() -> None:
@@ -221,26 +160,6 @@ def test_a_run_is_closed_once() -> None:
     assert run not in calls
 
 
-def test_a_queued_run_that_nobody_waits_for_is_to_be_dropped() -> None:
-    """With the last who leaves, not before."""
-    calls: RunTable[str] = RunTable()
-    run = opened(calls, "f", "f(1)", "first")
-    calls.join("f(1)", "second")
-    assert not calls.leave(run, "first")
-    assert calls.leave(run, "second")
-    assert calls.close(run) == []
-
-
-def test_a_running_run_goes_on_alone() -> None:
-    """Its result is cached, and a later call still joins it."""
-    calls: RunTable[str] = RunTable()
-    run = opened(calls, "f", "f(1)", "first")
-    run.running = True
-    assert not calls.leave(run, "first")
-    assert calls.join("f(1)", "second") is run
-    assert calls.close(run) == ["second"]
-
-
 def test_leaving_a_run_that_ended_drops_nothing() -> None:
     """Its slot may be another run's by now."""
     calls: RunTable[str] = RunTable()
@@ -249,16 +168,6 @@ def test_leaving_a_run_that_ended_drops_nothing() -> None:
     current = opened(calls, "f", "f(1)", "second")
     assert not calls.leave(ended, "first")
     assert calls.join("f(1)", "third") is current
-
-
-def test_who_never_waited_takes_nobody_along() -> None:
-    """Leaving twice is leaving once."""
-    calls: RunTable[str] = RunTable()
-    run = opened(calls, "f", "f(1)", "first")
-    calls.join("f(1)", "second")
-    assert not calls.leave(run, "first")
-    assert not calls.leave(run, "first")
-    assert calls.close(run) == ["second"]
 
 
 @pytest.mark.parametrize("what", [{"key": "f(1)"}, {"endpoint": "f"}])
@@ -275,39 +184,7 @@ def test_invalidation_detaches_a_run(what: dict[str, str]) -> None:
     assert calls.detach(key="h(1)") == calls.detach(endpoint="h") == 0
 
 
-def test_runs_that_are_not_joined_live_side_by_side() -> None:
-    """Without singleflight, several runs have one key: the end of one is not the end of another."""
-    calls: RunTable[str] = RunTable()
-    first, second = opened(calls, "f", "f(1)", "first"), opened(calls, "f", "f(1)", "second")
-    assert calls.join("f(1)", "third") is first
-    assert calls.close(second) == ["second"]
-    assert calls.join("f(1)", "fourth") is first
-    assert calls.close(first) == ["first", "third", "fourth"]
-    assert calls.join("f(1)", "fifth") is None
-
-
-def test_all_runs_can_be_closed_in_a_loop() -> None:
-    """As a server does that stops."""
-    calls: RunTable[str] = RunTable()
-    for number in range(3):
-        opened(calls, "f", f"f({number})", str(number))
-    assert sorted(waiter for run in calls for waiter in calls.close(run)) == ["0", "1", "2"]
-    assert len(calls) == 0
-
-
 # Objects.
-
-
-def test_a_cached_object_stays_without_a_lease(shelf: Shelf) -> None:
-    """It is found by key and by id, and each finding by key is an access."""
-    stored = shelf.add("f(1)")
-    shelf.clock.time += 5
-    assert shelf.store.lookup("f(1)") is stored is shelf.store.get(stored.object_id)
-    assert (stored.created_at, stored.last_accessed_at) == (1000.0, 1005.0)
-    shelf.clock.time += 5
-    shelf.store.get(stored.object_id)
-    assert stored.last_accessed_at == 1005.0
-    assert shelf.store.lookup("f(2)") is None and shelf.store.get("unknown") is None
 
 
 def test_an_uncached_object_goes_with_its_last_lease(shelf: Shelf) -> None:
@@ -322,33 +199,6 @@ def test_an_uncached_object_goes_with_its_last_lease(shelf: Shelf) -> None:
     assert len(shelf.store) == 0
 
 
-def test_generations_count_the_builds_of_a_key(shelf: Shelf) -> None:
-    """From 1, for each key, and on after the object has gone."""
-    assert [shelf.add("f(1)").generation, shelf.add("f(2)").generation, shelf.add(None, holders="a").generation] == [1, 1, 1]
-    shelf.store.invalidate(key="f(1)")
-    assert shelf.add("f(1)").generation == 2
-    assert shelf.add("f(1)").generation == 3
-
-
-def test_a_new_object_takes_the_place_of_its_key(shelf: Shelf) -> None:
-    """The one before goes, or stays with those who hold it."""
-    first, second = shelf.add("f(1)"), shelf.add("f(1)", holders="a")
-    assert shelf.dropped == [first]
-    third = shelf.add("f(1)")
-    assert shelf.dropped == [first] and shelf.store.lookup("f(1)") is third and not second.listed
-    shelf.release("a", second)
-    assert shelf.dropped == [first, second] and shelf.store.lookup("f(1)") is third
-
-
-def test_invalidation_drops_what_nobody_holds(shelf: Shelf) -> None:
-    """By key or by endpoint; how many were listed is told."""
-    one, two, other = shelf.add("f(1)"), shelf.add("f(2)"), shelf.add("g(1)", endpoint="g")
-    assert shelf.store.invalidate(key="f(1)") == 1 and shelf.dropped == [one]
-    assert shelf.store.invalidate(key="f(1)") == 0
-    assert shelf.store.invalidate(endpoint="f") == 1 and shelf.dropped == [one, two]
-    assert shelf.store.lookup("g(1)") is other
-
-
 def test_invalidation_leaves_leased_objects_to_their_holders(shelf: Shelf) -> None:
     """They are found by key no more, and go with their last lease."""
     stored = shelf.add("f(1)", holders="ab")
@@ -359,27 +209,6 @@ def test_invalidation_leaves_leased_objects_to_their_holders(shelf: Shelf) -> No
     assert shelf.dropped == []
     shelf.release("b", stored)
     assert shelf.dropped == [stored]
-
-
-def test_an_idle_object_expires(shelf: Shelf) -> None:
-    """When its time has passed since the last access; the wait until then is told."""
-    stored = shelf.add("f(1)", idle_ttl=10.0)
-    shelf.add("f(2)")
-    shelf.clock.time += 4
-    assert shelf.store.expire() == 6.0
-    shelf.store.lookup("f(1)")
-    shelf.clock.time += 9
-    assert shelf.store.expire() == 1.0 and shelf.dropped == []
-    shelf.clock.time += 1
-    assert shelf.store.expire() is None and shelf.dropped == [stored]
-
-
-def test_the_next_to_expire_is_told(shelf: Shelf) -> None:
-    """Of several, when one of them has just gone."""
-    first, second, third = (shelf.add(f"f({ttl})", idle_ttl=ttl) for ttl in (30.0, 10.0, 20.0))
-    shelf.clock.time += 10
-    assert shelf.store.expire() == 10.0
-    assert shelf.dropped == [second] and first.listed and third.listed
 
 
 def test_a_lease_is_no_idle_time(shelf: Shelf) -> None:
@@ -397,12 +226,6 @@ def test_a_lease_is_no_idle_time(shelf: Shelf) -> None:
     assert shelf.store.expire() is None and shelf.dropped == [stored]
 
 
-def test_an_idle_ttl_of_zero_keeps_nothing(shelf: Shelf) -> None:
-    """It goes with the next sweep, unless it is held."""
-    stored = shelf.add("f(1)", idle_ttl=0.0)
-    assert shelf.store.expire() is None and shelf.dropped == [stored]
-
-
 def test_the_least_recently_used_goes_first(budget: Shelf) -> None:
     """When the budget needs memory, by last access rather than by age."""
     first, second, third = (budget.add(f"f({number})") for number in range(3))
@@ -413,16 +236,6 @@ def test_the_least_recently_used_goes_first(budget: Shelf) -> None:
     assert budget.dropped == [second, third, first] and budget.store.nbytes == 300
 
 
-def test_the_end_of_a_lease_is_a_use(budget: Shelf) -> None:
-    """What was held until now was used until now."""
-    held = budget.add("f(0)", holders="a")
-    idle = budget.add("f(1)")
-    budget.clock.time += 1000
-    budget.release("a", held)
-    budget.add("f(2)", "one", "two")
-    assert budget.dropped == [idle]
-
-
 def test_a_leased_object_is_never_evicted(budget: Shelf) -> None:
     """The budget is exceeded rather than taken from those who work; it is kept to when they are done."""
     held = [budget.add(f"f({number})", holders="a") for number in range(4)]
@@ -431,24 +244,6 @@ def test_a_leased_object_is_never_evicted(budget: Shelf) -> None:
     assert budget.dropped == [unheld]
     budget.release("a", held[2])
     assert budget.dropped == [unheld, held[2]] and budget.store.nbytes == 300
-
-
-def test_an_object_larger_than_the_budget_is_not_kept(budget: Shelf) -> None:
-    """Those who called for it hold it, or have mapped it already."""
-    large = budget.add("f(0)", "a", "b", "c", "d")
-    assert budget.dropped == [large] and budget.store.nbytes == 0
-
-
-def test_a_shared_segment_counts_once(budget: Shelf) -> None:
-    """Objects that share memory cost it once, and give it back with the last of them."""
-    whole, part = budget.add("model", "weights", "head"), budget.add("encoder", "weights")
-    assert budget.store.nbytes == 200
-    budget.add("other", "own")
-    assert budget.dropped == [] and budget.store.nbytes == 300
-    budget.store.invalidate(key="model")
-    assert budget.dropped == [whole] and budget.store.nbytes == 200
-    budget.store.invalidate(key="encoder")
-    assert budget.dropped == [whole, part] and budget.store.nbytes == 100
 
 
 def test_the_end_drops_everything_once(shelf: Shelf) -> None:

@@ -21,6 +21,7 @@ from tests.kit.kernel_maps import rights
 from tests.kit.processes import open_fds
 
 Make = Callable[..., Segment]
+Use = Callable[[list[Segment], str], tuple[Any, list[Mapping]]]
 
 
 class User:
@@ -49,13 +50,13 @@ class Device(MemfdBackend):
 
 
 @pytest.fixture
-def table() -> MappingTable:
+def table(no_leaks: None) -> MappingTable:
     """A table of its own, so that nothing else is in it."""
     return MappingTable()
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(no_leaks: None) -> Iterator[Make]:
     """``make(text, of)`` makes a segment that begins with a text; as the next incarnation of another one, if there is one."""
     with ExitStack() as stack:
 
@@ -84,12 +85,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return device
 
 
-def use(table: MappingTable, segments: list[Segment], object_id: str) -> tuple[User, list[Mapping]]:
-    """Attach segments as an object of that id does, which lives as long as the first of the answer."""
-    user = User()
-    with table.attach(segments) as mappings:
-        table.keep_for([(mapping, user) for mapping in mappings], object_id)
-    return user, mappings
+@pytest.fixture
+def use(table: MappingTable) -> Iterator[Use]:
+    """``use(segments, object_id)`` attaches segments for an object that lives as long as the first of the answer.
+
+    When the test is over, nothing is left of the objects.
+    """
+
+    def attach(segments: list[Segment], object_id: str) -> tuple[User, list[Mapping]]:
+        user = User()
+        with table.attach(segments) as mappings:
+            table.keep_for([(mapping, user) for mapping in mappings], object_id)
+        return user, mappings
+
+    yield attach
+    table.drain()
+    assert (len(table), table.suspended) == (0, frozenset())
 
 
 def text(mapping: Mapping, length: int) -> bytes:
@@ -97,16 +108,17 @@ def text(mapping: Mapping, length: int) -> bytes:
     return bytes(HOST.view(mapping.address, length))
 
 
-def test_a_suspended_object_comes_back_where_it_was(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_a_suspended_object_comes_back_where_it_was(table: MappingTable, make: Make, use: Use) -> None:
     """Its memory is unmapped, with its address kept, and is there again with the bytes that it has by then."""
     segment = make(b"first")
-    user, [mapping] = use(table, [segment], "a")
+    user, [mapping] = use([segment], "a")
     address = mapping.address
-    assert table.suspend("a")
+    assert table.suspend("a") and table.suspend("a")
     assert (rights(address), mapping.vacated, mapping.descriptor) == ("---p", True, None)
     with table_writer(segment) as writer:
         writer[:5] = b"later"
-    table.resume("a", [segment])
+    for _ in range(2):
+        table.resume("a", [segment])
     assert (mapping.address, mapping.vacated, text(mapping, 5)) == (address, False, b"later")
     del user
     table.drain()
@@ -127,59 +139,41 @@ class table_writer:
         HOST.unmap(self.address, self.segment.info.nbytes)
 
 
-def test_suspending_and_resuming_twice_is_harmless(no_leaks: None, table: MappingTable, make: Make) -> None:
-    """The second time changes nothing."""
-    segment = make(b"same")
-    user, [mapping] = use(table, [segment], "a")
-    assert table.suspend("a") and table.suspend("a")
-    table.resume("a", [segment])
-    table.resume("a", [segment])
-    assert text(mapping, 4) == b"same"
-    del user
-    table.drain()
-
-
-def test_restored_memory_takes_the_place_of_what_was_evicted(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_restored_memory_takes_the_place_of_what_was_evicted(table: MappingTable, make: Make, use: Use) -> None:
     """Another incarnation of the segment comes to the address, and is known by its own id from then on."""
     segment = make(b"first")
     second = make(b"other", of=segment)
-    user, [mapping] = use(table, [segment], "a")
+    _user, [mapping] = use([segment], "a")
     table.suspend("a")
     table.resume("a", [second])
     assert (text(mapping, 5), mapping.info.id) == (b"other", second.info.id)
     assert table.knows(second.info) and not table.knows(segment.info)
     with table.attach([second]) as [again]:
         assert again is mapping
-    del user
-    table.drain()
 
 
-def test_attaching_a_suspended_segment_maps_it_at_its_address(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_attaching_a_suspended_segment_maps_it_at_its_address(table: MappingTable, make: Make, use: Use) -> None:
     """Another result over the same memory, or over what it became, is built where the first one was."""
     segment = make(b"first")
-    user, [mapping] = use(table, [segment], "a")
+    _user, [mapping] = use([segment], "a")
     address = mapping.address
     for current in (segment, make(b"other", of=segment)):
         table.suspend("a")
-        other, [again] = use(table, [current], "a")
+        _other, [again] = use([current], "a")
         assert again is mapping
         assert (again.address, again.vacated, again.info.id) == (address, False, current.info.id)
     assert text(mapping, 5) == b"other"
-    del user, other
-    table.drain()
 
 
 # What stays mapped.
 
 
 @pytest.mark.parametrize("other", ["", "b"])
-def test_memory_that_another_object_uses_stays_until_that_ends(
-    no_leaks: None, table: MappingTable, make: Make, other: str
-) -> None:
+def test_memory_that_another_object_uses_stays_until_that_ends(table: MappingTable, make: Make, use: Use, other: str) -> None:
     """It is the other one's as well, or of none that the server knows; with its end the memory goes at the next drain."""
     segment = make(b"both")
-    user, [mapping] = use(table, [segment], "a")
-    neighbour, _ = use(table, [segment], other)
+    _user, [mapping] = use([segment], "a")
+    neighbour, _ = use([segment], other)
     assert table.suspend("a")
     assert (mapping.vacated, text(mapping, 4)) == (False, b"both")
     del neighbour
@@ -187,14 +181,12 @@ def test_memory_that_another_object_uses_stays_until_that_ends(
     assert mapping.vacated
     table.resume("a", [segment])
     assert text(mapping, 4) == b"both"
-    del user
-    table.drain()
 
 
-def test_memory_of_two_objects_goes_when_both_are_suspended(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_memory_of_two_objects_goes_when_both_are_suspended(table: MappingTable, make: Make, use: Use) -> None:
     """And is there again when the first of them is resumed."""
     segment = make(b"both")
-    users = [use(table, [segment], name) for name in "ab"]
+    users = [use([segment], name) for name in "ab"]
     mapping = users[0][1][0]
     table.suspend("a")
     assert not mapping.vacated
@@ -203,40 +195,34 @@ def test_memory_of_two_objects_goes_when_both_are_suspended(no_leaks: None, tabl
     table.resume("b", [segment])
     assert text(mapping, 4) == b"both"
     table.resume("a", [segment])
-    del users
-    table.drain()
 
 
-def test_memory_that_a_block_has_attached_stays_until_its_end(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_memory_that_a_block_has_attached_stays_until_its_end(table: MappingTable, make: Make, use: Use) -> None:
     """A result that is just being rebuilt over the memory is not disturbed."""
     segment = make(b"block")
-    user, [mapping] = use(table, [segment], "a")
+    _user, [mapping] = use([segment], "a")
     with table.attach([segment]):
         table.suspend("a")
         assert text(mapping, 5) == b"block"
     table.drain()
     assert mapping.vacated
-    del user
-    table.drain()
 
 
-def test_copies_on_write_stay(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_copies_on_write_stay(table: MappingTable, make: Make, use: Use) -> None:
     """The pages that the process has written to are nowhere else."""
     shared, private = make(b"shared"), make(b"before", access="copy")
-    user, [mapping, copy] = use(table, [shared, private], "a")
+    _user, [mapping, copy] = use([shared, private], "a")
     copy.view()[:6] = b"mine  "
     table.suspend("a")
     assert (mapping.vacated, copy.vacated) == (True, False)
     table.resume("a", [shared, make(b"before", of=private, access="copy")])
     assert text(copy, 6) == b"mine  "
-    del user
-    table.drain()
 
 
-def test_an_object_that_is_needed_after_all_is_not_suspended(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_an_object_that_is_needed_after_all_is_not_suspended(table: MappingTable, make: Make, use: Use) -> None:
     """Whoever began to use it meanwhile is asked last, when later ones see that it is being suspended."""
     segment = make(b"used")
-    user, [mapping] = use(table, [segment], "a")
+    _user, [mapping] = use([segment], "a")
     seen: list[bool] = []
 
     def in_use() -> bool:
@@ -245,19 +231,15 @@ def test_an_object_that_is_needed_after_all_is_not_suspended(no_leaks: None, tab
 
     assert not table.suspend("a", in_use)
     assert (seen, table.suspended, text(mapping, 4)) == ([True], frozenset(), b"used")
-    del user
-    table.drain()
 
 
 # Refusing.
 
 
-def test_a_device_that_cannot_be_waited_for_changes_nothing(
-    no_leaks: None, table: MappingTable, make: Make, device: Device
-) -> None:
+def test_a_device_that_cannot_be_waited_for_changes_nothing(table: MappingTable, make: Make, use: Use, device: Device) -> None:
     """As while a CUDA graph is captured: the error says so, and the object is as it was."""
     segment = make(b"busy")
-    user, [mapping] = use(table, [segment], "a")
+    _user, [mapping] = use([segment], "a")
     device.idle = False
     with pytest.raises(CapabilityError, match=r"cannot suspend now.*graph is being captured"):
         table.suspend("a")
@@ -266,32 +248,28 @@ def test_a_device_that_cannot_be_waited_for_changes_nothing(
     assert table.suspend("a")
     assert device.events[1:] == ["synchronize", "vacate"]
     table.resume("a", [segment])
-    del user
-    table.drain()
 
 
 def test_memory_without_addresses_of_its_own_is_refused(
-    table: MappingTable, make: Make, monkeypatch: pytest.MonkeyPatch
+    table: MappingTable, make: Make, use: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the mechanism chooses the address, nothing of the object is unmapped; the error names a mechanism that can."""
     backend = BoundHost()
     monkeypatch.setattr(mapping_module, "backend_for", lambda name, mechanism=None: backend if mechanism == "pool" else HOST)
     with closing(backend.create(1)) as bound:
-        user, mappings = use(table, [make(b"host"), bound], "a")
+        _user, mappings = use([make(b"host"), bound], "a")
         with pytest.raises(CapabilityError, match="mechanism='vmm'"):
             table.suspend("a")
         assert [mapping.vacated for mapping in mappings] == [False, False]
         assert (table.suspended, text(mappings[0], 4)) == (frozenset(), b"host")
-    del user, mappings
-    table.drain()
 
 
-def test_an_object_that_cannot_be_mapped_again_stays_suspended(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_an_object_that_cannot_be_mapped_again_stays_suspended(table: MappingTable, make: Make, use: Use) -> None:
     """None of its memory is mapped then, and the next attempt succeeds."""
     segments = [make(b"one"), make(b"two")]
     lost = make(b"lost", of=segments[1])
     lost.close()
-    user, mappings = use(table, segments, "a")
+    _user, mappings = use(segments, "a")
     table.suspend("a")
     fds = open_fds()
     with pytest.raises(ValueError, match="is closed"):
@@ -300,40 +278,36 @@ def test_an_object_that_cannot_be_mapped_again_stays_suspended(no_leaks: None, t
     assert ("a" in table.suspended, open_fds()) == (True, fds)
     table.resume("a", segments)
     assert [text(mapping, 3) for mapping in mappings] == [b"one", b"two"]
-    del user, mappings
-    table.drain()
 
 
-def test_memory_that_does_not_come_is_noticed(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_memory_that_does_not_come_is_noticed(table: MappingTable, make: Make, use: Use) -> None:
     """A server that sends other segments than the object's, or of another size, is refused before anything is mapped."""
     segments = [make(b"one"), make(b"two")]
-    user, mappings = use(table, segments, "a")
+    _user, mappings = use(segments, "a")
     table.suspend("a")
     with pytest.raises(ProtocolError, match="did not send the memory of object a"):
         table.resume("a", segments[:1])
     assert [mapping.vacated for mapping in mappings] == [True, True]
-    del user, mappings
-    table.drain()
 
 
 # Ends.
 
 
-def test_the_last_object_over_it_gives_the_address_back(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_the_last_object_over_it_gives_the_address_back(table: MappingTable, make: Make, use: Use) -> None:
     """A suspended object that is collected leaves no range and no name behind."""
-    user, [mapping] = use(table, [make()], "a")
+    user, [mapping] = use([make()], "a")
     table.suspend("a")
     del user
     table.drain()
     assert (len(table), rights(mapping.address), table.suspended) == (0, "", frozenset())
-    use(table, [make()], "a")
+    use([make()], "a")
     table.drain()
 
 
-def test_a_vacated_address_is_found_by_nobody(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_a_vacated_address_is_found_by_nobody(table: MappingTable, make: Make, use: Use) -> None:
     """Whoever looks a tensor's memory up is about to use it, and learns what to do instead."""
     segment = make()
-    user, [mapping] = use(table, [segment], "a")
+    _user, [mapping] = use([segment], "a")
     mapping.label("object a of get()")
     table.suspend("a")
     with pytest.raises(HandleSuspended, match=r"object a of get\(\).*resume\(\)"):
@@ -341,37 +315,19 @@ def test_a_vacated_address_is_found_by_nobody(no_leaks: None, table: MappingTabl
     assert not table.knows(segment.info)
     table.resume("a", [segment])
     assert table.find(mapping.address + 7) == (mapping, 7)
-    del user
-    table.drain()
 
 
 # Incarnations.
 
 
-def test_an_earlier_incarnation_gives_way_to_that_of_the_resumed_object(
-    no_leaks: None, table: MappingTable, make: Make
-) -> None:
-    """Where another object's tensors kept it mapped, both are over the new memory then."""
-    segment = make(b"first")
-    second = make(b"other", of=segment)
-    user, [mapping] = use(table, [segment], "a")
-    neighbour, _ = use(table, [segment], "b")
-    table.suspend("a")
-    assert text(mapping, 5) == b"first"
-    table.resume("a", [second])
-    assert (text(mapping, 5), mapping.info.id) == (b"other", second.info.id)
-    del user, neighbour
-    table.drain()
-
-
 def test_a_device_is_waited_for_before_an_earlier_incarnation_goes(
-    no_leaks: None, table: MappingTable, make: Make, device: Device
+    table: MappingTable, make: Make, use: Use, device: Device
 ) -> None:
     """Kernels may still read it; and where the device cannot be waited for, it stays."""
     segment = make(b"first")
     second = make(b"other", of=segment)
-    user, [mapping] = use(table, [segment], "a")
-    neighbour, _ = use(table, [segment], "b")
+    _user, [mapping] = use([segment], "a")
+    _neighbour, _ = use([segment], "b")
     table.suspend("a")
     device.events.clear()
     device.idle = False
@@ -381,17 +337,15 @@ def test_a_device_is_waited_for_before_an_earlier_incarnation_goes(
     device.idle = True
     table.resume("a", [second])
     assert (device.events, text(mapping, 5)) == (["synchronize", "synchronize", "vacate"], b"other")
-    del user, neighbour
-    table.drain()
 
 
-def test_a_new_incarnation_is_not_mixed_up_with_the_old_one(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_a_new_incarnation_is_not_mixed_up_with_the_old_one(table: MappingTable, make: Make, use: Use) -> None:
     """Who has the old memory mapped, and did not suspend it, gets the new one beside it."""
     segment = make(b"first")
     second = make(b"other", of=segment)
-    user, [old] = use(table, [segment], "a")
+    _user, [old] = use([segment], "a")
     assert table.outdated([second.info]) and not table.outdated([segment.info])
-    late, [new] = use(table, [second], "a")
+    _late, [new] = use([second], "a")
     assert (text(old, 5), text(new, 5)) == (b"first", b"other")
     assert not table.outdated([second.info])
     table.suspend("a")
@@ -399,15 +353,12 @@ def test_a_new_incarnation_is_not_mixed_up_with_the_old_one(no_leaks: None, tabl
     third = make(b"third", of=second)
     table.resume("a", [third])
     assert (text(old, 5), text(new, 5), old.key != new.key) == (b"third", b"third", True)
-    del user, late, old, new
-    table.drain()
-    assert len(table) == 0
 
 
 # All at once.
 
 
-def test_many_threads_suspend_resume_and_attach(no_leaks: None, table: MappingTable, make: Make) -> None:
+def test_many_threads_suspend_resume_and_attach(table: MappingTable, make: Make, use: Use) -> None:
     """Whoever attaches reads the bytes, whatever others do to the objects; at the end nothing is left."""
     segments = [make(bytes([number]) * 8) for number in range(3)]
     failures: list[object] = []
@@ -432,7 +383,7 @@ def test_many_threads_suspend_resume_and_attach(no_leaks: None, table: MappingTa
         except BaseException as error:
             failures.append(error)
 
-    kept = [use(table, [segment], f"object {number}") for number, segment in enumerate(segments)]
+    kept = [use([segment], f"object {number}") for number, segment in enumerate(segments)]
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:
         thread.start()
@@ -442,6 +393,3 @@ def test_many_threads_suspend_resume_and_attach(no_leaks: None, table: MappingTa
     for number, place in enumerate(mapping for _, [mapping] in kept):
         table.resume(f"object {number}", [segments[number]])
         assert text(place, 8) == bytes([number]) * 8
-    del kept
-    table.drain()
-    assert (len(table), table.suspended) == (0, frozenset())
