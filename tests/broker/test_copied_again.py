@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import BrokerApp
 from tests.kit.fake_driver import GPUS
 from tests.kit.moving import APP, MovedBuffer
@@ -18,20 +17,8 @@ from tests.kit.processes import eventually
 
 NBYTES = 64 << 10
 
+
 #: The app of a broker with one provider: quotas are of its devices.
-ONE_GPU = """
-from tests.kit import fake_driver
-fake_driver.install()
-from shared_rpc import Provider
-
-provider = Provider(device=fake_driver.GPUS[0])
-
-@provider.share
-def of_gpu():
-    return "gpu"
-"""
-
-
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
     """The app of a broker whose workers see GPUs of host memory."""
@@ -39,20 +26,14 @@ def app(broker_app: BrokerApp) -> BrokerApp:
     return broker_app
 
 
-@pytest.fixture
-def full(tmp_path: Path) -> Path:
-    """While it is there, the broker finds no free memory on its host."""
-    return tmp_path / "full"
-
-
-#: Starts the broker with some options.
-Start = Callable[..., object]
+#: Starts the broker.
+Start = Callable[[], object]
 
 
 @pytest.fixture
-def start(app: BrokerApp, full: Path) -> Start:
+def start(app: BrokerApp) -> Start:
     """Starts a broker on a host with much memory."""
-    return lambda **options: app.start_program(app.program(HOST.format(full=str(full)), **options))
+    return lambda: app.start_program(app.program(HOST))
 
 
 def memory_of(pid: int) -> set[int]:
@@ -146,89 +127,6 @@ def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: P
     assert buffer.has_its_bytes()
 
 
-def test_it_goes_when_the_object_goes_to_a_file(start: Start, app: BrokerApp, tmp_path: Path) -> None:
-    """Host memory is what is to be spared then."""
-    start(spill_dir=str(tmp_path))
-    buffer = MovedBuffer(app, GPUS[0])
-    copied_once(buffer)
-    buffer.write()
-    assert buffer.moved("evicting to a file") == "file"
-    has(buffer, set())
-    assert buffer.has_its_bytes()
-    assert not buffer.is_copied
-
-
-def test_it_counts_and_makes_way_for_others(start: Start, app: BrokerApp) -> None:
-    """Its object needs no more than it has; where another one needs the memory, it goes."""
-    start(host_quota=NBYTES)
-    first = MovedBuffer(app, GPUS[0])
-    copy = copied_once(first)
-    first.write()
-    assert first.moved("evicting to the host") == "host"
-    has(first, {copy})
-    assert first.has_its_bytes()
-    second = MovedBuffer(app, GPUS[0])
-    other = copied_once(second)
-    assert copy not in memory_of(first.pid) and other in memory_of(first.pid)
-    assert first.has_its_bytes() and second.has_its_bytes()
-
-
-def test_two_evictions_at_once_keep_to_the_quota_of_host_memory(start: Start, app: BrokerApp, held: Path) -> None:
-    """The memory of the first one's copy is reserved before it is made: the second one is refused meanwhile."""
-    app.file.write_text(APP.format(watching=HELD.format(held=str(held))))
-    start(host_quota=NBYTES)
-    first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
-    held.touch()
-    with first.move("evicting to the host") as session:
-        eventually(Path(f"{held}-reached").exists, 50.0)
-        refused = second.ask(t.Evict(second.object_id, "host"))
-        held.unlink()
-        assert isinstance(session.heard(), m.Answer)
-    assert isinstance(refused, m.Error) and "do not fit" in refused.text
-    assert (first.tier, second.tier) == ("host", "device")
-
-
-def test_it_is_enough_where_objects_give_way(start: Start, app: BrokerApp) -> None:
-    """For an eviction on behalf of another object: a host that is full has capacity for the object whose memory that is."""
-    app.file.write_text(ONE_GPU)
-    start(when_full="evict", quotas={GPUS[0]: 2 * NBYTES}, host_quota=NBYTES)
-    first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
-    copy = copied_once(first)
-    first.write()
-    assert second.has_its_bytes()  # used last
-    third = MovedBuffer(app, GPUS[0])
-    assert (first.tier, second.tier, third.tier) == ("host", "device", "device")
-    assert copy in memory_of(first.pid)
-
-
-def test_it_is_not_kept_where_the_host_has_little_memory(start: Start, app: BrokerApp, full: Path) -> None:
-    """It only saves time: other programs need it more."""
-    start()
-    full.touch()
-    buffer = MovedBuffer(app, GPUS[0])
-    copy = copied_once(buffer)
-    eventually(lambda: copy not in memory_of(buffer.pid))
-    assert not buffer.is_copied
-    buffer.write()
-    assert buffer.moved("evicting to the host") == "host"
-    assert buffer.has_its_bytes()
-
-
-def test_it_goes_where_a_copy_would_find_too_little_memory(start: Start, app: BrokerApp, full: Path) -> None:
-    """The other one's copy has it."""
-    start()
-    first, second = MovedBuffer(app, GPUS[0]), MovedBuffer(app, GPUS[0])
-    copy = copied_once(first)
-    full.touch()
-    assert second.moved("evicting to the host") == "host"
-    eventually(lambda: copy not in memory_of(first.pid))
-    assert second.has_its_bytes()
-    full.unlink()
-    first.write()
-    assert first.moved("evicting to the host") == "host"
-    assert first.has_its_bytes() and second.has_its_bytes()
-
-
 def test_a_copy_that_failed_leaves_it_to_nobody(start: Start, app: BrokerApp) -> None:
     """Who was to write there may do so still: the memory goes, and the object stays where it is."""
     app.file.write_text(APP.format(watching=FAILING))
@@ -260,10 +158,10 @@ def holding(*arguments):
 GpuCopies.copy = holding
 """
 #: Code of a broker whose host has much free memory, but for the time in which a file is there.
+#: Code of a broker whose host has much free memory.
 HOST = """
-import os
 from shared_rpc.execution import device_memory
-device_memory.free_bytes = lambda device: 0 if os.path.exists({full!r}) else 1 << 50
+device_memory.free_bytes = lambda device: 1 << 50
 """
 #: Code of a worker whose third copy fails: the first one makes the memory, the second one restores.
 FAILING = """

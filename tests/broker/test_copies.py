@@ -23,7 +23,6 @@ from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.worker import BARE, WorkerCommand
 from shared_rpc.errors import CapabilityError, RecordError, WorkerCrashed
-from shared_rpc.execution.child import Backoff
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.segments import Segment
@@ -35,6 +34,7 @@ from shared_rpc.settings import ServeOptions
 from tests.kit import fake_driver
 from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.brokers import BrokerApp, is_running
+from tests.kit.deep import deep
 from tests.kit.gpu_memory import bytes_of, write
 from tests.kit.processes import eventually, sigstop
 
@@ -298,43 +298,6 @@ def test_a_worker_that_is_killed(
         copy.close()
 
 
-def test_another_worker_copies_where_one_ends(
-    serve: Callable[..., Copier], filled: Callable[..., Segment], threads: ThreadPoolExecutor
-) -> None:
-    """As one does that a reload has replaced."""
-    copier = serve(workers=2)
-    segment = filled()
-    for worker in copier.workers:
-        sigstop(worker)
-    answer = threads.submit(copier.memory.lower, [segment], "host")
-    eventually(lambda: len(copier.asked) == 1, what="an order")
-    [asked] = copier.asked
-    [other] = set(copier.workers) - {asked}
-    os.kill(asked, signal.SIGKILL)
-    os.kill(other, signal.SIGCONT)
-    [copy] = answer.result(60)
-    [again] = copier.memory.raise_([copy], [segment.info.incarnation(1)])
-    with closing(again), closing(copy):
-        assert bytes_of(again) == bytes_of(segment)
-
-
-def test_host_memory_of_an_earlier_copy_is_written_again(copier: Copier, filled: Callable[..., Segment]) -> None:
-    """In place of new memory, beside segments that have none; the copy is the same memory, and nothing is left over."""
-    segments = [filled(2 * MIB), filled(6 * MIB)]
-    [earlier] = copier.memory.lower(segments[:1], "host")
-    write(segments[0], b"changed")
-    before = descriptors()
-    copies = copier.memory.lower(segments, "host", into={segments[0].info.id: earlier.segment})
-    assert copies[0].segment.info == earlier.segment.info
-    assert copies[0].segment.fileno() == earlier.segment.fileno() != copies[1].segment.fileno()
-    again = copier.memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
-    assert [bytes_of(one) for one in again] == [bytes_of(segment) for segment in segments]
-    for one in (*copies, *again):
-        one.close()
-    settled(before)
-    earlier.close()
-
-
 def test_memory_that_one_who_was_given_up_may_write_to_is_left_alone(
     serve: Callable[..., Copier],
     filled: Callable[..., Segment],
@@ -405,18 +368,7 @@ def test_a_full_gpu_is_told(copier: Copier, filled: Callable[..., Segment]) -> N
         assert bytes_of(again) == bytes_of(segment)
 
 
-def test_damage_is_told(copier: Copier, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
-    """With its reason, as if the broker had noticed it."""
-    segment = filled()
-    [copy] = copier.memory.lower([segment], "file", spill)
-    found = os.pread(copy.segment.fileno(), 1, 7)
-    os.pwrite(copy.segment.fileno(), bytes([found[0] ^ 1]), 7)
-    with closing(copy), pytest.raises(RecordError, match="is damaged") as caught:
-        copier.memory.raise_([copy], [segment.info.incarnation(1)])
-    assert caught.value.reason == "damaged"
-
-
-@pytest.mark.parametrize("mechanism", ["host_vmm", "memfd"])
+@pytest.mark.parametrize("mechanism", ["host_vmm", *deep("memfd")])
 def test_a_copy_that_cannot_be_mapped_is_lost(copier: Copier, filled: Callable[..., Segment], mechanism: Mechanism) -> None:
     """Its descriptor is that of no such memory: an object is dropped for that, so that it can be built again."""
     segment = filled()
@@ -438,7 +390,7 @@ def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
     return copier
 
 
-@pytest.mark.parametrize("to", ["host", "file"])
+@pytest.mark.parametrize("to", ["file", *deep("host")])
 def test_a_bare_worker_copies(bare: Copier, filled: Callable[..., Segment], spill: SpillDirectory, to: str) -> None:
     """As any worker does, and it is none of those that serve the app."""
     serving, segments = bare.workers, [filled(2 * MIB), filled(6 * MIB)]
@@ -504,54 +456,6 @@ def test_a_bare_worker_in_use_does_not_end(
     assert bare.bare == begun
     held.unlink()
     answer.result(30)[0].close()
-
-
-def test_a_bare_worker_that_is_killed(
-    bare: Copier, filled: Callable[..., Segment], held: Path, driver: str, threads: ThreadPoolExecutor
-) -> None:
-    """Another one makes its copies; the broker has no more than before."""
-    if driver != "fake":
-        pytest.skip("a GPU copies")
-    segment = filled()
-    before = descriptors()
-    held.touch()
-    answer = threads.submit(bare.memory.lower, [segment], "host")
-    eventually(lambda: bare.bare is not None and bare.asked == [bare.bare], what="an order")
-    first = bare.bare
-    assert first is not None
-    os.kill(first, signal.SIGKILL)
-    eventually(lambda: bare.bare not in (None, first), what="another bare worker")
-    held.unlink()
-    [copy] = answer.result(30)
-    copy.close()
-    settled(before)
-
-
-def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
-    bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each order starts two, each after a longer pause, and fails with how the last one ended."""
-    pauses: list[int] = []
-    monkeypatch.setattr(Backoff, "pause", property(lambda self: pauses.append(self._in_succession) or 0.0))
-    monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand("--no-such-option", command.options)))
-    for _ in range(2):
-        with pytest.raises(WorkerCrashed, match="exited with code"):
-            bare.memory.lower([filled()], "host")
-    assert pauses == [1, 2, 3]
-
-
-def test_a_bare_worker_copies_where_the_worker_makes_no_step(
-    copier: Copier, bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the second attempt, though the worker is still there."""
-    monkeypatch.setattr(bare.broker._memory, "_workers", lambda: bare.broker._supervisor.workers)
-    monkeypatch.setattr(broker_memory, "_STEP_PATIENCE", 5.0)  # a GPU's context takes as long
-    [worker] = bare.workers
-    sigstop(worker)
-    [copy] = bare.memory.lower([filled()], "host")
-    os.kill(worker, signal.SIGCONT)
-    copy.close()
-    assert bare.bare not in (None, worker)
 
 
 def test_a_bare_worker_imports_no_torch(bare: Copier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.kit import forks
+from tests.kit.deep import deep
 
 #: How a program may end.
 ENDS = {
@@ -30,7 +31,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", [*list(ENDS)[5:8], *deep(*ENDS)])
 def test_a_fork_ends_as_a_new_process(how: str) -> None:
     """With the same code or signal and the same words."""
     command = [sys.executable, "-c", ENDS[how]]

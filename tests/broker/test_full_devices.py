@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shared_rpc import Client
-from shared_rpc.errors import ServerBusy
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, eventually, python
+from tests.kit.repetitions import repetitions
 
 MIB = 1 << 20
 
@@ -89,34 +89,23 @@ def tell(child: Child, what: str) -> None:
     child.expect("done")
 
 
-def test_fifty_processes_wake_two_models_in_turns(one_of_two: Client, children: list[Child]) -> None:
+def test_many_processes_wake_two_models_in_turns(one_of_two: Client, children: list[Child]) -> None:
     """With memory for one: all of them get on, and each time they find the bytes of the model that they woke."""
-    for number in range(50):
+    count = repetitions(6, 50)
+    for number in range(count):
         order = "1" if number % 2 else "-1"
         children.append(python(IN_TURNS.replace("TURNS", "4").replace("ORDER", order)))
-    for child in children[-50:]:
+    for child in children[-count:]:
         child.expect("ready")
-    for child in children[-50:]:
+    for child in children[-count:]:
         child.tell("go")
-    for child in children[-50:]:
+    for child in children[-count:]:
         child.expect("woken")
         assert child.close() == (0, "")
     infos = one_of_two.list_objects()
     assert sorted(info["cache_key"] for info in infos) == ["weights(number=1)", "weights(number=2)"]
     assert sorted(info["tier"] for info in infos) == ["device", "file"] and not any(info["active"] for info in infos)
     assert one_of_two.list_devices()[0]["used"] == MIB
-
-
-def test_who_resumes_waits_for_who_suspends(one_of_two: Client, holder: Callable[[int], Child]) -> None:
-    """Each in its process; neither knows of the other."""
-    first = holder(1)
-    first.expect("holds")
-    tell(first, "suspend")
-    second = holder(2)
-    second.expect("holds")
-    first.tell("resume")
-    tell(second, "suspend")
-    assert first.expect("done") == "done resume"
 
 
 def test_a_killed_user_gives_way(one_of_two: Client, holder: Callable[[int], Child], threads: ThreadPoolExecutor) -> None:
@@ -140,39 +129,3 @@ def test_a_killed_waiter_holds_nobody_up(one_of_two: Client, holder: Callable[[i
     tell(first, "suspend")
     with broker_app.connect(timeout=60.0).call("weights", 3) as handle:
         assert handle.value[0].item() == 3
-
-
-def test_those_who_hold_and_wait_are_named(broker_app: BrokerApp, tmp_path: Path, holder: Callable[[int], Child]) -> None:
-    """Two processes that want what the other one has wait until their deadlines, whose errors name the other one."""
-    broker_app.write(MODELS)
-    broker_app.start("--quota", "cpu=2MiB", "--when-full", "evict", "--spill-dir", str(tmp_path))
-    client = broker_app.connect(timeout=2.0)
-    children = [holder(1), holder(2)]
-    held = [child.expect("holds").split()[1] for child in children]
-    with pytest.raises(ServerBusy) as caught:
-        client.call("weights", 3)
-    for child, object_id in zip(children, held, strict=True):
-        assert f"{MIB} bytes are object {object_id} of weights(), which pid {child.pid} uses" in str(caught.value)
-    with pytest.raises(ServerBusy, match="Suspend or release handles"):
-        client.create_buffer(MIB)
-
-
-def test_a_worker_of_a_pinned_endpoint_keeps_its_place(broker_app: BrokerApp, tmp_path: Path) -> None:
-    """What does not fit beside it is refused, and neither evicts it; nor does a person."""
-    broker_app.write(
-        """
-        @provider.share(managed=True, pinned=True)
-        def pinned(number):
-            return torch.full((1 << 20,), number, dtype=torch.uint8)
-        """
-    )
-    broker_app.start("--quota", "cpu=1MiB", "--when-full", "evict", "--spill-dir", str(tmp_path))
-    client = broker_app.connect()
-    with client.call("pinned", 1) as handle:
-        object_id = handle.object_id
-    with pytest.raises(ServerBusy, match="pinned=True"):
-        client.evict(object_id)
-    with pytest.raises(ServerBusy, match=f"do not fit beside what is pinned there: .*object {object_id} of pinned"):
-        client.create_buffer(4096)
-    with pytest.raises(ServerBusy, match="do not fit beside what is pinned"):
-        client.call("pinned", 2)

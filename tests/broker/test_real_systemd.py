@@ -162,19 +162,3 @@ def test_killed_again_and_again(system: System, connect: Callable[[], Client]) -
             assert torch.equal(other.call("model").weight, model.weight)
             assert other.get_server_info()["builds"] == 0
     assert system.run("show", "-P", "NRestarts", "shared-rpc@app.service") == "5"
-
-
-def test_what_is_dropped_leaves_the_store(system: System, connect: Callable[[], Client]) -> None:
-    """The manager counts what it keeps."""
-
-    def stored() -> int:
-        return int(system.run("show", "-P", "NFileDescriptorStore", "shared-rpc@app.service"))
-
-    client = connect()
-    client.ping()
-    eventually(lambda: stored() == 1, what="the state")
-    with client.call("held") as handle:
-        assert handle.revision == 0
-        eventually(lambda: stored() == 4, what="an object, its segment and its page")
-    client.invalidate_endpoint_cache("held")
-    eventually(lambda: stored() == 1)

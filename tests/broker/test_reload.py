@@ -46,6 +46,7 @@ def test_what_changed_is_built_anew(app: BrokerApp) -> None:
     eventually(lambda: not is_running(earlier[0]), what="the old worker ends")
 
 
+@pytest.mark.deep
 def test_a_change_within_a_second(app: BrokerApp, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the same size and time is not taken for the one that was compiled before."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -58,24 +59,6 @@ def test_a_change_within_a_second(app: BrokerApp, monkeypatch: pytest.MonkeyPatc
     assert app.file.stat().st_size == before.st_size
     client.reload()
     assert client.call("answer").tolist() == [2, 2]
-
-
-def test_a_handle_of_what_changed(app: BrokerApp) -> None:
-    """It stays valid for who has it, and is ``stale``; a new call gets the new one."""
-    source = """
-        @provider.share(managed=True)
-        def weights():
-            return torch.full((2,), {value})
-    """
-    app.write(source.format(value=1.0))
-    app.start()
-    client = app.connect()
-    handle = client.call("weights")
-    app.write(source.format(value=2.0))
-    client.reload()
-    assert handle.get_object_info()["stale"]
-    assert handle.value.tolist() == [1, 1]
-    assert client.call("weights").value.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(("objects", "value", "left"), [("none", 1.0, 2), ("all", 2.0, 0), ("changed", 2.0, 1)])
@@ -161,36 +144,6 @@ def test_old_workers_end_what_they_began(
     assert running.result(20) == 1
     eventually(lambda: not is_running(earlier), what="the old worker ends")
     assert client.call("slowly", str(tmp_path / "go")) == 2
-
-
-def test_two_reloads_at_once(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
-    """Both succeed, with the same workers where one came before the other was done, and the last one's workers are there."""
-    app.start()
-    client = app.connect()
-    client.call("answer")
-    app.write(NEW)
-    both = [threads.submit(app.connect().reload) for _ in range(2)]
-    pids = [tuple(reload.result(40)["workers"]) for reload in both]
-    assert tuple(worker_pids(client)) in pids
-    assert client.call("answer").tolist() == [2, 2]
-    eventually(lambda: sum(is_running(pid) for workers in set(pids) for pid in workers) == 1)
-
-
-def test_code_that_hangs_while_it_is_loaded(
-    app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
-) -> None:
-    """The old workers serve on; a reload after the mistake was mended ends the one that hangs, and both are answered."""
-    app.start()
-    client = app.connect()
-    app.write(NEW, f"import os, time; open({str(tmp_path / 'hangs')!r}, 'w').write(str(os.getpid())); time.sleep(1000)")
-    hanging = threads.submit(app.connect().reload)
-    eventually(lambda: (tmp_path / "hangs").exists() and bool((tmp_path / "hangs").read_text()), 40.0, "the new code is loaded")
-    assert client.call("answer").tolist() == [1, 1]
-    app.write(NEW)
-    workers = client.reload()["workers"]
-    assert hanging.result(40)["workers"] == workers == worker_pids(client)
-    assert client.call("answer").tolist() == [2, 2]
-    eventually(lambda: not is_running(int((tmp_path / "hangs").read_text())), what="the worker that hung ends")
 
 
 def test_an_endpoint_that_has_gone(app: BrokerApp) -> None:

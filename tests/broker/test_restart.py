@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Client, errors
+from shared_rpc import AsyncClient, errors
 from shared_rpc.client.handle import Lease
 from shared_rpc.client.results import result_of
 from shared_rpc.client.session import LeaseBook
@@ -29,7 +26,6 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import EMPTY_TABLE
 from tests.kit.brokers import BrokerApp, begun
-from tests.kit.links import break_off
 from tests.kit.processes import eventually, sigstop
 
 
@@ -37,97 +33,6 @@ from tests.kit.processes import eventually, sigstop
 def app(broker_app: BrokerApp) -> BrokerApp:
     """An app that is not served yet."""
     return broker_app
-
-
-class Caller:
-    """Calls again and again, and remembers what failed, and when that call had begun."""
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self.failures: list[tuple[float, Exception]] = []
-        #: When each of the calls that went well had ended.
-        self.answers: list[float] = []
-
-    def run(self, base_path: str) -> None:
-        """With one client, in a thread."""
-        with Client(base_path, device="cpu", timeout=20, connect_timeout=0) as client:
-            while not self.stop.is_set():
-                with self._noting():
-                    self._check(client.call("model"), client.call("echo", torch.full((3000,), 2.0)))
-                    client.get_server_info()
-
-    async def arun(self, base_path: str) -> None:
-        """With one asynchronous client, and three calls at once."""
-        async with (
-            AsyncClient(base_path, device="cpu", timeout=20, connect_timeout=0) as client,
-            anyio.create_task_group() as group,
-        ):
-            for _ in range(3):
-                group.start_soon(self._acall, client)
-
-    async def _acall(self, client: AsyncClient) -> None:
-        while not self.stop.is_set():
-            with self._noting():
-                self._check(await client.call("model"), await client.call("echo", torch.full((3000,), 2.0)))
-                await client.get_server_info()
-            await anyio.lowlevel.checkpoint()
-
-    @staticmethod
-    def _check(model: Any, echoed: torch.Tensor) -> None:
-        assert model.weight[0, 0] == 4
-        assert echoed.sum() == 6000
-
-    def _noting(self) -> Any:
-        caller, began = self, time.monotonic()
-
-        class Noting:
-            def __enter__(self) -> None:
-                pass
-
-            def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
-                if error is None:
-                    caller.answers.append(time.monotonic())
-                elif isinstance(error, Exception):
-                    caller.failures.append((began, error))
-                return isinstance(error, Exception)
-
-        return Noting()
-
-
-def test_calls_across_a_restart(app: BrokerApp) -> None:
-    """Failures come only while there is no broker, and say just that; the same client objects go on with the next one."""
-    broker = app.start()
-    callers = [Caller(), Caller()]
-    runs = [
-        threading.Thread(target=callers[0].run, args=[app.base_path]),
-        threading.Thread(target=anyio.run, args=[callers[1].arun, app.base_path]),
-    ]
-    for run in runs:
-        run.start()
-    gaps: list[tuple[float, float]] = []
-    try:
-        for _ in range(2):
-            enough = [len(caller.answers) + 20 for caller in callers]
-            eventually(
-                lambda enough=enough: all(len(caller.answers) > count for caller, count in zip(callers, enough, strict=True)),
-                what="calls go well",
-            )
-            begin = time.monotonic()
-            broker.kill()
-            broker = app.start()
-            gaps.append((begin, time.monotonic()))
-        for caller in callers:
-            eventually(lambda caller=caller: caller.answers[-1] > gaps[-1][1])
-    finally:
-        for caller in callers:
-            caller.stop.set()
-        for run in runs:
-            run.join()
-    failures = [failure for caller in callers for failure in caller.failures]
-    assert {type(error) for _, error in failures} <= {errors.ConnectionClosed, errors.ConnectError}
-    assert errors.ConnectError in {type(error) for _, error in failures}
-    # A call that had begun just before the end is one of them.
-    assert all(any(begin - 1 < at < end for begin, end in gaps) for at, _ in failures)
 
 
 def test_a_client_that_waits_sees_no_gap(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
@@ -158,19 +63,6 @@ def test_a_request_that_was_not_sent(app: BrokerApp) -> None:
         broker = app.start()
         ask()
     assert torch.equal(client.call("echo", x), x)
-
-
-@pytest.mark.asyncio
-async def test_a_request_that_was_not_sent_by_a_coroutine(app: BrokerApp) -> None:
-    """The same for the asynchronous client."""
-    broker = app.start()
-    x = torch.arange(5000.0)
-    async with AsyncClient(app.base_path, device="cpu") as client:
-        await client.call("echo", x)
-        for ask in (functools.partial(client.call, "echo", x), functools.partial(client.submit, "model", 8)):
-            broker.kill()
-            broker = app.start()
-            await ask()
 
 
 def test_a_call_that_was_sent(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
@@ -250,46 +142,6 @@ async def test_handles_of_the_broker_that_was(app: BrokerApp) -> None:
         await theirs.release()
         assert not again.is_stale()
         assert client.get_server_info()["leases"] == 1
-
-
-@pytest.mark.asyncio
-async def test_leases_when_all_connections_break(app: BrokerApp) -> None:
-    """The server lives, and the session has ended with its connections: the next one holds what is out, and no more."""
-    app.start()
-    watcher, client = app.connect(), app.connect()
-    async with AsyncClient(app.base_path, device="cpu") as other:
-        kept, given = client.call("held"), client.call("held", 5)
-        theirs = await other.call("held", 6)
-        given.release()
-        break_off(client)
-        break_off(other)
-        eventually(lambda: watcher.get_server_info()["leases"] == 0)
-        client.ping()
-        await other.ping()
-        assert watcher.get_server_info()["leases"] == 2
-        assert not kept.is_stale()
-        kept.release()
-        await theirs.release()
-        assert watcher.get_server_info()["leases"] == 0
-
-
-def test_a_lease_on_what_is_gone(app: BrokerApp) -> None:
-    """An object that only this session kept went with it: the handle says so, and the memory stays."""
-    app.write("""
-        @provider.share(managed=True, cache=False)
-        def own():
-            return torch.ones(3)
-    """)
-    app.start()
-    watcher, client = app.connect(), app.connect()
-    handle = client.call("own")
-    break_off(client)
-    eventually(lambda: watcher.get_server_info()["objects"] == 0)
-    with pytest.raises(errors.StaleHandleError) as stale:
-        client.ensure_handle_live(handle)
-    assert stale.value.reason == "object_gone"
-    assert handle.value.sum() == 3
-    handle.release()
 
 
 @pytest.mark.usefixtures("no_leaks")

@@ -190,17 +190,6 @@ def test_a_zygote_that_is_killed(app: ImpatientApp) -> None:
     assert is_fork(replaced(client))
 
 
-def test_a_zygote_that_is_killed_when_it_is_needed(app: ImpatientApp) -> None:
-    """The worker is a new process."""
-    app.start()
-    client = app.connect()
-    zygote = zygote_ready(client)
-    earlier = worker_pids(client)[0]
-    os.kill(zygote, signal.SIGKILL)
-    os.kill(earlier, signal.SIGKILL)
-    assert not is_fork(another_worker(client, earlier))
-
-
 def test_a_zygote_that_is_stopped(app: ImpatientApp) -> None:
     """It is waited for for a moment; it ends, and attaching goes on meanwhile."""
     broker = app.start()
@@ -239,23 +228,6 @@ def test_a_broker_that_is_killed_leaves_nothing(app: ImpatientApp) -> None:
     eventually(lambda: not any(map(is_running, processes)))
 
 
-def test_several_forks_at_once(app: ImpatientApp) -> None:
-    """All workers end together, and all come back."""
-    app.start("--workers", "4")
-    client = app.connect()
-    zygote_ready(client)
-    earlier = worker_pids(client)
-    for pid in earlier:
-        os.kill(pid, signal.SIGKILL)
-
-    def back() -> bool:
-        workers = client.get_server_info()["workers"]
-        return len(workers) == 4 and all(one["state"] == "ready" and one["pid"] not in earlier for one in workers)
-
-    eventually(back, 60)
-    assert all(map(is_fork, worker_pids(client)))
-
-
 # When a zygote would be wrong.
 
 
@@ -272,21 +244,6 @@ def start_with(app: ImpatientApp, site: Path, *options: str) -> Child:
     return app.start(*options, PYTHONPATH=f"{PYTHONPATH}{os.pathsep}{site}")
 
 
-def test_a_package_that_starts_a_thread(app: ImpatientApp, site: Path) -> None:
-    """It is left out, by name; what else the app imports is not."""
-    (site / "threaded.py").write_text(
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    app.write("import threaded")
-    broker = start_with(app, site)
-    client = app.connect()
-    zygote_ready(client)
-    assert "has threads" in zygote_of(client)["dropped"]["threaded"]
-    broker.expect_error("the zygote does not import threaded")
-    assert is_fork(replaced(client))
-    assert client.call("model").weight[0, 0] == 4
-
-
 def test_a_package_that_changes_on_disk(app: ImpatientApp, site: Path) -> None:
     """The next worker has what is there now, and then there is another zygote."""
     (site / "versioned.py").write_text("VERSION = 1\n")
@@ -300,32 +257,6 @@ def test_a_package_that_changes_on_disk(app: ImpatientApp, site: Path) -> None:
     zygote_ready(client, zygote)
     assert is_fork(replaced(client))
     assert text(client, "version") == "22"
-
-
-def test_the_persons_own_modules_are_never_imported(app: ImpatientApp, tmp_path: Path) -> None:
-    """A fork reads them as they are now."""
-    (tmp_path / "own.py").write_text("VALUE = 1\n")
-    app.write(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return told(own.VALUE)")
-    app.start()
-    client = app.connect()
-    zygote = zygote_ready(client)
-    assert str(tmp_path / "own.py") not in Path(f"/proc/{zygote}/maps").read_text()
-    (tmp_path / "own.py").write_text("VALUE = 22\n")
-    client.reload()
-    assert is_fork(worker_pids(client)[0])
-    assert text(client, "value") == "22"
-
-
-def test_a_module_of_the_persons_that_hides_an_imported_one(app: ImpatientApp, tmp_path: Path) -> None:
-    """The file is new beside the app: a worker imports it, as a new process does."""
-    app.write(SAYS, "import tabnanny\n@provider.share(cache=False)\ndef place(): return told(tabnanny.__file__)")
-    app.start()
-    client = app.connect()
-    zygote_ready(client)
-    assert not text(client, "place").startswith(str(tmp_path))
-    (tmp_path / "tabnanny.py").write_text("")
-    client.reload()
-    assert text(client, "place") == str(tmp_path / "tabnanny.py")
 
 
 def test_imports_that_change(app: ImpatientApp, site: Path) -> None:
@@ -377,18 +308,6 @@ def test_an_app_that_sets_a_variable_has_new_processes(app: ImpatientApp, site: 
     assert "the app sets LEVEL while it is loaded" in zygote_of(client)["why"]
 
 
-@pytest.mark.usefixtures("reads")
-def test_no_zygote_is_made_for_an_app_that_sets_a_variable(app: ImpatientApp, site: Path) -> None:
-    """It would have to be thrown away: the first worker has told what the app sets."""
-    app.write(SAYS, "os.environ['LEVEL'] = '1'", LEVEL)
-    start_with(app, site)
-    client = app.connect()
-    eventually(lambda: zygote_of(client)["state"] == "off", 90.0, "no zygote")
-    assert "the app sets LEVEL while it is loaded" in zygote_of(client)["why"]
-    replaced(client)
-    assert text(client, "level") == "['1', None, '1', 'here']"
-
-
 def test_a_fork_that_cannot_load_the_app(app: ImpatientApp) -> None:
     """Where a new process can, the app is served by one, and no fork is tried for ever."""
     app.write("""
@@ -402,14 +321,3 @@ def test_a_fork_that_cannot_load_the_app(app: ImpatientApp) -> None:
     os.kill(earlier, signal.SIGKILL)
     assert not is_fork(another_worker(client, earlier))
     assert client.call("model").weight[0, 0] == 4
-
-
-def test_devices_of_workers(app: ImpatientApp) -> None:
-    """Each fork has the one that it was given."""
-    app.start("--worker-device", "cpu", "--worker-device", "cpu")
-    client = app.connect()
-    zygote_ready(client)
-    client.reload()
-    workers = client.get_server_info()["workers"]
-    assert [one["device"] for one in workers] == ["cpu", "cpu"]
-    assert all(is_fork(one["pid"]) for one in workers)

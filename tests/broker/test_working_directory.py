@@ -53,6 +53,7 @@ def zygote_ready(app: BrokerApp) -> None:
     eventually(lambda: app.connect().get_server_info()["zygote"]["state"] == "ready", 90.0, "a zygote", every=0.1)
 
 
+@pytest.mark.deep
 def test_a_broker_its_zygote_and_its_workers(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
     """None of them imports from there: not the first worker, nor a fork, nor one that begins again for a variable's sake."""
     broker_app.write("import colorsys")
@@ -67,6 +68,7 @@ def test_a_broker_its_zygote_and_its_workers(broker_app: BrokerApp, hostile: Pat
     assert imported(hostile) == ""
 
 
+@pytest.mark.deep
 def test_a_module_that_is_installed(base_path: str, hostile: Path, children: list[Child]) -> None:
     """An app that is found elsewhere does not bring the working directory along."""
     serve(hostile, children, "shared_rpc.extras.verification.app")
@@ -86,6 +88,7 @@ def test_a_hook_beside_the_app(broker_app: BrokerApp, hostile: Path, children: l
     assert imported(hostile) == ""
 
 
+@pytest.mark.deep
 def test_a_joiner(broker_app: BrokerApp, hostile: Path, tmp_path: Path, children: list[Child]) -> None:
     """The program that joins a cluster begins without it."""
     serve(hostile, children, str(broker_app.file), "--cluster-program", command_of(tmp_path, PROGRAM))
@@ -93,6 +96,7 @@ def test_a_joiner(broker_app: BrokerApp, hostile: Path, tmp_path: Path, children
     assert imported(hostile) == ""
 
 
+@pytest.mark.deep
 def test_a_server_that_a_script_starts(broker_app: BrokerApp, hostile: Path, children: list[Child]) -> None:
     """The role spawn adds nothing to where the script looks for modules."""
     script = broker_app.file

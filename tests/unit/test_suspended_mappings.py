@@ -49,6 +49,12 @@ class Device(MemfdBackend):
         super().vacate(address, nbytes, done)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def descriptor_server() -> None:
+    """Start the server of descriptors, which stays, before anything is counted."""
+    BoundHost().create(1).close()
+
+
 @pytest.fixture
 def table(no_leaks: None) -> MappingTable:
     """A table of its own, so that nothing else is in it."""
