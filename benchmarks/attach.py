@@ -15,8 +15,8 @@ import typer
 from benchmarks import workload  # noqa: F401  the classes of what is attached
 from benchmarks.memory import private_bytes, used
 from benchmarks.runner import ECHO, OURS, Device, Json, Report, Sample, Shape, chosen, numbers, size, timed
-from benchmarks.servers import Servers, Started, commands, configuration, environ, say
-from benchmarks.sides import PEER, Echo, Side, client_of, load_lazy_modules, missing
+from benchmarks.servers import Servers, Started, environ
+from benchmarks.sides import PEER, Echo, client_of, load_lazy_modules, missing
 
 #: Bytes of each tensor in the sweep over tensors, and tensors in the sweep over bytes.
 _TENSOR_BYTES, _TENSORS = 4096, 100
@@ -50,9 +50,9 @@ def run(
     sweeps += [["chain", _TENSORS, size * 10**6] for size in sizes]
     with Servers(device, checkpoint) as servers:
         build: list[list[Any]] = [["model", shape], *(sweeps if rounds else [])]
-        started = {OURS: servers.start("Ours", build)}
+        started = {OURS: servers.start("OurServer", build=build)}
         if absent is None:
-            started[PEER] = servers.start("Peer", build)
+            started[PEER] = servers.start("PeerServer", build=build)
         clients = _Clients(servers, started, device)
         _model_rows(report, clients, fresh, repeats, ["model", shape], judge=device == "cuda" and shape == _GOAL_SHAPE)
         _from_nothing(report, started[OURS].address, shape, device, fresh)
@@ -68,18 +68,16 @@ class _Clients:
     def __init__(self, servers: Servers, started: dict[str, Started], device: str) -> None:
         self._servers = servers
         self._started = started
-        self._echo = servers.start("Echo").address
+        self._echo = servers.start("EchoServer").address
         self._device = device
         self.names = [name for name in (PEER, OURS) if name in started]
         self._echoes: list[list[float]] = []
 
     def measure(self, who: str, cases: list[list[Any]], repeats: int, *, preload: bool = False) -> list[Result]:
         """Measure all cases in one process, in order."""
-        config: dict[str, Any] = {"who": who, "socket": self._started[who].address, "echo": self._echo, "hold": False}
-        config |= {"device": self._device, "cases": cases, "repeats": repeats, "preload": preload}
-        with self._servers.client("attach", **config) as process:
-            process.read()
-            answer = process.ask(go=True)
+        config: dict[str, Any] = {"who": who, "socket": self._started[who].address, "echo": self._echo}
+        with self._servers.client("attach:Attacher", device=self._device, preload=preload, **config) as process:
+            answer = process.ready().ask("measure", cases=cases, repeats=repeats)
         self._echoes.append(answer["echo"])
         results: list[Result] = answer["results"]
         return results
@@ -149,7 +147,7 @@ def _from_nothing(report: Report, socket: str, shape: str, device: str, fresh: i
 
 
 def _server_rows(report: Report, started: dict[str, Started], checkpoint: Path | None) -> None:
-    built = {name: server.facts["built"][0] for name, server in started.items()}
+    built = {name: server.process.ask("built")[0] for name, server in started.items()}
     source = "from a file" if checkpoint is not None else "allocated and filled: no file"
     loads = {name: facts["load"] for name, facts in built.items()}
     report.row(f"for comparison: loading it again ({source})", loads)
@@ -211,8 +209,7 @@ def _good(report: Report, name: str, what: str, taken: list[Result]) -> list[Res
     return good
 
 
-# The client process. It reports when it is ready (interpreter, torch, CUDA context and the model's classes are loaded then),
-# waits for a line, measures every case, answers, and holds the first until stdin is closed, if it was asked to.
+# The client process. When it is ready, interpreter, torch, CUDA context and the model's classes are loaded.
 
 #: Round trips of the echo.
 _PINGS = 200
@@ -220,66 +217,72 @@ _PINGS = 200
 _BUDGET, _FEWEST = 3.0, 3
 
 
-def _measure(side: Side, device: str, call: list[Any], repeats: int) -> Result:
-    """Return ``first`` (s), ``held`` and ``released`` (lists of s), ``grown`` (bytes), ``tensors`` and ``nbytes``."""
+class Attacher:
+    """A client that measures cases, each a managed call.
 
-    def memory() -> dict[str, int]:
-        if device == "cpu":
-            return {"private": private_bytes()}
-        torch.cuda.synchronize()
-        return {"device": used(device)}
+    :param preload: whether to import now what a client imports with its first tensor.
+    """
 
-    def repeated() -> list[float]:
-        times: list[float] = []
-        while len(times) < repeats and (sum(times) < _BUDGET or len(times) < _FEWEST):
-            times.append(timed(lambda: handles.append(side.attach(*call))))
-            handles.pop().release()
-        return times
+    def __init__(self, who: str, socket: str, echo: str, device: str, *, preload: bool = False) -> None:
+        if device != "cpu":
+            torch.zeros(1, device=device)
+            torch.cuda.synchronize()
+        if preload:
+            load_lazy_modules(device)
+        self._device = device
+        self._side, self._echo = client_of(who, socket, device), Echo(echo)
+        self._kept: Any = None
 
-    before = memory()
-    handles: list[Any] = []
-    first = timed(lambda: handles.append(side.attach(*call)))
-    grown = {key: value - before[key] for key, value in memory().items()}
-    parameters = list(handles[0].value.parameters())
-    facts = {
-        "first": first,
-        "grown": grown,
-        "tensors": len(parameters),
-        "nbytes": sum(parameter.untyped_storage().nbytes() for parameter in parameters),
-        # A read of the last tensor: it is there, and it is the right one.
-        "right": float(parameters[-1].detach().flatten()[-1]) == 1 + (len(parameters) - 1) % 100,
-    }
-    del parameters
-    facts["held"] = repeated()
-    handles.pop(0).release()
-    return facts | {"released": repeated()}
+    def measure(self, cases: list[list[Any]], repeats: int, *, hold: bool = False) -> Result:
+        """Measure all cases, in order, and the echo.
 
-
-def main() -> None:
-    """Measure, by a configuration of :class:`_Clients` or of ``scale``."""
-    config = configuration()
-    device: str = config["device"]
-    if device != "cpu":
-        torch.zeros(1, device=device)
-        torch.cuda.synchronize()
-    if config["preload"]:
-        load_lazy_modules(device)
-    side, echo = client_of(config["who"], config["socket"], device), Echo(config["echo"])
-    say(ready=True)
-    kept = None
-    for _ in commands():
+        :param hold: whether to hold the first of them to the end.
+        """
         results = []
-        for call in config["cases"]:
+        for call in cases:
             try:
-                results.append(_measure(side, device, call, config["repeats"]))
+                results.append(self._measure(call, repeats))
             except Exception as error:  # a case that one side cannot do must not cost the others
                 results.append({"error": f"{type(error).__name__}: {error}"})
-        kept = side.attach(*config["cases"][0]) if config["hold"] else None
-        say(results=results, echo=[timed(echo.ping) for _ in range(_PINGS)])
-    del kept
-    side.close()
-    echo.close()
+        self._kept = self._side.attach(*cases[0]) if hold else None
+        return {"results": results, "echo": [timed(self._echo.ping) for _ in range(_PINGS)]}
 
+    def _memory(self) -> dict[str, int]:
+        if self._device == "cpu":
+            return {"private": private_bytes()}
+        torch.cuda.synchronize()
+        return {"device": used(self._device)}
 
-if __name__ == "__main__":
-    main()
+    def _measure(self, call: list[Any], repeats: int) -> Result:
+        """Return ``first`` (s), ``held`` and ``released`` (lists of s), ``grown`` (bytes), ``tensors`` and ``nbytes``."""
+
+        def repeated() -> list[float]:
+            times: list[float] = []
+            while len(times) < repeats and (sum(times) < _BUDGET or len(times) < _FEWEST):
+                times.append(timed(lambda: handles.append(self._side.attach(*call))))
+                handles.pop().release()
+            return times
+
+        before = self._memory()
+        handles: list[Any] = []
+        first = timed(lambda: handles.append(self._side.attach(*call)))
+        grown = {key: value - before[key] for key, value in self._memory().items()}
+        parameters = list(handles[0].value.parameters())
+        facts = {
+            "first": first,
+            "grown": grown,
+            "tensors": len(parameters),
+            "nbytes": sum(parameter.untyped_storage().nbytes() for parameter in parameters),
+            # A read of the last tensor: it is there, and it is the right one.
+            "right": float(parameters[-1].detach().flatten()[-1]) == 1 + (len(parameters) - 1) % 100,
+        }
+        del parameters
+        facts["held"] = repeated()
+        handles.pop(0).release()
+        return facts | {"released": repeated()}
+
+    def close(self) -> None:
+        """Release what is held."""
+        self._kept = None
+        self._side.close()
+        self._echo.close()

@@ -1,19 +1,16 @@
-"""Named tensors through a channel to another process, beside two copies of as many bytes in one process.
-
-As a script it is the reader: ``python -m benchmarks.channel CONFIGURATION``.
-"""
+"""Named tensors through a channel to another process, beside two copies of as many bytes in one process."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 
 from benchmarks.memory import process_counts
 from benchmarks.runner import OURS, Device, Json, Report, Sample, chosen
-from benchmarks.servers import Process, Servers, configuration, say, until_told
+from benchmarks.servers import Process, Servers
 from shared_rpc import Client, TensorChannel
 
 #: Seconds that anything here may take.
@@ -46,7 +43,8 @@ def run(
         servers.broker(APP.format(device=device)) as (socket, _),
         Client(socket_path=socket, timeout=_PATIENCE) as client,
     ):
-        reader = servers.client("channel", servers.server_cores, socket=socket, device=device, megabytes=megabytes)
+        reader = servers.client("channel:Reader", servers.server_cores)
+        reader.tell("receive", socket=socket, device=device, megabytes=megabytes)
         with client.create_channel("weights", slot << 20, slots, device=device) as channel:
             _measure_large(report, channel, tensors, device, rounds)
             _measure_small(report, channel, reader, device, syncs)
@@ -115,19 +113,15 @@ def _measure_small(report: Report, channel: TensorChannel, reader: Process, devi
     report.row("… its memory, more than then", {OURS: after["memory"] - before["memory"]}, "bytes")
 
 
-def main() -> None:
-    """Receive: large messages to tensors of its own, then small ones."""
-    config: dict[str, Any] = configuration()
-    targets = _empty(config["megabytes"], config["device"])
-    small = {"x": torch.zeros(_SMALL, dtype=torch.bfloat16, device=config["device"])}
-    with Client(socket_path=config["socket"]) as client, client.open_channel("weights", timeout=_PATIENCE) as channel:
-        for message in channel:
-            if message.meta == "small":
-                targets = small
-            message.copy_to(targets)
-    say(done=True)
-    until_told()
+class Reader:
+    """The reading process."""
 
-
-if __name__ == "__main__":
-    main()
+    def receive(self, socket: str, device: str, megabytes: int) -> None:
+        """Receive large messages to tensors of its own, then small ones, until the channel is closed."""
+        targets = _empty(megabytes, device)
+        small = {"x": torch.zeros(_SMALL, dtype=torch.bfloat16, device=device)}
+        with Client(socket_path=socket) as client, client.open_channel("weights", timeout=_PATIENCE) as channel:
+            for message in channel:
+                if message.meta == "small":
+                    targets = small
+                message.copy_to(targets)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.runner import OURS, Device, Json, Report, Shape, chosen, numbers
-from benchmarks.servers import Process, Servers, commands, configuration, say
+from benchmarks.servers import Process, Servers
 from benchmarks.sides import PEER, Side, client_of, missing
 from shared_rpc import Client
 from shared_rpc.memory.backends.choice import mps
@@ -60,13 +60,13 @@ def run(
     report = Report("clients", f"Calls a second, tensors on {device}", [*([PEER] if absent is None else []), OURS])
     report.note(absent)
     with Servers(device) as servers, ExitStack() as stack:
-        addresses = {PEER: servers.start("Peer").address} if absent is None else {}
+        addresses = {PEER: servers.start("PeerServer").address} if absent is None else {}
         if workers:
             report.note(f"shared-rpc serve --workers {workers}")
             broker = servers.broker(APP.format(device=device), "--workers", str(workers))
             addresses[OURS], _ = stack.enter_context(broker)
         else:
-            addresses[OURS] = servers.start("Ours").address
+            addresses[OURS] = servers.start("OurServer").address
         for count in numbers(clients):
             throughput(report, servers, addresses, device, count, rounds, judge=False)
         for count in numbers(replicas):
@@ -78,15 +78,18 @@ def run(
 
 def _passes(report: Report, servers: Servers, address: str, device: str, count: int, rounds: int, shape: str) -> None:
     """Measure forward passes of one token, by processes that share one model."""
-    callers = [servers.client("clients", device=device, addresses={OURS: address}, shape=shape) for _ in range(count)]
-    for caller in callers:
-        caller.read()
+    callers = _callers(servers, count, device=device, addresses={OURS: address}, shape=shape)
     counts = [_turn(report, callers, OURS, _FORWARD) for _ in range(rounds)]
     passes = statistics.median(sum(each) for each in counts) / _TURN
     name = f"{count} replica{'' if count == 1 else 's'} of one model ({shape}): forward passes/s"
     report.row(name, {OURS: passes}, "number", processes=count, calls={OURS: counts})
     for caller in callers:
         caller.close()
+
+
+def _callers(servers: Servers, count: int, **config: Any) -> list[Process]:
+    started = [servers.client("clients:Caller", **config) for _ in range(count)]
+    return [caller.ready() for caller in started]
 
 
 def throughput(
@@ -97,9 +100,7 @@ def throughput(
     :param addresses: the servers that take part, by the name of their side.
     :param judge: whether the goal is about these tensors.
     """
-    callers = [servers.client("clients", device=device, addresses=addresses) for _ in range(processes)]
-    for caller in callers:
-        caller.read()
+    callers = _callers(servers, processes, device=device, addresses=addresses)
     for endpoint, text in (("small", "cached"), ("fresh", "new"), (_ON_LOOP, "new, async def")):
         turns: dict[str, list[list[int]]] = {name: [] for name in addresses}
         for _ in range(rounds):
@@ -138,36 +139,57 @@ def starvation(what: str, calls: list[int]) -> str | None:
 def _turn(report: Report, callers: list[Process], name: str, endpoint: str) -> list[int]:
     begin = time.monotonic() + _NOTICE  # one clock for all processes
     for caller in callers:
-        caller.tell(who=name, endpoint=endpoint, begin=begin)
+        caller.tell("turn", who=name, endpoint=endpoint, begin=begin)
     answers = [caller.read() for caller in callers]
     for error in {answer["error"] for answer in answers} - {None}:
         report.note(f"{name}, calls of {len(callers)} processes: {error}")
     return [answer["calls"] for answer in answers]
 
 
-# In each of the processes.
+class Caller:
+    """A process that calls.
+
+    :param addresses: servers by the name of their side.
+    :param shape: the model over which passes are made; None for calls.
+    """
+
+    def __init__(self, device: str, addresses: dict[str, str], shape: str | None = None) -> None:
+        self._sides: dict[str, Side] = {}
+        self._forward = _forward(addresses[OURS], device, shape) if shape is not None else None
+        for name, address in addresses.items():
+            self._sides[name] = client_of(name, address, device, timeout=_PATIENCE)
+            with suppress(Exception):  # its turns will show it
+                for endpoint in ("small", "fresh", *([_ON_LOOP] if name == OURS else [])):
+                    for _ in range(_WARM_UP):
+                        self._sides[name].call(endpoint)
+
+    def turn(self, who: str, endpoint: str, begin: float) -> dict[str, Any]:
+        """Count the ``calls`` that were complete in time, with the ``error`` that ended the turn early."""
+        endpoint = _INSTEAD if endpoint == _ON_LOOP and who != OURS else endpoint
+        call = self._forward or partial(self._sides[who].call, endpoint)
+        end, calls = begin + _TURN, 0
+        time.sleep(max(begin - time.monotonic(), 0))
+        try:
+            while True:
+                call()
+                if time.monotonic() > end:
+                    return {"calls": calls, "error": None}
+                calls += 1
+        except Exception as problem:  # one side's failure must not cost the other side its turns
+            return {"calls": calls, "error": f"{type(problem).__name__}: {problem}"}
+
+    def close(self) -> None:
+        """Close the clients."""
+        for side in self._sides.values():
+            side.close()
 
 
-def _calls(call: Callable[[], object], begin: float) -> dict[str, Any]:
-    """Count the ``calls`` that were complete in time, with the ``error`` that ended the turn early."""
-    end, calls = begin + _TURN, 0
-    time.sleep(max(begin - time.monotonic(), 0))
-    try:
-        while True:
-            call()
-            if time.monotonic() > end:
-                return {"calls": calls, "error": None}
-            calls += 1
-    except Exception as problem:  # one side's failure must not cost the other side its turns
-        return {"calls": calls, "error": f"{type(problem).__name__}: {problem}"}
-
-
-def _forward(config: dict[str, Any]) -> Callable[[], object]:
+def _forward(address: str, device: str, shape: str) -> Callable[[], object]:
     """Attach the model; return a pass of one token over it, which is complete when it returns."""
     import torch
 
-    model = Client(socket_path=config["addresses"][OURS]).call("model", config["shape"]).value
-    token = torch.ones((1, 1), dtype=torch.long, device=config["device"])
+    model = Client(socket_path=address).call("model", shape).value
+    token = torch.ones((1, 1), dtype=torch.long, device=device)
 
     def forward() -> None:
         with torch.inference_mode():
@@ -176,29 +198,3 @@ def _forward(config: dict[str, Any]) -> Callable[[], object]:
     for _ in range(_WARM_UP):
         forward()
     return forward
-
-
-def main() -> None:
-    """Call. The configuration has ``device`` and ``addresses``, and for passes over a model its ``shape``; a command has
-    ``who``, ``endpoint`` and ``begin``.
-    """
-    config = configuration()
-    sides: dict[str, Side] = {}
-    forward = _forward(config) if "shape" in config else None
-    for name, address in config["addresses"].items():
-        sides[name] = client_of(name, address, config["device"], timeout=_PATIENCE)
-        with suppress(Exception):  # its turns will show it
-            for endpoint in ("small", "fresh", *([_ON_LOOP] if name == OURS else [])):
-                for _ in range(_WARM_UP):
-                    sides[name].call(endpoint)
-    say(ready=True)
-    for command in commands():
-        who, endpoint = command["who"], command["endpoint"]
-        endpoint = _INSTEAD if endpoint == _ON_LOOP and who != OURS else endpoint
-        say(**_calls(forward or partial(sides[who].call, endpoint), command["begin"]))
-    for side in sides.values():
-        side.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,18 +2,65 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections import defaultdict
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import ray
+import torch  # noqa: F401  # its import is no part of an attach
 import typer
+from ray.cluster_utils import Cluster as RayCluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.cluster_nodes import COUNT, Nodes
 from benchmarks.runner import OURS, Json, Report, Sample, numbers, timed
+from benchmarks.servers import Process, broker, environ
+from shared_rpc import Client
 from shared_rpc.memory.devices import free_bytes
 from shared_rpc_ray import Cluster
+from shared_rpc_ray.membership import connect
 
 RAY = "ray put, get"
+#: Nodes of the cluster.
+COUNT = 3
+#: Seconds that anything here may take, and those between two looks at what a broker has.
+_PATIENCE, _LOOK = 300.0, 0.002
+#: Nothing is collected, drawn or sent home, and objects are spilled whatever the level of the disk. Ray kills no
+#: worker for what other processes of the machine take: whether there is memory is checked before.
+_RAY = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_local_fs_capacity_threshold": "1",
+}
+_SYSTEM = {"enable_metrics_collection": False}
+
+#: Layers of 4 MiB with torch's own initial values. Each build says how long it took, in a file.
+APP = """
+import time
+from pathlib import Path
+
+import torch
+from shared_rpc import Provider
+
+provider = Provider(device="cpu")
+
+@provider.share(managed=True)
+def module(name, mebibytes):
+    begin = time.perf_counter()
+    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(mebibytes // 4)]
+    built = torch.nn.Sequential(*layers).requires_grad_(False)
+    with open(Path(__file__).with_name("builds"), "a") as file:
+        file.write(f"{name} {time.perf_counter() - begin}\\n")
+    return built
+"""
 
 #: Times of a row, by subject, in the order in which they are measured.
 Times = defaultdict[tuple[str, str], list[float]]
@@ -45,7 +92,7 @@ def run(
     needed, free = COUNT * (store + (max(sizes) << 20)), free_bytes("cpu") or 0
     if free < needed:  # Ray is not to kill anything for it
         raise typer.BadParameter(f"{max(sizes)} MiB on {COUNT} nodes need {needed >> 20} MiB of memory, {free >> 20} are free")
-    with Nodes(store) as nodes, Cluster("bench") as cluster:
+    with _nodes(store) as nodes, Cluster("bench") as cluster:
         first: Times = defaultdict(list)
         _deploy(nodes, "first", _FIRST, first)
         _alone(nodes, _FIRST, first)
@@ -56,7 +103,7 @@ def run(
                 _alone(nodes, mebibytes, times)
                 name = f"m{mebibytes}-{number}"
                 _deploy(nodes, name, mebibytes, times)
-                _attach(nodes, name, mebibytes, times, new=number < fresh)
+                _attach(nodes[-1], name, mebibytes, times, new=number < fresh)
                 if mebibytes <= _REFRESHED:
                     _refresh(nodes, cluster, name, mebibytes, times)
                 cluster.invalidate("module", name, mebibytes)
@@ -72,21 +119,108 @@ def run(
     report.finish(json)
 
 
-def _deploy(nodes: Nodes, name: str, mebibytes: int, times: Times) -> None:
+# The nodes.
+
+
+class Node(NamedTuple):
+    """A node: its broker's socket, a process that loads from it, and an actor of Ray there."""
+
+    socket: str
+    process: Process
+    actor: Any
+
+
+class _Alone:
+    """Ray's object store, used by itself: arrays are put on a node, and got on another."""
+
+    def put(self, mebibytes: int) -> tuple[float, float, list[Any]]:
+        """Put arrays of 4 MiB; return when that began and ended, and the reference."""
+        arrays = [np.full((1024, 1024), number, np.float32) for number in range(mebibytes // 4)]
+        begin = time.monotonic()
+        reference = ray.put(arrays)
+        return begin, time.monotonic(), [reference]
+
+    def get(self, references: list[Any]) -> tuple[float, float]:
+        """Get what was put, as Ray gives it: in its store, without a copy; return when that began and ended."""
+        begin = time.monotonic()
+        arrays = ray.get(references[0])
+        assert arrays[-1][-1, -1] == len(arrays) - 1, "the last array is the last one"
+        return begin, time.monotonic()
+
+
+@contextmanager
+def _nodes(store: int) -> Iterator[list[Node]]:
+    """Run the nodes, each with an object store of that many bytes, in a folder of their own."""
+    before = dict(os.environ)
+    with ExitStack() as stack:
+        stack.callback(os.environ.update, before)
+        stack.callback(os.environ.clear)
+        # Nodes, and the actors there, have the environment of this process.
+        os.environ.update({**environ(), **_RAY})
+        # A socket address has room for 107 bytes: a short prefix.
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-")))
+        (folder / "app.py").write_text(APP)
+        options = {"num_cpus": 1, "object_store_memory": store}
+        head = {**options, "include_dashboard": False, "_system_config": _SYSTEM}
+        cluster = RayCluster(initialize_head=True, head_node_args=head)
+        stack.callback(cluster.shutdown)
+        ray_nodes = [cluster.head_node, *(cluster.add_node(**options) for _ in range(COUNT - 1))]
+        connect(str(cluster.address))
+        stack.callback(ray.shutdown)
+        nodes = []
+        for number, ray_node in enumerate(ray_nodes):
+            socket, ray_id = str(folder / f"{number}.sock"), str(ray_node.node_id)
+            variables = {
+                **environ(),
+                "SHARED_TENSOR_BASE_PATH": str(folder / str(number)),
+                "SHARED_TENSOR_CLUSTER": "bench",
+                "SHARED_TENSOR_CLUSTER_NODE": ray_id,
+                "RAY_ADDRESS": str(cluster.address),
+            }
+            stack.enter_context(broker(folder, "app.py", socket, variables, os.sched_getaffinity(0)))
+            strategy = NodeAffinitySchedulingStrategy(ray_id, soft=False)
+            actor = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_Alone).remote()
+            nodes.append(Node(socket, stack.enter_context(_loader(socket)).ready(), actor))
+        for node in nodes:
+            _wait_until_joined(node)
+        yield nodes
+
+
+def _loader(socket: str) -> Process:
+    return Process("cluster:Loader", os.sched_getaffinity(0), socket=socket)
+
+
+def _wait_until_joined(node: Node) -> None:
+    until = time.monotonic() + _PATIENCE
+    with Client(socket_path=node.socket, timeout=_PATIENCE) as client:
+        while True:
+            source = client.get_server_info()["source"]
+            if source is not None and source["status"].get("state") == "joined":
+                return
+            if time.monotonic() > until:
+                raise RuntimeError(f"the broker at {node.socket} has not become part of the cluster")
+            time.sleep(0.1)
+
+
+# The measurements.
+
+
+def _deploy(nodes: list[Node], name: str, mebibytes: int, times: Times) -> None:
     """Have a process of every node call at once."""
-    for node in nodes.nodes:
-        node.process.tell(load=name, mebibytes=mebibytes)
-    answers = [node.process.read()["times"] for node in nodes.nodes]
+    for node in nodes:
+        node.process.tell("load", name=name, mebibytes=mebibytes)
+    answers = [node.process.read() for node in nodes]
     whole = max(end for _, end in answers) - min(begin for begin, _ in answers)
-    [build] = nodes.built(name)
+    lines = [line.split() for line in Path(nodes[0].socket).with_name("builds").read_text().splitlines()]
+    [build] = [float(seconds) for found, seconds in lines if found == name]
     times[_WHOLE, OURS].append(whole)
     times[_BUILD, OURS].append(build)
     times[_MOVE, OURS].append(whole - build)
 
 
-def _alone(nodes: Nodes, mebibytes: int, times: Times) -> None:
+def _alone(nodes: list[Node], mebibytes: int, times: Times) -> None:
     """Put on one node, and get on the others at once."""
-    source, *others = (node.actor for node in nodes.nodes)
+    source, *others = (node.actor for node in nodes)
     begin, _, references = ray.get(source.put.remote(mebibytes))
     whole = max(end for _, end in ray.get([other.get.remote(references) for other in others])) - begin
     times[_MOVE, RAY].append(whole)
@@ -94,22 +228,20 @@ def _alone(nodes: Nodes, mebibytes: int, times: Times) -> None:
     times[_AGAIN, RAY].append(end - begin)
 
 
-def _attach(nodes: Nodes, name: str, mebibytes: int, times: Times, *, new: bool) -> None:
-    node = nodes.nodes[-1]
+def _attach(node: Node, name: str, mebibytes: int, times: Times, *, new: bool) -> None:
     if new:
-        with nodes.process(node.socket) as process:
-            process.read()
-            begin, end = process.ask(load=name, mebibytes=mebibytes)["times"]
+        with _loader(node.socket) as process:
+            begin, end = process.ready().ask("load", name=name, mebibytes=mebibytes)
         times[_FRESH, OURS].append(end - begin)
-    begin, end = node.process.ask(load=name, mebibytes=mebibytes)["times"]
+    begin, end = node.process.ask("load", name=name, mebibytes=mebibytes)
     times[_AGAIN, OURS].append(end - begin)
 
 
-def _refresh(nodes: Nodes, cluster: Cluster, name: str, mebibytes: int, times: Times) -> None:
-    for node in nodes.nodes:
-        node.process.ask(watch=name)
+def _refresh(nodes: list[Node], cluster: Cluster, name: str, mebibytes: int, times: Times) -> None:
+    for node in nodes:
+        node.process.ask("watch", name=name)
     times[_REFRESH, OURS].append(timed(lambda: cluster.refresh("module", name, mebibytes)))
-    answers = [node.process.ask(changed=name)["times"] for node in nodes.nodes]
+    answers = [node.process.ask("changed") for node in nodes]
     times[_SWAP, OURS].append(max(current for _, current in answers) - max(prepared for prepared, _ in answers))
 
 
@@ -124,3 +256,51 @@ def _add(report: Report, prefix: str, times: Times) -> None:
             report.row(prefix + name, samples, "s", "cluster_move", samples[OURS].p50 / samples[RAY].p50, "ratio")
         elif samples:
             report.row(prefix + name, samples)
+
+
+class Loader:
+    """A process of a node: it loads by ordinary calls, and sees when its broker has another version."""
+
+    def __init__(self, socket: str) -> None:
+        self._client, self._observer = (Client(socket_path=socket, timeout=_PATIENCE) for _ in range(2))
+        self._watching = threading.Thread()
+        self._times = 0.0, 0.0
+
+    def load(self, name: str, mebibytes: int) -> tuple[float, float]:
+        """Call, and have the module; return when that began and ended."""
+        begin = time.monotonic()
+        with self._client.call("module", name, mebibytes) as handle:
+            assert len(handle.value) == mebibytes // 4, "it has all of its layers"
+            return begin, time.monotonic()
+
+    def watch(self, name: str) -> None:
+        """Begin to look for a version that the broker gets beside the one that it has."""
+        before = {found["object_id"] for found in self._found(name)}
+
+        def look() -> None:
+            prepared = 0.0
+            while True:
+                now = [found for found in self._found(name) if found["object_id"] not in before]
+                if now and not prepared:
+                    prepared = time.monotonic()
+                if any(found["cached"] for found in now):
+                    self._times = prepared, time.monotonic()
+                    return
+                time.sleep(_LOOK)
+
+        self._watching = threading.Thread(target=look)
+        self._watching.start()
+
+    def changed(self) -> tuple[float, float]:
+        """Wait until the other version is current; return when the broker had it, and when it was current."""
+        self._watching.join()
+        return self._times
+
+    def _found(self, name: str) -> list[Any]:
+        results = [found for found in self._observer.list_objects() if found["kind"] == "result"]
+        return [found for found in results if repr(name) in (found["cache_key"] or "")]
+
+    def close(self) -> None:
+        """Close the clients."""
+        self._client.close()
+        self._observer.close()

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.memory import used
 from benchmarks.runner import Json, Report, Sample, numbers, timed
-from benchmarks.servers import Process, commands, configuration, say
+from benchmarks.servers import Process
 from shared_rpc.errors import CapabilityError, SharedRPCError
 from shared_rpc.memory.backends.choice import PREFERENCE, backend_for, survey
 from shared_rpc.memory.segments import Backend, Segment
@@ -91,21 +91,21 @@ class Subject:
         """Measure the costs of making, mapping and using."""
         for size in sizes:
             with self._process() as (maker, ours), self._process() as (consumer, theirs):
-                maker.ask(do="make", nbytes=size * _MIB, rounds=2)  # the first of everything
-                made = maker.ask(do="make", nbytes=size * _MIB, rounds=rounds)
-                maker.ask(do="keep", nbytes=size * _MIB, value=_VALUE)
+                maker.ask("make", nbytes=size * _MIB, rounds=2)  # the first of everything
+                made = maker.ask("make", nbytes=size * _MIB, rounds=rounds)
+                maker.ask("keep", nbytes=size * _MIB, value=_VALUE)
                 with receive(ours)[0] as segment:
                     send(theirs, segment)
-                    used = consumer.ask(do="attach", rounds=rounds + 1)
+                    used = consumer.ask("attach", rounds=rounds + 1)
                 for step, times in made.items():
                     self.samples[f"{step} {size}"] = Sample([times])
                 for step, times in used.items():
                     # Of what is mapped there is one more than of what is unmapped: the first of everything.
                     self.samples[f"{step} {size}"] = Sample([times[-rounds:]])
                 if size == min(sizes):
-                    self.samples["call"] = Sample([consumer.ask(do="call", count=calls)["call"]])
+                    self.samples["call"] = Sample([consumer.ask("call", count=calls)])
                     if self.device != "cpu":
-                        self.taken = maker.ask(do="take", nbytes=2 * _MIB)["taken"]
+                        self.taken = maker.ask("take", nbytes=2 * _MIB)
 
     def kill(self, size: int) -> None:
         """Kill the maker, and compare the bytes: by a process that has them mapped, at once and after another one has used all
@@ -113,25 +113,25 @@ class Subject:
         """
         self.texts["protected"] = self._protected(size)
         with self._process() as (maker, ours), self._process() as (consumer, theirs), self._process() as (late, later):
-            maker.ask(do="keep", nbytes=size * _MIB, value=_VALUE)
+            maker.ask("keep", nbytes=size * _MIB, value=_VALUE)
             with receive(ours)[0] as segment:
                 others = self._driver_descriptors(segment)
                 send(theirs, segment)
-                consumer.ask(do="attach", rounds=1)
+                consumer.ask("attach", rounds=1)
                 pid = maker.pid
                 os.kill(pid, signal.SIGKILL)
                 maker.close()
-                self.texts["reads on"] = _answer(consumer, do="read", value=_VALUE)
+                self.texts["reads on"] = _answer(consumer, "read", value=_VALUE)
                 self.texts["reads beside others"] = "-"
                 if self.device != "cpu":
                     with self._process() as (other, _):
-                        other.ask(do="use_all", value=_VALUE + 1)
-                    self.texts["reads beside others"] = _answer(consumer, do="read", value=_VALUE)
+                        other.ask("use_all", value=_VALUE + 1)
+                    self.texts["reads beside others"] = _answer(consumer, "read", value=_VALUE)
                 send(later, segment, *others)
-                self.texts["opens"] = _answer(late, do="open", value=_VALUE)
+                self.texts["opens"] = _answer(late, "open", value=_VALUE)
                 below = self.mechanism in EXPORTER_OWNED
-                self.texts["opens below"] = _answer(late, do="open_below", value=_VALUE) if below else self.texts["opens"]
-                self.texts["reads after"] = _answer(consumer, do="read", value=_VALUE)
+                self.texts["opens below"] = _answer(late, "open_below", value=_VALUE) if below else self.texts["opens"]
+                self.texts["reads after"] = _answer(consumer, "read", value=_VALUE)
                 for fd in others:
                     os.close(fd)
 
@@ -147,10 +147,10 @@ class Subject:
 
     def _protected(self, size: int) -> str:
         with self._process() as (maker, ours), self._process() as (culprit, sock):
-            maker.ask(do="keep", nbytes=size * _MIB, value=_VALUE)
+            maker.ask("keep", nbytes=size * _MIB, value=_VALUE)
             with receive(ours)[0] as segment:
                 send(sock, segment)
-                return _answer(culprit, do="write_protected")
+                return _answer(culprit, "write_protected")
 
     @contextmanager
     def _process(self) -> Iterator[tuple[Process, socket.socket]]:
@@ -159,15 +159,15 @@ class Subject:
             listener.bind(f"{folder}/s")
             listener.listen()
             config = {"socket": f"{folder}/s", "device": self.device, "mechanism": self.mechanism}
-            with Process("mechanisms", os.sched_getaffinity(0), **config) as process:
-                process.read()
+            with Process("mechanisms:End", os.sched_getaffinity(0), **config) as process:
+                process.ready()
                 with listener.accept()[0] as sock:
                     yield process, sock
 
 
-def _answer(process: Process, **command: object) -> str:
+def _answer(process: Process, do: str, **options: object) -> str:
     try:
-        return str(process.ask(**command)["outcome"])
+        return str(process.ask(do, **options))
     except (RuntimeError, BrokenPipeError):
         return "its process ends"
 
@@ -194,10 +194,15 @@ def _rows(report: Report, results: dict[Mechanism, Subject], sizes: list[int]) -
         report.row(name, {}, texts={who: subject.texts[key] for who, subject in results.items()})
 
 
-# A process that makes segments, or uses those that it is sent: one end of the benchmark.
-
 #: Segments that are made to see what one of them takes.
 _MANY = 16
+
+
+def connected(path: str) -> socket.socket:
+    """Connect to a Unix socket."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    return sock
 
 
 def send(sock: socket.socket, segment: Segment, *others: int) -> None:
@@ -211,13 +216,16 @@ def receive(sock: socket.socket) -> tuple[Segment, list[int]]:
     return Segment.owning(msgspec.json.decode(body, type=SegmentInfo), fd), others
 
 
-class _End:
-    """One segment, and the operations on it."""
+class End:
+    """A process that makes a segment, or uses one that it is sent: one end of the benchmark.
 
-    def __init__(self, sock: socket.socket, device: str, mechanism: Any) -> None:
+    :param socket: path to connect to.
+    """
+
+    def __init__(self, socket: str, device: str, mechanism: Any) -> None:
         import torch
 
-        self.sock = sock
+        self.sock = connected(socket)
         self.host = device == "cpu"
         self.backend: Backend = backend_for(device, mechanism)
         self.making, self.mapping = Watch(MAKING[mechanism]), Watch(MAPPING[mechanism])
@@ -247,7 +255,7 @@ class _End:
 
             torch.cuda.synchronize(self.device)
 
-    def make(self, nbytes: int, rounds: int) -> None:
+    def make(self, nbytes: int, rounds: int) -> dict[str, list[float]]:
         """Make, map and give back, that many times: the seconds of each step that the mechanism has."""
         times: dict[str, list[float]] = {"map here": []}
         for _ in range(rounds):
@@ -255,9 +263,9 @@ class _End:
             times["map here"].append(timed(self._map))
             self._unmap()
             self.held.close()
-        say(**times)
+        return times
 
-    def take(self, nbytes: int) -> None:
+    def take(self, nbytes: int) -> float:
         """Measure the device memory of a segment."""
         time.sleep(0.2)  # what was given back before is back
         before = used(str(self.device))
@@ -265,7 +273,7 @@ class _End:
         taken = (used(str(self.device)) - before) / _MANY
         for segment in made:
             segment.close()
-        say(taken=taken)
+        return taken
 
     def keep(self, nbytes: int, value: int) -> None:
         """Make one, fill it and send it."""
@@ -274,9 +282,8 @@ class _End:
         self.bytes().fill_(value)
         self.wait()
         send(self.sock, self.held)
-        say(made=True)
 
-    def attach(self, rounds: int) -> None:
+    def attach(self, rounds: int) -> dict[str, list[float]]:
         """Receive one, and map it that many times; the last one stays. The seconds of each step, as :meth:`make` tells them."""
         self.segment, self.others = receive(self.sock)
         times: dict[str, list[float]] = {"unmap": []}
@@ -284,9 +291,9 @@ class _End:
             self.mapping.time(self._map, times)
             if number < rounds - 1:
                 times["unmap"].append(timed(self._unmap))
-        say(**times)
+        return times
 
-    def call(self, count: int) -> None:
+    def call(self, count: int) -> list[float]:
         """Measure one call's work: a small kernel, a copy of 4 KiB into the mapped memory, and a wait for the stream."""
         import torch
 
@@ -301,11 +308,11 @@ class _End:
 
         for _ in range(10):
             once()
-        say(call=[timed(once) for _ in range(count)])
+        return [timed(once) for _ in range(count)]
 
-    def read(self, value: int) -> None:
+    def read(self, value: int) -> str:
         """Return whether all bytes are unchanged."""
-        say(outcome=_outcome(lambda: "reads all bytes" if bool((self.bytes() == value).all()) else "reads other bytes"))
+        return _outcome(lambda: "reads all bytes" if bool((self.bytes() == value).all()) else "reads other bytes")
 
     def use_all(self, value: int) -> None:
         """Fill the free memory of the GPU, but for half a GiB, and free it."""
@@ -314,12 +321,10 @@ class _End:
         free, _ = torch.cuda.mem_get_info(self.device)
         blocks = [torch.full((64 << 20,), value, dtype=torch.uint8, device=self.device) for _ in range((free >> 26) - 8)]
         self.wait()
-        filled = len(blocks)
         blocks.clear()
         torch.cuda.empty_cache()
-        say(filled=filled)
 
-    def open(self, value: int) -> None:
+    def open(self, value: int) -> str:
         """Receive one whose maker has ended, and open it as the library does."""
         self.segment, self.others = receive(self.sock)
 
@@ -327,9 +332,9 @@ class _End:
             self._map()
             return "yes" if bool((self.bytes() == value).all()) else "yes, with other bytes"
 
-        say(outcome=_outcome(opened))
+        return _outcome(opened)
 
-    def open_below(self, value: int) -> None:
+    def open_below(self, value: int) -> str:
         """Open memory by the driver alone: the library refuses memory whose maker has ended."""
 
         def opened() -> str:
@@ -342,9 +347,9 @@ class _End:
             self.address = memory.address
             return "yes" if bool((self.bytes() == value).all()) else "yes, with other bytes"
 
-        say(outcome=_outcome(opened))
+        return _outcome(opened)
 
-    def write_protected(self) -> None:
+    def write_protected(self) -> str:
         """Receive one, map it for reading, and write."""
         self.segment, self.others = receive(self.sock)
         self.address = self.backend.map(self.held.fileno(), self.held.info.nbytes, "read")
@@ -354,7 +359,12 @@ class _End:
             self.wait()
             return "not refused"
 
-        say(outcome=_outcome(written))
+        return _outcome(written)
+
+    def close(self) -> None:
+        """Close the segment. What is mapped here goes with the process."""
+        if self.segment is not None:
+            self.segment.close()
 
     def _create(self, nbytes: int) -> None:
         self.segment = self.backend.create(nbytes)
@@ -372,20 +382,6 @@ def _outcome(action: Callable[[], str]) -> str:
         return action()
     except (CapabilityError, RuntimeError) as error:
         return f"error: {str(error).splitlines()[0][:200]}"
-
-
-def main() -> None:
-    """Do what is asked. Configuration: ``socket`` to connect to, ``device`` and ``mechanism``."""
-    config = configuration()
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(config["socket"])
-        end = _End(sock, config["device"], config["mechanism"])
-        say(pid=os.getpid())
-        for command in commands():
-            getattr(end, command.pop("do"))(**command)
-        # What is mapped here goes with the process.
-        if end.segment is not None:
-            end.segment.close()
 
 
 # Times of the parts of making and mapping a segment: the library's own code, by the calls that it makes.
@@ -464,7 +460,3 @@ class Watch:
         times.setdefault(self._parts.rest, []).append(total - self._inside)
         if self._parts.inner:
             times.setdefault(self._parts.inner, []).append(self._inside)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,8 +7,6 @@ host. A peer takes part where it is installed.
 from __future__ import annotations
 
 import importlib.util
-import os
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
-from benchmarks.servers import configuration, say, until_told
 from benchmarks.workload import SMALL
 
 __all__ = ["PEERS", "RpcPeer", "installed"]
@@ -313,11 +310,3 @@ def installed() -> tuple[list[str], str | None]:
     there = [name for name, peer in PEERS.items() if importlib.util.find_spec(peer.module) is not None]
     left_out = [PEERS[name].name for name in PEERS if name not in there]
     return there, f"not installed and left out: {', '.join(left_out)}" if left_out else None
-
-
-if __name__ == "__main__":
-    config = configuration()
-    arguments = config["socket"], config["device"], lambda: say(ready=True)
-    threading.Thread(target=PEERS[config["peer"]].serve, args=arguments, daemon=True).start()
-    until_told()
-    os._exit(0)  # some of them would wait for their clients

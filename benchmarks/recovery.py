@@ -15,7 +15,7 @@ import typer
 
 from benchmarks import workload  # noqa: F401  the classes of what is attached
 from benchmarks.runner import OURS, Device, Json, Report, Sample, Shape, chosen
-from benchmarks.servers import Process, Servers, commands, configuration, say
+from benchmarks.servers import Process, Servers
 from benchmarks.sides import load_lazy_modules
 from shared_rpc import Client
 
@@ -62,9 +62,8 @@ def run(
     ):
         config: dict[str, Any] = {"socket": socket, "device": device, "call": call}
         clients = processes or max(1, min(4, len(servers.cores) // 2))
-        attaching = [servers.client("recovery", **config) for _ in range(clients)]
-        for process in attaching:
-            process.read()
+        started = [servers.client("recovery:Attacher", **config) for _ in range(clients)]
+        attaching = [process.ready() for process in started]
         client.call(*call).release()
         killer = _Killer(client, pace)
         _kill_rows(report, killer, attaching, attaches, rate, kills)
@@ -131,7 +130,7 @@ class _Turn(NamedTuple):
 def _kill_rows(report: Report, killer: _Killer, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
     """Measure attaches from several processes, halfway through which the worker is killed, in several rounds."""
     for process in attaching:
-        process.ask(attaches=10, rate=50)  # what is loaded with the first one
+        process.ask("attach", count=10, rate=50)  # what is loaded with the first one
     turns = [_attach_across_a_kill(killer, attaching, attaches, rate) for _ in range(kills)]
     before, after = Sample(turn.before for turn in turns), Sample(turn.after for turn in turns)
     errors = [error for turn in turns for error in turn.errors]
@@ -155,7 +154,7 @@ def _attach_across_a_kill(killer: _Killer, attaching: list[Process], attaches: i
     each, share = attaches // len(attaching), rate / len(attaching)
     killer.pause()
     for process in attaching:
-        process.tell(attaches=each, rate=share)
+        process.tell("attach", count=each, rate=share)
     time.sleep(attaches / rate / 2)
     killer.kill()
     killed = time.time()
@@ -171,12 +170,11 @@ def _attach_across_a_kill(killer: _Killer, attaching: list[Process], attaches: i
 
 def _digest_row(report: Report, servers: Servers, killer: _Killer, config: dict[str, Any], attached: Process) -> None:
     """Check that the object of a dead worker computes the same bits, in a later process."""
-    first = attached.ask(digest=True)["digest"]
+    first = attached.ask("digest")
     killer.pause()
     killer.kill()
-    with servers.client("recovery", **config) as late:
-        late.read()
-        differ = float(late.ask(digest=True)["digest"] != first)
+    with servers.client("recovery:Attacher", **config) as late:
+        differ = float(late.ask("digest") != first)
     name = "forward pass of a process that attached after its maker's death: differing bits"
     report.row(name, {OURS: differ}, "number", "killed", differ)
     killer.wait_for_another()
@@ -248,46 +246,33 @@ def _broker_rows(report: Report, client: Client, pid: int, device: str) -> None:
     report.row(name, {OURS: traces}, "number", "broker_gpu", traces, control_devices=opened)
 
 
-# The client process: it attaches again and again, at a steady rate, and computes with the model.
+class Attacher:
+    """A client process, which attaches again and again, at a steady rate, and computes with the model."""
 
+    def __init__(self, socket: str, device: str, call: list[Any]) -> None:
+        self._socket, self._device, self._call = socket, device, call
+        if device != "cpu":
+            torch.zeros(1, device=device)
+        load_lazy_modules(device)
 
-def _attach_at_a_rate(path: str, call: list[Any], count: int, rate: float) -> dict[str, Any]:
-    """Attach with a new client: a connection, a session, the model, and the end of all of them."""
-    began = time.time()
-    start, times, errors = time.perf_counter(), [], []
-    for number in range(count):
-        time.sleep(max(start + number / rate - time.perf_counter(), 0))
-        begin = time.perf_counter()
-        try:
-            with Client(socket_path=path, timeout=30.0, connect_timeout=0) as client, client.call(*call) as handle:
-                assert handle.value is not None
-                times.append((begin - start, time.perf_counter() - begin))
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return {"began": began, "times": times, "errors": errors}
+    def attach(self, count: int, rate: float) -> dict[str, Any]:
+        """Attach with a new client: a connection, a session, the model, and the end of all of them."""
+        began = time.time()
+        start, times, errors = time.perf_counter(), [], []
+        for number in range(count):
+            time.sleep(max(start + number / rate - time.perf_counter(), 0))
+            begin = time.perf_counter()
+            try:
+                client = Client(socket_path=self._socket, timeout=30.0, connect_timeout=0)
+                with client, client.call(*self._call) as handle:
+                    assert handle.value is not None
+                    times.append((begin - start, time.perf_counter() - begin))
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        return {"began": began, "times": times, "errors": errors}
 
-
-def _digest(path: str, call: list[Any], device: str) -> str:
-    """Hash the bits of a forward pass of a model that is attached for it."""
-    with Client(socket_path=path) as client, client.call(*call) as handle, torch.inference_mode():
-        logits = handle.value(torch.arange(64, device=device))
-        return hashlib.sha256(logits.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def main() -> None:
-    """Answer commands. The configuration has ``socket``, ``device`` and ``call``."""
-    config = configuration()
-    path, call, device = config["socket"], config["call"], config["device"]
-    if device != "cpu":
-        torch.zeros(1, device=device)
-    load_lazy_modules(device)
-    say(ready=True)
-    for command in commands():
-        if "attaches" in command:
-            say(**_attach_at_a_rate(path, call, command["attaches"], command["rate"]))
-        else:
-            say(digest=_digest(path, call, device))
-
-
-if __name__ == "__main__":
-    main()
+    def digest(self) -> str:
+        """Hash the bits of a forward pass of a model that is attached for it."""
+        with Client(socket_path=self._socket) as client, client.call(*self._call) as handle, torch.inference_mode():
+            logits = handle.value(torch.arange(64, device=self._device))
+            return hashlib.sha256(logits.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -18,7 +18,7 @@ from benchmarks.clients import throughput
 from benchmarks.memory import private_bytes, process_counts, used
 from benchmarks.peers import PEERS, RpcPeer, installed
 from benchmarks.runner import ECHO, OURS, Json, Report, Sample, Unit, interleaved, shown, timed
-from benchmarks.servers import Servers, Started, commands, configuration, environ, say
+from benchmarks.servers import Servers, Started, environ
 from benchmarks.sides import PEER, Echo, Ours, Peer, Side, missing
 from shared_rpc import AsyncClient
 
@@ -66,11 +66,11 @@ def run(
     report.note(pings if pings is not None else tensors)
     report.note(left_out)
     with Servers(device, pinned=pinned) as servers:
-        echo, started = Echo(servers.start("Echo").address), servers.start("Ours")
+        echo, started = Echo(servers.start("EchoServer").address), servers.start("OurServer")
         ours = Ours(started.address)
-        theirs = servers.start("Peer") if pings is None else None
+        theirs = servers.start("PeerServer") if pings is None else None
         peer = Peer(theirs.address, device) if theirs is not None else None
-        beside = [PEERS[name](servers.start_peer(name), device) for name in there]
+        beside = [PEERS[name](servers.start("RpcServer", peer=name).address, device) for name in there]
         turns = _Turns(report, echo, ours, peer, beside, rounds, calls)
         turns.pings_and_tasks()
         turns.calls_with_tensors(peer if tensors is None else None, device, megabytes)
@@ -79,7 +79,7 @@ def run(
         addresses = {PEER: theirs.address} if theirs is not None and tensors is None else {}
         addresses[OURS] = started.address
         throughput(report, servers, addresses, device, many, rounds, judge=cuda and many == _TOGETHER)
-        _finished_tasks(report, ours, started.facts["pid"], tasks)
+        _finished_tasks(report, ours, started.process.pid, tasks)
         count = long_run if long_run is not None else _LONG[device]
         if count:
             _many_calls(report, servers, started, device, count)
@@ -247,8 +247,8 @@ Counts = dict[str, int]
 
 def _many_calls(report: Report, servers: Servers, ours: Started, device: str, calls: int) -> None:
     """Make calls that take and return a small tensor."""
-    with servers.client("rpc", socket=ours.address, server=ours.process.pid, device=device, calls=calls) as client:
-        result = client.read()
+    with servers.client("rpc:LongRun", socket=ours.address, server=ours.process.pid, device=device) as client:
+        result = client.ask("run", calls=calls)
     before, after = result["before"], result["after"]
 
     def row(name: str, keys: tuple[str, ...], unit: Unit = "number", *, judge: bool = True) -> None:
@@ -265,50 +265,49 @@ def _many_calls(report: Report, servers: Servers, ours: Started, device: str, ca
     row("… private host memory of client, server", ("client private", "server private"), "bytes", judge=False)
 
 
-def main() -> None:
-    """Make the calls. The configuration has ``socket``, ``server`` (its pid), ``device`` and ``calls``."""
-    import torch
+class LongRun:
+    """A client process that makes many calls.
 
-    from benchmarks.workload import SMALL
+    :param server: pid of the server.
+    """
 
-    config = configuration()
-    client, device = Ours(config["socket"]), config["device"]
+    def __init__(self, socket: str, server: int, device: str) -> None:
+        self._client, self._device = Ours(socket), device
+        self._pids = {"client": os.getpid(), "server": server}
 
-    def call(count: int) -> None:
-        for _ in range(count):
-            client.call("plus_one", torch.ones(SMALL, device=device))
-
-    def read() -> Counts:
-        call(1)
+    def run(self, calls: int) -> dict[str, Any]:
+        """Return the seconds of the calls, and what there was before and after them."""
+        self._call(_FIRST)
         gc.collect()
-        pids = {"client": os.getpid(), "server": config["server"]}
-        counts = {who: process_counts(pid) for who, pid in pids.items()}
+        gc.freeze()  # the readings need not look at what is imported
+        before = self._lowest()
+        seconds = timed(lambda: self._call(calls))
+        return {"seconds": seconds, "before": before, "after": self._lowest(before)}
+
+    def _call(self, count: int) -> None:
+        import torch
+
+        from benchmarks.workload import SMALL
+
+        for _ in range(count):
+            self._client.call("plus_one", torch.ones(SMALL, device=self._device))
+
+    def _read(self) -> Counts:
+        self._call(1)
+        gc.collect()
+        counts = {who: process_counts(pid) for who, pid in self._pids.items()}
+        shared = sum(each["shared"] for each in counts.values())
         return {
-            "memory": used(device) if device == "cuda" else sum(each["shared"] for each in counts.values()),
+            "memory": used(self._device) if self._device == "cuda" else shared,
             **{f"{who} {key}": each[key] for who, each in counts.items() for key in ("fds", "mappings")},
-            **{f"{who} private": private_bytes(pid) for who, pid in pids.items()},
+            **{f"{who} private": private_bytes(pid) for who, pid in self._pids.items()},
         }
 
-    def lowest(wanted: Counts | None = None) -> Counts:
+    def _lowest(self, wanted: Counts | None = None) -> Counts:
         """Return the lowest of several readings; read on, for a while, until nothing is above ``wanted``."""
-        end, number, found = time.monotonic() + _SETTLED, 0, read()
+        end, number, found = time.monotonic() + _SETTLED, 0, self._read()
         while number < _READINGS or (
             wanted is not None and any(found[key] > wanted[key] for key in wanted) and time.monotonic() < end
         ):
-            number, found = number + 1, {key: min(value, found[key]) for key, value in read().items()}
+            number, found = number + 1, {key: min(value, found[key]) for key, value in self._read().items()}
         return found
-
-    call(_FIRST)
-    gc.collect()
-    gc.freeze()  # the readings need not look at what is imported
-    before = lowest()
-    begin = time.perf_counter()
-    call(config["calls"])
-    seconds = time.perf_counter() - begin
-    say(seconds=seconds, before=before, after=lowest(before))
-    for _ in commands():
-        continue
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, NamedTuple
 
@@ -14,8 +15,8 @@ import typer
 
 from benchmarks.memory import process_counts
 from benchmarks.runner import ECHO, OURS, Json, Report, Sample, Shape, Unit, chosen, interleaved, numbers, shown, size, timed
-from benchmarks.servers import Process, Servers, Started, commands, configuration, say
-from benchmarks.sides import PEER, Echo, Ours, Peer, missing
+from benchmarks.servers import Process, Servers, Started
+from benchmarks.sides import PEER, Echo, Ours, Peer, load_lazy_modules, missing
 from shared_rpc import Client
 from shared_rpc.memory.mapping import MAPPINGS
 
@@ -44,7 +45,7 @@ def run(
     report = Report("scale", "Many clients", [ECHO, *([PEER] if absent is None else []), OURS])
     report.note(absent)
     with Servers("cpu") as servers:
-        echo, ours = servers.start("Echo"), servers.start("Ours", [["model", shape]])
+        echo, ours = servers.start("EchoServer"), servers.start("OurServer", build=[["model", shape]])
         _idle_rows(report, servers, echo, ours, numbers(idle), rounds, calls)
         if absent is None:
             _peer_row(report, servers, calls, patience)
@@ -58,14 +59,13 @@ def _idle_rows(
 ) -> None:
     times: dict[int, dict[str, list[list[float]]]] = {level: {ECHO: [], OURS: []} for level in levels}
     floor, client = Echo(echo.address), Ours(ours.address)
-    with servers.client("scale", socket=ours.address, call=[]) as load:
-        load.read()
+    with servers.client("scale:Load", socket=ours.address) as load:
         for _ in range(rounds):
             for level in levels:
-                load.ask(idle=level)
+                load.ask("idle", count=level)
                 for name, sample in interleaved({ECHO: floor.ping, OURS: client.ping}, rounds=1, calls=calls).items():
                     times[level][name] += sample.rounds
-            load.ask(idle=0)
+            load.ask("idle", count=0)
     none = Sample(times[levels[0]][OURS]).p50
     for level in levels:
         samples = {name: Sample(taken) for name, taken in times[level].items()}
@@ -76,7 +76,7 @@ def _idle_rows(
 
 
 def _peer_row(report: Report, servers: Servers, calls: int, patience: float) -> None:
-    base_path = servers.start("Peer").address
+    base_path = servers.start("PeerServer").address
     client = Peer(base_path, timeout=patience)
     report.row("shared-tensor alone: ping, p50", interleaved({PEER: client.ping}, rounds=1, calls=calls))
     idlers = [socket.socket(socket.AF_UNIX) for _ in range(_PEER_IDLE)]
@@ -94,12 +94,11 @@ def _peer_row(report: Report, servers: Servers, calls: int, patience: float) -> 
 def _together_rows(report: Report, servers: Servers, echo: Started, ours: Started, count: int, shape: str) -> None:
     """Measure processes that attach at the same moment."""
     config: dict[str, Any] = {"who": OURS, "socket": ours.address, "echo": echo.address, "device": "cpu"}
-    config |= {"cases": [["model", shape]], "repeats": 0, "preload": False, "hold": True}
-    clients = [servers.client("attach", servers.cores, **config) for _ in range(count)]
+    clients = [servers.client("attach:Attacher", servers.cores, **config) for _ in range(count)]
     for client in clients:
-        client.read()
+        client.ready()
     for client in clients:
-        client.tell(go=True)
+        client.tell("measure", cases=[["model", shape]], repeats=0, hold=True)
     results = [client.read()["results"][0] for client in clients]
     for result in results:
         if "error" in result:
@@ -141,9 +140,8 @@ def _killed_rows(report: Report, servers: Servers, ours: Started, count: int, sh
     who = f"{count} clients killed"
     with (
         Client(socket_path=ours.address) as asking,
-        servers.client("scale", socket=ours.address, call=["model", shape]) as load,
+        servers.client("scale:Load", socket=ours.address, call=["model", shape]) as load,
     ):
-        load.read()
         _wave(load, asking, ours, count)  # the allocator's and the loop's first growth is no leak
         wave = _wave(load, asking, ours, count)
         last = _wave(load, asking, ours, count, invalidate=True)
@@ -166,14 +164,14 @@ def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidat
         return found | process_counts(ours.process.pid)
 
     before = counts()
-    attached = load.ask(attach=count)["attached"]
+    attached = load.ask("attach", count=count)
     if attached != count:
         raise RuntimeError(f"{attached} of {count} light clients could attach; see above")
     if invalidate:
         asking.invalidate_endpoint_cache("model")
     during = counts()
     begin = time.monotonic()
-    load.ask(kill=True)
+    load.ask("kill")
     while True:
         after = counts()
         seconds = time.monotonic() - begin
@@ -183,21 +181,39 @@ def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidat
         time.sleep(0.001)
 
 
-# The load: idle clients, and forks that hold the model until they are killed.
+class Load:
+    """A process with idle clients, and with forks that hold a lease on a model and its memory mapped until they are killed.
 
+    :param call: the call of the model; none if there are no forks.
+    """
 
-class _Forks:
-    """Forked clients that hold a lease on a model, and its memory mapped."""
-
-    def __init__(self, path: str, call: list[Any]) -> None:
-        self._path = path
-        self._call = call
+    def __init__(self, socket: str, call: Sequence[Any] = ()) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self._path, self._endpoint = socket, call
+        self._idle: list[Client] = []
         self._pids: list[int] = []
         # A fork reads from it to its end; this process alone holds the other side, so forks end with this process.
         self._leash, self._hand = os.pipe()
+        if call:
+            # Forks are light: what they need is imported once, without threads.
+            import torch
 
-    def add(self, count: int) -> int:
-        """Fork that many, and wait until each of them has the memory."""
+            from benchmarks import workload  # noqa: F401
+
+            torch.set_num_threads(1)
+            load_lazy_modules("cpu")
+
+    def idle(self, count: int) -> None:
+        """Have that many idle clients."""
+        while len(self._idle) > count:
+            self._idle.pop().close()
+        while len(self._idle) < count:
+            self._idle.append(Client(socket_path=self._path))
+            self._idle[-1].ping()
+
+    def attach(self, count: int) -> int:
+        """Fork that many, and wait until each of them has the memory; return how many have it."""
         ready, tell = os.pipe()
         for _ in range(count):
             pid = os.fork()
@@ -215,7 +231,7 @@ class _Forks:
 
     def _live(self, tell: int) -> None:
         try:
-            with Client(socket_path=self._path) as client, client.call(*self._call) as handle:
+            with Client(socket_path=self._path) as client, client.call(*self._endpoint) as handle:
                 next(handle.value.parameters()).view(-1)[0].item()
                 os.write(tell, b".")
                 os.close(tell)
@@ -223,49 +239,16 @@ class _Forks:
         finally:
             os._exit(0)
 
-    def kill(self) -> int:
-        """Kill all of them by SIGKILL, and return how many were still alive."""
+    def kill(self) -> None:
+        """Kill the forks by SIGKILL."""
         for pid in self._pids:
             os.kill(pid, signal.SIGKILL)
-        killed = sum(os.WIFSIGNALED(os.waitpid(pid, 0)[1]) for pid in self._pids)
+        for pid in self._pids:
+            os.waitpid(pid, 0)
         self._pids.clear()
-        return killed
 
-
-def main() -> None:
-    """Serve commands. The configuration has ``socket`` and ``call``; a command is ``idle``, ``attach`` or ``kill``."""
-    config = configuration()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if config["call"]:
-        # Forks are light: what they need is imported once, without threads.
-        import torch
-
-        from benchmarks import workload  # noqa: F401
-        from benchmarks.sides import load_lazy_modules
-
-        torch.set_num_threads(1)
-        load_lazy_modules("cpu")
-    idle: list[Client] = []
-    forks = _Forks(config["socket"], config["call"])
-    say(ready=True)
-    for command in commands():
-        if "idle" in command:
-            while len(idle) > command["idle"]:
-                idle.pop().close()
-            while len(idle) < command["idle"]:
-                idle.append(Client(socket_path=config["socket"]))
-                idle[-1].ping()
-            say(idle=len(idle))
-        elif "attach" in command:
-            say(attached=forks.add(command["attach"]))
-        else:
-            say(killed=forks.kill())
-    for client in idle:
-        client.close()
-    forks.kill()
-    MAPPINGS.drain()
-
-
-if __name__ == "__main__":
-    main()
+    def close(self) -> None:
+        """End all of them."""
+        self.idle(0)
+        self.kill()
+        MAPPINGS.drain()

@@ -1,4 +1,4 @@
-"""Processes of a run. They get a configuration, answer in lines of JSON, and end with their stdin.
+"""Processes of a run. Each has an object, executes its methods for lines of JSON, and ends with its stdin.
 
 A client and its server may or may not share a core, as the scheduler likes; the raw echo takes three times as long in
 one case as in the other, and the ratios would tell of the scheduler. So servers run on one half of the cores, and
@@ -7,22 +7,24 @@ measuring processes on the other.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared_rpc.settings import socket_path
 
 _ROOT = str(Path(__file__).parent.parent)
 #: Seconds in which a process ends once its stdin is closed, and a broker after SIGTERM.
 _PATIENCE, _BROKER_PATIENCE = 20.0, 300.0
+#: Beginning of a line with an answer; other lines are messages of libraries.
+_ANSWER = '{"answer"'
 
 
 def environ() -> dict[str, str]:
@@ -48,100 +50,97 @@ def on_cores(cores: Set[int]) -> Iterator[None]:
 
 
 class Process:
-    """A running ``python -m benchmarks.<module> <configuration>``; its standard error is ours.
+    """A process with an object of ``benchmarks.<module>``, which executes its methods; its standard error is ours.
 
+    :param subject: ``module:class`` below ``benchmarks``; ``config`` is what the object is made of.
     :param cores: where it may run.
     """
 
-    def __init__(self, module: str, cores: Set[int], **config: Any) -> None:
-        self.module = module
-        words = [sys.executable, "-m", f"benchmarks.{module}", json.dumps(config)]
+    def __init__(self, subject: str, cores: Set[int], **config: Any) -> None:
+        self.subject = subject
+        words = [sys.executable, "-m", "benchmarks.servers", subject, json.dumps(config)]
         with on_cores(cores):
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ())
         self.pid = self._process.pid
+        self._ready = False
 
-    def read(self) -> dict[str, Any]:
-        """Wait for the next message of the process.
+    def ready(self) -> Process:
+        """Wait until the object is made.
 
-        :raises RuntimeError: if it ends instead.
+        :raises RuntimeError: if the process ends instead.
         """
-        assert self._process.stdout is not None, "stdout is a pipe"
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-            print(line, end="", file=sys.stderr)
-        raise RuntimeError(f"benchmarks.{self.module} (pid {self.pid}) ended with exit code {self._process.wait()}; see above")
+        if not self._ready:
+            self._ready = True
+            self._answer()
+        return self
 
-    def tell(self, **command: Any) -> None:
-        """Send a command."""
+    def tell(self, do: str, **options: Any) -> None:
+        """Begin to execute a method; :meth:`read` returns its result."""
         assert self._process.stdin is not None, "stdin is a pipe"
-        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.write(json.dumps({"do": do, "options": options}) + "\n")
         self._process.stdin.flush()
 
-    def ask(self, **command: Any) -> dict[str, Any]:
-        """Send a command and return the answer."""
-        self.tell(**command)
+    def read(self) -> Any:
+        """Wait for the result of a method.
+
+        :raises RuntimeError: if the process ends instead.
+        """
+        self.ready()
+        return self._answer()
+
+    def ask(self, do: str, **options: Any) -> Any:
+        """Execute a method and return its result."""
+        self.tell(do, **options)
         return self.read()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None, "stdout is a pipe"
+        for line in self._process.stdout:
+            if line.startswith(_ANSWER):
+                return json.loads(line)["answer"]
+            print(line, end="", file=sys.stderr)
+        raise RuntimeError(f"benchmarks.{self.subject} (pid {self.pid}) ended with exit code {self._process.wait()}; see above")
 
     def close(self) -> None:
         """Close its stdin and wait for its end; kill it where it does not end."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None, "both are pipes"
-            try:
+            with suppress(BrokenPipeError):  # it is gone already
                 pipe.close()
-            except BrokenPipeError:
-                continue  # it is gone already
         try:
             self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
-            print(f"benchmarks.{self.module} (pid {self.pid}) did not end and was killed", file=sys.stderr)
+            print(f"benchmarks.{self.subject} (pid {self.pid}) did not end and was killed", file=sys.stderr)
             self._process.kill()
             self._process.wait()
 
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-# In such a process.
-
-
-def configuration() -> dict[str, Any]:
-    """Return the configuration that :class:`Process` was given."""
-    config: dict[str, Any] = json.loads(sys.argv[1])
-    return config
-
-
-def say(**facts: Any) -> None:
-    """Answer with one line."""
-    print(json.dumps(facts), flush=True)
-
-
-def commands() -> Iterator[dict[str, Any]]:
-    """Yield the commands until stdin is closed."""
+def main(subject: str, config: str) -> None:
+    """Make the object of a :class:`Process`, execute methods until stdin is closed, and close the object."""
+    module, _, name = subject.partition(":")
+    made = getattr(importlib.import_module(f"benchmarks.{module}"), name)(**json.loads(config))
+    print(json.dumps({"answer": None}), flush=True)
     for line in sys.stdin:
-        yield json.loads(line)
-
-
-def until_told() -> None:
-    """Return when stdin is closed."""
-    for _ in commands():
-        continue
+        command = json.loads(line)
+        print(json.dumps({"answer": getattr(made, command["do"])(**command["options"])}), flush=True)
+    if hasattr(made, "close"):
+        made.close()
 
 
 # The servers of a run.
 
 
-class Started:
-    """A server that is ready: its process, its address, and what it said."""
+class Started(NamedTuple):
+    """A server that is ready."""
 
-    def __init__(self, process: Process, address: str) -> None:
-        self.process = process
-        self.address = address
-        self.facts = process.read()
+    process: Process
+    address: str
 
 
 class Servers:
@@ -171,27 +170,19 @@ class Servers:
         self.base_path = str(self.folder / "ours" / "s")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, side: str, build: list[list[Any]] | None = None) -> Started:
-        """Start the server of a side of :mod:`benchmarks.sides`, with these managed calls made.
+    def start(self, side: str, **config: Any) -> Started:
+        """Start a server of :mod:`benchmarks.sides`. Ours listens where ``shared-rpc ls`` looks for :attr:`base_path`."""
+        name = config.get("peer", side)
+        address = socket_path(self.base_path, "cpu") if side == "OurServer" else str(self.folder / name)
+        process = self.client(f"sides:{side}", self.server_cores, address=address, **self._workload, **config)
+        return Started(process.ready(), address)
 
-        Ours listens where ``shared-rpc ls`` looks for :attr:`base_path`.
-        """
-        address = socket_path(self.base_path, "cpu") if side == "Ours" else str(self.folder / side)
-        config = {"side": side, "address": address, "build": build or [], **self._workload}
-        return Started(self._stack.enter_context(Process("sides", self.server_cores, **config)), address)
-
-    def start_peer(self, name: str) -> str:
-        """Start the server of another way to call, see :mod:`benchmarks.peers`, and return its address."""
-        address = str(self.folder / name)
-        config = {"peer": name, "socket": address, "device": self._workload["device"]}
-        return Started(self._stack.enter_context(Process("peers", self.server_cores, **config)), address).address
-
-    def client(self, module: str, cores: Set[int] | None = None, **config: Any) -> Process:
+    def client(self, subject: str, cores: Set[int] | None = None, **config: Any) -> Process:
         """Start a process that measures; it ends with the block. By default it has this process's cores."""
-        return self._stack.enter_context(Process(module, cores or self._clients, **config))
+        return self._stack.enter_context(Process(subject, cores or self._clients, **config))
 
     def run(self, *arguments: str) -> str:
         """Return the output of a Python program on the servers' cores, in the folder."""
@@ -204,16 +195,27 @@ class Servers:
         """Start ``shared-rpc serve`` with this app; yield its socket and its pid."""
         (self.folder / f"{name}.py").write_text(app)
         socket = f"{self.base_path}-{name}.sock"
-        words = [sys.executable, "-m", "shared_rpc.cli", "serve", f"{name}.py", "--socket", socket, *options]
-        with on_cores(self.server_cores):
-            process = subprocess.Popen(
-                words, cwd=self.folder, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-            )
+        with broker(self.folder, f"{name}.py", socket, environ(), self.server_cores, *options) as pid:
+            yield socket, pid
+
+
+@contextmanager
+def broker(folder: Path, app: str, socket: str, variables: dict[str, str], cores: Set[int], *options: str) -> Iterator[int]:
+    """Run ``shared-rpc serve`` on these cores, and yield its pid when it serves."""
+    words = [sys.executable, "-m", "shared_rpc.cli", "serve", app, "--socket", socket, *options]
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with on_cores(cores):
+        process = subprocess.Popen(words, cwd=folder, env=variables, text=True, **streams)
+    with process:
         try:
             assert process.stdout is not None, "stdout is a pipe"
             if "serving" not in process.stdout.readline():
                 raise RuntimeError(f"the broker ended with exit code {process.wait()}: run 'shared-rpc serve' on the app")
-            yield socket, process.pid
+            yield process.pid
         finally:
             process.terminate()
             process.wait(_BROKER_PATIENCE)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

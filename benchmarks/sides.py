@@ -11,14 +11,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import Watermark
 from benchmarks.runner import ECHO, OURS
-from benchmarks.servers import configuration, say, until_told
 from shared_rpc import Client
 
 VERSION = "0.2.16"
@@ -45,25 +44,25 @@ class Echo:
         """Hang up."""
         self._socket.close()
 
+
+class EchoServer:
+    """The server of the raw echo."""
+
+    def __init__(self, address: str, **_: object) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(address)
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            threading.Thread(target=self._echo, args=self._listener.accept(), daemon=True).start()
+
     @staticmethod
-    def serve(config: dict[str, Any]) -> None:
-        """Serve until stdin is closed."""
-
-        def echo(connection: socket.socket) -> None:
-            with connection:
-                while data := connection.recv(65536):
-                    connection.sendall(data)
-
-        def accept() -> None:
-            while True:
-                threading.Thread(target=echo, args=(listener.accept()[0],), daemon=True).start()
-
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(config["address"])
-        listener.listen()
-        threading.Thread(target=accept, daemon=True).start()
-        say(ready=True)
-        until_told()
+    def _echo(connection: socket.socket, _: object) -> None:
+        with connection:
+            while data := connection.recv(65536):
+                connection.sendall(data)
 
 
 class Ours:
@@ -80,41 +79,46 @@ class Ours:
         """Submit an endpoint, and wait for its task."""
         return self.client.wait_for_task(self.client.submit(endpoint))
 
-    @staticmethod
-    def serve(config: dict[str, Any]) -> None:
-        """Serve until stdin is closed. What each built call cost is in the line that says that the server is ready."""
+
+class OurServer:
+    """Our server.
+
+    :param build: managed calls that are made at once.
+    """
+
+    def __init__(self, address: str, device: str, checkpoint: str | None, build: Sequence[list[Any]] = ()) -> None:
         from shared_rpc import Provider, Server
 
-        workload = _workload(config)
-        provider = Provider(device=config["device"])
-        for managed in (workload.model, workload.chain, workload.kept):
-            provider.share(managed=True)(managed)
-        provider.share(workload.small)
+        self._workload, self._device = _workload(device, checkpoint), device
+        self._provider = Provider(device=device)
+        for managed in (self._workload.model, self._workload.chain, self._workload.kept):
+            self._provider.share(managed=True)(managed)
+        self._provider.share(self._workload.small)
         for uncached in ("fresh", "fresh_on_loop", "echo", "echo_on_loop", "plus_one", "nothing"):
-            provider.share(cache=False)(getattr(workload, uncached))
-        with Server(provider, socket_path=config["address"]):
-            built = []
-            for name, *args in config["build"]:
-                with Watermark(config["device"]) as mark:
-                    loaded = [0.0]
+            self._provider.share(cache=False)(getattr(self._workload, uncached))
+        self._server = Server(self._provider, socket_path=address).start()
+        self.close = self._server.stop
+        self._built = [self._build(name, *args) for name, *args in build]
 
-                    def when_loaded(mark: Watermark = mark, loaded: list[float] = loaded) -> None:
-                        mark.reset()
-                        loaded[0] = time.perf_counter()
+    def _build(self, name: str, *args: Any) -> dict[str, Any]:
+        """Make a managed call, and return what it cost."""
+        workload = self._workload
+        with Watermark(self._device) as mark:
+            loaded = [0.0]
 
-                    workload.when_loaded = when_loaded
-                    provider.call(name, *args).release()
-                    seconds = time.perf_counter() - loaded[0]
-                built.append(
-                    {
-                        "load": workload.load_seconds,
-                        "publish": seconds,
-                        "publish_peak": mark.rise,
-                        "largest_storage": workload.largest_storage,
-                    }
-                )
-            say(ready=True, pid=os.getpid(), built=built)
-            until_told()
+            def when_loaded() -> None:
+                mark.reset()
+                loaded[0] = time.perf_counter()
+
+            workload.when_loaded = when_loaded
+            self._provider.call(name, *args).release()
+            seconds = time.perf_counter() - loaded[0]
+        costs = {"load": workload.load_seconds, "publish": seconds, "publish_peak": mark.rise}
+        return {**costs, "largest_storage": workload.largest_storage}
+
+    def built(self) -> list[dict[str, Any]]:
+        """Return the costs of the calls that were made."""
+        return self._built
 
 
 class Peer:
@@ -144,13 +148,15 @@ class Peer:
         self._client.wait_task(task_id, timeout=60)
         return self._client.get_task_result(task_id)
 
-    @staticmethod
-    def serve(config: dict[str, Any]) -> None:
-        """Serve until stdin is closed."""
-        workload = _workload(config)
-        with _imported_for(config["device"]):
+
+class PeerServer:
+    """The server of shared-tensor."""
+
+    def __init__(self, address: str, device: str, checkpoint: str | None, build: Sequence[list[Any]] = ()) -> None:
+        workload = _workload(device, checkpoint)
+        with _imported_for(device):
             from shared_tensor import SharedTensorProvider, SharedTensorServer
-        provider = SharedTensorProvider(config["address"], device_index=0, execution_mode="server", verbose_debug=False)
+        provider = SharedTensorProvider(address, device_index=0, execution_mode="server", verbose_debug=False)
         # Its default key is the function's name alone.
         provider.share(managed=True, cache_format_key="{shape}")(workload.model)
         provider.share(managed=True, cache_format_key="{tensors}:{nbytes}")(workload.chain)
@@ -162,13 +168,33 @@ class Peer:
         server = SharedTensorServer(provider, verbose_debug=False)
         server.start(blocking=False)
         # A managed object goes with its last reference there, cached or not: this process keeps one of each.
-        kept, built = [], []
-        for name, *args in config["build"]:
-            kept.append(server.call_local_client(name, args=tuple(args)))
-            built.append({"load": workload.load_seconds})
-        say(ready=True, pid=os.getpid(), built=built)
-        until_told()
-        os._exit(0)  # stopping it takes ten seconds: its thread sits in accept
+        self._kept, self._built = [], []
+        for name, *args in build:
+            self._kept.append(server.call_local_client(name, args=tuple(args)))
+            self._built.append({"load": workload.load_seconds})
+
+    def built(self) -> list[dict[str, Any]]:
+        """Return the costs of the calls that were made."""
+        return self._built
+
+    def close(self) -> None:
+        """End. Stopping it takes ten seconds: its thread sits in accept."""
+        os._exit(0)
+
+
+class RpcServer:
+    """The server of one of :data:`benchmarks.peers.PEERS`. ``close`` does not wait for clients, as some of them would."""
+
+    def __init__(self, address: str, device: str, peer: str, **_: object) -> None:
+        from benchmarks.peers import PEERS
+
+        listens = threading.Event()
+        threading.Thread(target=PEERS[peer].serve, args=(address, device, listens.set), daemon=True).start()
+        listens.wait()
+
+    def close(self) -> None:
+        """End."""
+        os._exit(0)
 
 
 def missing(*, tensors: str | None = None) -> str | None:
@@ -213,10 +239,10 @@ def _imported_for(device: str) -> Iterator[None]:
             sys.modules["transformers"] = known
 
 
-def _workload(config: dict[str, Any]) -> Any:
+def _workload(device: str, checkpoint: str | None) -> Any:
     from benchmarks.workload import Workload
 
-    return Workload(config["device"], Path(config["checkpoint"]) if config["checkpoint"] else None)
+    return Workload(device, Path(checkpoint) if checkpoint else None)
 
 
 def load_lazy_modules(device: str) -> None:
@@ -226,9 +252,3 @@ def load_lazy_modules(device: str) -> None:
 
     if device != "cpu":
         import shared_rpc.memory.backends.vmm  # noqa: F401
-
-
-if __name__ == "__main__":
-    config = configuration()
-    serve = {"Echo": Echo.serve, "Ours": Ours.serve, "Peer": Peer.serve}[config["side"]]
-    serve(config)

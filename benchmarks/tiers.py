@@ -8,14 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from benchmarks.memory import private_bytes
 from benchmarks.runner import OURS, Json, Report, Sample, numbers, timed
-from benchmarks.servers import Process, Servers, commands, configuration, on_cores, say
+from benchmarks.servers import Process, Servers, on_cores
 from benchmarks.workload import Stack, digest, question
 from shared_rpc import Client, Handle
 
@@ -270,21 +270,20 @@ def _engines(report: Report, client: Client, device: str, mebibytes: int, counts
         kept: dict[int, int] = {}
         for count in counts:
             cores = os.sched_getaffinity(0)
-            started = [stack.enter_context(Process("tiers", cores, **config)) for _ in range(count - len(processes))]
+            started = [stack.enter_context(Process("tiers:Engine", cores, **config)) for _ in range(count - len(processes))]
             for process in started:
-                process.read()
                 for what in ("suspend", "resume"):  # the first of everything
-                    process.ask(do=what)
+                    process.ask(what)
             processes += started
-            awake = [process.ask(do="nothing")["private"] for process in processes]
-            asleep = [process.ask(do="suspend")["private"] for process in processes]
+            awake = [process.ask("state")["private"] for process in processes]
+            asleep = [process.ask("suspend")["private"] for process in processes]
             client.evict("model")
             (item,) = client.list_objects()
             # What engines have of the host's memory beyond what they had awake counts as theirs.
             kept[count] = sum(item["copies"].values()) + sum(max(b - a, 0) for a, b in zip(awake, asleep, strict=True))
             begin = time.monotonic()
             for process in processes:
-                process.tell(do="resume")
+                process.tell("resume")
             answers = [process.read() for process in processes]
             took = max(answer["ended"] for answer in answers) - begin
             report.row(f"wake of {_processes(count)} at once, until the last one has it", {OURS: took})
@@ -333,29 +332,32 @@ def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, 
         report.row("… with the bits of before", {}, texts={OURS: "yes" if same else "NO"})
 
 
-# The engine process: it has a model attached, sleeps and wakes.
+class Engine:
+    """A process that has a model attached, sleeps and wakes."""
 
+    def __init__(self, socket: str, device: str, mebibytes: int) -> None:
+        torch.set_num_threads(1)
+        self._client = Client(socket_path=socket, device=device, timeout=_PATIENCE)
+        self._handle: Handle[Stack] = self._client.call("model", mebibytes, 0)
+        self._answer = digest(self._handle.value)
 
-def main() -> None:
-    """Answer commands until stdin is closed. Configuration: ``socket``, ``device``, ``mebibytes``."""
-    config = configuration()
-    torch.set_num_threads(1)
-    with (
-        Client(socket_path=config["socket"], device=config["device"], timeout=300.0) as client,
-        client.call("model", config["mebibytes"], 0) as handle,
-    ):
-        answer = digest(handle.value)
-        say(ready=True)
-        for command in commands():
-            match command["do"]:
-                case "suspend":
-                    handle.suspend()
-                case "resume":
-                    handle.resume()
-            ended = time.monotonic()
-            same = handle.suspended or digest(handle.value) == answer
-            say(ended=ended, same=same, private=private_bytes())
+    def suspend(self) -> dict[str, Any]:
+        """Unmap the model."""
+        self._handle.suspend()
+        return self.state()
 
+    def resume(self) -> dict[str, Any]:
+        """Map it again."""
+        self._handle.resume()
+        return self.state()
 
-if __name__ == "__main__":
-    main()
+    def state(self) -> dict[str, Any]:
+        """Return the time, whether a pass has the bits of the first one, and the private memory."""
+        ended = time.monotonic()
+        same = self._handle.suspended or digest(self._handle.value) == self._answer
+        return {"ended": ended, "same": same, "private": private_bytes()}
+
+    def close(self) -> None:
+        """Release the model."""
+        self._handle.release()
+        self._client.close()

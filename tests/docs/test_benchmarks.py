@@ -473,10 +473,10 @@ def test_a_missing_shared_tensor_is_told_with_the_command_that_installs_it(monke
 def test_a_process_that_ends_instead_of_answering_is_named() -> None:
     """With its exit code; what it wrote to standard error stands above."""
     with (
-        Process("sides", os.sched_getaffinity(0), side="Echo", address="/nowhere/at/all.sock") as process,
-        pytest.raises(RuntimeError, match=r"benchmarks\.sides \(pid \d+\) ended with exit code 1"),
+        Process("sides:EchoServer", os.sched_getaffinity(0), address="/nowhere/at/all.sock") as process,
+        pytest.raises(RuntimeError, match=r"benchmarks\.sides:EchoServer \(pid \d+\) ended with exit code 1"),
     ):
-        process.read()
+        process.ready()
 
 
 def test_numbers_that_are_none_are_refused_with_what_is_expected() -> None:
