@@ -1,7 +1,7 @@
 """Each party of a move between tiers, killed at each of its steps: no object is lost, nothing leaks, the next call works.
 
-The tables below have the steps at which a party has told others something, or has memory, that it had not before. A new step
-belongs there: the last tests find what a party does between two of them.
+The tables have the steps at which a party has sent something, or has memory, that it had not before. A new step belongs there:
+the tests of the tables fail if a party has an effect between two of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 from shared_rpc import Client
 from shared_rpc.protocol import messages as m
 from tests.kit.brokers import BrokerApp, BrokerProgram, is_running, memory_of
+from tests.kit.deep import deep
 from tests.kit.fake_driver import GPUS
 from tests.kit.forks import DRIVER
 from tests.kit.killing import Killing
@@ -46,7 +47,7 @@ def spill(tmp_path: Path) -> Path:
 
 
 def died(killing: Killing, step: str) -> int:
-    """Wait until a process has ended at a step: its process id."""
+    """Wait until a process has ended at a step; return its process id."""
     eventually(lambda: killing.reached is not None, 60.0, step)
     assert killing.reached is not None
     pid, reached = killing.reached
@@ -55,7 +56,7 @@ def died(killing: Killing, step: str) -> int:
     return pid
 
 
-#: What a party does that others see, or have to do with if it ends: the functions, with their modules.
+#: Effects that outlive a party, or that others see: the functions, with their modules.
 EFFECTS = {
     "FrameBuffers.queue": "shared_rpc.protocol.socket",
     "MappingTable._vacate_one": "shared_rpc.memory.mapping",
@@ -67,7 +68,7 @@ EFFECTS = {
     "Notifier.store": "shared_rpc.broker.systemd",
     "Notifier.remove": "shared_rpc.broker.systemd",
 }
-#: What workers do besides.
+#: Those that only workers have.
 ON_GPUS = {
     "GpuCopies._create": "shared_rpc.memory.gpu_copies",
     "Stream.copy": "shared_rpc.memory.gpu_streams",
@@ -75,7 +76,7 @@ ON_GPUS = {
 
 
 def between(passed: list[str], steps: Iterable[str]) -> set[tuple[str, str]]:
-    """What a process does one after another without a step between them."""
+    """Return pairs of effects that a process has without a step between them."""
     effects, ends = EFFECTS.keys() | ON_GPUS.keys(), {step.rpartition(", ")[2] for step in steps}
     found: set[tuple[str, str]] = set()
     last = ""
@@ -129,6 +130,7 @@ def numbers():
     return torch.arange(1 << 18)
 """
 
+#: What a client does next is a line on its standard input.
 CLIENT = """
 import sys
 from shared_rpc import Client
@@ -136,32 +138,29 @@ from shared_rpc import Client
 client = Client(device="cpu")
 handle = client.call("numbers")
 print(handle.object_id, flush=True)
-sys.stdin.readline()
-handle.suspend()
-print("suspended", flush=True)
-sys.stdin.readline()
-handle.resume()
-print("resumed", flush=True)
-sys.stdin.readline()
+for line in sys.stdin:
+    {{
+        "suspend": handle.suspend,
+        "resume": handle.resume,
+        "evict": lambda: client.evict(handle.object_id),
+        "restore": lambda: client.restore(handle.object_id),
+    }}[line.strip()]()
+    print("done", line, flush=True)
 """
 
 
 class Sleeper:
-    """A client in another process that suspends and resumes an object."""
+    """A client in another process that holds an object, and suspends, resumes and moves it."""
 
     def __init__(self, killing: Killing, children: list[Child]) -> None:
         self.child = python(CLIENT.format(watching=killing.code(OF_CLIENTS)))
         children.append(self.child)
         self.object_id = self.child.expect("")
 
-    def suspend(self) -> None:
-        """Do so."""
-        self.child.tell("")
-        self.child.expect("suspended")
-
-    def end(self) -> None:
-        """Begin what it does next, at a step of which it ends."""
-        self.child.tell("")
+    def do(self, action: str) -> None:
+        """Complete an action."""
+        self.child.tell(action)
+        self.child.expect("done")
 
 
 @pytest.fixture
@@ -172,12 +171,33 @@ def client(broker_app: BrokerApp, spill: Path) -> Client:
     return broker_app.connect()
 
 
-def check_numbers(client: Client, object_id: str, cold: int) -> None:
-    """Nothing is left of a client, and the object can be had, evicted and had again.
+@pytest.fixture
+def sleeper(client: Client, killing: Killing, children: list[Child]) -> Sleeper:
+    """A client that is to be killed."""
+    return Sleeper(killing, children)
 
-    :param cold: the descriptors of memory that the broker has while the object is cold.
-    """
-    broker = client.get_server_info()["pid"]
+
+@pytest.mark.parametrize(
+    ("before", "action", "step"),
+    [
+        *(((), "suspend", step) for step in SUSPENDING),
+        *((("suspend", "evict"), "resume", step) for step in RESUMING),
+        *deep(*((("suspend",), "resume", step) for step in RESUMING)),
+        (("suspend",), "evict", "after Link._start"),
+        (("suspend", "evict"), "restore", "after Link._start"),
+    ],
+)
+def test_a_client_is_killed(
+    client: Client, killing: Killing, sleeper: Sleeper, before: tuple[str, ...], action: str, step: str
+) -> None:
+    """Its lease ends, and a move goes on for the others: the object can be called, evicted and called again."""
+    broker, object_id = client.get_server_info()["pid"], sleeper.object_id
+    cold = memory_of(broker)  # a file takes the place of the memory
+    for earlier in before:
+        sleeper.do(earlier)
+    killing.arm(step)
+    sleeper.child.tell(action)
+    assert died(killing, step) == sleeper.child.pid
     eventually(lambda: client.get_object_info(object_id)["leases"] == 0)
     for _ in range(2):
         with client.call("numbers") as handle:
@@ -188,41 +208,11 @@ def check_numbers(client: Client, object_id: str, cold: int) -> None:
     assert client.get_server_info()["builds"] == 1
 
 
-@pytest.mark.parametrize("step", SUSPENDING)
-def test_a_client_that_is_killed_while_it_suspends(client: Client, killing: Killing, children: list[Child], step: str) -> None:
-    """Its lease ends, and whoever calls gets the object."""
-    sleeper = Sleeper(killing, children)
-    cold = memory_of(client.get_server_info()["pid"])  # a file takes the place of the memory
-    killing.arm(step)
-    sleeper.end()
-    assert died(killing, step) == sleeper.child.pid
-    check_numbers(client, sleeper.object_id, cold)
-
-
-@pytest.mark.parametrize("cold", [True, False], ids=["evicted", "on its device"])
-@pytest.mark.parametrize("step", RESUMING)
-def test_a_client_that_is_killed_while_it_resumes(
-    client: Client, killing: Killing, children: list[Child], step: str, cold: bool
-) -> None:
-    """Its lease ends, also where it has the object active already; a restoration goes on for the others."""
-    sleeper = Sleeper(killing, children)
-    sleeper.suspend()
-    descriptors = memory_of(client.get_server_info()["pid"])
-    if cold:
-        client.evict(sleeper.object_id)
-    killing.arm(step)
-    sleeper.end()
-    assert died(killing, step) == sleeper.child.pid
-    check_numbers(client, sleeper.object_id, descriptors)
-
-
-def test_the_steps_of_clients_are_all(client: Client, killing: Killing, children: list[Child]) -> None:
-    """A client does nothing between two of them that others see."""
-    sleeper, passed = Sleeper(killing, children), killing.trace()
-    sleeper.suspend()
-    client.evict(sleeper.object_id)
-    sleeper.end()
-    sleeper.child.expect("resumed")
+def test_the_steps_of_clients_are_complete(killing: Killing, sleeper: Sleeper) -> None:
+    """A client has no effect between two of them."""
+    passed = killing.trace()
+    for action in ("suspend", "evict", "resume"):
+        sleeper.do(action)
     assert not between(passed(), SUSPENDING + RESUMING)
     assert {place for step in SUSPENDING + RESUMING for place in step.split(", ")} <= set(passed())
 
@@ -239,7 +229,7 @@ OF_WORKERS = {
     **EFFECTS,
     **ON_GPUS,
 }
-#: What a worker does for each of its orders, in memory and with files.
+#: The steps of a worker for any of its copies.
 COPYING = [
     "before OrderedMemory._copy",
     "before GpuCopies.copy",
@@ -262,10 +252,20 @@ WORKING = {
 }
 
 
-def check_subject(subject: MovedBuffer, move: str) -> None:
-    """Nothing is left over in the broker, and the buffer can be had, evicted and had again.
+#: Copying is the same in all moves: one to memory and one from a file have all of its steps, the others their own and one more.
+KILLED_WORKERS = [
+    (move, step)
+    for move, steps in WORKING.items()
+    for step in steps
+    if move in ("evicting to the host", "restoring from a file") or step not in COPYING[1:]
+]
+OTHER_WORKERS = [(move, step) for move, steps in WORKING.items() for step in steps if (move, step) not in KILLED_WORKERS]
 
-    What was in the host's memory once keeps that for the next time, if the host has enough.
+
+def check_subject(subject: MovedBuffer, move: str) -> None:
+    """Nothing is left over in the broker, and the buffer can be opened, evicted and opened again.
+
+    A copy in host memory is kept for the next time, if the host has enough.
     """
     assert subject.has_its_bytes()
     eventually(lambda: memory_of(subject.pid) == 1 + subject.is_copied)
@@ -276,11 +276,11 @@ def check_subject(subject: MovedBuffer, move: str) -> None:
     assert to_of(move) == "host" or not subject.is_copied
 
 
-@pytest.mark.parametrize(("move", "step"), [(move, step) for move, steps in WORKING.items() for step in steps])
-def test_a_worker_that_is_killed_while_it_copies(
+@pytest.mark.parametrize(("move", "step"), [*KILLED_WORKERS, *deep(*OTHER_WORKERS)])
+def test_a_worker_is_killed(
     broker_app: BrokerApp, killing: Killing, spill: Path, monkeypatch: pytest.MonkeyPatch, move: str, step: str
 ) -> None:
-    """A worker without the app makes the copy in its place, unless the answer was on its way. The next worker copies."""
+    """A bare worker makes the copy, unless the answer was sent already; later copies are made by the next worker."""
     if os.environ.get("SHARED_RPC_TESTS") == "fresh":
         pytest.skip("a worker without the app has no other driver")
     monkeypatch.setenv(DRIVER, "1")
@@ -297,8 +297,8 @@ def test_a_worker_that_is_killed_while_it_copies(
     check_subject(subject, move)
 
 
-def test_the_steps_of_workers_are_all(broker_app: BrokerApp, killing: Killing, spill: Path) -> None:
-    """A worker does nothing between two of them that others see."""
+def test_the_steps_of_workers_are_complete(broker_app: BrokerApp, killing: Killing, spill: Path) -> None:
+    """A worker has no effect between two of them."""
     broker_app.file.write_text(APP.format(watching=killing.code(OF_WORKERS)))
     broker_app.start("--spill-dir", str(spill))
     for move, steps in WORKING.items():
@@ -327,7 +327,7 @@ OF_BROKERS = {
     "RemoteCaller.reply": "shared_rpc.server.remote",
     **EFFECTS,
 }
-#: What a service manager gets: first the bytes, then the state that names them; then it lets go of what that names no more.
+#: A service manager gets first the bytes, then the state that names them; then it drops what the state names no longer.
 STORING = [
     "before FdStore.keep",
     "before FdStore.keep, after Notifier.store",
@@ -353,7 +353,7 @@ RESTORING = [
     "after Tiers._restore",
     "after Tiers._restore, after RemoteCaller.reply",
 ]
-#: Moves of memory of the host, which the broker copies itself, and of a GPU.
+#: Moves of host memory, which the broker copies itself, and of a GPU's.
 BROKERING = {
     ("cpu", "evicting to a file"): [*EVICTING, "after SpillDirectory.create", "after Steps.count", "after copy_on_host"],
     ("cpu", "restoring from a file"): [*RESTORING, "after _host_segment", "after Steps.count", "after copy_on_host"],
@@ -375,14 +375,14 @@ def manager(broker_app: BrokerApp, tmp_path: Path, children: list[Child]) -> Ite
 
 
 def kinds(manager: ServiceManager) -> list[str]:
-    """What kinds of entries a manager has, but for the state."""
+    """Return the kinds of entries that a manager keeps, but for the state."""
     return sorted(name.partition("-")[0] for name in manager.names() if name != "state")
 
 
 def end_broker(
     start: Callable[[BrokerProgram], Child], app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str
 ) -> MovedBuffer:
-    """Have a broker end at a step of a move; its workers end by themselves."""
+    """Kill a broker at a step of a move; its workers exit."""
     app.file.write_text(APP.format(watching=""))
     broker = start(app.program(killing.code(OF_BROKERS), spill_dir=str(spill)))
     subject = MovedBuffer(app, device, nbytes_for(step))
@@ -399,10 +399,10 @@ def end_broker(
     ("device", "move", "step"),
     [(*move, step) for move, steps in BROKERING.items() for step in (*steps, *(STORING if move[0] == "cpu" else ()))],
 )
-def test_a_broker_of_a_service_manager_that_is_killed_while_it_moves_an_object(
+def test_a_broker_of_a_service_manager_is_killed(
     broker_app: BrokerApp, manager: ServiceManager, killing: Killing, spill: Path, device: str, move: str, step: str
 ) -> None:
-    """The next one has the object in the tier where it was, or is to be; the manager keeps nothing else."""
+    """The next one has the object in the source or the target tier; the manager keeps nothing else."""
 
     def start(program: BrokerProgram) -> Child:
         return manager.start(program=program)
@@ -415,32 +415,35 @@ def test_a_broker_of_a_service_manager_that_is_killed_while_it_moves_an_object(
     manager.expect(lambda: kinds(manager) == ["object", "segment"])
 
 
-@pytest.mark.parametrize(("device", "move", "step"), [(*move, step) for move, steps in BROKERING.items() for step in steps])
-def test_a_broker_that_is_killed_while_it_moves_an_object(
-    broker_app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str
-) -> None:
-    """All that it had is gone, memory and files as well; the next one works."""
+#: The kernel frees all that a broker had, whatever it did: one step of each move is enough.
+KILLED_BROKERS = [(*move, steps[-1]) for move, steps in BROKERING.items()]
+OTHER_BROKERS = [(*move, step) for move, steps in BROKERING.items() for step in steps[:-1]]
+
+
+@pytest.mark.parametrize(("device", "move", "step"), [*KILLED_BROKERS, *deep(*OTHER_BROKERS)])
+def test_a_broker_is_killed(broker_app: BrokerApp, killing: Killing, spill: Path, device: str, move: str, step: str) -> None:
+    """No process keeps its memory or its files; the next broker works."""
     subject = end_broker(broker_app.start_program, broker_app, killing, spill, device, move, step)
-    eventually(lambda: not anybody_has(subject.inode, spill))
+
+    def is_open() -> bool:
+        for link in Path("/proc").glob("[0-9]*/fd/*"):
+            with suppress(OSError):
+                target = str(link.readlink())
+                if target.startswith(f"{spill}/") or (target.startswith("/memfd:") and link.stat().st_ino == subject.inode):
+                    return True
+        return False
+
+    eventually(lambda: not is_open())
     broker_app.start("--spill-dir", str(spill))
     assert subject.is_gone()
     assert memory_of(subject.pid) == 0
     check_subject(MovedBuffer(broker_app, device), move)
 
 
-def anybody_has(inode: int, spill: Path) -> bool:
-    """Whether any process has memory, or a file of a directory, open."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if link.stat().st_ino == inode and str(link.readlink()).startswith("/memfd:"):
-                return True
-            if str(link.readlink()).startswith(f"{spill}/"):
-                return True
-    return False
-
-
-def test_the_steps_of_brokers_are_all(broker_app: BrokerApp, manager: ServiceManager, killing: Killing, spill: Path) -> None:
-    """A broker does nothing between two of them that others see."""
+def test_the_steps_of_brokers_are_complete(
+    broker_app: BrokerApp, manager: ServiceManager, killing: Killing, spill: Path
+) -> None:
+    """A broker has no effect between two of them."""
     broker_app.file.write_text(APP.format(watching=""))
     manager.start(program=broker_app.program(killing.code(OF_BROKERS), spill_dir=str(spill)))
     for (device, move), steps in BROKERING.items():
@@ -450,7 +453,5 @@ def test_the_steps_of_brokers_are_all(broker_app: BrokerApp, manager: ServiceMan
         with subject.move(move) as session:
             assert isinstance(session.heard(), m.Answer)
         places = passed()
-        begun = next(
-            number for number, place in enumerate(places) if place in ("before Tiers.move_down", "before Tiers._restore")
-        )
+        begun = min(places.index(place) for place in ("before Tiers.move_down", "before Tiers._restore") if place in places)
         assert not between(places[begun:], [*EVICTING, *RESTORING, *STORING, *steps]), (device, move)

@@ -1,4 +1,4 @@
-"""Memory that is shared with access="read", and processes that could write to it before it was."""
+"""Memory that is shared with access="read" although some process could write to it before."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.records import (
-    Access,
-    SegmentInfo,
-    StorageEntry,
-    TensorEntry,
-    TensorTable,
-)
+from shared_rpc.protocol.records import Access, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.apps import Serve
 from tests.kit.raw import Raw, sealed_memory
@@ -55,10 +49,10 @@ def received(no_leaks: None) -> Iterator[Callable[..., tuple[Segment, torch.Tens
 
 
 @pytest.mark.parametrize("access", ["read_write", "read"])
-def test_what_came_from_a_caller_is_copied(
+def test_memory_of_a_caller_is_copied(
     received: Callable[..., tuple[Segment, torch.Tensor]], published: Callable[..., Record], access: Access
 ) -> None:
-    """Whatever access the caller announced, it may write to the memory still: readers get another one, which is sealed."""
+    """Whatever access the caller announced, it can still write to it: readers get other memory, which is sealed."""
     segment, tensor = received(access)
     (shared,) = published(tensor, "read").segments
     os.pwrite(segment.fileno(), b"changed", 0)
@@ -67,21 +61,19 @@ def test_what_came_from_a_caller_is_copied(
         HOST.map(shared.fileno(), NBYTES, "read_write")
 
 
-def test_what_is_shared_for_writing_stays_where_it_is(
-    received: Callable[..., tuple[Segment, torch.Tensor]], published: Callable[..., Record]
+@pytest.mark.parametrize(
+    ("access", "owner", "shared_as"), [("read_write", "", "read_write"), ("read", "a server", "read")], ids=["write", "read"]
+)
+def test_other_memory_is_not_copied(
+    received: Callable[..., tuple[Segment, torch.Tensor]],
+    published: Callable[..., Record],
+    access: Access,
+    owner: str,
+    shared_as: Access,
 ) -> None:
-    """Without access="read" a caller's memory is returned without a copy."""
-    segment, tensor = received()
-    (shared,) = published(tensor, "read_write").segments
-    assert os.path.samestat(os.fstat(shared.fileno()), os.fstat(segment.fileno()))
-
-
-def test_what_a_server_shared_for_reading_stays_where_it_is(
-    received: Callable[..., tuple[Segment, torch.Tensor]], published: Callable[..., Record]
-) -> None:
-    """A worker that returns the result of another one does not copy it."""
-    segment, tensor = received("read", "a server")
-    (shared,) = published(tensor, "read").segments
+    """What is shared for writing, and what a server has sealed already, as a worker does that returns another one's result."""
+    segment, tensor = received(access, owner)
+    (shared,) = published(tensor, shared_as).segments
     assert os.path.samestat(os.fstat(shared.fileno()), os.fstat(segment.fileno()))
 
 
@@ -92,8 +84,8 @@ def server(provider: Provider, serve: Serve) -> Server:
     return serve()
 
 
-def test_an_argument_that_its_sender_has_mapped(server: Server) -> None:
-    """The sender writes to its own memory after the reply, and the result is as it was."""
+def test_the_sender_of_an_argument_cannot_change_the_result(server: Server) -> None:
+    """It writes to its own memory after the reply."""
     fd = sealed_memory(NBYTES)
     table = TensorTable(("cpu",), (StorageEntry(0, 0, NBYTES),), (TensorEntry(0, "uint8", 0, (NBYTES,), (1,)),))
     call = m.Call(
@@ -114,8 +106,8 @@ def test_an_argument_that_its_sender_has_mapped(server: Server) -> None:
             os.close(fd)
 
 
-def test_a_buffer_that_its_holder_has_mapped(server: Server, client: Client) -> None:
-    """A result that was returned from a buffer does not change with the buffer."""
+def test_the_holder_of_a_buffer_cannot_change_the_result(server: Server, client: Client) -> None:
+    """A result that was made of a buffer does not change with it."""
     with client.create_buffer(NBYTES) as buffer:
         given = client.call("given", buffer.value)
         buffer.value.fill_(7)
