@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -14,7 +14,7 @@ from shared_rpc import Client
 from shared_rpc.errors import ClusterError
 from shared_rpc_ray import Change, Cluster
 from shared_rpc_ray.membership import actor_name, find
-from sites import Calls, Site, Sites, loading, until
+from sites import Site, Sites, got, loading, until
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -28,22 +28,10 @@ LOSSES: dict[str, Callable[[Site], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def spare(cluster: Sites) -> Iterator[list[Site]]:
-    """The site of which something is lost, from one test to the next one."""
-    sites: list[Site] = []
-    yield sites
-    for site in sites:
-        if site in cluster.sites:
-            site.lose()
-
-
 @pytest.fixture
-def lost(cluster: Sites, spare: list[Site]) -> Site:
-    """One more site, of which something is going to be lost."""
-    if not spare or spare[-1] not in cluster.sites:
-        spare.append(cluster.add())
-    site = spare[-1]
+def lost(cluster: Sites) -> Site:
+    """One more site, of which something is going to be lost; the next test has the same one, if its node was not."""
+    site = cluster.sites[3] if len(cluster.sites) > 3 else cluster.add()
     if not site.serves:
         site.serve()
     until(site.joined, "it has joined")
@@ -53,29 +41,29 @@ def lost(cluster: Sites, spare: list[Site]) -> Site:
 @pytest.mark.parametrize("loss", ["node", "broker"])
 def test_another_node_builds_when_the_builder_is_lost(cluster: Sites, name: str, lost: Site, loss: str) -> None:
     """Those that waited for it get what the other one builds."""
-    gate = cluster.gate(name)
+    gate = cluster.mark(f"gate-{name}")
     lost.start(name)
     until(lambda: cluster.builds(name) == [lost.name], "it builds")
-    calls = Calls(cluster.sites[:3], name)
+    calls = [site.start(name) for site in cluster.sites[:3]]
     until(lambda: len(cluster.key(name)["waiting"]) == 4, "the others wait")
     LOSSES[loss](lost)
     gate.unlink()
-    assert len({got.digest for got in calls.results()}) == 1
+    assert len({got(call).digest for call in calls}) == 1
     assert len(cluster.builds(name)) == 2
 
 
 def test_a_build_goes_on_without_its_agent(cluster: Sites, name: str, lost: Site) -> None:
     """The next agent finds it in the broker: nobody else builds, and all get it."""
-    gate = cluster.gate(name)
-    mine = Calls([lost], name)
+    gate = cluster.mark(f"gate-{name}")
+    mine = lost.start(name)
     until(lambda: cluster.builds(name) == [lost.name], "it builds")
-    other = Calls(cluster.sites[:1], name)
+    other = cluster.sites[0].start(name)
     until(lambda: len(cluster.key(name)["waiting"]) == 2, "another node waits")
     before = lost.agent_pid()
     lost.kill_agent()
     until(lambda: lost.joined() and lost.agent_pid() != before, "there is another agent")
     gate.unlink()
-    assert mine.results()[0].digest == other.results()[0].digest
+    assert got(mine).digest == got(other).digest
     assert cluster.builds(name) == [lost.name]
 
 
@@ -87,12 +75,12 @@ def test_the_source_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, los
     first.load(name, SIZE)
     held = cluster.hold("give", lost)
     keeps = cluster.hold("give", first)
-    call = Calls([second], name, SIZE)
+    call = second.start(name, SIZE)
     until(lambda: cluster.held("give", lost) or cluster.held("give", first), "it is being sent")
     LOSSES[loss](lost)
     held.unlink()
     keeps.unlink()
-    assert call.results()[0].digest == first.load(name, SIZE).digest
+    assert got(call).digest == first.load(name, SIZE).digest
     assert cluster.builds(name) == [lost.name]
 
 
@@ -104,7 +92,7 @@ def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, l
     source = first.client()
     until(lambda: leases_of(source, name) == 0, "the process that loaded it has ended")
     held = cluster.hold("take", lost)
-    call = Calls([lost], name, SIZE)
+    call = lost.start(name, SIZE)
     until(lambda: cluster.held("take", lost), "it is being received")
     LOSSES[loss](lost)
     if loss != "agent":  # the next one would receive it
@@ -112,7 +100,7 @@ def test_the_receiver_of_a_move_is_lost(cluster: Sites, name: str, lost: Site, l
     held.unlink()
     assert second.load(name, SIZE).digest == digest
     if loss == "agent":
-        assert call.results()[0].digest == digest
+        assert got(call).digest == digest
     assert cluster.builds(name) == [first.name]
 
 
@@ -143,7 +131,7 @@ def test_a_node_is_lost_during_a_swap(cluster: Sites, name: str, lost: Site, los
     # Where the loss was noticed late, the directory has not waited for the one that was held up.
     until(lambda: cluster.key(name)["nodes"].get(third.node) == done.version, "all have changed over")
     after = loading([first, second, third], name)
-    assert len({got.digest for got in after}) == 1 and after[0].digest != before.digest
+    assert len({one.digest for one in after}) == 1 and after[0].digest != before.digest
     if loss == "agent":
         until(lambda: cluster.key(name)["nodes"].get(node) == done.version, "it has changed over too")
         assert lost.load(name).digest == after[0].digest
@@ -156,13 +144,13 @@ def received_by(cluster: Sites, node: str) -> int:
 
 def test_the_directorys_node_is_lost(cluster: Sites, name: str, victim: Callable[..., Site]) -> None:
     """Another node has it then; it is in a cluster of its own here, which those of the other tests know nothing of."""
-    first, second = (victim(SHARED_TENSOR_CLUSTER="other") for _ in range(2))
+    first, second = (victim(cluster="other") for _ in range(2))
     digest = first.load(name).digest
     assert second.load(name).digest == digest
     first.lose()
     until(lambda: second.status().get("state") == "joined" and directory_of("other") is not None, "it has joined another one")
     assert second.load(name).digest == digest
-    third = victim(SHARED_TENSOR_CLUSTER="other", beside=cluster.sites[0])
+    third = victim(cluster="other", beside=cluster.sites[0])
     assert third.load(name).digest == digest
     assert cluster.builds(name) == [first.name]
 
@@ -177,13 +165,13 @@ def directory_of(cluster: str) -> dict[str, object] | None:
 
 def test_the_directory_is_lost_during_a_build(cluster: Sites, name: str) -> None:
     """The next one is told by the agents what is there and what goes on: nobody builds a second time."""
-    gate = cluster.gate(name)
-    calls = Calls(cluster.sites[:3], name)
+    gate = cluster.mark(f"gate-{name}")
+    calls = [site.start(name) for site in cluster.sites[:3]]
     until(lambda: len(cluster.key(name)["waiting"]) == 3, "all wait")
     ray.kill(find(actor_name("default", "directory")), no_restart=False)
     until(lambda: len(cluster.key(name)["waiting"]) >= 2 and cluster.key(name)["building"], "it knows who builds")
     gate.unlink()
-    assert len({got.digest for got in calls.results()}) == len(cluster.builds(name)) == 1
+    assert len({got(call).digest for call in calls}) == len(cluster.builds(name)) == 1
 
 
 def test_the_directory_is_lost_during_a_move(cluster: Sites, name: str) -> None:
@@ -191,12 +179,12 @@ def test_the_directory_is_lost_during_a_move(cluster: Sites, name: str) -> None:
     first, second, *_ = cluster.sites
     digest = first.load(name, SIZE).digest
     held = cluster.hold("take", second)
-    call = Calls([second], name, SIZE)
+    call = second.start(name, SIZE)
     until(lambda: cluster.held("take", second), "it is being received")
     ray.kill(find(actor_name("default", "directory")), no_restart=False)
     until(lambda: name in str(cluster.key(name).get("cache_key")), "there is another directory")
     held.unlink()
-    assert call.results()[0].digest == digest
+    assert got(call).digest == digest
     assert cluster.builds(name) == [first.name]
 
 
@@ -214,7 +202,7 @@ def test_the_directory_is_lost_during_a_swap(cluster: Sites, name: str, threads:
     [done] = refresh.result(100)
     assert len(done.nodes) == 3
     [after, *others] = loading(cluster.sites[:3], name)
-    assert {got.digest for got in others} == {after.digest} != {before.digest}
+    assert {one.digest for one in others} == {after.digest} != {before.digest}
     clients = [site.client() for site in cluster.sites[:3]]
     until(lambda: sum(objects_of(client, name) for client in clients) == 3, "the candidates of the lost directory are released")
 
