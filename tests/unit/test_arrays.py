@@ -76,28 +76,6 @@ def test_arrays_come_back_as_they_were(device: str, rebuilt: Rebuilt, make: Call
     assert (result == expected).all()
 
 
-def test_an_array_that_is_there_twice_is_one(device: str, rebuilt: Rebuilt) -> None:
-    """The same object stays the same object."""
-    array = numpy.ones(LARGE)
-    one, other = arrays_of(rebuilt(beside_a_tensor(device, array, array)))
-    assert one is other
-
-
-def test_arrays_in_a_module(device: str, rebuilt: Rebuilt) -> None:
-    """An attribute of a module is no other place."""
-    module = nn.Linear(2, 2, device=device)
-    module.table = numpy.arange(LARGE)
-    assert (rebuilt(module).table == module.table).all()
-
-
-def test_the_endpoints_own_array_stays_its_own(device: str, rebuilt: Rebuilt) -> None:
-    """An array cannot be bound to other memory: writes on either side are not seen on the other."""
-    array = numpy.zeros(LARGE)
-    (result,) = arrays_of(rebuilt(beside_a_tensor(device, array)))
-    result[0], array[1] = 1, 2
-    assert (array[:2].tolist(), result[:2].tolist()) == ([0, 2], [1, 0])
-
-
 def test_each_rebuilt_object_has_its_own_writes(device: str, published: Callable[..., Record]) -> None:
     """Two objects that are rebuilt of one record in one process do not see each other's writes, as with copies."""
     record = published(beside_a_tensor(device, numpy.zeros(LARGE)))

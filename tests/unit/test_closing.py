@@ -56,6 +56,12 @@ def close(nbytes: int) -> int:
         return segment.fileno()
 
 
+def printed_by(program: str) -> str:
+    """Run a program in a process of its own: what it prints."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 def is_open(link: str) -> bool:
     """Whether this process has a descriptor of what a link in /proc named."""
     return any(_read(number) == link for number in os.listdir("/proc/self/fd"))
@@ -90,16 +96,13 @@ def test_the_last_owner_decides(spared: None, closes: Closes) -> None:
     assert closes.threads(number) == ["shared-rpc-closer"]
 
 
-def test_small_memory_is_closed_at_once(spared: None, closes: Closes) -> None:
-    """Waking another thread would take longer."""
-    number = close(LARGE - 4096)
-    assert closes.threads(number) == [threading.current_thread().name]
-
-
-def test_a_thread_that_may_wait_closes_at_once(closes: Closes) -> None:
-    """So a client's memory is free when it has been released."""
-    number = close(LARGE)
-    assert closes.threads(number) == [threading.current_thread().name]
+def test_memory_is_closed_at_once_where_another_thread_is_of_no_use(closes: Closes) -> None:
+    """By a thread that may wait, and where the memory is small: waking another thread would take longer."""
+    numbers = [close(LARGE)]
+    with CLOSER.spare_this_thread():
+        numbers.append(close(LARGE - 4096))
+    for number in numbers:
+        assert closes.threads(number)[-1] == threading.current_thread().name
 
 
 @pytest.mark.parametrize("how", ["owning", "opened", "adopt"])
@@ -161,15 +164,7 @@ with CLOSER.spare_this_thread(), late_closings():
     os.wait()
     assert len(memory()) == 2
 """
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert ran.stdout == "[] [] 0"
+    assert printed_by(program) == "[] [] 0"
 
 
 def test_a_child_leaves_a_number_alone_that_is_another_file_s(tmp_path: Path) -> None:
@@ -190,15 +185,7 @@ with CLOSER.spare_this_thread(), late_closings():
         os._exit(0)
     os.wait()
 """
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert ran.stdout == "open"
+    assert printed_by(program) == "open"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -223,24 +222,3 @@ def test_empty_containers_of_nobody_else_stay_behind(published: Callable[..., Re
     skeleton = published(nn.Linear(2, 2, device=device)).skeleton
     assert b"_hooks" not in skeleton
     assert b"_modules" not in skeleton
-
-
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_a_model_that_transformers_prepared_for_adapters(rebuilt_module: Rebuilt, device: str) -> None:
-    """With checkpointing and inputs that ask for gradients, as everyone does who trains adapters on it."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()
-    result = rebuilt_module(model)
-    copied = copy.deepcopy(result)
-    for one in (result, copied, cloudpickle.loads(cloudpickle.dumps(result))):
-        embeddings = one.get_input_embeddings()
-        one.requires_grad_(False)
-        assert embeddings(torch.tensor([[1, 2]], device=device)).requires_grad
-        hooks = len(embeddings._forward_hooks)
-        one.disable_input_require_grads()
-        assert len(embeddings._forward_hooks) == hooks - 1

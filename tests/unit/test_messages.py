@@ -20,7 +20,6 @@ from shared_rpc.protocol.catalogue import NUMBERS, decode_message, encode_messag
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import SegmentInfo
-from shared_rpc.protocol.specs import EndpointSpec, Parameter
 
 
 def below(kind: type[Message]) -> list[type[Message]]:
@@ -206,12 +205,6 @@ def test_a_damaged_message_is_a_protocol_error_or_another(message: Message, data
         assert type(decode_message(Frame(kind, 1, bytes(damaged)))) is type(message)
 
 
-def test_text_that_is_no_unicode_is_refused() -> None:
-    """Bytes that are not UTF-8 where text belongs."""
-    with pytest.raises(ProtocolError, match="cannot decode a GetObjectInfo message: 'utf-8' codec"):
-        decode_message(Frame(NUMBERS[m.GetObjectInfo], 1, b"\x91\xa1\xff"))
-
-
 @pytest.mark.parametrize(
     "message",
     [m.GetObjectInfo("\udc80"), m.Count(1 << 64), m.Result(object(), [])],
@@ -221,22 +214,6 @@ def test_what_cannot_travel_is_refused_by_the_sender(message: Message) -> None:
     """MessagePack has no surrogates, no integers of more than 64 bits, and no objects."""
     with pytest.raises(ProtocolError, match=f"cannot encode a {type(message).__name__} message: "):
         encode_message(message)
-
-
-def test_a_specification_travels_whole() -> None:
-    """The nested structs of the longest message, by value."""
-    spec = EndpointSpec(
-        name="model",
-        parameters=(Parameter("x", 1, required=True), Parameter("y", 3, required=False, default="1")),
-        concurrency="serialized",
-        cache_format_key="{x}",
-        managed=True,
-        access="read",
-        idle_ttl=1.5,
-        doc="Load it.",
-    )
-    reply = decode_message(frame_of(m.Answer.of([spec])))
-    assert isinstance(reply, m.Answer) and m.ListEndpoints.read(reply) == [spec]
 
 
 def test_a_segment_of_unknown_access_is_refused() -> None:

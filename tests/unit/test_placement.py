@@ -48,15 +48,6 @@ def ids(record: Record) -> list[str]:
 # One memory.
 
 
-def test_views_move_with_their_base(device: str, rebuilt: Rebuilt) -> None:
-    """The maker's own views of a published tensor, as far as the value holds them, stay views of it."""
-    base = torch.zeros(4, device=device)
-    view, weight = base[2:], nn.Parameter(base[:2])
-    theirs = rebuilt([base, view, weight])
-    base.fill_(1)
-    assert [tensor.tolist() for tensor in (view, weight, *theirs)] == [[1, 1], [1, 1], [1, 1, 1, 1], [1, 1], [1, 1]]
-
-
 @pytest.mark.parametrize("views", [False, True], ids=["tensor", "views"])
 def test_inference_tensors_move(device: str, rebuilt: Rebuilt, views: bool) -> None:
     """What was made under ``inference_mode`` is shared like anything else."""

@@ -72,19 +72,6 @@ def test_parts_are_equal_and_cover_the_tensor(cut: tuple[torch.Tensor, Placement
     assert len({part["x"].shape for part in shards_of({"x": tensor}, {"x": placement}, world)}) == 1
 
 
-def test_a_linear_layer_column_and_row_parallel() -> None:
-    """What the cuts are for: outputs of columns side by side, and outputs of rows summed, are the layer's."""
-    state = {"up.weight": torch.randn(8, 6), "down.weight": torch.randn(6, 8)}
-    x = torch.randn(3, 6)
-
-    parts = shards_of(state, {"up.*": Shard(0), "down.*": Shard(1)}, 4)
-
-    columns = torch.cat([x @ part["up.weight"].T for part in parts], -1)
-    rows = sum(x @ part["up.weight"].T @ part["down.weight"].T for part in parts)
-    torch.testing.assert_close(columns, x @ state["up.weight"].T)
-    torch.testing.assert_close(rows, x @ state["up.weight"].T @ state["down.weight"].T)
-
-
 def test_heads_are_not_cut() -> None:
     """Six rows in three heads divide among three ranks; among two they would only if a head were cut."""
     state = {"k": torch.arange(6).repeat_interleave(2).reshape(6, 2)}

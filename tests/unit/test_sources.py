@@ -15,28 +15,14 @@ from shared_rpc.protocol.sources import AttachSource, DetachSource, SourceAttach
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.state.runs import RunTable
 from shared_rpc.server.state.sources import SourceTable
+from tests.kit.clock import Clock
 
 GRACE = 15.0
 
 
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        """This moment."""
-        return self.time
-
-    def unix(self, moment: float) -> float:
-        """The same."""
-        return moment
-
-
 @pytest.fixture
 def clock() -> Clock:
-    """Stands until it is set."""
+    """A clock that stands until a test sets it."""
     return Clock()
 
 

@@ -16,6 +16,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
+import pytest_asyncio
 
 from shared_rpc.broker import supervisor as supervisor_module
 from shared_rpc.broker import zygote as zygote_module
@@ -111,177 +112,154 @@ class Stage:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Stage], Coroutine[Any, Any, None]]], None]:
-    """Runs a story with a supervisor whose worker has loaded the app."""
-
-    async def begin(story: Callable[[Stage], Coroutine[Any, Any, None]], count: int) -> None:
-        stage = Stage(count)
-        monkeypatch.setattr(supervisor_module, "Worker", stage.make)
-        await stage.supervisor.start(stage.spawn, wait=False)
-        for worker in tuple(stage.workers):
-            worker.load()
-        await story(stage)
-
-    return lambda story, count=1: asyncio.run(asyncio.wait_for(begin(story, count), 20))
+def workers() -> int:
+    """How many workers there are."""
+    return 1
 
 
 @pytest.fixture
-def start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[Callable[[Stage, asyncio.Task[None]], Coroutine[Any, Any, None]]], None]:
-    """Runs a story with a supervisor of two workers that load the app, and its start."""
-
-    async def begin(story: Callable[[Stage, asyncio.Task[None]], Coroutine[Any, Any, None]]) -> None:
-        stage = Stage(2)
-        monkeypatch.setattr(supervisor_module, "Worker", stage.make)
-        starting = asyncio.create_task(stage.supervisor.start(stage.spawn))
-        await stage.made(2)
-        await story(stage, starting)
-
-    return lambda story: asyncio.run(asyncio.wait_for(begin(story), 20))
+def stage(monkeypatch: pytest.MonkeyPatch, workers: int) -> Stage:
+    """A supervisor that was not started."""
+    stage = Stage(workers)
+    monkeypatch.setattr(supervisor_module, "Worker", stage.make)
+    return stage
 
 
-def test_a_worker_that_ends_before_any_has_loaded(start: Callable[..., None]) -> None:
+@pytest_asyncio.fixture
+async def loaded(stage: Stage) -> Stage:
+    """A supervisor whose workers have loaded the app."""
+    await stage.supervisor.start(stage.spawn, wait=False)
+    for worker in tuple(stage.workers):
+        worker.load()
+    return stage
+
+
+@pytest_asyncio.fixture
+async def starting(stage: Stage, workers: int) -> asyncio.Task[None]:
+    """The start of a supervisor whose workers load the app."""
+    starting = asyncio.create_task(stage.supervisor.start(stage.spawn))
+    await stage.made(workers)
+    return starting
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("workers", [2])
+async def test_a_worker_that_ends_before_any_has_loaded(stage: Stage, starting: asyncio.Task[None]) -> None:
     """The app cannot be served: whoever starts it is told at once, though another worker still tries."""
-
-    async def story(stage: Stage, starting: asyncio.Task[None]) -> None:
-        stage.workers[1].kill("its code is broken")
-        with pytest.raises(WorkerCrashed, match="worker 1 has ended"):
-            await starting
-
-    start(story)
-
-
-def test_a_worker_that_ends_when_another_one_has_loaded(start: Callable[..., None]) -> None:
-    """It is started again, and the start is done; also if the one that had loaded has ended before."""
-
-    async def story(stage: Stage, starting: asyncio.Task[None]) -> None:
-        stage.workers[0].load()
-        stage.workers[0].kill("")
-        stage.workers[1].kill("")
+    stage.workers[1].kill("its code is broken")
+    with pytest.raises(WorkerCrashed, match="worker 1 has ended"):
         await starting
-        await turns(lambda: len(stage.supervisor.workers) == 2)
-        assert (stage.supervisor.crashes, stage.supervisor.restarts) == (2, {0: 1, 1: 1})
-
-    start(story)
 
 
-def test_a_worker_that_refuses_when_another_one_has_loaded(start: Callable[..., None]) -> None:
+@pytest.mark.asyncio
+@pytest.mark.parametrize("workers", [2])
+async def test_a_worker_that_ends_when_another_one_has_loaded(stage: Stage, starting: asyncio.Task[None]) -> None:
+    """It is started again, and the start is done; also if the one that had loaded has ended before."""
+    stage.workers[0].load()
+    stage.workers[0].kill("")
+    stage.workers[1].kill("")
+    await starting
+    await turns(lambda: len(stage.supervisor.workers) == 2)
+    assert (stage.supervisor.crashes, stage.supervisor.restarts) == (2, {0: 1, 1: 1})
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("workers", [2])
+async def test_a_worker_that_refuses_when_another_one_has_loaded(stage: Stage, starting: asyncio.Task[None]) -> None:
     """What is wrong with the configuration is told where the broker is started, and not tried again and again."""
-
-    async def story(stage: Stage, starting: asyncio.Task[None]) -> None:
-        stage.workers[0].load()
-        stage.workers[1].refusal = ConfigurationError("there is no cuda:9")
-        stage.workers[1].kill("")
-        with pytest.raises(ConfigurationError, match="there is no cuda:9"):
-            await starting
-
-    start(story)
+    stage.workers[0].load()
+    stage.workers[1].refusal = ConfigurationError("there is no cuda:9")
+    stage.workers[1].kill("")
+    with pytest.raises(ConfigurationError, match="there is no cuda:9"):
+        await starting
 
 
-def test_a_process_that_cannot_begin_when_another_one_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+@pytest.mark.parametrize("workers", [2])
+async def test_a_process_that_cannot_begin_when_another_one_has_loaded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried again, as after a crash."""
+    full = [OSError(24, "Too many open files")]
 
-    async def story() -> None:
-        stage, full = Stage(2), [OSError(24, "Too many open files")]
+    async def begin(number: int) -> None:
+        if number == 1:  # the first one has loaded meanwhile
+            stage.workers[0].load()
+            if full:
+                raise full.pop()
 
-        async def begin(number: int) -> None:
-            if number == 1:  # the first one has loaded meanwhile
-                stage.workers[0].load()
-                if full:
-                    raise full.pop()
-
-        monkeypatch.setattr(supervisor_module, "Worker", stage.make)
-        monkeypatch.setattr(stage.zygote, "begin", begin)
-        await stage.supervisor.start(stage.spawn)
-        await turns(lambda: len(stage.supervisor.workers) == 2)
-
-    asyncio.run(asyncio.wait_for(story(), 20))
+    monkeypatch.setattr(stage.zygote, "begin", begin)
+    await stage.supervisor.start(stage.spawn)
+    await turns(lambda: len(stage.supervisor.workers) == 2)
 
 
-def test_a_later_reload_that_fails_is_the_answer_to_an_earlier_one(run: Callable[..., None]) -> None:
+@pytest.mark.asyncio
+async def test_a_later_reload_that_fails_is_the_answer_to_an_earlier_one(loaded: Stage) -> None:
     """Nothing has changed then: the workers are those from before both."""
-
-    async def story(stage: Stage) -> None:
-        before = list(stage.supervisor.workers)
-        first = asyncio.create_task(stage.supervisor.reload())
-        new = await stage.made(2)
-        new.load()
-        second = asyncio.create_task(stage.supervisor.reload())  # asked for before the first one has been told
-        broken = await stage.made(3)
-        broken.kill("its code is broken")
-        for reload in (first, second):
-            with pytest.raises(WorkerCrashed):
-                await reload
-        await turns(lambda: stage.supervisor.all == before)
-
-    run(story)
+    before = list(loaded.supervisor.workers)
+    first = asyncio.create_task(loaded.supervisor.reload())
+    new = await loaded.made(2)
+    new.load()
+    second = asyncio.create_task(loaded.supervisor.reload())  # asked for before the first one has been told
+    broken = await loaded.made(3)
+    broken.kill("its code is broken")
+    for reload in (first, second):
+        with pytest.raises(WorkerCrashed):
+            await reload
+    await turns(lambda: loaded.supervisor.all == before)
 
 
-def test_a_worker_that_has_loaded_before_the_next_one_is_made(run: Callable[..., None]) -> None:
+@pytest.mark.asyncio
+@pytest.mark.parametrize("workers", [2])
+async def test_a_worker_that_has_loaded_before_the_next_one_is_made(loaded: Stage) -> None:
     """Forks come one after the other, and each is quick."""
-
-    async def story(stage: Stage) -> None:
-        reload = asyncio.create_task(stage.supervisor.reload())
-        first = await stage.made(3)
-        first.load()
-        second = await stage.made(4)
-        second.load()
-        assert await reload == [first, second] == stage.supervisor.workers
-
-    run(story, 2)
+    reload = asyncio.create_task(loaded.supervisor.reload())
+    first = await loaded.made(3)
+    first.load()
+    second = await loaded.made(4)
+    second.load()
+    assert await reload == [first, second] == loaded.supervisor.workers
 
 
-def test_a_later_reload_before_an_earlier_one_has_made_a_worker(run: Callable[..., None]) -> None:
+@pytest.mark.asyncio
+async def test_a_later_reload_before_an_earlier_one_has_made_a_worker(loaded: Stage) -> None:
     """The earlier one makes none then."""
-
-    async def story(stage: Stage) -> None:
-        async with stage.supervisor._zygote._asking:  # where the earlier one waits
-            earlier = asyncio.create_task(stage.supervisor.reload())
-            await turns(stage.supervisor._reloading.locked)
-            later = asyncio.create_task(stage.supervisor.reload())
-            await anyio.lowlevel.checkpoint()
-        new = await stage.made(2)
-        new.load()
-        assert await later == await earlier == [new] == stage.workers[1:]
-
-    run(story)
+    async with loaded.supervisor._zygote._asking:  # where the earlier one waits
+        earlier = asyncio.create_task(loaded.supervisor.reload())
+        await turns(loaded.supervisor._reloading.locked)
+        later = asyncio.create_task(loaded.supervisor.reload())
+        await anyio.lowlevel.checkpoint()
+    new = await loaded.made(2)
+    new.load()
+    assert await later == await earlier == [new] == loaded.workers[1:]
 
 
-def test_a_fork_that_a_later_reload_ends_says_nothing_about_forks(run: Callable[..., None]) -> None:
+@pytest.mark.asyncio
+async def test_a_fork_that_a_later_reload_ends_says_nothing_about_forks(loaded: Stage) -> None:
     """The zygote is told of those alone that end by themselves."""
-
-    async def story(stage: Stage) -> None:
-        told: list[bool] = []
-        stage.zygote.ended = lambda loaded, by_signal: told.append(loaded)  # type: ignore[method-assign]
-        earlier = asyncio.create_task(stage.supervisor.reload())
-        first = await stage.made(2)
-        first.forked = True
-        later = asyncio.create_task(stage.supervisor.reload())
-        second = await stage.made(3)
-        second.forked = True
-        await turns(lambda: first.state == "ended" and not stage._tasks)
-        assert told == []
-        second.kill("it cannot load the app")
-        for reload in (earlier, later):
-            with pytest.raises(WorkerCrashed):
-                await reload
-        assert told == [False]
-
-    run(story)
+    told: list[bool] = []
+    loaded.zygote.ended = lambda loaded, by_signal: told.append(loaded)  # type: ignore[method-assign]
+    earlier = asyncio.create_task(loaded.supervisor.reload())
+    first = await loaded.made(2)
+    first.forked = True
+    later = asyncio.create_task(loaded.supervisor.reload())
+    second = await loaded.made(3)
+    second.forked = True
+    await turns(lambda: first.state == "ended" and not loaded._tasks)
+    assert told == []
+    second.kill("it cannot load the app")
+    for reload in (earlier, later):
+        with pytest.raises(WorkerCrashed):
+            await reload
+    assert told == [False]
 
 
-def test_workers_that_end_as_soon_as_they_have_loaded(run: Callable[..., None]) -> None:
+@pytest.mark.asyncio
+async def test_workers_that_end_as_soon_as_they_have_loaded(loaded: Stage) -> None:
     """Whoever waits for them is told of them, however late its turn comes: there is always one to ask for its endpoints."""
-
-    async def story(stage: Stage) -> None:
-        reloads = [asyncio.create_task(stage.supervisor.reload()) for _ in range(500)]
-        new = await stage.made(2)
-        new.load()
-        new.kill("it crashes at once")
-        assert await asyncio.gather(*reloads) == [[new]] * len(reloads)
-
-    run(story)
+    reloads = [asyncio.create_task(loaded.supervisor.reload()) for _ in range(500)]
+    new = await loaded.made(2)
+    new.load()
+    new.kill("it crashes at once")
+    assert await asyncio.gather(*reloads) == [[new]] * len(reloads)
 
 
 def test_a_task_that_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -171,13 +171,6 @@ def test_the_order_of_a_dict_does_not_count(items: dict[str, Any], random: Any) 
     assert canonical([{"inner": items}]) == canonical([{"inner": dict(shuffled)}])
 
 
-@pytest.mark.parametrize("memory", [TensorRef(0), SkeletonRef(0), object()])
-def test_memory_has_no_text(memory: object) -> None:
-    """Wherever it is, there is no text for the whole."""
-    for value in (memory, [memory], (1, memory), {"a": [{"b": memory}]}):
-        assert canonical(value) is None
-
-
 class Level(enum.IntEnum):
     """A subclass of int."""
 
