@@ -19,12 +19,6 @@ from tests.kit.processes import ROOT, Child, eventually
 from tests.kit.raw import Raw
 
 
-@pytest.fixture
-def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
-    return broker_app
-
-
 def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:
     """With objects, a buffer, a task and a pooled result it has mapped no library of either; its memory is that of Python."""
     broker = app.start(fresh=True)
@@ -175,6 +169,7 @@ def test_an_endpoint_that_only_a_dead_worker_had(app: BrokerApp) -> None:
     client = app.connect()
     client.call("add", "another")
     eventually(lambda: "another" in client.list_endpoints())
+    assert client.call("another", torch.ones(10)).sum() == 10
     with pytest.raises(errors.WorkerCrashed):
         client.call("end", "kill")
     second = another_worker(client, 0)
@@ -392,6 +387,14 @@ def test_generations(app: BrokerApp) -> None:
     with app.connect() as other:
         handle = other.call("counted")
         assert (handle.value.tolist(), handle.revision) == ([9] * 4, 2)
+
+
+def test_a_worker_for_each_device(app: BrokerApp) -> None:
+    """``--worker-device`` once for each of them, whatever ``--workers`` says."""
+    app.start("--worker-device", "cpu", "--worker-device", "cpu")
+    client = app.connect()
+    assert len(worker_pids(client)) == 2
+    assert client.call("model").weight[0, 0] == 4
 
 
 def test_a_thousand_calls_leave_nothing(app: BrokerApp) -> None:

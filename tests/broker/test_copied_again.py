@@ -127,6 +127,18 @@ def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: P
     assert buffer.has_its_bytes()
 
 
+def test_it_goes_when_the_object_goes_to_a_file(app: BrokerApp, tmp_path: Path) -> None:
+    """Host memory is what is to be spared then."""
+    app.start_program(app.program(HOST, spill_dir=str(tmp_path)))
+    buffer = MovedBuffer(app, GPUS[0])
+    copied_once(buffer)
+    buffer.write()
+    assert buffer.moved("evicting to a file") == "file"
+    has(buffer, set())
+    assert buffer.has_its_bytes()
+    assert not buffer.is_copied
+
+
 def test_a_copy_that_failed_leaves_it_to_nobody(start: Start, app: BrokerApp) -> None:
     """Who was to write there may do so still: the memory goes, and the object stays where it is."""
     app.file.write_text(APP.format(watching=FAILING))

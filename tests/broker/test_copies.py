@@ -23,6 +23,7 @@ from shared_rpc.broker.broker import Broker
 from shared_rpc.broker.memory import RelayedMemory
 from shared_rpc.broker.worker import BARE, WorkerCommand
 from shared_rpc.errors import CapabilityError, RecordError, WorkerCrashed
+from shared_rpc.execution.child import Backoff
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.segments import Segment
@@ -456,6 +457,19 @@ def test_a_bare_worker_in_use_does_not_end(
     assert bare.bare == begun
     held.unlink()
     answer.result(30)[0].close()
+
+
+def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
+    bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each order starts two, each after a longer pause, and fails with how the last one ended."""
+    pauses: list[int] = []
+    monkeypatch.setattr(Backoff, "pause", property(lambda self: pauses.append(self._in_succession) or 0.0))
+    monkeypatch.setattr(WorkerCommand, "bare", property(lambda command: WorkerCommand("--no-such-option", command.options)))
+    for _ in range(2):
+        with pytest.raises(WorkerCrashed, match="exited with code"):
+            bare.memory.lower([filled()], "host")
+    assert pauses == [1, 2, 3]
 
 
 def test_a_bare_worker_imports_no_torch(bare: Copier, monkeypatch: pytest.MonkeyPatch) -> None:

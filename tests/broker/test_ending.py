@@ -21,12 +21,6 @@ from tests.kit.processes import PYTHONPATH, Child, eventually, python
 IDLE = "0.4"
 
 
-@pytest.fixture
-def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
-    return broker_app
-
-
 def goes_on(broker: Child, seconds: float = 1.0) -> bool:
     """Whether it does not end for that long, several times the idle time of these tests."""
     try:
@@ -37,10 +31,11 @@ def goes_on(broker: Child, seconds: float = 1.0) -> bool:
 
 
 def test_a_broker_that_nobody_uses_ends(app: BrokerApp) -> None:
-    """And its worker and its socket with it; it says why."""
+    """And its worker and its socket with it; it says why. A client that is connected and does nothing uses it."""
     broker = app.start("--idle-exit", IDLE)
     with app.connect() as client:
         (worker,) = worker_pids(client)
+        assert goes_on(broker)
     broker.expect("shared-rpc: no client, lease or task for 0.4 s: ends")
     assert broker.close()[0] == 0
     assert not is_running(worker)

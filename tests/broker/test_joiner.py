@@ -16,12 +16,6 @@ from tests.kit.processes import Child, eventually
 
 
 @pytest.fixture
-def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
-    return broker_app
-
-
-@pytest.fixture
 def faithless(tmp_path: Path) -> str:
     """The command line of a joiner that goes on when its server has gone."""
     return command_of(tmp_path, FAITHLESS)

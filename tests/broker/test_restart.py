@@ -29,12 +29,6 @@ from tests.kit.brokers import BrokerApp, begun
 from tests.kit.processes import eventually, sigstop
 
 
-@pytest.fixture
-def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet."""
-    return broker_app
-
-
 def test_a_client_that_waits_sees_no_gap(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor) -> None:
     """With a ``connect_timeout``, a call that begins while there is no broker is answered by the next one."""
     broker = app.start()

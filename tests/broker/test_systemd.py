@@ -94,6 +94,13 @@ def replace_killed(broker: Child, manager: ServiceManager, gate: Path) -> None:
     manager.start()
 
 
+def test_a_broker_that_is_told_to_end(app: BrokerApp, manager: ServiceManager) -> None:
+    """The end of its own process is waited for, not that of the manager, which listens."""
+    broker = manager.start()
+    app.connect().stop_server()
+    assert broker.process.wait(20) == 0
+
+
 def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
     """The next one hands the same memory out before any worker has loaded the app, under the same ids, and builds nothing."""
     broker = manager.start()
@@ -407,8 +414,11 @@ def test_a_state_of_another_version(app: BrokerApp, manager: ServiceManager) -> 
 
 
 def test_a_store_that_is_full(app: BrokerApp, make_manager: Callable[..., ServiceManager]) -> None:
-    """The manager says nothing; where it told its capacity the broker does. What was stored whole is recovered."""
-    manager = make_manager(capacity=5)
+    """The manager says nothing; where it told its capacity the broker does. What was stored whole is recovered.
+
+    The broker binds its socket itself here.
+    """
+    manager = make_manager(capacity=5, listen=False)
     manager.environ["FDSTORE"] = "5"
     broker = manager.start()
     client = app.connect(connect_timeout=20)
@@ -634,6 +644,28 @@ def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManag
     manager.expect(lambda: len(manager.state.services) == 1)
     assert not os.path.exists(f"{app.base_path}-2-cpu.sock")
     assert client.call("model").weight[0, 0] == 4
+
+
+@pytest.mark.deep
+def test_an_idle_ttl(app: BrokerApp, manager: ServiceManager) -> None:
+    """It is recovered, and begins anew: the time without a broker was no idle time."""
+    app.write("""
+        @provider.share(idle_ttl=2)
+        def brief():
+            return torch.ones(1)
+    """)
+    broker = manager.start()
+    client = app.connect(connect_timeout=20)
+    client.call("brief")
+    made = client.list_objects()[0]["last_accessed_at"]
+    manager.expect(lambda: len(manager.objects()) == 1)
+    os.kill(broker.pid, signal.SIGKILL)
+    broker.process.wait()
+    eventually(lambda: time.time() > made + 2)
+    manager.start()
+    assert list(ids(client)) == ["brief()"]
+    eventually(lambda: not client.list_objects())
+    manager.expect(lambda: not manager.objects() and not manager.names("segment-"))
 
 
 def test_workers_are_not_told(app: BrokerApp, manager: ServiceManager) -> None:

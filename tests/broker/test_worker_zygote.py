@@ -244,6 +244,21 @@ def start_with(app: ImpatientApp, site: Path, *options: str) -> Child:
     return app.start(*options, PYTHONPATH=f"{PYTHONPATH}{os.pathsep}{site}")
 
 
+def test_a_package_that_starts_a_thread(app: ImpatientApp, site: Path) -> None:
+    """It is left out, by name; what else the app imports is not."""
+    (site / "threaded.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    app.write("import threaded")
+    broker = start_with(app, site)
+    client = app.connect()
+    zygote_ready(client)
+    assert "has threads" in zygote_of(client)["dropped"]["threaded"]
+    broker.expect_error("the zygote does not import threaded")
+    assert is_fork(replaced(client))
+    assert client.call("model").weight[0, 0] == 4
+
+
 def test_a_package_that_changes_on_disk(app: ImpatientApp, site: Path) -> None:
     """The next worker has what is there now, and then there is another zygote."""
     (site / "versioned.py").write_text("VERSION = 1\n")
@@ -257,6 +272,32 @@ def test_a_package_that_changes_on_disk(app: ImpatientApp, site: Path) -> None:
     zygote_ready(client, zygote)
     assert is_fork(replaced(client))
     assert text(client, "version") == "22"
+
+
+def test_the_persons_own_modules_are_never_imported(app: ImpatientApp, tmp_path: Path) -> None:
+    """A fork reads them as they are now."""
+    (tmp_path / "own.py").write_text("VALUE = 1\n")
+    app.write(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return told(own.VALUE)")
+    app.start()
+    client = app.connect()
+    zygote = zygote_ready(client)
+    assert str(tmp_path / "own.py") not in Path(f"/proc/{zygote}/maps").read_text()
+    (tmp_path / "own.py").write_text("VALUE = 22\n")
+    client.reload()
+    assert is_fork(worker_pids(client)[0])
+    assert text(client, "value") == "22"
+
+
+def test_a_module_of_the_persons_that_hides_an_imported_one(app: ImpatientApp, tmp_path: Path) -> None:
+    """The file is new beside the app: a worker imports it, as a new process does."""
+    app.write(SAYS, "import tabnanny\n@provider.share(cache=False)\ndef place(): return told(tabnanny.__file__)")
+    app.start()
+    client = app.connect()
+    zygote_ready(client)
+    assert not text(client, "place").startswith(str(tmp_path))
+    (tmp_path / "tabnanny.py").write_text("")
+    client.reload()
+    assert text(client, "place") == str(tmp_path / "tabnanny.py")
 
 
 def test_imports_that_change(app: ImpatientApp, site: Path) -> None:

@@ -236,6 +236,16 @@ def test_the_least_recently_used_goes_first(budget: Shelf) -> None:
     assert budget.dropped == [second, third, first] and budget.store.nbytes == 300
 
 
+def test_the_end_of_a_lease_is_a_use(budget: Shelf) -> None:
+    """What was held until now was used until now."""
+    held = budget.add("f(0)", holders="a")
+    idle = budget.add("f(1)")
+    budget.clock.time += 1000
+    budget.release("a", held)
+    budget.add("f(2)", "one", "two")
+    assert budget.dropped == [idle]
+
+
 def test_a_leased_object_is_never_evicted(budget: Shelf) -> None:
     """The budget is exceeded rather than taken from those who work; it is kept to when they are done."""
     held = [budget.add(f"f({number})", holders="a") for number in range(4)]
@@ -353,8 +363,8 @@ class StoreModel(RuleBasedStateMachine):
             self.handles[session, stored.object_id] += 1
         if key is not None:
             self.builds[key] += 1
-            assert stored.generation == self.builds[key]
             self.listed[key] = stored
+        assert stored.generation == (self.builds[key] if key is not None else 1)
         self.shelf.store.settle(stored.object_id)
         self.settle(stored)
 
