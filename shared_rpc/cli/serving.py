@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 _DEFAULTS = ServeOptions()
 #: The groups of options in the help of ``serve``.
-_WORKERS, _MEMORY, _CLIENTS, _CLUSTER, _OBSERVABILITY = "Workers", "Memory", "Tasks and clients", "Cluster", "Observability"
+_worker, _memory, _clients, _cluster, _observability = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in ("Workers", "Memory", "Tasks and clients", "Cluster", "Observability")
+)
 
 
 def serve(
@@ -44,178 +48,107 @@ def serve(
         str | None, typer.Option(metavar="PATH", help="Prefix of the socket's path; SHARED_TENSOR_BASE_PATH by default.")
     ] = None,
     socket: Annotated[str | None, typer.Option(metavar="PATH", help="Listen at this path.")] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=_WORKERS, help="auto, cpu, cuda or cuda:<index>; the provider's own by default."),
-    ] = None,
-    workers: Annotated[
-        int, typer.Option(rich_help_panel=_WORKERS, min=1, help="Processes that run endpoints.")
-    ] = _DEFAULTS.workers,
+    device: Annotated[str | None, _worker(help="auto, cpu, cuda or cuda:<index>; the provider's own by default.")] = None,
+    workers: Annotated[int, _worker(min=1, help="Processes that run endpoints.")] = _DEFAULTS.workers,
     worker_device: Annotated[
-        list[str] | None,
-        typer.Option(rich_help_panel=_WORKERS, help="The device of each worker in turn; repeat it for each GPU."),
+        list[str] | None, _worker(help="The device of each worker in turn; repeat it for each GPU.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(rich_help_panel=_WORKERS, min=1, help="Threads of a worker that run endpoints.")
-    ] = None,
+    threads: Annotated[int | None, _worker(min=1, help="Threads of a worker that run endpoints.")] = None,
     build_timeout: Annotated[
         float | None,
-        typer.Option(
-            rich_help_panel=_WORKERS,
-            min=0.001,
-            metavar="SECONDS",
-            help="Time limit of a run, after which its worker is killed; no limit by default.",
+        _worker(
+            min=0.001, metavar="SECONDS", help="Time limit of a run, after which its worker is killed; no limit by default."
         ),
     ] = None,
     no_preload: Annotated[
         bool,
-        typer.Option(
-            "--no-preload",
-            rich_help_panel=_WORKERS,
-            help="Start each worker as a new process, not by forking one that has imported the app's packages.",
+        _worker(
+            "--no-preload", help="Start each worker as a new process, not by forking one that has imported the app's packages."
         ),
     ] = False,
-    in_process: Annotated[
-        bool, typer.Option("--in-process", rich_help_panel=_WORKERS, help="Run the endpoints in this process, without workers.")
-    ] = False,
+    in_process: Annotated[bool, _worker("--in-process", help="Run the endpoints in this process, without workers.")] = False,
     max_bytes: Annotated[
         str | None,
-        typer.Option(
-            rich_help_panel=_MEMORY,
+        _memory(
             metavar="SIZE",
             help="Memory of objects without leases; the least recently used are dropped first. No limit by default.",
         ),
     ] = None,
     quota: Annotated[
         list[str] | None,
-        typer.Option(
-            rich_help_panel=_MEMORY,
+        _memory(
             metavar="DEVICE=AMOUNT",
             help="Memory of all objects and buffers on a device: cuda:0=0.8, or cpu=8GiB. May be repeated.",
         ),
     ] = None,
     when_full: Annotated[
         Literal["evict", "refuse"],
-        typer.Option(
-            rich_help_panel=_MEMORY,
-            help="What to do with a request that exceeds a quota: refuse it, or evict unused objects while it waits.",
-        ),
+        _memory(help="What to do with a request that exceeds a quota: refuse it, or evict unused objects while it waits."),
     ] = _DEFAULTS.when_full,
     host_quota: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_MEMORY, metavar="AMOUNT", help="Memory of host copies of evicted objects. No limit by default."
-        ),
+        str | None, _memory(metavar="AMOUNT", help="Memory of host copies of evicted objects. No limit by default.")
     ] = None,
     spill_dir: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_MEMORY,
-            metavar="DIRECTORY",
-            help="Directory for unnamed files with evicted objects; none by default.",
-        ),
+        str | None, _memory(metavar="DIRECTORY", help="Directory for unnamed files with evicted objects; none by default.")
     ] = None,
     pool_initial: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_MEMORY, metavar="SIZE", help="Initial size of a session's pool for results: 4M by default."
-        ),
+        str | None, _memory(metavar="SIZE", help="Initial size of a session's pool for results: 4M by default.")
     ] = None,
     pool_limit: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_MEMORY, metavar="SIZE", help="Maximum size of the pool: 256M by default; 0 disables pools."
-        ),
+        str | None, _memory(metavar="SIZE", help="Maximum size of the pool: 256M by default; 0 disables pools.")
     ] = None,
-    max_tasks: Annotated[
-        int, typer.Option(rich_help_panel=_CLIENTS, min=1, help="Tasks that may be pending or running.")
-    ] = _DEFAULTS.max_tasks,
+    max_tasks: Annotated[int, _clients(min=1, help="Tasks that may be pending or running.")] = _DEFAULTS.max_tasks,
     result_ttl: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=_CLIENTS,
-            min=0,
-            metavar="SECONDS",
-            help="How long a finished task and its result are kept.",
-        ),
+        float, _clients(min=0, metavar="SECONDS", help="How long a finished task and its result are kept.")
     ] = _DEFAULTS.result_ttl,
     max_connections: Annotated[
-        int, typer.Option(rich_help_panel=_CLIENTS, min=1, help="Further connections are refused with ServerBusy.")
+        int, _clients(min=1, help="Further connections are refused with ServerBusy.")
     ] = _DEFAULTS.max_connections,
     client_code: Annotated[
         ClientCode,
-        typer.Option(
-            rich_help_panel=_CLIENTS,
+        _clients(
             help="Which clients may send modules and records, whose code runs in workers and in other clients: all, those in "
-            "the server's own pid namespace, or none.",
+            "the server's own pid namespace, or none."
         ),
     ] = _DEFAULTS.client_code,
     idle_exit: Annotated[
         float | None,
-        typer.Option(
-            rich_help_panel=_CLIENTS,
-            min=0.001,
-            metavar="SECONDS",
-            help="Exit after this time without a client, lease, task or call; never by default.",
+        _clients(
+            min=0.001, metavar="SECONDS", help="Exit after this time without a client, lease, task or call; never by default."
         ),
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(
-            rich_help_panel=_CLUSTER,
-            metavar="NAME",
-            help="Share objects with the servers of this name on the hosts of a cluster; needs the extra 'ray'.",
+        _cluster(
+            metavar="NAME", help="Share objects with the servers of this name on the hosts of a cluster; needs the extra 'ray'."
         ),
     ] = None,
     cluster_program: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=_CLUSTER,
-            metavar="COMMAND",
-            help="Start this program instead, which answers the server's misses.",
-        ),
+        str | None, _cluster(metavar="COMMAND", help="Start this program instead, which answers the server's misses.")
     ] = None,
     source_grace: Annotated[
         float,
-        typer.Option(
-            rich_help_panel=_CLUSTER,
-            min=0,
-            metavar="SECONDS",
-            help="How long calls wait for a cluster that does not answer, before they are built here.",
+        _cluster(
+            min=0, metavar="SECONDS", help="How long calls wait for a cluster that does not answer, before they are built here."
         ),
     ] = _DEFAULTS.source_grace,
     metrics_port: Annotated[
         int | None,
-        typer.Option(
-            rich_help_panel=_OBSERVABILITY,
-            min=0,
-            max=65535,
-            help="Serve metrics for Prometheus there, 0 for any free port; needs the extra 'metrics'.",
+        _observability(
+            min=0, max=65535, help="Serve metrics for Prometheus there, 0 for any free port; needs the extra 'metrics'."
         ),
     ] = None,
     metrics_host: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_OBSERVABILITY, metavar="ADDRESS", help="Address of the metrics port; 0.0.0.0 for other hosts."
-        ),
+        str, _observability(metavar="ADDRESS", help="Address of the metrics port; 0.0.0.0 for other hosts.")
     ] = _DEFAULTS.metrics_host,
-    log_format: Annotated[
-        LogFormat | None,
-        typer.Option(rich_help_panel=_OBSERVABILITY, help="Log to standard error, one line for each event."),
-    ] = None,
+    log_format: Annotated[LogFormat | None, _observability(help="Log to standard error, one line for each event.")] = None,
     log_level: Annotated[
-        LogLevel | None,
-        typer.Option(
-            rich_help_panel=_OBSERVABILITY,
-            help="Minimum level of the log: info with --log-format, else warning, by default.",
-        ),
+        LogLevel | None, _observability(help="Minimum level of the log: info with --log-format, else warning, by default.")
     ] = None,
     hook: Annotated[
         list[str] | None,
-        typer.Option(
-            rich_help_panel=_OBSERVABILITY,
-            metavar="MODULE:NAME",
-            help="A function that the server imports and calls with every event. May be repeated.",
+        _observability(
+            metavar="MODULE:NAME", help="A function that the server imports and calls with every event. May be repeated."
         ),
     ] = None,
 ) -> None:
