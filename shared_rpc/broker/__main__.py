@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _say(text: str) -> None:
-    """Write a line to standard output if there is room: the process that started the broker may have ended or not read."""
+    """Write a line to standard output if it fits: the process that started the broker may have ended or not read."""
     with suppress(OSError):
         if select.select([], [1], [], 0)[1]:
             os.write(1, f"{text}\n".encode())

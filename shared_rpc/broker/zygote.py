@@ -23,7 +23,7 @@ from shared_rpc.protocol.infos import ZygoteInfo
 from shared_rpc.protocol.worker import Imports
 from shared_rpc.settings import environment, program
 from shared_rpc.zygote.process import WatchedProcess, pss_of
-from shared_rpc.zygote.wire import GO, ROOM, Lost, ask, framed, receive, send
+from shared_rpc.zygote.wire import GO, PADDING, Lost, ask, framed, receive, send
 
 _log = logging.getLogger("shared_rpc.broker")
 
@@ -69,7 +69,7 @@ class _Running:
             number = str(theirs.fileno())
             with theirs:
                 process = subprocess.Popen(
-                    program("shared_rpc.zygote", "--fd", number, "--parent", str(os.getpid()), ROOM),
+                    program("shared_rpc.zygote", "--fd", number, "--parent", str(os.getpid()), PADDING),
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

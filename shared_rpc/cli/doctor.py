@@ -17,7 +17,7 @@ from shared_rpc.protocol.peers import is_own
 from shared_rpc.settings import resolve_base_path, resolve_role
 
 _MARKS = {"good": "ok", "limited": "!", "broken": "x"}
-#: Descriptors: a lower limit leaves room for few clients.
+#: Descriptors: a lower limit is enough for few clients.
 _FEW_FILES = 4096
 
 

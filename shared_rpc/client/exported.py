@@ -148,15 +148,15 @@ class RecordBytes:
     """A record outside its server: its :class:`~shared_rpc.protocol.exported.RecordHeader`, and its segments' bytes.
 
     One from :meth:`Client.export` is to be read, and holds the object until it is closed; one from :meth:`Client.allocate` is
-    a *room*, whose bytes are to be written before :meth:`Client.adopt` takes it over.
+    to be written before :meth:`Client.adopt` takes it over.
     """
 
     def __init__(
-        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, room: bool
+        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, allocated: bool
     ) -> None:
         self.header = header
-        #: Whether it is a room, whose bytes are to be written.
-        self.room = room
+        #: Whether its bytes are to be written.
+        self.allocated = allocated
         self.segments = tuple(segments)
         self._leases = tuple(leases)
         self._closed = False
@@ -166,14 +166,14 @@ class RecordBytes:
         """Whether it was closed, or adopted."""
         return self._closed
 
-    def copy_to(self, room: RecordBytes) -> None:
-        """Copy the bytes to a room for the same record, which may be on another device."""
-        for source, target in zip(self.segments, room.segments, strict=True):
-            source.copy_to(target)
+    def copy_to(self, target: RecordBytes) -> None:
+        """Copy the bytes to an allocated copy of the record, which may be on another device."""
+        for source, to in zip(self.segments, target.segments, strict=True):
+            source.copy_to(to)
 
     def _check_open(self) -> None:
         if self.closed:
-            raise RecordError("the record was closed, or adopted already: export or allocate it again", reason="room")
+            raise RecordError("the record was closed, or adopted already: export or allocate it again", reason="buffers")
 
     def _unmap(self) -> tuple[Lease[Any], ...]:
         self._closed = True
@@ -182,7 +182,7 @@ class RecordBytes:
         return self._leases
 
     def __repr__(self) -> str:
-        kind = "room for " if self.room else ""
+        kind = "memory for " if self.allocated else ""
         return f"<{type(self).__name__} {kind}{self.header.endpoint}, {self.header.nbytes} bytes on {self.header.device}>"
 
 
@@ -190,7 +190,7 @@ class ExportedRecord(RecordBytes):
     """A record outside its server; to be closed, as by a ``with`` block. Tensors and buffers over it stay valid after that."""
 
     def close(self) -> None:
-        """Give the lease and the mappings back; of a room the memory goes. Closing twice is harmless."""
+        """Give the lease and the mappings back; the memory of an allocated record is freed. Closing twice is harmless."""
         for lease in self._unmap():
             cast("Handle[Any]", lease).release()
 

@@ -262,9 +262,9 @@ class Driver(ABC):
         )
 
     def _record(
-        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, room: bool
+        self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, allocated: bool
     ) -> RecordBytes:
-        return self._RECORD(header, segments, leases, room=room)
+        return self._RECORD(header, segments, leases, allocated=allocated)
 
 
 class BlockingMethods(Driver):

@@ -292,7 +292,7 @@ class RecordError(SharedRPCError):
 
     ``reason`` is ``"unreadable"`` (no such file, or none that may be read or written), ``"untrusted"`` (others may have written
     it), ``"malformed"``, ``"damaged"`` (other bytes than were written), ``"version"``, ``"device"``, ``"endpoint"``, ``"code"``
-    (the endpoint's code is another), or ``"room"``: the buffers are not those for its segments.
+    (the endpoint's code is another), or ``"buffers"``: the buffers are not those for its segments.
     """
 
     code = "record"

@@ -13,7 +13,7 @@ from shared_rpc.context import CURRENT_RUN, RunContext
 from shared_rpc.errors import ConnectionClosed, TaskCancelled
 from shared_rpc.execution.coroutines import Coroutines, end_if_forked
 from shared_rpc.execution.endpoints import Endpoint
-from shared_rpc.execution.outcomes import AwaitingRoom, Completed, Failure
+from shared_rpc.execution.outcomes import AwaitingPool, Completed, Failure
 from shared_rpc.execution.publishing import Publisher, guarded, let_go, load, loads_soon
 from shared_rpc.execution.reporter import Reporter
 from shared_rpc.execution.run import Owner, Run
@@ -136,7 +136,7 @@ class InProcessExecutor:
     def _ended(self, endpoint: Endpoint, run: Run[Any], owner: Owner, reporter: Reporter, outcome: Completed | Failure) -> None:
         run.place = None
         reporter.close()
-        if isinstance(outcome, AwaitingRoom):
+        if isinstance(outcome, AwaitingPool):
             self._park(endpoint, run, owner, outcome, functools.partial(self._ended, endpoint, run, owner, reporter))
         else:
             owner.ended(run, outcome)
@@ -226,7 +226,7 @@ class InProcessExecutor:
         endpoint: Endpoint,
         run: Run[Any],
         owner: Owner,
-        awaiting: AwaitingRoom,
+        awaiting: AwaitingPool,
         ended: Callable[[Completed | Failure], None],
     ) -> None:
         """Set a result aside until its pool has free memory, without a thread: one client does not hold up others."""

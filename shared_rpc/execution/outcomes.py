@@ -28,7 +28,7 @@ class Completed:
 
 
 @dataclass(slots=True)
-class AwaitingRoom(Completed):
+class AwaitingPool(Completed):
     """A successful run whose result does not fit into its reader's pool; ``why`` lists the holders.
 
     ``frees`` is how many chunks had become free when it was tried.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.execution.endpoints import Endpoint
-from shared_rpc.execution.outcomes import AwaitingRoom, Completed, Failure
+from shared_rpc.execution.outcomes import AwaitingPool, Completed, Failure
 from shared_rpc.execution.run import Run
 from shared_rpc.execution.session_transfer import Transfers
 from shared_rpc.execution.transfer import ServerTransfer
@@ -64,7 +64,7 @@ class Publisher:
                     return Completed(record, None)
                 except PoolFull as full:
                     if not (again and transfer.reclaim()):
-                        return AwaitingRoom(None, only[0], str(full), full.frees)
+                        return AwaitingPool(None, only[0], str(full), full.frees)
             raise AssertionError("the second attempt returns")
         finally:
             only.clear()

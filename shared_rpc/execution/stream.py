@@ -31,7 +31,7 @@ def _ignore(nbytes: int) -> None:
 
 
 class FramedStream:
-    """Owns its socket. The loop calls it when there is something to read, or room to write: there is no task, which would
+    """Owns its socket. The loop calls it when there is something to read, or when it can write: there is no task, which would
     cost each frame a turn of the loop. On the loop only.
 
     :param on_frame: called with every frame, whose descriptors are closed afterwards. Its error ends the stream.

@@ -246,7 +246,7 @@ class FileRecord(RecordBytes):
             self.close()
             raise
         parts: Any = [_FileSegment(info) for info in header.segments]
-        super().__init__(header, parts, (), room=False)
+        super().__init__(header, parts, (), allocated=False)
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
@@ -261,14 +261,14 @@ class FileRecord(RecordBytes):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def copy_to(self, room: RecordBytes) -> None:
+    def copy_to(self, target: RecordBytes) -> None:
         """Read the segments, straight where they are to be.
 
         :raises RecordError: if they are not those that were written.
         """
         by_device: dict[str, list[Part]] = {}
         for part in self._layout.parts:
-            mapping = room.segments[part.segment]._mapped().mapping
+            mapping = target.segments[part.segment]._mapped().mapping
             expected = self._digests[part.number * DIGEST : (part.number + 1) * DIGEST]
             by_device.setdefault(mapping.info.device, []).append(
                 Part(self._fd, part.offset, part.nbytes, *place_in(mapping, part.start), expected)

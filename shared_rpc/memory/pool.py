@@ -134,7 +134,7 @@ class Pool:
         else:
             arena = self._grow(arenas, device, nbytes)
             offset = arena.extents.acquire(nbytes)
-        assert offset is not None, "a new arena has room for the chunk"
+        assert offset is not None, "a new arena is large enough for the chunk"
         chunk = Chunk(next(self._numbers), arena, offset, nbytes, purpose)
         self._chunks[chunk.number] = chunk
         self.taken += nbytes

@@ -14,34 +14,34 @@ from typing import IO
 _LINES, _WIDTH = 40, 500
 #: Bytes of one read.
 _CHUNK = 1 << 16
-#: Seconds for the reader of the broker's own standard error to make room.
+#: Seconds for the reader of the broker's own standard error to read some of it.
 _READER = 1.0
 
 
-#: Held from the check for room to the write: no other thread of this process may write in between.
+#: Held from the check for space to the write: no other thread of this process may write in between.
 _writing = threading.Lock()
 
 
 def _write(data: bytes) -> bool:
-    """Write to standard error as much as has room, at most PIPE_BUF bytes; False if there is no room."""
+    """Write to standard error as much as fits, at most PIPE_BUF bytes; return False if nothing does."""
     with _writing:
-        if not _room(0):
+        if not _has_space(0):
             return False
         os.write(2, data[: select.PIPE_BUF])
         return True
 
 
-def _room(seconds: float) -> bool:
+def _has_space(seconds: float) -> bool:
     ready = select.poll()
     ready.register(2, select.POLLOUT)
     return bool(ready.poll(seconds * 1000))
 
 
 class LogHandler(logging.Handler):
-    """A log on the broker's standard error that drops text without room: the broker's loop must not wait for a terminal."""
+    """A log on the broker's standard error that drops what does not fit: the broker's loop must not wait for a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, as far as there is room."""
+        """Write a record, as far as it fits."""
         try:
             data = f"{self.format(record)}\n".encode(errors="replace")
             while data and _write(data):
@@ -64,7 +64,7 @@ class Tail:
         self._passes_on = passes_on
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._rest = b""
-        #: Whether the last write found no room.
+        #: Whether the last write found no space.
         self._stuck = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._pump, name="shared-rpc-stderr", daemon=True)
@@ -85,7 +85,7 @@ class Tail:
     def _pass_on(self, data: bytes) -> None:
         """Write as much as fits, and drop the rest if the broker's standard error is unread: no worker waits for a terminal."""
         for start in range(0, len(data), select.PIPE_BUF):
-            self._stuck = not _room(0 if self._stuck else _READER)
+            self._stuck = not _has_space(0 if self._stuck else _READER)
             if self._stuck:
                 return
             _write(data[start : start + select.PIPE_BUF])

@@ -75,7 +75,7 @@ class BlockingOperations(Operations, BlockingMethods):
 
             with client.source() as source:
                 for miss in source:
-                    source.build(miss)      # or source.adopt(miss, room), or source.fail(miss, "why")
+                    source.build(miss)      # or source.adopt(miss, record), or source.fail(miss, "why")
 
         The server must have started this process, by ``--cluster-program`` or ``Provider(cluster=…)``: callers unpickle what a
         source answers.

@@ -53,11 +53,11 @@ class RecordOperations:
             raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
         lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
         parts = yield Work(functools.partial(_mapped, _segments(header.segments, frame), server.server_id))
-        return cast(Exporting, ctx._record(header, parts, [lease], room=False))
+        return cast(Exporting, ctx._record(header, parts, [lease], allocated=False))
 
     @carrying
     def allocate(ctx: Context, header: RecordHeader, ttl: float | None = None) -> Steps[Exporting]:
-        """Make room for a record: a buffer of this server for each of its segments, to be written before :meth:`adopt`.
+        """Allocate memory for a record: a buffer of this server for each of its segments, to be written before :meth:`adopt`.
 
         The server checks first whether the record could be adopted, as far as that does not depend on a call. The buffers count
         and end as those of :meth:`create_buffer` do: with this process, however that ends.
@@ -77,17 +77,17 @@ class RecordOperations:
         """Make a record the cached result of a call, as if the server had built it; return its description.
 
         If something is cached under the call's key, the record becomes its next generation, with the news of a refresh; runs of
-        the call that have begun before do not take its place. A room is taken over without a copy, and closed. A record that
-        was exported, by this server or another one, is copied into a room first, and stays open.
+        the call that have begun before do not take its place. An allocated record is taken over without a copy, and closed. A
+        record that was exported, by this server or another one, is copied into an allocated one first, and stays open.
 
         Nothing is unpickled, here or in the server. Those who call the endpoint do unpickle: adopt records only of those whom
         you trust.
 
-        :param record: a room of this client whose bytes were written, or an exported record.
+        :param record: one that this client has allocated and written, or an exported one.
         :param endpoint: the endpoint of whose call with ``args`` and ``kwargs`` it is the result; None for the endpoint and the
             key that were exported.
         :raises RecordError: if it cannot be adopted here; ``reason`` says why. Then nothing has changed.
-        :raises BufferNotFound: if the room is another process's, or the server's memory of it is gone.
+        :raises BufferNotFound: if another process has allocated the record, or the server's memory of it is gone.
         :raises EndpointNotFound: if the server has no endpoint of that name.
         :raises ConfigurationError: if the call is not cached.
         :raises ServerBusy: as :meth:`allocate`.
@@ -170,14 +170,14 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
     leases: list[Lease[Any]] = []
     parts: list[SegmentBytes] = []
     for info, device in zip(header.segments, devices, strict=True):
-        reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, room=True), what, bare=True)
+        reply: Reply = yield Request(m.CreateBuffer(info.nbytes, device=device, ttl=ttl, for_record=True), what, bare=True)
         made = reply.message
         if not isinstance(made, m.Result):
             raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with Result")
         leases.append((yield Lend(made, None)))
         segments = _segments(made.segments, reply.frame)
         parts += yield Work(functools.partial(_mapped, segments, server.server_id, [info]))
-    return ctx._record(header, parts, leases, room=True)
+    return ctx._record(header, parts, leases, allocated=True)
 
 
 def _adopted(
@@ -201,35 +201,35 @@ def _adopted(
 def given(
     ctx: Context, record: RecordBytes, question: x.CheckRecord, send: Callable[[list[str]], Operation[T]]
 ) -> Operation[T]:
-    """Give a room to the server, or a copy of a record that is none; the room is closed when the server has it.
+    """Give an allocated record to the server, or an allocated copy of another one; it is closed when the server has it.
 
-    :param question: asked before a room for a copy is made.
+    :param question: asked before a copy is allocated.
     :param send: sends the ids of its buffers, and returns the answer.
     """
     server = yield from reached(ctx._known())
     record._check_open()
-    room = record
+    allocated = record
     try:
-        if not record.room or any(lease.server_id != server.server_id for lease in record._leases):
-            room = yield from _allocated(ctx, record.header, None, question)
-            yield Work(functools.partial(_copy, record, room))
-        elif room.segments:
-            yield Work(functools.partial(_synchronize, room))
-        answer = yield from send([lease.object_id for lease in room._leases])
+        if not record.allocated or any(lease.server_id != server.server_id for lease in record._leases):
+            allocated = yield from _allocated(ctx, record.header, None, question)
+            yield Work(functools.partial(_copy, record, allocated))
+        elif allocated.segments:
+            yield Work(functools.partial(_synchronize, allocated))
+        answer = yield from send([lease.object_id for lease in allocated._leases])
     except BaseException:
-        if room is not record:
-            room._unmap()
+        if allocated is not record:
+            allocated._unmap()
         raise
-    yield from released(ctx, room._unmap())
+    yield from released(ctx, allocated._unmap())
     return answer
 
 
-def _copy(record: RecordBytes, room: RecordBytes) -> None:
-    record.copy_to(room)
-    _synchronize(room)
+def _copy(record: RecordBytes, allocated: RecordBytes) -> None:
+    record.copy_to(allocated)
+    _synchronize(allocated)
 
 
-def _synchronize(room: RecordBytes) -> None:
+def _synchronize(record: RecordBytes) -> None:
     """Wait until what this process has written is there: another one reads it without a stream in common."""
-    for segment in {segment.info.device: segment for segment in room.segments}.values():
+    for segment in {segment.info.device: segment for segment in record.segments}.values():
         segment.synchronize()

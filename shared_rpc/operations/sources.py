@@ -98,8 +98,8 @@ class _SourceMethods:
     def adopt(self, miss: Miss, record: RecordBytes) -> Steps[Leased[None]]:
         """Answer a miss with a record, as if the server had built it; return a handle as :meth:`build` does.
 
-        :param record: a room of this client, which is taken over without a copy and closed, or an exported record, which is
-            copied into a room first and stays open; see :meth:`Client.adopt`.
+        :param record: one that this client has allocated, which is taken over without a copy and closed, or an exported one,
+            which is copied first and stays open; see :meth:`Client.adopt`.
         :raises RecordError: if it cannot be adopted here; ``reason`` says why. The miss is without an answer still.
         :raises BufferNotFound, ServerBusy: as :meth:`Client.adopt`.
         :raises ClusterError: as :meth:`build`.

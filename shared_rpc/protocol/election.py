@@ -18,7 +18,7 @@ from shared_rpc.forks import after_fork
 from shared_rpc.protocol.own_files import open_own
 
 #: Bytes of a reason.
-_ROOM = 1 << 16
+_LIMIT = 1 << 16
 #: Stands behind the number of failures where the last one is lasting.
 _LASTING = " lasting"
 
@@ -50,7 +50,7 @@ class Election:
     def lasting_failure(self, since: float) -> str:
         """Return why the last start failed, if that lasts, and has been found out since then, in terms of time.time()."""
         recent = os.fstat(self.fd).st_mtime > since
-        head, _, reason = os.pread(self.fd, _ROOM, 0).decode(errors="replace").partition("\n")
+        head, _, reason = os.pread(self.fd, _LIMIT, 0).decode(errors="replace").partition("\n")
         return reason if recent and head.endswith(_LASTING) else ""
 
     def record_failure(self, reason: str, lasting: bool = False) -> None:
@@ -59,7 +59,7 @@ class Election:
         :param lasting: whether a process that comes later would fail for the same reason.
         """
         count, _ = self._read()
-        content = f"{count + 1}{_LASTING if lasting else ''}\n".encode() + reason.encode(errors="replace")[: _ROOM // 2]
+        content = f"{count + 1}{_LASTING if lasting else ''}\n".encode() + reason.encode(errors="replace")[: _LIMIT // 2]
         os.pwrite(self.fd, content, 0)
         os.ftruncate(self.fd, len(content))
 
@@ -70,6 +70,6 @@ class Election:
             os.close(fd)
 
     def _read(self) -> tuple[int, str]:
-        head, _, reason = os.pread(self.fd, _ROOM, 0).decode(errors="replace").partition("\n")
+        head, _, reason = os.pread(self.fd, _LIMIT, 0).decode(errors="replace").partition("\n")
         count = head.removesuffix(_LASTING)
         return int(count) if count.isdigit() else 0, reason

@@ -16,7 +16,7 @@ from shared_rpc.protocol.records import NO_ARGS, NO_KWARGS, Access, SegmentInfo,
 
 #: The number of the format of headers, raised with every change of them.
 FORMAT = 1
-#: Segments of a record: as many as one frame has descriptors for, with room to spare.
+#: Segments of a record: fewer than one frame has descriptors for.
 MOST_SEGMENTS = 1000
 
 

@@ -25,7 +25,7 @@ from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
 R = TypeVar("R")
 
-#: Lists in requests. Their lengths are checked before anything is built: a frame has room for millions of elements.
+#: Lists in requests. Their lengths are checked before anything is built: a frame can hold millions of elements.
 Ids = Annotated[list[str], msgspec.Meta(max_length=100_000)]
 Chunks = Annotated[list[int], msgspec.Meta(max_length=100_000)]
 Segments = Annotated[list[SegmentInfo], msgspec.Meta(max_length=10_000)]
@@ -333,8 +333,8 @@ class CreateBuffer(Message):
 
     ``shape`` is a shape or a number of bytes. ``device`` is an id, ``""`` for the server's own device. ``zero``: the memory
     must be zeroed. ``ttl`` is the time in seconds and ``max_accesses`` the number of times that other processes may get the
-    buffer; None for no limit. ``keep`` keeps it without holders, as a ``ttl`` does. ``room``: the buffer is for a record, and
-    is sealed when that is adopted. ``name`` is one by which other processes can get the buffer while it is listed, ``""`` for
+    buffer; None for no limit. ``keep`` keeps it without holders, as a ``ttl`` does. ``for_record``: the buffer is for a record,
+    and sealed when that is adopted. ``name`` is one by which other processes can get the buffer while it is listed, ``""`` for
     none.
     """
 
@@ -345,7 +345,7 @@ class CreateBuffer(Message):
     ttl: float | None = None
     max_accesses: int | None = None
     keep: bool = False
-    room: bool = False
+    for_record: bool = False
     name: Annotated[str, msgspec.Meta(max_length=1000)] = ""
 
 

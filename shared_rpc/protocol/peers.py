@@ -46,7 +46,7 @@ def answerer_of(sock: socket.socket) -> Peer:
 
     :raises BlockingIOError: if no bytes wait.
     """
-    # A look: no room for descriptors, so none are received, and the bytes stay.
+    # Without a buffer for descriptors none are received; the bytes stay in the socket.
     _, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(_UCRED.size), socket.MSG_PEEK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
     for level, kind, content in ancillary:

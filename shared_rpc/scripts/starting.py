@@ -11,7 +11,7 @@ from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.protocol.election import Election
 from shared_rpc.scripts.key import interpreter_options, is_relative
 from shared_rpc.settings import ScriptSettings
-from shared_rpc.zygote.wire import ROOM
+from shared_rpc.zygote.wire import PADDING
 
 #: Seconds for a zygote to import torch and the other modules that it was given.
 _START = 120.0
@@ -65,7 +65,7 @@ def _start(path: str, settings: ScriptSettings, variables: Mapping[str, str], el
         options.append("--stay")
 
     def words(lock: int, pipe: int) -> list[str]:
-        return [*interpreter_options(), "-c", CODE, *options, "--detach", str(lock), "--report", str(pipe), ROOM]
+        return [*interpreter_options(), "-c", CODE, *options, "--detach", str(lock), "--report", str(pipe), PADDING]
 
     _, report = start_detached(path, words, election.fd, variables, until)
     if report == LISTENING:

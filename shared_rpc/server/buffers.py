@@ -49,7 +49,7 @@ class Buffers:
         self._coming += 1
         try:
             async with state.capacity.reserve(caller.waiter, sizes, totals={device.id: device.total}):
-                record = await self._new_record(extent, device.id, room=message.room)
+                record = await self._new_record(extent, device.id, for_record=message.for_record)
         finally:
             self._coming -= 1
         try:
@@ -126,10 +126,10 @@ class Buffers:
             "copies": self._state.objects.copies.usage(facts.id),
         }
 
-    async def _new_record(self, extent: Extent, device: str, *, room: bool) -> Record:
+    async def _new_record(self, extent: Extent, device: str, *, for_record: bool) -> Record:
         segments = [await self._state.memory.allocate(device, extent.nbytes)] if extent.nbytes else []
         for segment in segments:
-            if segment.info.mechanism == "memfd" and not room:
+            if segment.info.mechanism == "memfd" and not for_record:
                 HOST.seal(segment.fileno(), "read_write")
         storage = StorageEntry(0 if segments else -1, 0, extent.nbytes)
         tensor = TensorEntry(0, extent.dtype, 0, extent.shape, extent.strides)

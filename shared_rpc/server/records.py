@@ -161,8 +161,8 @@ class Records:
         call = decode_call(message.args, message.kwargs)
         devices = self.check(header)
         spec, key = self._check_call(header, message.endpoint, call)
-        room = self._room(session, header, message.buffers, devices)
-        record = self._record(header, room, spec)
+        allocated = self._allocated(session, header, message.buffers, devices)
+        record = self._record(header, allocated, spec)
         stored = state.objects.add(
             spec.name,
             key,
@@ -178,7 +178,7 @@ class Records:
         )
         if not current:
             state.leases.grant(session, stored.object_id)
-        for one in room:
+        for one in allocated:
             state.buffers.free(one.object_id)
         if stored.listed:
             self._runs.became_current(stored)
@@ -189,25 +189,25 @@ class Records:
     def answer(
         self, session: str, header: RecordHeader, buffers: Sequence[str], spec: EndpointSpec, take: Callable[[Record], None]
     ) -> None:
-        """Make the record of a room the result of a run, see :meth:`adopt`.
+        """Make the record in allocated buffers the result of a run, see :meth:`adopt`.
 
         :param spec: the endpoint of the run.
         :param take: gets the record, which belongs to it whatever it raises; then the buffers are as they were.
         """
         devices = self.check(header)
         check_code(header, spec)
-        room = self._room(session, header, buffers, devices)
-        take(self._record(header, room, spec))
-        for one in room:
+        allocated = self._allocated(session, header, buffers, devices)
+        take(self._record(header, allocated, spec))
+        for one in allocated:
             self._state.buffers.free(one.object_id)
 
-    def _record(self, header: RecordHeader, room: Sequence[StoredObject], spec: EndpointSpec) -> Record:
-        """Return the record that lies in a room's buffers, by descriptors of its own."""
+    def _record(self, header: RecordHeader, allocated: Sequence[StoredObject], spec: EndpointSpec) -> Record:
+        """Return the record that lies in some buffers, by descriptors of its own."""
         chosen = accesses(header, spec.access)
         places = homes(header, self._state.device)
         skeleton, table = moved(header, places)
-        segments = [one.record.segments[0] for one in room]
-        for one, segment, access in zip(room, segments, chosen, strict=True):
+        segments = [one.record.segments[0] for one in allocated]
+        for one, segment, access in zip(allocated, segments, chosen, strict=True):
             if segment.info.mechanism == "memfd":
                 _seal(one, segment, access)
         return Record(
@@ -219,15 +219,17 @@ class Records:
             private_nbytes=header.private_nbytes,
         )
 
-    def _room(self, session: str, header: RecordHeader, buffers: Sequence[str], devices: Sequence[str]) -> list[StoredObject]:
+    def _allocated(
+        self, session: str, header: RecordHeader, buffers: Sequence[str], devices: Sequence[str]
+    ) -> list[StoredObject]:
         """Return the buffers that hold the bytes of a record's segments."""
         if len(buffers) != len(header.segments) or len(set(buffers)) != len(buffers):
             raise RecordError(
                 f"the record has {len(header.segments)} segments, and {len(set(buffers))} buffers were given for them: use the "
-                f"room that allocate() has made for this record",
-                reason="room",
+                f"buffers that allocate() has made for this record",
+                reason="buffers",
             )
-        room: list[StoredObject] = []
+        allocated: list[StoredObject] = []
         for number, (object_id, info, device) in enumerate(zip(buffers, header.segments, devices, strict=True)):
             stored = self._state.objects.get(object_id)
             if stored is None or stored.kind != "buffer" or session not in self._state.leases.holders(object_id):
@@ -236,15 +238,15 @@ class Records:
                     reason="unknown",
                 )
             if stored.cold:
-                raise RecordError(f"buffer {object_id} for segment {number} was evicted: resume its handle", reason="room")
+                raise RecordError(f"buffer {object_id} for segment {number} was evicted: resume its handle", reason="buffers")
             found = stored.record.segments[0].info if stored.record.segments else None
             if found is None or found.device != device or found.nbytes < info.nbytes or not stored.listed:
                 raise RecordError(
                     f"buffer {object_id} is not for segment {number} of the record, which has {info.nbytes} bytes on {device}",
-                    reason="room",
+                    reason="buffers",
                 )
-            room.append(stored)
-        return room
+            allocated.append(stored)
+        return allocated
 
     @handles(x.PromoteCandidate)
     def promote(self, caller: Caller, message: x.PromoteCandidate) -> g.Refreshed:
@@ -275,7 +277,7 @@ class Records:
 
 
 def _seal(buffer: StoredObject, segment: Segment, access: Access) -> None:
-    """Seal host memory of a room as the record is shared.
+    """Seal host memory of allocated buffers as the record is shared.
 
     :raises RecordError: if it cannot be sealed for reading any more: it was shared for writing.
     """
@@ -284,7 +286,7 @@ def _seal(buffer: StoredObject, segment: Segment, access: Access) -> None:
     except PermissionError as error:
         if access != "read_write":
             raise RecordError(
-                f"buffer {buffer.object_id} is shared for writing, and the record for reading: use the room that allocate() "
+                f"buffer {buffer.object_id} is shared for writing, and the record for reading: use the buffers that allocate() "
                 f"has made for this record, before it is evicted",
-                reason="room",
+                reason="buffers",
             ) from error

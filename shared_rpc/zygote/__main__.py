@@ -31,7 +31,7 @@ def main() -> Callable[[], NoReturn] | None:
     parser.add_argument("--detach", type=int, help="For --listen: the descriptor of a lock to keep.")
     parser.add_argument("--report", type=int, help="For --listen: a pipe, see shared_rpc.client.starting.")
     parser.add_argument("--stay", action="store_true", help="For --listen: keep the working directory.")
-    parser.add_argument("room", nargs="?", help="Padding, for the command lines of forks.")
+    parser.add_argument("padding", nargs="?", help="Padding, for the command lines of forks.")
     options = parser.parse_args()
     if options.listen is not None:
         return _listen(options)

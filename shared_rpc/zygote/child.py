@@ -245,12 +245,12 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 
 def set_title(words: Sequence[str]) -> None:
-    """Overwrite the words that this process was started with, as far as there is room; see proc_pid_cmdline(5)."""
+    """Overwrite the words that this process was started with, as far as they fit; see proc_pid_cmdline(5)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
-    room = end - start
-    if room < 2:
+    space = end - start
+    if space < 2:
         return
-    title = b" ".join(map(os.fsencode, words))[: room - 2]
+    title = b" ".join(map(os.fsencode, words))[: space - 2]
     # A last byte other than zero makes the kernel treat this as one text, up to the first zero; see setproctitle(3).
-    ctypes.memmove(start, title.ljust(room - 1, b"\0") + b".", room)
+    ctypes.memmove(start, title.ljust(space - 1, b"\0") + b".", space)

@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 def fork() -> int:
     """Fork; return the process id in the parent, 0 in the child.
 
-    :raises OSError: if the system has no room for another process.
+    :raises OSError: if the system allows no other process.
     """
     with warnings.catch_warnings():
         # From 3.12 on, Python warns if a process has native threads too; see safety.unsafe() for why those are harmless.

@@ -33,7 +33,7 @@ _LENGTH = 4
 #: Descriptors of one sendmsg(2); the kernel's limit is 253 (SCM_MAX_FD).
 _FDS = 200
 #: The last word in the command line of a process that changes it: a new command line has only the memory of the old one.
-ROOM = "x" * 2000
+PADDING = "x" * 2000
 #: The byte by which a client lets a process begin that it was told is ready.
 GO = b"!"
 

@@ -116,10 +116,10 @@ def test_a_client_copies_records_without_torch(tmp_path: Path, children: list[Ch
         from shared_rpc import Client
         with Client({path!r}, device="cpu", timeout=30) as client:
             (info,) = client.list_objects()
-            with client.export(info["object_id"]) as record, client.allocate(record.header) as room:
-                for source, target in zip(record.segments, room.segments):
+            with client.export(info["object_id"]) as record, client.allocate(record.header) as allocated:
+                for source, target in zip(record.segments, allocated.segments):
                     target.buffer()[:] = source.buffer()
-                print(client.adopt(room).generation, client.adopt(record).generation)
+                print(client.adopt(allocated).generation, client.adopt(record).generation)
         print("torch" in sys.modules, "shared_rpc.codec" in sys.modules)
     """
     child = python(code.format(path=place.app.base_path), fresh=True)
@@ -132,7 +132,7 @@ def test_a_client_copies_records_without_torch(tmp_path: Path, children: list[Ch
     "code",
     [
         *deep('handle = other.call("held"); record = other.export(handle.object_id)'),
-        'handle = other.call("held"); record = other.export(handle.object_id); room = client.allocate(record.header)',
+        'handle = other.call("held"); record = other.export(handle.object_id); allocated = client.allocate(record.header)',
         *deep('handle = other.call("held"); record = other.export(handle.object_id); kept = client.adopt_candidate(record)'),
         'kept = client.prepare("held")',
     ],
@@ -257,13 +257,13 @@ def test_a_promoted_candidate_is_stored(places: list[Place], broker_app: BrokerA
     assert [info["object_id"] for info in broker_app.connect().list_objects()] == [made.object_id]
 
 
-@pytest.mark.parametrize("what", ["room", *deep("record")])
+@pytest.mark.parametrize("what", ["allocated", *deep("record")])
 def test_a_broker_that_is_killed_before_an_adoption(places: list[Place], what: str) -> None:
     """What this process has mapped is still there: the next broker gets a copy of it."""
     here, there = places
     with here.client.export(here.client.call("net", 100)) as record:
-        room = there.client.allocate(record.header)
-        for source, target in zip(record.segments, room.segments, strict=True):
+        allocated = there.client.allocate(record.header)
+        for source, target in zip(record.segments, allocated.segments, strict=True):
             source.copy_to(target)
         if what == "record":
             here.broker.kill()
@@ -271,8 +271,8 @@ def test_a_broker_that_is_killed_before_an_adoption(places: list[Place], what: s
             there.broker.kill()
             there.app.start("--base-path", there.app.base_path)
             there.client.ping()
-        made = there.client.adopt(room if what == "room" else record)
-        room.close()
+        made = there.client.adopt(allocated if what == "allocated" else record)
+        allocated.close()
     assert made.generation == 1
     assert there.client.call("net", 100).value.layer.weight.shape == (100, 100)
     assert there.built == 0

@@ -37,7 +37,7 @@ from shared_rpc.zygote import child as forked
 from shared_rpc.zygote.child import become, new_main, set_title
 from shared_rpc.zygote.process import die_with_parent, fork
 from shared_rpc.zygote.safety import unsafe
-from shared_rpc.zygote.wire import ROOM
+from shared_rpc.zygote.wire import PADDING
 from tests.kit import leaving
 from tests.kit.pages import collapse
 from tests.kit.subreaper import adopting, fork_for_subreaper
@@ -172,7 +172,7 @@ def start_zygote() -> None:
     variables["PYTHONWARNINGS"] = NO_FORK_WARNING
     with theirs:
         _process = subprocess.Popen(
-            [sys.executable, "-c", _BEGIN, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM],
+            [sys.executable, "-c", _BEGIN, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), PADDING],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -529,7 +529,7 @@ def main() -> _Born | None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("room")
+    parser.add_argument("padding")
     options = parser.parse_args()
     die_with_parent(options.parent)
     own = {os.getcwd(), "", *os.environ["PYTHONPATH"].split(os.pathsep)}

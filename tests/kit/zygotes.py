@@ -14,7 +14,7 @@ from typing import Any
 
 from shared_rpc.scripts.starting import CODE
 from shared_rpc.zygote.process import WatchedProcess
-from shared_rpc.zygote.wire import GO, ROOM, Lost, ask, framed, receive, send
+from shared_rpc.zygote.wire import GO, PADDING, Lost, ask, framed, receive, send
 from tests.kit.processes import PYTHONPATH
 
 #: A module that tells as JSON what ``tell`` of it returns.
@@ -73,7 +73,7 @@ class Zygote:
         self.options = list(options)
         self.write("tell", TELL)
         ours, theirs = socket.socketpair()
-        words = ["-c", CODE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), ROOM]
+        words = ["-c", CODE, "--fd", str(theirs.fileno()), "--parent", str(os.getpid()), PADDING]
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, *self.options, *words],

@@ -116,22 +116,22 @@ def there(sites: Callable[..., Site], here: Site) -> Site:
 
 
 def carried(client: Client, record: ExportedRecord) -> ExportedRecord:
-    """A room of a client with the bytes of a record, which went through a transport: its header as bytes, and memory."""
-    room = client.allocate(RecordHeader.from_bytes(record.header.to_bytes()))
-    for target, source in zip(room.segments, record.segments, strict=True):
+    """A allocated of a client with the bytes of a record, which went through a transport: its header as bytes, and memory."""
+    allocated = client.allocate(RecordHeader.from_bytes(record.header.to_bytes()))
+    for target, source in zip(allocated.segments, record.segments, strict=True):
         if record.header.device == "cpu":
             target.buffer()[:] = bytes(source.buffer())
         else:
             target.tensor().copy_(source.tensor().cpu() if target.info.device == "cpu" else source.tensor())
-    return room
+    return allocated
 
 
 def adopted(here: Site, there: Site, endpoint: str, *args: Any) -> Generation:
-    """Take the result of a call from one site to another, through a room."""
+    """Take the result of a call from one site to another, through a allocated."""
     here.client.call(endpoint, *args)
     (listed,) = [info for info in here.client.list_objects() if info["endpoint"] == endpoint]
-    with here.client.export(listed["object_id"]) as record, carried(there.client, record) as room:
-        return there.client.adopt(room)
+    with here.client.export(listed["object_id"]) as record, carried(there.client, record) as allocated:
+        return there.client.adopt(allocated)
 
 
 # What arrives.
@@ -143,8 +143,8 @@ def test_bytes_are_written_at_an_offset(here: Site, there: Site, monkeypatch: py
     monkeypatch.setattr(MAPPINGS, "_can_spare", lambda: spare)
     here.client.call("load", 4)
     [listed] = [info for info in here.client.list_objects() if info["endpoint"] == "load"]
-    with here.client.export(listed["object_id"]) as record, there.client.allocate(record.header) as room:
-        [segment, *_], [source, *_] = room.segments, record.segments
+    with here.client.export(listed["object_id"]) as record, there.client.allocate(record.header) as allocated:
+        [segment, *_], [source, *_] = allocated.segments, record.segments
         if here.device != "cpu":
             with pytest.raises(CapabilityError, match=r"use tensor\(\)"):
                 segment.write(0, b"abc")
@@ -185,13 +185,13 @@ def test_a_module_arrives_as_it_was(here: Site, there: Site, device: str, make: 
 
 
 def test_an_object_without_tensors_in_it_arrives(here: Site, there: Site) -> None:
-    """A module with no parameters has no segments, and needs no room."""
+    """A module with no parameters has no segments, and needs no allocated."""
     here.box = nn.ReLU()
     here.client.call("boxed")
     with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
         assert record.segments == ()
-        with there.client.allocate(record.header) as room:
-            there.client.adopt(room)
+        with there.client.allocate(record.header) as allocated:
+            there.client.adopt(allocated)
         assert there.client.adopt(record).generation == 2
     assert type(there.client.call("boxed")) is nn.ReLU
     assert there.built == []
@@ -289,55 +289,55 @@ def test_a_buffer_is_exported_on_its_terms(here: Site, there: Site) -> None:
         assert (handle.value == 7).all() and handle.value.shape == (3, 4)
 
 
-# The room.
+# The allocated.
 
 
-def test_a_room_is_made_of_buffers(here: Site, there: Site) -> None:
-    """They are listed, counted and held until the room is adopted or closed, and then they are gone."""
+def test_memory_for_a_record_is_made_of_buffers(here: Site, there: Site) -> None:
+    """They are listed, counted and held until the allocated is adopted or closed, and then they are gone."""
     handle = here.client.call("load", 300)
     with here.client.export(handle) as record:
-        room = there.client.allocate(record.header)
-        assert (room.room, record.room) == (True, False)
+        allocated = there.client.allocate(record.header)
+        assert (allocated.allocated, record.allocated) == (True, False)
         assert there.client.get_server_info()["buffers"] == len(record.segments) == 1
-        room.close()
+        allocated.close()
         eventually(lambda: there.client.list_objects() == [])
-        room = carried(there.client, record)
-        there.client.adopt(room)
-        assert room.closed
+        allocated = carried(there.client, record)
+        there.client.adopt(allocated)
+        assert allocated.closed
         with pytest.raises(RecordError, match="adopted already"):
-            there.client.adopt(room)
+            there.client.adopt(allocated)
         with pytest.raises(StaleHandleError):
-            room.segments[0].tensor()
+            allocated.segments[0].tensor()
     (listed,) = there.client.list_objects()
     assert (listed["kind"], listed["holders"]) == ("result", [])
 
 
-def test_the_names_of_a_room_go(here: Site, there: Site) -> None:
+def test_the_names_of_adopted_buffers_go(here: Site, there: Site) -> None:
     """Also where its buffers were to be kept for a while: no other process gets an object's memory as a buffer."""
-    with here.client.export(here.client.call("load", 3)) as record, there.client.allocate(record.header, ttl=60) as room:
-        names = [lease.object_id for lease in room._leases]
+    with here.client.export(here.client.call("load", 3)) as record, there.client.allocate(record.header, ttl=60) as allocated:
+        names = [lease.object_id for lease in allocated._leases]
         with there.client.get_buffer(names[0]) as other:
-            record.segments[0].copy_to(room.segments[0])
-            there.client.adopt(room)
-            assert other.value.numel() == room.segments[0].nbytes
+            record.segments[0].copy_to(allocated.segments[0])
+            there.client.adopt(allocated)
+            assert other.value.numel() == allocated.segments[0].nbytes
         for name in names:
             with pytest.raises(BufferNotFound, match="it was freed"):
                 there.client.get_buffer(name)
 
 
-def test_a_room_is_taken_over_without_a_copy(here: Site, there: Site) -> None:
+def test_an_allocated_record_is_taken_over_without_a_copy(here: Site, there: Site) -> None:
     """What its writer still has of it is the object's memory."""
     handle = here.client.call("load", 300)
     with here.client.export(handle) as record:
-        room = carried(there.client, record)
-        kept = room.segments[0].tensor()
-        there.client.adopt(room)
+        allocated = carried(there.client, record)
+        kept = allocated.segments[0].tensor()
+        there.client.adopt(allocated)
     attached = there.client.call("load", 300)
     attached.value.weight.data.fill_(5)
     assert int((kept.view(torch.float32) == 5).sum()) == 300 * 300
 
 
-def test_a_room_counts_against_the_quota(here: Site, sites: Callable[..., Site], device: str) -> None:
+def test_an_allocated_record_counts_against_the_quota(here: Site, sites: Callable[..., Site], device: str) -> None:
     """More than is left is ServerBusy, more than there may be ever is CapabilityError; nothing of it stays."""
     full = sites(quotas={device: 10 << 20})
     handle = here.client.call("load", 1200)  # 5.8 MB
@@ -352,11 +352,11 @@ def test_a_room_counts_against_the_quota(here: Site, sites: Callable[..., Site],
             full.client.allocate(large.header)
         eventually(lambda: full.client.list_objects() == [])
         full.client.adopt(record)
-        full.client.adopt(record)  # the earlier generation makes room
+        full.client.adopt(record)  # the earlier generation is dropped for it
     assert len(full.client.list_objects()) == 1
 
 
-def test_a_part_of_a_room_is_given_back(here: Site, sites: Callable[..., Site], device: str) -> None:
+def test_a_failed_allocation_frees_its_buffers(here: Site, sites: Callable[..., Site], device: str) -> None:
     """If the second segment does not fit, the first one's buffer goes."""
     import numpy as np
 
@@ -372,43 +372,43 @@ def test_a_part_of_a_room_is_given_back(here: Site, sites: Callable[..., Site], 
     eventually(lambda: full.client.list_objects() == [])
 
 
-def test_a_room_of_another_client_is_not_adopted(here: Site, there: Site) -> None:
+def test_an_allocated_record_of_another_client_is_not_adopted(here: Site, there: Site) -> None:
     """Its memory is written by that one: who does not hold it cannot hand it over."""
     handle = here.client.call("load", 3)
     with (
         here.client.export(handle) as record,
         Client(there.base_path, device=there.device, timeout=30) as other,
-        carried(other, record) as room,
+        carried(other, record) as allocated,
     ):
         with pytest.raises(BufferNotFound, match="none that this session holds"):
-            there.client.adopt(room)
-        assert other.adopt(room).generation == 1
+            there.client.adopt(allocated)
+        assert other.adopt(allocated).generation == 1
 
 
-def test_what_is_no_buffer_is_no_room(here: Site, there: Site) -> None:
+def test_a_record_without_buffers_is_not_adopted(here: Site, there: Site) -> None:
     """A result, whose memory belongs to all who have it, and a buffer of no bytes, are not taken over."""
     kept = there.client.call("load", 3)
     with here.client.export(here.client.call("load", 3)) as record:
         for lease, error in ((kept, BufferNotFound), (there.client.create_buffer(0), RecordError)):
-            room = ExportedRecord(record.header, carried(there.client, record).segments, [lease], room=True)
+            allocated = ExportedRecord(record.header, carried(there.client, record).segments, [lease], allocated=True)
             with pytest.raises(error):
-                there.client.adopt(room)
+                there.client.adopt(allocated)
     assert (kept.value.weight == 1).all() and kept.is_current()
 
 
-def test_a_room_for_another_record_does_not_fit(here: Site, there: Site) -> None:
-    """Too small, too few, or twice the same: refused, and the room is as it was."""
+def test_buffers_for_another_record_do_not_fit(here: Site, there: Site) -> None:
+    """Too small, too few, or twice the same: refused, and the allocated is as it was."""
     small, large = here.client.call("load", 3), here.client.call("load", 900)
-    with here.client.export(small) as one, here.client.export(large) as other, carried(there.client, one) as room:
-        room.header = other.header
+    with here.client.export(small) as one, here.client.export(large) as other, carried(there.client, one) as allocated:
+        allocated.header = other.header
         with pytest.raises(RecordError, match="is not for segment 0") as caught:
-            there.client.adopt(room)
-        assert caught.value.reason == "room"
-        room.header = msgspec.structs.replace(one.header, segments=(*one.header.segments, *one.header.segments))
+            there.client.adopt(allocated)
+        assert caught.value.reason == "buffers"
+        allocated.header = msgspec.structs.replace(one.header, segments=(*one.header.segments, *one.header.segments))
         with pytest.raises(RecordError, match="2 segments, and 1 buffers"):
-            there.client.adopt(room)
-        room.header = one.header
-        assert there.client.adopt(room).generation == 1
+            there.client.adopt(allocated)
+        allocated.header = one.header
+        assert there.client.adopt(allocated).generation == 1
 
 
 # Generations.
@@ -528,10 +528,10 @@ def test_a_coroutine_takes_a_record_along(here: Site, there: Site) -> None:
             AsyncClient(there.base_path, device=there.device, timeout=30) as other,
         ):
             async with await one.call("load", 3) as handle, await one.export(handle) as record:
-                room = await other.allocate(record.header)
-                for target, source in zip(room.segments, record.segments, strict=True):
+                allocated = await other.allocate(record.header)
+                for target, source in zip(allocated.segments, record.segments, strict=True):
                     source.copy_to(target)
-                assert (await other.adopt(room)).generation == 1
+                assert (await other.adopt(allocated)).generation == 1
                 assert (await other.adopt(record, "load", 3)).generation == 2
                 async with await other.adopt_candidate(record) as candidate:
                     assert (await other.promote(candidate)).generation == 3
@@ -558,9 +558,9 @@ def test_every_role_adopts(here: Site, app: App, device: str) -> None:
     unmanaged = app.share("unmanaged")(load)
     with here.client.export(here.client.call("load", 3)) as record:
         assert app.provider.adopt(record, "unmanaged", 3).generation == 1
-        with app.provider.allocate(record.header) as room:
-            record.segments[0].copy_to(room.segments[0])
-            assert app.provider.adopt(room, "unmanaged", 3).generation == 2
+        with app.provider.allocate(record.header) as allocated:
+            record.segments[0].copy_to(allocated.segments[0])
+            assert app.provider.adopt(allocated, "unmanaged", 3).generation == 2
     value = unmanaged(3)
     assert (type(value), built) == (nn.Linear, [])
     assert (value.weight == 1).all()

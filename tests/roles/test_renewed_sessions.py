@@ -39,7 +39,7 @@ from tests.kit.repetitions import repetitions
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 #: Bytes of an object, in pages.
-ROOM = -(-SIZE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+CAPACITY = -(-SIZE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 #: Adds one to what all have, and goes on to do so when told.
 WRITER = """
@@ -55,7 +55,7 @@ with Client(device="cpu") as client, client.call("load") as handle:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerApp]:
     """A server of another process, with capacity for two objects, which evicts to files when asked."""
-    options = ("--spill-dir", str(directory := tmp_path_factory.mktemp("served")), "--quota", f"cpu={2 * ROOM}")
+    options = ("--spill-dir", str(directory := tmp_path_factory.mktemp("served")), "--quota", f"cpu={2 * CAPACITY}")
     with module_broker(directory, APP, *options) as served:
         yield served
 
@@ -244,7 +244,7 @@ def test_a_handle_is_suspended_where_its_object_has_no_capacity(
     value = handle.value
     lose(other, handle.object_id, client)
     evict(other, handle.object_id)
-    buffer = other.create_buffer(2 * ROOM)
+    buffer = other.create_buffer(2 * CAPACITY)
     client.ping()
     assert (handle.suspended, state(other, handle.object_id), has_numbers(value)) == (True, ("file", 1, 0), True)
     with pytest.raises(HandleSuspended, match=r"it was evicted while the session .* was lost: resume\(\) it"):
@@ -276,7 +276,7 @@ async def test_a_request_waits_for_capacity_for_a_while(
     for module in (blocking, asynchronous):
         monkeypatch.setattr(module, "RENEWAL", 0.1)
     broker_app.write(APP)
-    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={ROOM}", "--when-full", "evict")
+    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={CAPACITY}", "--when-full", "evict")
     other = broker_app.connect()
     client = broker_app.connect() if blocks else AsyncClient(broker_app.base_path, device="cpu", timeout=30.0)
 
@@ -286,7 +286,7 @@ async def test_a_request_waits_for_capacity_for_a_while(
     handle = await done(client.call("load"))
     lose(other, handle.object_id, client)
     evict(other, handle.object_id)
-    buffer = other.create_buffer(ROOM)
+    buffer = other.create_buffer(CAPACITY)
     await done(client.ping())
     assert (handle.suspended, has_numbers(handle._value)) == (True, True)
     assert [f"pid {os.getpid()} uses" in record.message for record in caplog.records if handle.object_id in record.message] == [
@@ -305,7 +305,7 @@ def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
     handle = client.call("load")
     lose(other, handle.object_id, client)
     evict(other, handle.object_id)
-    with other.create_buffer(2 * ROOM):
+    with other.create_buffer(2 * CAPACITY):
         client.ping()
     assert handle.suspended
     return handle
@@ -500,13 +500,13 @@ async def test_a_cancelled_request_leaves_no_handle_with_earlier_memory(
 ) -> None:
     """It met the new session, and waited for the memory: the handle is suspended then."""
     broker_app.write(APP)
-    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={ROOM}", "--when-full", "evict")
+    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={CAPACITY}", "--when-full", "evict")
     other = broker_app.connect()
     async with AsyncClient(broker_app.base_path, device="cpu", timeout=30.0) as client:
         handle = await client.call("load")
         lose(other, handle.object_id, client)
         evict(other, handle.object_id)
-        with other.create_buffer(ROOM):
+        with other.create_buffer(CAPACITY):
             async with anyio.create_task_group() as group:
                 lost = client._link
                 group.start_soon(client.ping)

@@ -162,7 +162,7 @@ def objects(view: View, shown: Sequence[ListedObjectInfo]) -> Table:
 
 
 def detail(view: View, item: ListedObjectInfo) -> str:
-    """Describe one object by what has no room in columns."""
+    """Describe one object by what no column shows."""
     facts = f"on {_device(item['device'])}, generation {item['generation']}, held by {_holders(view, item) or 'nobody'}"
     tiers = f"tier {tier_of(item)}, copies {copies_of(item)}, active in {item['active']} of {item['leases']}"
     return f"{item['object_id']}  {one_line(origin(item))}\n{facts}\n{tiers}"
