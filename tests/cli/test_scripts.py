@@ -1,4 +1,7 @@
-"""``shared-rpc run``: a script is what it would be if ``python`` had started it."""
+"""``shared-rpc run``: a script sees and does what it would if ``python`` had started it.
+
+For what all forks of zygotes have in common with new processes, see `broker/test_zygote.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import os
 import py_compile
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,14 +27,16 @@ from shared_rpc.scripts import command
 from shared_rpc.scripts.command import Script, parse
 from shared_rpc.scripts.key import key_of
 from shared_rpc.zygote.process import pss_of
+from tests.kit.commands import cli
+from tests.kit.deep import deep
 from tests.kit.processes import ROOT, Child, eventually, python
-from tests.kit.scripts import RUN, WAITS, Outcome, Place
+from tests.kit.scripts import RUN, WAITS, Place
 
 #: The first test waits for torch to be imported.
 pytestmark = pytest.mark.timeout(180)
 
 
-#: All that a program can see of itself and that its imports do not make.
+#: All that a program can see of itself, but for what its imports make.
 FACTS = """
     import json, os, resource, signal, sys, threading, time, locale, atexit, gc
     fds = {}
@@ -77,7 +81,7 @@ FACTS = """
 
 
 def facts(place: Place, *words: object, **options: object) -> tuple[dict[str, object], dict[str, object]]:
-    """What a program sees of itself both ways."""
+    """Return what a program sees of itself both ways."""
     plain, forked = place.both(*words, **options)
     assert (plain.code, plain.errors, forked.code, forked.errors) == (0, "", 0, "")
     found = [json.loads(ran.output) for ran in (plain, forked)]
@@ -89,23 +93,23 @@ def facts(place: Place, *words: object, **options: object) -> tuple[dict[str, ob
 
 
 def differences(plain: dict[str, object], forked: dict[str, object]) -> dict[str, object]:
-    """What is not the same."""
+    """Return the facts that differ."""
     return {name: (plain[name], forked[name]) for name in plain if plain[name] != forked[name]}
 
 
-def test_a_script_sees_what_it_would_see(place: Place) -> None:
+def test_a_script_sees_the_same(place: Place) -> None:
     """Its names, arguments, path, streams, descriptors, environment, limits, signals."""
     script = place.write(FACTS)
     assert differences(*facts(place, script, "a", "", "ü \n -m", "--preload")) == {}
 
 
-def test_it_is_a_fork(place: Place) -> None:
-    """Else all other tests would compare python with itself."""
+def test_a_script_is_a_fork(place: Place) -> None:
+    """Without this, the other tests would compare python with itself."""
     script = place.write("import sys; print('torch' in sys.modules)")
     assert [ran.output for ran in place.both(script)] == ["False\n", "True\n"]
 
 
-def test_what_a_new_process_inherits_is_passed_on(place: Place, tmp_path: Path) -> None:
+def test_a_script_inherits_from_its_command(place: Place, tmp_path: Path) -> None:
     """Another environment, working directory, umask, limits, ignored and blocked signals, further descriptors."""
     script = place.write(FACTS)
     elsewhere = tmp_path / "elsewhere"
@@ -137,7 +141,7 @@ def test_what_a_new_process_inherits_is_passed_on(place: Place, tmp_path: Path) 
     assert str(high) in forked["fds"]
 
 
-@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("closed", [(0, 1, 2), *deep(((0,),), ((1,),), ((2,),))], ids=str)
 def test_closed_streams_stay_closed(place: Place, closed: tuple[int, ...]) -> None:
     """The interpreter has None for them, and what is opened then gets their numbers."""
     report = place.folder / "report"
@@ -198,6 +202,7 @@ ERRORS = {
     "recursion": "def f(): f()\nf()",
     "KeyboardInterrupt": "raise KeyboardInterrupt",
     "exit callbacks": "import atexit; atexit.register(print, 'one'); atexit.register(print, 'two'); 1 / 0",
+    "no source": "import os\nos.unlink(__file__)\nprint('on')\ndef f(): 1 / 0\nf()",
 }
 
 #: What a script does on its way.
@@ -229,27 +234,29 @@ def forked_sockets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_a_script_ends_as_it_would(tmp_path: Path, forked_sockets: Path, name: str) -> None:
+def test_a_script_ends_the_same(tmp_path: Path, forked_sockets: Path, name: str) -> None:
     """With the same code or signal, and output."""
     same_both_ways(Place(tmp_path, forked_sockets, forks=True), ENDS[name])
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_script_fails_as_it_would(place: Place, name: str) -> None:
-    """With the same code or signal, and text of the error: no frame below the script's own is in it."""
+def test_a_script_fails_the_same(place: Place, name: str) -> None:
+    """With the same code or signal, and traceback: it has no frame below the script's own."""
     same_both_ways(place, ERRORS[name])
 
 
-def test_a_script_goes_on_as_it_would(place: Place) -> None:
-    """One thing after the other, to an end that leaves much to do."""
+def test_a_script_runs_the_same(place: Place) -> None:
+    """Through many features, to an end that leaves much to do."""
     same_both_ways(place, "\n".join(PIECES.values()))
 
 
 def same_both_ways(place: Place, source: str) -> None:
     """Find no difference."""
-    script = place.write(source)
-    plain, forked = (Outcome(*map(comparable, ran)) for ran in place.both(script))
-    assert forked == plain
+    found = []
+    for way in (place.python, place.run):
+        script = place.write(source)  # anew: it may have deleted itself
+        found.append(tuple(map(comparable, way(script))))
+    assert found[0] == found[1]
 
 
 def comparable(value: Any) -> Any:
@@ -257,18 +264,8 @@ def comparable(value: Any) -> Any:
     return re.sub(r"0x[0-9a-f]+|repeated \d+ more", "…", value) if isinstance(value, str) else value
 
 
-def test_a_script_that_deletes_itself(place: Place) -> None:
-    """It runs to its end, and its errors have no source lines."""
-    found = []
-    for way in (place.python, place.run):
-        script = place.write("import os\nos.unlink(__file__)\nprint('on')\ndef f(): 1 / 0\nf()")
-        found.append(way(script))
-    assert found[0] == found[1]
-    assert found[1].output == "on\n"
-
-
-def test_a_broken_pipe_is_the_scripts(place: Place) -> None:
-    """Nobody reads any more: the script hears of it, and what read last sees the end with the script's."""
+def test_a_broken_pipe_is_the_script_s(place: Place) -> None:
+    """It gets the error when its reader exits."""
     script = place.write("for i in range(100000): print(i)")
     found = []
     for way in ((), RUN):
@@ -280,8 +277,8 @@ def test_a_broken_pipe_is_the_scripts(place: Place) -> None:
     assert found[0] == found[1]
 
 
-def test_who_waits_for_the_end_of_a_stream_waits_for_the_script_alone(place: Place, children: list[Child]) -> None:
-    """What a script has closed nobody else has open: not the command, not the watcher."""
+def test_a_stream_that_the_script_closes_ends(place: Place, children: list[Child]) -> None:
+    """Neither the command nor the watcher has it open."""
     script = place.write("import os, sys; print('said', flush=True); os.close(1); sys.stdin.readline()")
     child = place.start(script)
     children.append(child)
@@ -338,7 +335,11 @@ def test_other_kinds_of_scripts(place: Place, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["package", "package.part", "single", "package.fails", "package.missing", "missing", "json.tool"]
+    "module",
+    [
+        *("package", "package.fails", "missing", "json.tool"),
+        *deep("package.part", "single", "package.missing", "interrupted"),
+    ],
 )
 def test_modules(place: Place, module: str) -> None:
     """As with python -m: the interpreter's own frames are in a traceback, and none of ours."""
@@ -349,20 +350,14 @@ def test_modules(place: Place, module: str) -> None:
     place.write("", "package/fine.py")
     place.write("def f(): 1 / 0\nf()", "package/fails.py")
     place.write(show, "single.py")
+    place.write("raise KeyboardInterrupt", "interrupted.py")
     plain, forked = place.both("-m", module, "-x", "--preload", text='{"a": 1}' if module == "json.tool" else "")
     assert forked == plain
 
 
-def test_a_module_that_is_interrupted(place: Place) -> None:
-    """It ends as python ends it."""
-    place.write("raise KeyboardInterrupt", "single.py")
-    plain, forked = place.both("-m", "single")
-    assert forked == plain
-
-
 @pytest.mark.parametrize("words", [["missing.py"], ["."], ["-m", "shared_rpc"]], ids=str)
-def test_what_cannot_be_run_is_explained_by_python(place: Place, words: list[str]) -> None:
-    """Its own message, and no other."""
+def test_python_explains_what_cannot_be_run(place: Place, words: list[str]) -> None:
+    """With its own message alone."""
     plain, forked = place.both(*words)
     assert forked == plain
     assert forked.code != 0
@@ -391,7 +386,7 @@ CHILDREN = """
 """
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize("method", ["spawn", *deep("forkserver", "fork")])
 def test_children_of_multiprocessing(place: Place, method: str) -> None:
     """They find the main module, by a relative path too, and its classes."""
     place.write(CHILDREN)
@@ -400,29 +395,17 @@ def test_children_of_multiprocessing(place: Place, method: str) -> None:
     assert forked.code == 0
 
 
-def test_each_script_has_a_key_of_its_own_for_its_children(place: Place) -> None:
-    """Processes of one script prove by it that they belong together; others do not."""
-    script = place.write("import multiprocessing; print(multiprocessing.current_process().authkey.hex())")
-    assert place.run(script).output != place.run(script).output
-
-
 # Signals, sent to the command.
 
 PASSED_ON = [
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGWINCH,
-    signal.SIGALRM,
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGWINCH),
+    *deep(signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM),
 ]
 
 
 @pytest.mark.parametrize("number", PASSED_ON, ids=lambda number: number.name)
 def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], number: signal.Signals) -> None:
-    """Each of those that people and programs send."""
+    """By way of its command."""
     script = place.write(
         WAITS
         + f"""
@@ -442,33 +425,11 @@ def test_a_signal_reaches_the_script_once(place: Place, children: list[Child], n
     assert child.close() == (0, "")
 
 
-def test_a_handler_runs_though_the_signal_came_just_before_the_wait(place: Place) -> None:
-    """Behind the interpreter's last look for one, in front of the system call: where scripts of these tests wait, too."""
-    script = place.write(
-        WAITS
-        + """
-        import ctypes, operator
-        from functools import partial
-        signal.signal(signal.SIGUSR1, lambda *_: (os.write(1, b"got it\\n"), os._exit(0)))
-        libc, wait = ctypes.CDLL(None), select.select
-        # The interpreter looks for signals between its own instructions, and there is none of those between these two calls.
-        select.select = lambda *words: tuple(map(operator.call, (
-            partial(getattr(libc, "raise"), signal.SIGUSR1), partial(wait, *words))))
-        line()
-    """
-    )
-    child = place.start(script)
-    try:
-        assert child.expect("") == "got it"
-    finally:
-        child.kill()
-
-
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGABRT, signal.SIGPIPE]
+    "number", [signal.SIGINT, signal.SIGTERM, *deep(signal.SIGHUP, signal.SIGUSR1, signal.SIGABRT, signal.SIGPIPE)]
 )
 def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, children: list[Child], number: signal.Signals) -> None:
-    """What waits for the command sees the same."""
+    """The command's parent sees the same status."""
     script = place.write(WAITS + "\n        os.write(1, b'ready\\n'); line(); print('on')")
     codes = []
     for run in (False, True):
@@ -483,62 +444,37 @@ def test_a_signal_ends_the_command_as_it_ends_the_script(place: Place, children:
     assert codes[0] == codes[1]
 
 
-TELLS_PID = """
+TELLS_PIDS = """
     import os, sys
-    print("pid", os.getpid(), flush=True)
+    print("pids", os.getpid(), os.getppid(), flush=True)
     sys.stdin.readline()
-    print("on", flush=True)
 """
 
 
-def script_of(child: Child) -> int:
-    """The process of a script that tells its id."""
-    return int(child.expect("pid").split()[1])
-
-
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that nobody has waited for counts as ended."""
+    """Return whether a process has ended; a zombie has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
 
 
-def test_a_script_that_is_killed_ends_the_command_so(place: Place, children: list[Child]) -> None:
-    """The shell says "Killed", as it would."""
-    child = place.start(place.write(TELLS_PID))
+@pytest.mark.parametrize("killed", ["script", "command", "watcher"])
+def test_a_kill_ends_script_and_command(place: Place, children: list[Child], killed: str) -> None:
+    """Whichever of them it was: no script goes on without a watcher, and the shell says "Killed"."""
+    child = place.start(place.write(TELLS_PIDS))
     children.append(child)
-    os.kill(script_of(child), signal.SIGKILL)
+    script, watcher = map(int, child.expect("pids").split()[1:])
+    os.kill({"script": script, "command": child.pid, "watcher": watcher}[killed], signal.SIGKILL)
     assert child.process.wait(20) == -signal.SIGKILL
-
-
-def test_a_command_that_is_killed_ends_the_script(place: Place, children: list[Child]) -> None:
-    """Nobody could stop it any more."""
-    child = place.start(place.write(TELLS_PID))
-    children.append(child)
-    pid = script_of(child)
-    child.kill()
-    eventually(lambda: is_gone(pid))
-
-
-def test_a_watcher_that_is_killed_ends_both(place: Place, children: list[Child]) -> None:
-    """There is no script that nobody watches."""
-    child = place.start(
-        place.write("import os\nprint('parent', os.getppid(), flush=True)\n" + TELLS_PID.replace("\n    ", "\n"))
-    )
-    children.append(child)
-    watcher = int(child.expect("parent").split()[1])
-    pid = script_of(child)
-    os.kill(watcher, signal.SIGKILL)
-    assert child.process.wait(20) == -signal.SIGKILL
-    eventually(lambda: is_gone(pid))
+    eventually(lambda: is_gone(script))
 
 
 # The zygote.
 
 
 def test_the_command_imports_little(place: Place) -> None:
-    """What it needs is loaded in a fraction of the time that the other commands take."""
+    """It starts in a fraction of the time of other commands."""
     script = place.write("print('ran')")
     code = f"""
         import os, signal, sys
@@ -560,41 +496,31 @@ def test_the_command_imports_little(place: Place) -> None:
     assert not {"typer", "rich", "torch", "msgspec", "anyio", "argparse", "subprocess", "asyncio", "inspect"} & loaded
 
 
-def test_what_a_fork_cannot_change_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each such thing has a zygote of its own; what can be changed has not."""
+def test_the_key_of_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It depends on all that a fork cannot change, and on nothing else; a relative path depends on the directory."""
     environ = {"PATH": "/bin", "HOME": "/home/somebody", "OMP_NUM_THREADS": "1"}
     key = key_of(environ, [])
     assert len(key) == 16
     assert key_of({**environ, "PATH": "/sbin", "SHARED_TENSOR_ROLE": "spawn"}, []) == key
     assert key_of(environ, ["b", "a", "a"]) == key_of(environ, ["a", "b"]) != key
-    changed = [
-        "PYTHONPATH",
-        "PYTHONWARNINGS",
-        "LD_PRELOAD",
-        "OMP_NUM_THREADS",
-        "CUDA_VISIBLE_DEVICES",
-        "TORCH_LOGS",
-        "LANG",
-        "HOME",
-    ]
+    changed = (
+        *("PYTHONPATH", "PYTHONWARNINGS", "LD_PRELOAD", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+        *("TORCH_LOGS", "LANG", "HOME"),
+    )
     assert len({key, *(key_of({**environ, name: "another"}, []) for name in changed)}) == len(changed) + 1
     assert key_of({**environ, "VLLM_X": "1"}, ["vllm.engine"]) != key_of(environ, ["vllm.engine"])
-    monkeypatch.setattr(sys, "warnoptions", ["error"])
-    assert key_of(environ, []) != key
-
-
-def test_a_relative_path_of_modules_depends_on_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter resolves it when it begins."""
     keys = set()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         keys |= {key_of({"PYTHONPATH": "src"}, []), key_of({"PYTHONPATH": "/src"}, [])}
     assert len(keys) == 3
+    monkeypatch.setattr(sys, "warnoptions", ["error"])
+    assert key_of(environ, []) != key
 
 
 def test_options_of_the_interpreter_are_kept(place: Place) -> None:
-    """With them the zygote is another one."""
+    """They are part of the key."""
     script = place.write("import sys, warnings; print(sys.flags.dev_mode, sys.warnoptions); warnings.warn('x')")
     options = ["-X", "dev", "-W", "error"]
     plain = place._finish([sys.executable, *options, str(script)])
@@ -604,7 +530,7 @@ def test_options_of_the_interpreter_are_kept(place: Place) -> None:
 
 
 def test_zygotes_are_listed_and_stopped(place: Place) -> None:
-    """``ls`` and ``stop --all`` know them beside the servers."""
+    """By ``ls`` and ``stop --all``."""
     script = place.write("import sys; print('torch' in sys.modules)")
     assert place.run(script).output == "True\n"
     shared_rpc = [sys.executable, "-m", "shared_rpc.cli"]
@@ -648,62 +574,47 @@ def test_the_server_role_serves_until_it_is_interrupted(place: Place, children: 
     assert child.close() == (0, "")
 
 
-def test_the_spawn_role_finds_its_server_again(place: Place) -> None:
-    """The second run attaches to what the first one's server has built."""
-    script = place.write(APP)
-    environ: dict[str, str | None] = {"SHARED_TENSOR_ROLE": "spawn"}
-    try:
-        for _ in range(2):
-            ran = place.run(script, environ=environ)
-            assert (ran.code, ran.output, ran.errors) == (0, "sum 45 spawn\n", "")
-        with Client(place.base_path, device="cpu") as client:
-            assert client.get_statistics()["numbers"]["builds"] == 1
-    finally:
-        with Client(place.base_path, device="cpu") as client:
-            client.stop_server()
-
-
 # The words of the command line.
 
-WORDS = [
-    ["x.py"],
-    ["x.py", "--preload", "a", "-m", "--help"],
-    ["-m", "a.b", "-c"],
-    ["--preload", "a", "--preload=b", "x.py"],
-    ["--idle-exit", "5", "-m", "a"],
-    ["--", "-x.py", "--"],
-    ["x.py", "--", "y"],
-]
 
-
-@pytest.mark.parametrize("words", WORDS, ids=str)
-def test_both_readers_of_the_command_line_agree(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick one, and the one whose help and documentation people read."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["x.py"],
+        ["x.py", "--preload", "a", "-m", "--help"],
+        ["-m", "a.b", "-c"],
+        ["--preload", "a", "--preload=b", "x.py"],
+        ["--idle-exit", "5", "-m", "a"],
+        ["--", "-x.py", "--"],
+        ["x.py", "--", "y"],
+    ],
+    ids=str,
+)
+def test_both_parsers_agree(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick one, and typer's, whose help people read."""
     seen: list[Script] = []
     monkeypatch.setattr(command, "launch", seen.append)
     commands(["run", *words], standalone_mode=False)
     assert [parse(words)] == seen
 
 
-@pytest.mark.parametrize(
-    "words",
-    [[], ["--help"], ["--no-such"], ["--preload"], ["--idle-exit", "soon", "x.py"], ["--idle-exit=-1", "x.py"], ["-m"]],
-    ids=str,
-)
-def test_what_has_to_be_explained_is_left_to_the_other_reader(words: list[str]) -> None:
-    """Help, and misuse."""
-    assert parse(words) is None
+def test_the_quick_parser_leaves_help_and_misuse_to_typer() -> None:
+    """Which prints them and runs nothing."""
+    for words in (
+        [],
+        ["--help"],
+        ["--no-such"],
+        ["--preload"],
+        ["--idle-exit", "soon", "x.py"],
+        ["--idle-exit=-1", "x.py"],
+        ["-m"],
+    ):
+        assert parse(words) is None
+    text = cli("run", "--help").succeeded
+    assert "--preload" in text and "--idle-exit" in text
+    assert cli("run", "--no-such", "x.py").code == 2
 
 
-def test_help_and_misuse(place: Place) -> None:
-    """They do not begin anything."""
-    helped = place.run("--help")
-    assert helped.code == 0
-    assert "--preload" in helped.output and "--idle-exit" in helped.output
-    assert place.run("--no-such", "x.py").code == 2
-
-
-def test_the_sources_are_found_where_the_tests_are() -> None:
-    """Else what is tested is another package."""
+def test_the_tests_run_the_sources_beside_them() -> None:
+    """A script's interpreter could have another copy of the package installed."""
     assert Path(command.__file__).is_relative_to(ROOT)
-    assert shutil.which("bash")

@@ -1,4 +1,4 @@
-"""``shared-rpc run`` on a terminal: what people type, and what they see."""
+"""``shared-rpc run`` on a terminal: a script reads keys, draws, is interrupted, suspended and hung up on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.deep import deep
 from tests.kit.processes import eventually
 from tests.kit.scripts import RUN, Place
 from tests.kit.terminals import Tty
@@ -42,105 +43,85 @@ def shell(place: Place, terminal: Callable[..., Tty]) -> Tty:
     return tty
 
 
-def test_a_script_asks_and_is_answered(place: Place, terminal: Callable[..., Tty]) -> None:
-    """``input()`` has a prompt, and what is typed is edited and shown."""
-    script = place.write("name = input('who? '); print(f'hello {name}'); print(repr(input()))")
-    tty = terminal(*RUN, script)
-    tty.until("who?", seconds=LONG)
-    tty.press("you\x7f\x7f\x7fme\n")
-    tty.until("hello me")
-    tty.press("\x04")
-    tty.until("EOFError")
-    assert tty.end() == 1
+RAW = """
+    import os, sys, termios, tty
+    before = termios.tcgetattr(0)
+    tty.setraw(0)
+    print("raw", end="\\r\\n", flush=True)
+    keys = b""
+    while not keys.endswith(b"q"):
+        keys += os.read(0, 1)
+    termios.tcsetattr(0, termios.TCSADRAIN, before)
+    print(keys)
+"""
+CURSES = """
+    import curses
+    def main(screen):
+        screen.addstr(3, 5, f"full {curses.LINES} {curses.COLS}")
+        screen.refresh()
+        return screen.getkey()
+    print("pressed", curses.wrapper(main))
+"""
+BAR = "import tqdm\nfor i in tqdm.tqdm(range(3), mininterval=0, desc='bar'): pass\nprint('─' * 100)"
+#: Scripts with what they show, and keys that are typed then. A file of history is no part of the debugger's lines here.
+PROGRAMS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "lines": (
+        "name = input('who? '); print(f'hello {name}'); input()",
+        [("who?", "you\x7f\x7f\x7fme\n"), ("hello me", "\n")],
+    ),
+    "keys": (RAW, [("raw", "a\x03\x1aq"), (r"b'a\x03\x1aq'", "")]),
+}
+MORE_PROGRAMS: dict[str, tuple[str, list[tuple[str, str]]]] = {
+    "secret": ("import getpass; print(len(getpass.getpass('secret: ')))", [("secret:", "hidden\n"), ("6", "")]),
+    "debugger": (
+        "x = 41\nbreakpoint()\nx += 1\nprint('x is', x)\n",
+        [("(Pdb)", "p x + 100\n"), ("141", "x = 1\n"), ("(Pdb)", "\x1b[A\x1b[A\n"), ("\n101", "c\n"), ("x is 2", "")],
+    ),
+    "full screen": (CURSES, [("full 30 100", "k"), ("pressed k", "")]),
+    "progress bar": (BAR, [("3/3", ""), ("─" * 100, "")]),
+}
 
 
-def test_a_script_knows_its_terminal(place: Place, terminal: Callable[..., Tty]) -> None:
-    """It is one, has a size, and that changes when the window does."""
+@pytest.mark.parametrize("name", [*PROGRAMS, *deep(*MORE_PROGRAMS)])
+def test_an_interactive_program(place: Place, terminal: Callable[..., Tty], name: str) -> None:
+    """It reads edited lines or single keys, whatever they are, and draws; the terminal is left as it was."""
+    source, dialogue = (PROGRAMS | MORE_PROGRAMS)[name]
+    tty = terminal(*RUN, place.write(source))
+    for shown, keys in dialogue:
+        tty.until(shown, seconds=LONG)
+        tty.press(keys)
+    assert tty.end() == 0
+    assert tty.attributes == tty.before
+    assert "hidden" not in tty.text
+
+
+def test_the_terminal_of_a_script(place: Place, terminal: Callable[..., Tty]) -> None:
+    """All streams are that terminal, whose size changes; it is not the script's controlling terminal, unlike with python."""
     script = place.write("""
         import os, signal, sys
-        def tell(*_):
+        def report(*_):
             print("size", *os.get_terminal_size(), *(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)))
-        signal.signal(signal.SIGWINCH, tell)
-        tell()
-        print(os.ttyname(0), sys.stdout.line_buffering)
+        signal.signal(signal.SIGWINCH, report)
+        report()
+        print(os.ttyname(0), sys.stdout.line_buffering, os.getsid(0) == os.getppid(), os.getpgrp() == os.getpid())
+        for call, *words in ((os.open, "/dev/tty", os.O_RDWR), (os.tcgetpgrp, 0)):
+            try:
+                call(*words)
+            except OSError as error:
+                print(error.strerror)
         input()
     """)
     tty = terminal(*RUN, script)
-    tty.until("size 100 30 True True True", f"{tty.device} True", seconds=LONG)
+    tty.until("size 100 30 True True True", f"{tty.device} True True True", seconds=LONG)
+    tty.until("No such device or address", "Inappropriate ioctl")
     tty.resize(71, 22)
     tty.until("size 71 22 True True True")
     tty.press("\n")
     assert tty.end() == 0
 
 
-def test_a_secret_is_not_shown(place: Place, terminal: Callable[..., Tty]) -> None:
-    """``getpass`` cannot open /dev/tty, and uses standard input, which is the same terminal."""
-    tty = terminal(*RUN, place.write("import getpass; print(len(getpass.getpass('secret: ')))"))
-    tty.until("secret:", seconds=LONG)
-    tty.press("hidden\n")
-    tty.until("6")
-    assert "hidden" not in tty.text
-    assert tty.end() == 0
-    assert tty.attributes == tty.before
-
-
-def test_a_debugger(place: Place, terminal: Callable[..., Tty]) -> None:
-    """``breakpoint()`` stops there, and has a history of lines."""
-    script = place.write("x = 41\nbreakpoint()\nx += 1\nprint('x is', x)\n")
-    tty = terminal(*RUN, script)
-    tty.until("(Pdb)", seconds=LONG)
-    tty.press("p x + 100\n")
-    tty.until("141")
-    tty.press("w\n")
-    tty.until("script.py")
-    tty.press("x = 1\n")
-    tty.press("\x1b[A\x1b[A\x1b[A\n")  # p x + 100 again, from the history of readline
-    tty.until("\n101")
-    tty.press("c\n")
-    tty.until("x is 2")
-    assert tty.end() == 0
-
-
-def test_single_keys(place: Place, terminal: Callable[..., Tty]) -> None:
-    """A script sets the terminal as full-screen programs do, and it is theirs: Ctrl-C is a key."""
-    script = place.write("""
-        import os, sys, termios, tty
-        before = termios.tcgetattr(0)
-        tty.setraw(0)
-        print("raw", end="\\r\\n", flush=True)
-        keys = b""
-        while not keys.endswith(b"q"):
-            keys += os.read(0, 1)
-        termios.tcsetattr(0, termios.TCSADRAIN, before)
-        print(keys)
-    """)
-    tty = terminal(*RUN, script)
-    tty.until("raw", seconds=LONG)
-    tty.press("a\x03\x1aq")
-    tty.until(r"b'a\x03\x1aq'")
-    assert tty.end() == 0
-    assert tty.attributes == tty.before
-
-
-def test_a_full_screen(place: Place, terminal: Callable[..., Tty]) -> None:
-    """Curses works, and leaves the screen as it was."""
-    script = place.write("""
-        import curses
-        def main(screen):
-            screen.addstr(3, 5, f"full {curses.LINES} {curses.COLS}")
-            screen.refresh()
-            return screen.getkey()
-        print("pressed", curses.wrapper(main))
-    """)
-    tty = terminal(*RUN, script)
-    tty.until("full 30 100", seconds=LONG)
-    tty.press("k")
-    tty.until("pressed k")
-    assert tty.end() == 0
-
-
 def test_ctrl_c_arrives_once(place: Place, terminal: Callable[..., Tty]) -> None:
-    """And at the script's children too, as at all processes of a job."""
+    """At the script, and at its children as at all processes of a job."""
     script = place.write("""
         import os, signal, sys, time
         count = 0
@@ -169,8 +150,8 @@ def test_ctrl_c_arrives_once(place: Place, terminal: Callable[..., Tty]) -> None
     assert tty.end() == 0
 
 
-def test_ctrl_c_ends_a_script(place: Place, shell: Tty) -> None:
-    """With its traceback, and the shell knows why: a loop of it ends too."""
+def test_ctrl_c_ends_a_script_and_the_loop_of_a_shell(place: Place, shell: Tty) -> None:
+    """The shell sees that the command ended by SIGINT."""
     place.write("import time\nprint('ready')\nwhile True: time.sleep(0.01)\n")
     shell.press("for i in 1 2; do go script.py; done; echo no; \n")
     shell.until("ready", seconds=LONG)
@@ -181,68 +162,56 @@ def test_ctrl_c_ends_a_script(place: Place, shell: Tty) -> None:
     assert shell.text.count("ready") == 1
 
 
-def test_a_script_is_suspended_and_continued(place: Place, shell: Tty) -> None:
-    """Ctrl-Z gives the shell back, and ``fg`` the script; it is told of both."""
+def test_suspending_and_resuming_a_script(place: Place, shell: Tty) -> None:
+    """Ctrl-Z stops it and returns to the shell, ``fg`` sends it SIGCONT, and ``bg`` leaves Ctrl-C to the shell."""
     place.write("""
         import os, signal
         # Not print(), which the signal may have interrupted.
         signal.signal(signal.SIGCONT, lambda *_: os.write(1, b"continued\\n"))
         print("pid", os.getpid(), flush=True)
-        while True: print("read", input(), flush=True)
+        while (line := input()) != "wait": print("read", line, flush=True)
+        print("waits", flush=True)
+        while True: signal.pause()
     """)
     shell.press("go script.py\n")
     shell.until("pid ", seconds=LONG)
     pid = int(next(line for line in shell.lines if line.startswith("pid ")).split()[1])
-    for turn in ("one", "two"):
+
+    def stop() -> None:
         shell.press("\x1a")
         shell.until("Stopped")
-        eventually(lambda: state_of(pid) == "T")
+        eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         shell.press("clear; jobs -s\n")
-        shell.until_gone(f"read {turn}")
-        shell.press("fg\n")
-        shell.until("continued")
-        shell.press(f"{turn}\n")
-        shell.until(f"read {turn}")
-        assert shell.text.count("continued") == 1
-    shell.press("\x04")
-    shell.until("EOFError")
 
-
-def state_of(pid: int) -> str:
-    """A letter, see proc_pid_stat(5)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def test_a_script_goes_on_in_the_background(place: Place, shell: Tty) -> None:
-    """``bg`` continues it; the terminal's Ctrl-C is not its any more, and ``kill`` is."""
-    place.write("""
-        import os, time
-        print("pid", os.getpid())
-        while not os.path.exists("go on"): time.sleep(0.01)
-        print("went on")
-        time.sleep(600)
-    """)
-    shell.press("go script.py\n")
-    shell.until("pid ", seconds=LONG)
-    shell.press("\x1a")
-    shell.until("Stopped")
+    stop()
+    shell.press("fg\n")
+    shell.until("continued")
+    shell.press("one\n")
+    shell.until("read one")
+    assert shell.text.count("continued") == 1
+    shell.press("wait\n")
+    shell.until("waits")
+    stop()
+    shell.until_gone("waits")
     shell.press("bg\n")
-    (place.folder / "go on").touch()
-    shell.until("went on")
+    shell.until("continued")
     shell.press("\x03")
     shell.until("^C")
     shell.press("kill %1; wait %1; echo code $?\n")
     shell.until("code 143")
 
 
-def test_one_that_begins_in_the_background_is_pythons(place: Place, shell: Tty) -> None:
-    """The kernel stops who reads the terminal there, and would not stop a process of another session."""
+def test_starting_in_the_background(place: Place, shell: Tty) -> None:
+    """A script that may read the terminal has no zygote: the kernel would not stop a reader of another session."""
+    place.write("import sys; print('is', 'torch' in sys.modules)", "other.py")
+    shell.press("go other.py < /dev/null & wait\n")
+    shell.until("is True", seconds=LONG)
     place.write("print('read', input())")
     shell.press("go script.py &\n")
     shell.until("runs without a zygote", "belongs to another job", seconds=LONG)
 
     def is_stopped() -> bool:
-        shell.press("\n")  # the shell tells of its jobs before each prompt
+        shell.press("\n")  # the shell reports its jobs before each prompt
         return "Stopped" in shell.text
 
     eventually(is_stopped, LONG)
@@ -251,20 +220,13 @@ def test_one_that_begins_in_the_background_is_pythons(place: Place, shell: Tty) 
     shell.until("read this")
 
 
-def test_without_the_terminal_it_begins_in_the_background(place: Place, shell: Tty) -> None:
-    """It has nothing to read there."""
-    place.write("import sys; print('is', 'torch' in sys.modules)")
-    shell.press("go script.py < /dev/null & wait\n")
-    shell.until("is True", seconds=LONG)
-
-
-def test_the_end_of_the_terminal_is_the_scripts(place: Place, terminal: Callable[..., Tty]) -> None:
-    """Its window is closed: SIGHUP, which it may handle."""
-    told = place.folder / "told"
+def test_a_hangup_reaches_the_script(place: Place, terminal: Callable[..., Tty]) -> None:
+    """As SIGHUP, which it may handle."""
+    file = place.folder / "file"
     script = place.write(f"""
         import os, signal, time
         def hung_up(*_):
-            open({str(told)!r}, "w").write("hung up")
+            open({str(file)!r}, "w").write("hung up")
             os._exit(0)
         signal.signal(signal.SIGHUP, hung_up)
         print("pid", os.getpid())
@@ -273,11 +235,11 @@ def test_the_end_of_the_terminal_is_the_scripts(place: Place, terminal: Callable
     tty = terminal(*RUN, script)
     tty.until("pid ", seconds=LONG)
     tty.hang_up()
-    eventually(lambda: told.exists() and told.read_text() == "hung up")
+    eventually(lambda: file.exists() and file.read_text() == "hung up")
     assert tty.process.wait(20) == 0
 
 
-def test_ctrl_c_while_the_zygote_starts(place: Place, terminal: Callable[..., Tty], tmp_path: Path) -> None:
+def test_ctrl_c_while_the_zygote_starts(place: Place, tmp_path: Path) -> None:
     """The command ends at once; the next script has that zygote, or starts one."""
     other = Place(place.folder, tmp_path)
     tmp_path.chmod(0o700)
@@ -293,34 +255,3 @@ def test_ctrl_c_while_the_zygote_starts(place: Place, terminal: Callable[..., Tt
     finally:
         tty.close()
         other.close()
-
-
-def test_a_progress_bar(place: Place, terminal: Callable[..., Tty]) -> None:
-    """It is drawn as wide as the terminal."""
-    script = place.write("""
-        import tqdm
-        for i in tqdm.tqdm(range(3), mininterval=0, desc="bar"): pass
-    """)
-    tty = terminal(*RUN, script)
-    tty.until("bar: 100%", "3/3", seconds=LONG)
-    assert tty.end() == 0
-    assert max(map(len, tty.lines)) > 95
-
-
-def test_where_the_terminal_is_not(place: Place, terminal: Callable[..., Tty]) -> None:
-    """What cannot be as with python: the script has no controlling terminal, and another parent."""
-    script = place.write("""
-        import os
-        try:
-            os.open("/dev/tty", os.O_RDWR)
-        except OSError as error:
-            print(error.strerror)
-        try:
-            os.tcgetpgrp(0)
-        except OSError as error:
-            print(error.strerror)
-        print(os.getsid(0) == os.getppid(), os.getpgrp() == os.getpid())
-    """)
-    tty = terminal(*RUN, script)
-    tty.until("No such device or address", "Inappropriate ioctl", "True True", seconds=LONG)
-    assert tty.end() == 0

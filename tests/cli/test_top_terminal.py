@@ -108,20 +108,6 @@ def test_the_view_of_a_busy_server(
     assert [one["pid"] for one in client.list_sessions()] == [os.getpid()]
 
 
-def test_a_resized_terminal_is_drawn_at_once(served: Server, connect: Connect, tty: Terminal) -> None:
-    """A narrow one has fewer columns; a wider one gets them without another poll."""
-    with connect().call("load", 8):
-        top = tty("-d", "600", columns=40, lines=24)
-        top.until("load(mib=8)", "8.0 MiB")
-        assert "endpoint" not in top.text
-        top.resize(140, 30)
-        top.until("held by", "endpoint", f"{os.getpid()} python")
-        top.resize(1, 1)
-        top.resize(80, 24)
-        top.until("load(mib=8)", "q Quit")
-        quit_from(top)
-
-
 def test_waiting_for_a_server(provider: Provider, base_path: str, serve: Serve, tty: Terminal) -> None:
     """The command that starts one is shown whole. After the end of a server, the view waits for the next one."""
     provider.share("ones")(lambda: torch.ones(1))

@@ -1,4 +1,4 @@
-"""The registry of forks: what a child does first, in which order, and whatever fails on the way."""
+"""The registry of forks: what runs around a fork and in the child, in which order, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -33,43 +33,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_callbacks_run_in_the_order_of_their_registration() -> None:
-    """Functions and methods alike, once in each child, and in a child's child too."""
-    ran = run("""
-class Thing:
-    def method(self): say("method")
-
-@after_fork
-def first(): say("first")
-thing = Thing()
-after_fork(thing.method)
-@after_fork
-def last(): say("last")
-fork(lambda: fork())
-""")
-    assert (ran.stdout.split(), ran.stderr) == (["first", "method", "last"] * 2, "")
-
-
-def test_a_callback_that_raises_does_not_keep_the_others_from_running() -> None:
-    """Every failure is reported, as CPython reports what nobody can catch, and the child goes on."""
-    ran = run("""
-@after_fork
-def one(): raise ValueError("of one")
-@after_fork
-def two(): say("two")
-@after_fork
-def three(): sys.exit("of three")
-@after_fork
-def four(): say("four")
-fork(lambda: say("child"))
-""")
-    assert ran.stdout.split() == ["two", "four", "child"]
-    assert "Exception ignored" in ran.stderr
-    assert "ValueError: of one" in ran.stderr
-    assert "SystemExit: of three" in ran.stderr
-
-
-def test_a_method_is_called_while_its_object_lives() -> None:
-    """The registry does not keep the object; one that an earlier callback drops is called once more."""
+    """Functions and methods alike, in each child and in its children; the registry keeps no object alive."""
     ran = run("""
 class Thing:
     def __init__(self, name):
@@ -77,14 +41,41 @@ class Thing:
         after_fork(self.method)
     def method(self): say(self.name)
 
-gone = Thing("gone")
+@after_fork
+def first(): say("first")
+thing, gone = Thing("method"), Thing("gone")
 del gone
 @after_fork
 def drop(): things.clear()
 things = [Thing("dropped")]
-fork()
+@after_fork
+def last(): say("last")
+fork(lambda: fork())
 """)
-    assert ran.stdout.split() == ["dropped"]
+    # One that an earlier callback drops is called once more.
+    assert (ran.stdout.split(), ran.stderr) == (["first", "method", "dropped", "last", "first", "method", "last"], "")
+
+
+def test_failures_are_reported() -> None:
+    """As CPython reports what cannot be caught; other callbacks run, and both processes go on."""
+    ran = run("""
+@after_fork
+def one(): raise ValueError("of one")
+@after_fork
+def two(): sys.exit("of two")
+@around_fork
+def three(): return lambda: 1 / 0
+@around_fork
+def four(): return lambda: say("four")
+@after_fork
+def five(): say("five")
+fork(lambda: say("child"))
+say("parent")
+""")
+    assert sorted(ran.stdout.split()) == ["child", "five", "four", "four", "parent"]
+    assert "Exception ignored" in ran.stderr
+    assert "ValueError: of one" in ran.stderr and "SystemExit: of two" in ran.stderr
+    assert ran.stderr.count("ZeroDivisionError") == 2
 
 
 def test_a_lock_that_another_thread_held_is_free() -> None:
@@ -110,8 +101,8 @@ thread.join()
     assert ran.stdout.splitlines() == ["callback", "True", "still held: True"]
 
 
-def test_a_lock_that_the_forking_thread_holds_stays_its_own() -> None:
-    """The child leaves the block as its parent does."""
+def test_a_lock_of_the_forking_thread_stays_locked() -> None:
+    """The child releases it as its parent does."""
     ran = run("""
 lock = fork_safe_lock()
 def taken_by_another():
@@ -163,10 +154,7 @@ thread.join()
 
 
 def test_what_is_around_a_fork() -> None:
-    """It begins in the thread that forks, before it does, and ends in both processes: in the child when all callbacks have run.
-
-    What the second one begins it ends first.
-    """
+    """It begins in the forking thread, and ends in reverse order in both processes: in the child after all callbacks."""
     ran = run("""
 def around(name):
     @around_fork
@@ -189,7 +177,7 @@ thread.join()
 
 
 def test_a_callback_that_forks() -> None:
-    """What is around its fork is not what is around the first one."""
+    """Each fork has its own state."""
     ran = run("""
 numbers = iter("12")
 @around_fork
@@ -208,26 +196,12 @@ fork()
     assert sorted(ran.stdout.splitlines()) == ["1 False", "1 True", "2 False", "2 False"]
 
 
-def test_a_failure_around_a_fork_is_reported() -> None:
-    """What else is around it begins and ends, and both processes go on."""
-    ran = run("""
-@around_fork
-def one(): return lambda: 1 / 0
-@around_fork
-def two(): return lambda: say("two")
-fork(lambda: say("child"))
-say("parent")
-""")
-    assert sorted(ran.stdout.split()) == ["child", "parent", "two", "two"]
-    assert ran.stderr.count("ZeroDivisionError") == 2
-
-
-def test_the_end_of_a_process_reports_nothing() -> None:
-    """Objects whose methods are registered, as a server's modules have, live until the interpreter takes its modules apart."""
+def test_the_exit_of_a_process_reports_nothing() -> None:
+    """Objects with registered methods live until the interpreter clears its modules."""
     assert run("import shared_rpc.server.server").stderr == ""
 
 
 def test_nothing_else_registers_with_the_interpreter() -> None:
-    """Its order is that of the registry, and a module that registers itself is in no order."""
+    """Callbacks that do would have no defined order."""
     users = {path.name for path in (ROOT / "shared_rpc").rglob("*.py") if "register_at_fork" in path.read_text()}
     assert users == {"forks.py"}

@@ -1,10 +1,12 @@
-"""A client whose server misbehaves: every call ends with an error that says so, and leaves nothing open."""
+"""Clients of a server that misbehaves: every call ends with an error, and leaves nothing open.
+
+What a connection does with each kind of answer is in `unit/test_exchange.py`.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,9 +18,7 @@ from shared_rpc import Client
 from shared_rpc.client import link as link_module
 from shared_rpc.errors import CodecError, ConnectError, ConnectionClosed, DeadlineExceeded, ProtocolError
 from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.frames import VERSION
 from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, StorageEntry, TensorEntry, TensorTable
-from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw, frame_of, sealed_memory
 
@@ -30,7 +30,7 @@ WELCOME = m.Welcome("server-1", "cpu")
 
 @pytest.fixture
 def impostor(no_leaks: None, base_path: str) -> Iterator[Callable[[Manners], None]]:
-    """``impostor(manners)`` listens where the server would, and has ``manners`` treat every connection."""
+    """``impostor(manners)`` listens where the server would, and calls ``manners`` with every connection."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"{base_path}-cpu.sock")
     listener.listen()
@@ -58,13 +58,13 @@ def impostor(no_leaks: None, base_path: str) -> Iterator[Callable[[Manners], Non
 
 @pytest.fixture
 def client(impostor: object, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> Client:
-    """A client that is not patient."""
+    """A client that does not wait long."""
     monkeypatch.setattr(link_module, "PROMPT", 0.5)
     return connect(timeout=0.5)
 
 
 def hearing(then: Manners) -> Manners:
-    """Hear the client's first message: what is sent before it may come before the client asks who has sent it."""
+    """Read the client's first message: what is sent before it may arrive before the client checks who sent it."""
 
     def manners(raw: Raw) -> None:
         raw.hear()
@@ -103,64 +103,28 @@ def replying(message: m.Message, payload: bytes = b"", fds: int = 0) -> Manners:
         (lambda raw: raw.hear_end(), ConnectError, "did not answer"),
         (lambda raw: None, ConnectError, "hung up"),
         (hearing(lambda raw: raw.send(b"HTTP/1.1 400 Bad Request")), ProtocolError, "not a shared_rpc frame"),
-        (
-            hearing(lambda raw: raw.send(struct.pack("!4sBBHIIQ", b"sRPC", VERSION + 1, 2, 0, 0, 0, 0))),
-            ProtocolError,
-            "use the same release of shared-rpc on both",
-        ),
         (hearing(lambda raw: raw.send(frame_of(WELCOME)[:-1])), ConnectError, "hung up"),
-        (hearing(lambda raw: raw.say(m.Pong())), ProtocolError, "answered Hello with Pong"),
-    ],
-    ids=["silence", "hanging up", "another protocol", "another version", "half a greeting", "another greeting"],
-)
-def test_a_bad_handshake(
-    impostor: Callable[[Manners], None], client: Client, manners: Manners, kind: type[Exception], text: str
-) -> None:
-    """What listens at the socket is no server of this release: the error names the socket, or the way out."""
-    impostor(manners)
-    with pytest.raises(kind, match=text) as caught:
-        client.ping()
-    assert client.socket_path in str(caught.value) or kind is ProtocolError
-
-
-@pytest.mark.parametrize(
-    ("manners", "kind", "text"),
-    [
         (greeting(lambda raw: None), ConnectionClosed, "connection"),
-        (greeting(lambda raw: raw.hear() and None), ConnectionClosed, "closed the connection"),
-        (
-            greeting(lambda raw: raw.send(frame_of(m.Pong(), 1)[:-1]) or (raw.hear() and None)),
-            ConnectionClosed,
-            "closed the connection",
-        ),
+        (greeting(lambda raw: raw.send(frame_of(m.Pong(), 1)[:-1]) or (raw.hear() and None)), ConnectionClosed, "connection"),
         (greeting(lambda raw: raw.hear() and raw.send(b"garbage")), ProtocolError, "not a shared_rpc frame"),
         (greeting(lambda raw: raw.hear_end()), DeadlineExceeded, "is stuck"),
-        (
-            greeting(lambda raw: raw.hear() and raw.say(m.Error("protocol", "the server's last word"), 0)),
-            ProtocolError,
-            "last word",
-        ),
+        (greeting(lambda raw: raw.hear() and raw.say(m.Error("protocol", "the last word"), 0)), ProtocolError, "last word"),
         (replying(m.Welcome("", "")), ProtocolError, "answered ping with Welcome"),
         (replying(m.Error("a code of the future", "what?")), Exception, "what?"),
     ],
     ids=[
-        "hanging up",
-        "hearing and hanging up",
-        "half a reply",
-        "garbage",
-        "silence",
-        "farewell",
-        "another reply",
-        "another error",
+        *("no greeting", "no handshake", "another protocol", "half a greeting", "end", "half a reply", "garbage", "no reply"),
+        *("last word", "another reply", "another error"),
     ],
 )
-def test_a_bad_answer(
+def test_a_bad_server(
     impostor: Callable[[Manners], None], client: Client, manners: Manners, kind: type[Exception], text: str
 ) -> None:
-    """A call ends whatever the server does."""
+    """A call ends whatever the server does; an error of the connection names the socket."""
     impostor(manners)
-    with pytest.raises(kind, match=text):
+    with pytest.raises(kind, match=text) as caught:
         client.ping()
+    assert client.socket_path in str(caught.value) or kind is not ConnectError
 
 
 TABLE = TensorTable(("cpu",), (StorageEntry(0, 4090, 16),), (TensorEntry(0, "float32", 0, (4,), (1,)),))
@@ -206,79 +170,24 @@ def test_a_bad_result(
     kind: type[Exception],
     text: str,
 ) -> None:
-    """A result that does not fit is refused, and its descriptors are closed."""
+    """It is refused, and its descriptors are closed."""
     impostor(replying(message, payload, fds))
     with pytest.raises(kind, match=text):
         client.call("anything")
 
 
-def test_a_lease_on_what_cannot_be_rebuilt_goes_back(impostor: Callable[[Manners], None], client: Client) -> None:
-    """The client gives back the lease of a result that its caller never gets."""
-    asked: list[m.Message] = []
+def test_a_session_survives_a_stuck_request(impostor: Callable[[Manners], None], client: Client) -> None:
+    """Its connection stays open until the client is closed."""
+    ended = threading.Event()
 
     def manners(raw: Raw) -> None:
         raw.hear()
-        raw.say(m.Result(msgspec.Raw(EMPTY_TABLE), [], object_id="object-1", managed=True), 1, b"no pickle")
-        asked.append(raw.hear())
-        raw.say(m.Count(1), 2)
-        raw.hear_end()
-
-    impostor(greeting(manners))
-    with pytest.raises(CodecError):
-        client.call("anything")
-    eventually(lambda: asked == [m.Release(["object-1"])])
-    client.close()
-
-
-def test_a_reply_that_comes_too_late_is_skipped(impostor: Callable[[Manners], None], client: Client) -> None:
-    """Replies to earlier requests are dropped with their descriptors, and the right one is found."""
-
-    def manners(raw: Raw) -> None:
-        raw.hear()
-        fd = sealed_memory()
-        raw.say(m.Pong(), 77, b"", [fd])
-        os.close(fd)
-        raw.say(m.Pong(), 1)
-        raw.hear_end()
-
-    impostor(greeting(manners))
-    assert client.ping() < 5
-    client.close()
-
-
-def test_what_is_told_together_with_the_answer(impostor: Callable[[Manners], None], client: Client) -> None:
-    """All of it reaches the callback, in order, though it came in one piece."""
-    steps = [TaskInfo("t", "endpoint", TaskStatus.RUNNING, float(step)) for step in range(3)]
-    end = TaskInfo("t", "endpoint", TaskStatus.COMPLETED, 3.0)
-
-    def manners(raw: Raw) -> None:
-        raw.hear()
-        raw.send(b"".join(frame_of(m.TaskUpdate(step), 1) for step in steps) + frame_of(m.TaskIs(end), 1))
-        raw.hear_end()
-
-    impostor(greeting(manners))
-    told: list[TaskInfo] = []
-    assert client.watch_task("t", callback=told.append) == end
-    assert told == [*steps, end]
-    client.close()
-
-
-def test_a_server_that_is_stuck_keeps_the_session(
-    impostor: Callable[[Manners], None], client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The connection of a call that nobody answered stays open, for the session's sake, until the client has another."""
-    stuck, ended = threading.Event(), threading.Event()
-
-    def manners(raw: Raw) -> None:
-        raw.hear()
-        stuck.set()
         raw.hear_end()
         ended.set()
 
     impostor(greeting(manners))
     with pytest.raises(DeadlineExceeded, match="is stuck"):
         client.ping()
-    assert stuck.is_set()
     assert not ended.is_set()
     client.close()
     eventually(ended.is_set)

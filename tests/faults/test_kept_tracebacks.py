@@ -1,4 +1,4 @@
-"""Log collectors that keep exceptions with their tracebacks: our frames, which a traceback reaches, keep no memory."""
+"""Log collectors that keep exceptions with their tracebacks: frames of the library in them keep no memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import anyio
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc import AsyncClient, Provider, Server
 from shared_rpc.errors import CodecError
 from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.apps import Connect, Serve
+from tests.kit.deep import deep
 from tests.kit.processes import eventually
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -22,15 +24,24 @@ COLLECTED: list[BaseException] = []
 
 
 @pytest.fixture(autouse=True)
-def collected(no_leaks: None) -> Iterator[list[BaseException]]:
-    """The collector, empty before and after."""
+def nothing_is_kept(no_leaks: None) -> Iterator[Callable[[], bool]]:
+    """Whether no memory of this test is mapped; the collector is empty before and after."""
     COLLECTED.clear()
-    yield COLLECTED
+    gc.collect()
+    MAPPINGS.drain()
+    before = len(MAPPINGS)
+
+    def check() -> bool:
+        gc.collect()
+        MAPPINGS.drain()
+        return len(MAPPINGS) <= before
+
+    yield check
     COLLECTED.clear()
 
 
 def collect() -> None:
-    """What libraries do with what is optional: they try it, and log that it is not there."""
+    """Do what libraries do with optional modules: try to import one, and log that it is missing."""
     try:
         import a_module_that_there_is_not  # noqa: F401
     except ImportError as error:
@@ -38,7 +49,7 @@ def collect() -> None:
 
 
 class Part:
-    """Something in a module's attribute. It collects when it is taken apart, and when it is rebuilt."""
+    """An attribute of a module. It collects when it is pickled, and when it is rebuilt."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         collect()
@@ -46,7 +57,7 @@ class Part:
 
 
 def make_part() -> Part:
-    """Rebuild it. This frame is foreign code's, and has nothing of the module."""
+    """Rebuild it: foreign code, whose frame has nothing of the module."""
     collect()
     return Part()
 
@@ -65,28 +76,8 @@ class Broken(torch.nn.Linear):
         raise ImportError("it needs another release of something")
 
 
-#: How many mappings there were before the test, which an earlier one may keep.
-EARLIER = 0
-
-
-@pytest.fixture(autouse=True)
-def mapped_before(collected: None) -> None:
-    """What is left is this test's own."""
-    global EARLIER
-    gc.collect()
-    MAPPINGS.drain()
-    EARLIER = len(MAPPINGS)
-
-
-def nothing_is_kept() -> bool:
-    """Whether no memory of this test is mapped any more."""
-    gc.collect()
-    MAPPINGS.drain()
-    return len(MAPPINGS) <= EARLIER
-
-
 @pytest.fixture
-def server(provider: Provider, serve: Callable[..., Server]) -> Server:
+def server(provider: Provider, serve: Serve) -> Server:
     """A server of models whose classes collect."""
 
     provider.share("small", managed=True, cache=False)(lambda: module_of(1))
@@ -113,44 +104,35 @@ def server(provider: Provider, serve: Callable[..., Server]) -> Server:
     return serve()
 
 
-@pytest.mark.parametrize("endpoint", ["small", "large"])
-@pytest.mark.parametrize("how", ["call", "task", "ticket"])
-def test_an_object_goes_when_it_is_released(server: Server, connect: Callable[..., Client], endpoint: str, how: str) -> None:
+Check = Callable[[], bool]
+
+
+@pytest.mark.parametrize("how", ["call", "task", "ticket", "coroutine"])
+@pytest.mark.parametrize("endpoint", ["small", *deep("large")])
+def test_a_released_object_is_unmapped(
+    server: Server, connect: Connect, base_path: str, nothing_is_kept: Check, endpoint: str, how: str
+) -> None:
     """Though an error that was caught while it was rebuilt lives on, and with it the frames around it."""
     client = connect()
-    if how == "call":
-        handle = client.call(endpoint)
-    elif how == "task":
-        handle = client.execute(endpoint)
-    else:
+    if how == "coroutine":
+
+        async def run() -> None:
+            async with AsyncClient(base_path, device="cpu", connect_timeout=0) as client:
+                await (await client.call(endpoint)).release()
+
+        anyio.run(run)
+    elif how == "ticket":
         with client.call(endpoint) as first:
-            ticket = first.ticket()
-            handle = connect().open_ticket(ticket)
+            connect().open_ticket(first.ticket()).release()
             del first
+    else:
+        (client.call if how == "call" else client.execute)(endpoint).release()
     assert COLLECTED and all(error.__traceback__ is not None for error in COLLECTED)
-    handle.release()
-    del handle
     eventually(nothing_is_kept)
-    assert COLLECTED
 
 
-@pytest.mark.parametrize("endpoint", ["small", "large"])
-def test_an_object_of_the_asynchronous_client(server: Server, base_path: str, endpoint: str) -> None:
-    """The same, on the loop and in its threads."""
-
-    async def run() -> None:
-        async with AsyncClient(base_path, device="cpu", connect_timeout=0) as client:
-            handle = await client.call(endpoint)
-            assert COLLECTED
-            await handle.release()
-
-    anyio.run(run)
-    eventually(nothing_is_kept)
-    assert COLLECTED
-
-
-def test_an_object_that_cannot_be_rebuilt(server: Server, connect: Callable[..., Client]) -> None:
-    """Whoever keeps the error, as a notebook's ``sys.last_value``, keeps no memory."""
+def test_an_object_that_cannot_be_rebuilt(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
+    """A kept error, as a notebook's ``sys.last_value``, keeps no memory."""
     with pytest.raises(CodecError, match="another release of something") as caught:
         connect().call("broken")
     eventually(nothing_is_kept)
@@ -158,17 +140,15 @@ def test_an_object_that_cannot_be_rebuilt(server: Server, connect: Callable[...,
 
 
 @pytest.mark.parametrize("endpoint", ["collecting", "collecting_soon"])
-def test_what_an_endpoint_returns(server: Server, connect: Callable[..., Client], endpoint: str) -> None:
-    """The server's own frames are below those of an endpoint, whose errors may be kept."""
-    handle = connect().call(endpoint, 1 << 20)
+def test_results_of_an_endpoint(server: Server, connect: Connect, nothing_is_kept: Check, endpoint: str) -> None:
+    """The server's own frames are below those of an endpoint whose errors are kept."""
+    connect().call(endpoint, 1 << 20).release()
     assert COLLECTED
-    handle.release()
-    del handle
     eventually(nothing_is_kept)
 
 
-def test_an_argument_that_collects_when_it_is_lifted(server: Server, connect: Callable[..., Client]) -> None:
-    """It goes with the call."""
+def test_arguments(server: Server, connect: Connect, nothing_is_kept: Check) -> None:
+    """They are unmapped when the client is closed."""
     client = connect()
     client.call("weigh", module_of(1))
     assert COLLECTED

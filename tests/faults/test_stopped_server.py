@@ -1,4 +1,4 @@
-"""A server that is stopped, as by a debugger: what a client of it waits for, and what it leaves to be done later."""
+"""Clients of a stopped server, as under a debugger: how long they wait, and what they do later."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def leases(client: Client) -> int:
     return client.get_server_info()["leases"]
 
 
-def test_a_dropped_handle_of_it_delays_no_other_clean_up(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
-    """The handle of another server's object is returned at once, and that of this one when the server goes on."""
+def test_a_dropped_handle_delays_no_other(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
+    """The lease of another server ends at once, and that of the stopped one when it goes on."""
     server = start("stopped")
     start("other")
     stopped, other = connect("stopped"), connect("other")
@@ -76,70 +76,43 @@ def test_a_dropped_handle_of_it_delays_no_other_clean_up(start: Callable[[str], 
     eventually(lambda: leases(stopped) == 0, seconds=60)
 
 
-def test_a_dropped_handle_of_a_coroutine_is_returned_later(
-    start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path
+@pytest.mark.parametrize("operation", [Client.ping, lambda client: client.on_refresh(print)], ids=["ping", "subscription"])
+def test_the_timeout_of_a_client(
+    start: Callable[[str], Child], connect: Callable[..., Client], operation: Callable[[Client], object]
 ) -> None:
-    """The lease goes back when the server goes on, though the first attempt found no server."""
-    server = start("stopped")
-    start("other")
-    stopped, other = connect("stopped"), connect("other")
-
-    async def main() -> None:
-        async with AsyncClient(tmp_path / "stopped", device="cpu") as client:
-            first, second = await client.call("held"), other.call("held")
-            sigstop(server.pid)
-            del first, second
-            # Releases are sent one after the other: the first attempt has failed by then.
-            await anyio.to_thread.run_sync(lambda: eventually(lambda: leases(other) == 0, seconds=60))
-            os.kill(server.pid, signal.SIGCONT)
-            await anyio.to_thread.run_sync(lambda: eventually(lambda: leases(stopped) == 0, seconds=60))
-
-    anyio.run(main)
-
-
-def test_a_timeout_of_a_client(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
-    """An operation ends soon after the client's timeout, although the server does not confirm that it was cancelled."""
+    """An operation ends soon after it, although the server does not confirm the cancellation."""
     server = start("stopped")
     client = connect("stopped", timeout=0.5)
     client.ping()
     sigstop(server.pid)
     begin = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="is stuck"):
-        client.ping()
+    with pytest.raises(DeadlineExceeded):
+        operation(client)
     assert time.monotonic() - begin < PROMPT
     os.kill(server.pid, signal.SIGCONT)
 
 
-def test_a_timeout_of_a_coroutine(start: Callable[[str], Child], tmp_path: Path) -> None:
-    """It ends as soon."""
-    server = start("stopped")
+def test_the_timeout_of_a_coroutine(start: Callable[[str], Child], connect: Callable[..., Client], tmp_path: Path) -> None:
+    """It ends as soon. A handle that was dropped meanwhile is released when the server goes on."""
+    server, watcher = start("stopped"), connect("stopped")
 
     async def main() -> None:
         async with AsyncClient(tmp_path / "stopped", device="cpu", timeout=0.5) as client:
-            await client.ping()
+            handle = await client.call("held")
             sigstop(server.pid)
+            del handle
             begin = time.monotonic()
             with pytest.raises(DeadlineExceeded, match="is stuck"):
                 await client.ping()
             assert time.monotonic() - begin < PROMPT
             os.kill(server.pid, signal.SIGCONT)
+            await anyio.to_thread.run_sync(lambda: eventually(lambda: leases(watcher) == 0, seconds=60))
 
     anyio.run(main)
 
 
-def test_a_subscription_has_the_timeout_of_its_client(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
-    """The server does not answer where its news begin."""
-    server = start("stopped")
-    client = connect("stopped", timeout=0.5)
-    client.ping()
-    sigstop(server.pid)
-    with pytest.raises(DeadlineExceeded):
-        client.on_refresh(print)
-    os.kill(server.pid, signal.SIGCONT)
-
-
 def test_a_subscription_can_be_cancelled(start: Callable[[str], Child], tmp_path: Path) -> None:
-    """While the server does not answer where its news begin, and although no timeout ends the wait."""
+    """While the server does not answer, and without a timeout."""
     server = start("stopped")
 
     async def main() -> None:
@@ -154,8 +127,8 @@ def test_a_subscription_can_be_cancelled(start: Callable[[str], Child], tmp_path
     anyio.run(main)
 
 
-def test_a_handle_of_it_is_not_stale(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
-    """It is not known whether the server has the object: the error says so."""
+def test_a_handle_is_not_stale(start: Callable[[str], Child], connect: Callable[..., Client]) -> None:
+    """Whether the server has the object is unknown, which is an error."""
     server = start("stopped")
     handle = connect("stopped", timeout=0.5).call("held")
     sigstop(server.pid)
@@ -163,18 +136,3 @@ def test_a_handle_of_it_is_not_stale(start: Callable[[str], Child], connect: Cal
         handle.is_stale()
     os.kill(server.pid, signal.SIGCONT)
     assert not handle.is_stale()
-
-
-def test_a_handle_of_a_coroutine_is_not_stale(start: Callable[[str], Child], tmp_path: Path) -> None:
-    """Nor is one of a blocking client."""
-    server = start("stopped")
-
-    async def main() -> None:
-        async with AsyncClient(tmp_path / "stopped", device="cpu", timeout=0.5) as client:
-            handle = await client.call("held")
-            sigstop(server.pid)
-            with pytest.raises(DeadlineExceeded):
-                await handle.is_stale()
-            os.kill(server.pid, signal.SIGCONT)
-
-    anyio.run(main)
