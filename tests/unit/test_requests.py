@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any, cast
+
+import pytest
+import pytest_asyncio
 
 from shared_rpc.errors import ConnectionClosed, ServerBusy
 from shared_rpc.execution.outcomes import Failure
@@ -74,78 +76,60 @@ class Stage:
             await asyncio.sleep(0)
 
 
-def on_a_stage(work: Callable[[Stage], Awaitable[None]]) -> None:
-    """Do some work in a loop, with a request that waits."""
-
-    async def main() -> None:
-        stage = Stage()
-        stage.ask()
-        await stage.turns()
-        assert stage.asker.answers == [] and len(stage.waits) == 1
-        await work(stage)
-
-    asyncio.run(main())
+@pytest_asyncio.fixture
+async def stage() -> Stage:
+    """A stage with a request that waits."""
+    stage = Stage()
+    stage.ask()
+    await stage.turns()
+    assert stage.asker.answers == [] and len(stage.waits) == 1
+    return stage
 
 
-def test_the_return_value_is_the_answer() -> None:
+@pytest.mark.asyncio
+async def test_the_return_value_is_the_answer(stage: Stage) -> None:
     """When the handler has it; then nothing is left of the request."""
-
-    async def work(stage: Stage) -> None:
-        stage.part.go.set()
-        await stage.turns()
-        assert [type(answer) for answer in stage.asker.answers] == [m.Pong] and len(stage.waits) == 0
-
-    on_a_stage(work)
+    stage.part.go.set()
+    await stage.turns()
+    assert [type(answer) for answer in stage.asker.answers] == [m.Pong] and len(stage.waits) == 0
 
 
-def test_an_error_is_the_answer() -> None:
+@pytest.mark.asyncio
+async def test_an_error_is_the_answer(stage: Stage) -> None:
     """As of a handler that does not wait."""
-
-    async def work(stage: Stage) -> None:
-        stage.part.error = ServerBusy("full")
-        stage.part.go.set()
-        await stage.turns()
-        assert [answer.text for answer in stage.asker.answers] == ["full"] and len(stage.waits) == 0
-
-    on_a_stage(work)
+    stage.part.error = ServerBusy("full")
+    stage.part.go.set()
+    await stage.turns()
+    assert [answer.text for answer in stage.asker.answers] == ["full"] and len(stage.waits) == 0
 
 
-def test_leaving_cancels_the_handler() -> None:
+@pytest.mark.asyncio
+async def test_leaving_cancels_the_handler(stage: Stage) -> None:
     """The asker gets no answer: it knows."""
-
-    async def work(stage: Stage) -> None:
-        stage.waits.leave(stage.asker.waiter)
-        await stage.turns()
-        assert stage.part.ended and stage.asker.answers == [] and len(stage.waits) == 0
-
-    on_a_stage(work)
+    stage.waits.leave(stage.asker.waiter)
+    await stage.turns()
+    assert stage.part.ended and stage.asker.answers == [] and len(stage.waits) == 0
 
 
-def test_a_stop_fails_requests_that_wait_and_later_ones() -> None:
+@pytest.mark.asyncio
+async def test_a_stop_fails_requests_that_wait_and_later_ones(stage: Stage) -> None:
     """Their handlers are cancelled, or do not begin."""
-
-    async def work(stage: Stage) -> None:
-        stage.waits.stop()
-        assert [answer.code for answer in stage.asker.answers] == [ConnectionClosed.code]
-        await stage.turns()
-        assert stage.part.ended and len(stage.asker.answers) == 1
-        stage.ask()
-        assert [answer.code for answer in stage.asker.answers] == [ConnectionClosed.code] * 2
-
-    on_a_stage(work)
+    stage.waits.stop()
+    assert [answer.code for answer in stage.asker.answers] == [ConnectionClosed.code]
+    await stage.turns()
+    assert stage.part.ended and len(stage.asker.answers) == 1
+    stage.ask()
+    assert [answer.code for answer in stage.asker.answers] == [ConnectionClosed.code] * 2
 
 
-def test_a_request_that_leaves_before_its_handler_begins() -> None:
+@pytest.mark.asyncio
+async def test_a_request_that_leaves_before_its_handler_begins() -> None:
     """Nothing of the handler is left behind, not even a coroutine that nothing awaits."""
-
-    async def main() -> None:
-        stage = Stage()
-        stage.ask()
-        stage.waits.leave(stage.asker.waiter)
-        await stage.turns()
-        assert not stage.part.ended and stage.asker.answers == [] and len(stage.waits) == 0
-
-    asyncio.run(main())
+    stage = Stage()
+    stage.ask()
+    stage.waits.leave(stage.asker.waiter)
+    await stage.turns()
+    assert not stage.part.ended and stage.asker.answers == [] and len(stage.waits) == 0
 
 
 def test_a_coroutine_that_is_left_before_it_begins_cleans_up() -> None:

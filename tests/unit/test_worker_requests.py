@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -34,13 +32,10 @@ class Link:
         frame.close()
 
 
-def play(scene: Callable[[Link], Coroutine[Any, Any, None]]) -> None:
-    """Run a scene on a loop."""
-
-    async def run() -> None:
-        await scene(Link())
-
-    asyncio.run(run())
+@pytest.fixture
+def link() -> Link:
+    """A link to which nothing was sent."""
+    return Link()
 
 
 def is_open(fd: int) -> bool:
@@ -52,68 +47,56 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def test_each_answer_goes_to_its_request() -> None:
+@pytest.mark.asyncio
+async def test_each_answer_goes_to_its_request(link: Link) -> None:
     """Whatever the order in which the worker answers."""
-
-    async def scene(link: Link) -> None:
-        asked = [asyncio.create_task(link.requests.request(w.FreeBytes(device))) for device in "ab"]
-        await asyncio.sleep(0)
-        for (_, number), free in zip(reversed(link.sent), (2, 1), strict=True):
-            link.says(w.Allocated(free=free), number)
-        assert [(await each)[0].free for each in asked] == [1, 2]
-        assert len(link.requests) == 0
-
-    play(scene)
+    asked = [asyncio.create_task(link.requests.request(w.FreeBytes(device))) for device in "ab"]
+    await asyncio.sleep(0)
+    for (_, number), free in zip(reversed(link.sent), (2, 1), strict=True):
+        link.says(w.Allocated(free=free), number)
+    assert [(await each)[0].free for each in asked] == [1, 2]
+    assert len(link.requests) == 0
 
 
-def test_a_workers_end_fails_its_requests() -> None:
+@pytest.mark.asyncio
+async def test_a_workers_end_fails_its_requests(link: Link) -> None:
     """With how it ended."""
-
-    async def scene(link: Link) -> None:
-        asked = asyncio.create_task(link.requests.request(w.FreeBytes("a")))
-        await asyncio.sleep(0)
-        link.requests.fail(WorkerCrashed("the worker (pid 1) was killed"))
-        with pytest.raises(WorkerCrashed, match="pid 1"):
-            await asked
-        assert len(link.requests) == 0
-
-    play(scene)
-
-
-def test_progress_comes_before_the_answer() -> None:
-    """And does not end the request."""
-
-    async def scene(link: Link) -> None:
-        done: list[int] = []
-        copying = link.requests.request(w.CopySegments([], [], [], []), progressed=lambda news: done.append(news.done))
-        asked = asyncio.create_task(copying)
-        await asyncio.sleep(0)
-        link.says(w.CopyProgress(5), 1)
-        link.says(w.SegmentsCopied([], []), 1)
+    asked = asyncio.create_task(link.requests.request(w.FreeBytes("a")))
+    await asyncio.sleep(0)
+    link.requests.fail(WorkerCrashed("the worker (pid 1) was killed"))
+    with pytest.raises(WorkerCrashed, match="pid 1"):
         await asked
-        assert done == [5]
+    assert len(link.requests) == 0
 
-    play(scene)
+
+@pytest.mark.asyncio
+async def test_progress_comes_before_the_answer(link: Link) -> None:
+    """And does not end the request."""
+    done: list[int] = []
+    copying = link.requests.request(w.CopySegments([], [], [], []), progressed=lambda news: done.append(news.done))
+    asked = asyncio.create_task(copying)
+    await asyncio.sleep(0)
+    link.says(w.CopyProgress(5), 1)
+    link.says(w.SegmentsCopied([], []), 1)
+    await asked
+    assert done == [5]
 
 
 @pytest.mark.parametrize("crosses", [False, True], ids=["before the answer", "after it"])
-def test_a_cancelled_request_closes_what_was_made(crosses: bool) -> None:
+@pytest.mark.asyncio
+async def test_a_cancelled_request_closes_what_was_made(link: Link, crosses: bool) -> None:
     """The worker is asked to stop, unless its answer has come; the request counts until it is answered."""
-
-    async def scene(link: Link) -> None:
-        unused: list[Message] = []
-        asked = asyncio.create_task(link.requests.request(w.FreeBytes("a"), stop=w.Stop(), unused=unused.append))
-        await asyncio.sleep(0)
-        fd = os.open(os.devnull, os.O_RDONLY)
-        if crosses:
-            link.says(w.Allocated(), 1, fd)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        if not crosses:
-            assert link.sent[-1] == (w.Stop(), 1) and len(link.requests) == 1
-            link.says(w.CopyProgress(5), 1)
-            link.says(w.Allocated(), 1, fd)
-        assert unused == [w.Allocated()] and len(link.requests) == 0 and not is_open(fd)
-
-    play(scene)
+    unused: list[Message] = []
+    asked = asyncio.create_task(link.requests.request(w.FreeBytes("a"), stop=w.Stop(), unused=unused.append))
+    await asyncio.sleep(0)
+    fd = os.open(os.devnull, os.O_RDONLY)
+    if crosses:
+        link.says(w.Allocated(), 1, fd)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    if not crosses:
+        assert link.sent[-1] == (w.Stop(), 1) and len(link.requests) == 1
+        link.says(w.CopyProgress(5), 1)
+        link.says(w.Allocated(), 1, fd)
+    assert unused == [w.Allocated()] and len(link.requests) == 0 and not is_open(fd)
