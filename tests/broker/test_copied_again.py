@@ -87,7 +87,7 @@ def held(app: BrokerApp, tmp_path: Path) -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: Path) -> None:
+def test_kept_memory_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: Path) -> None:
     """Though it was a good one before: of an eviction that was refused, after the bytes were copied."""
     app.file.write_text(APP.format(watching=HELD.format(held=str(held))))
     start()
@@ -127,7 +127,7 @@ def test_it_is_no_copy_while_it_is_written(start: Start, app: BrokerApp, held: P
     assert buffer.has_its_bytes()
 
 
-def test_it_goes_when_the_object_goes_to_a_file(app: BrokerApp, tmp_path: Path) -> None:
+def test_kept_memory_is_freed_when_the_object_moves_to_a_file(app: BrokerApp, tmp_path: Path) -> None:
     """Host memory is what is to be spared then."""
     app.start_program(app.program(HOST, spill_dir=str(tmp_path)))
     buffer = MovedBuffer(app, GPUS[0])

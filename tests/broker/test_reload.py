@@ -30,7 +30,7 @@ def app(broker_app: BrokerApp) -> BrokerApp:
     return broker_app
 
 
-def test_what_changed_is_built_anew(app: BrokerApp) -> None:
+def test_results_of_changed_endpoints_are_rebuilt(app: BrokerApp) -> None:
     """Objects of other endpoints stay; who holds an old one keeps it, and it says that it is stale."""
     app.start()
     client = app.connect()
@@ -62,7 +62,7 @@ def test_a_change_within_a_second(app: BrokerApp, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("objects", "value", "left"), [("none", 1.0, 2), ("all", 2.0, 0), ("changed", 2.0, 1)])
-def test_which_objects_are_dropped(app: BrokerApp, objects: str, value: float, left: int) -> None:
+def test_reload_drops_all_changed_or_no_objects(app: BrokerApp, objects: str, value: float, left: int) -> None:
     """All, none, or those that the new code would make otherwise."""
     app.start()
     client = app.connect()

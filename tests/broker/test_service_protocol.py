@@ -65,7 +65,7 @@ def taken(children: list[Child], kinds: str, pid: str = "", path: str = "") -> C
     return child
 
 
-def test_what_was_passed(children: list[Child], tmp_path: Path) -> None:
+def test_inherited_sockets_and_descriptors_are_taken(children: list[Child], tmp_path: Path) -> None:
     """Sockets by their path, what is stored by name; none of it goes on to children, and neither do the variables."""
     path = str(tmp_path / "socket")
     child = taken(children, "listens memory memory", path=path)
@@ -75,7 +75,7 @@ def test_what_was_passed(children: list[Child], tmp_path: Path) -> None:
     assert child.expect("blocking") == "blocking [False]"
 
 
-def test_what_was_passed_to_another(children: list[Child], tmp_path: Path) -> None:
+def test_descriptors_for_another_pid_are_left_alone(children: list[Child], tmp_path: Path) -> None:
     """``LISTEN_PID`` is not this process: nothing is touched."""
     child = taken(children, "listens memory", "1", str(tmp_path / "socket"))
     assert child.expect("took") == "took [] []"
@@ -90,7 +90,7 @@ def test_what_was_passed_to_another(children: list[Child], tmp_path: Path) -> No
         ("memory nothing", "LISTEN_FDS=2, but descriptor 4 is not open"),
     ],
 )
-def test_what_nobody_can_use(children: list[Child], kinds: str, why: str) -> None:
+def test_unusable_descriptors_are_configuration_errors(children: list[Child], kinds: str, why: str) -> None:
     """It is an error of the configuration, which names it."""
     assert why in taken(children, kinds).expect("refused")
 
@@ -139,7 +139,9 @@ def received(sock: socket.socket) -> tuple[list[str], list[int]]:
         (lambda notifier: notifier.remove("a-1"), ["FDSTOREREMOVE=1", "FDNAME=a-1"]),
     ],
 )
-def test_what_is_told(notified: tuple[socket.socket, Notifier], tell: Callable[[Notifier], None], lines: list[str]) -> None:
+def test_notifications_follow_sd_notify(
+    notified: tuple[socket.socket, Notifier], tell: Callable[[Notifier], None], lines: list[str]
+) -> None:
     """As sd_notify(3) has it, one message each."""
     sock, notifier = notified
     tell(notifier)

@@ -238,7 +238,7 @@ def _queued(path: str) -> int:
         return sum(line.split()[5] == "02" for line in table if line.rstrip().endswith(path))
 
 
-def test_what_is_dropped_leaves_the_store(app: BrokerApp, manager: ServiceManager) -> None:
+def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager) -> None:
     """By invalidation, by its ``idle_ttl``, and for the budget; what stays is there after a restart, and no more."""
     app.write("""
         @provider.share(idle_ttl=0.2)
@@ -581,7 +581,7 @@ OTHERS = {
     ("other", "listen"),
     [("another base path", False), *deep(("another base path", True), ("another device", False), ("another device", True))],
 )
-def test_another_provider_at_the_same_socket(
+def test_a_socket_that_another_provider_takes_over(
     app: BrokerApp, make_manager: Callable[..., ServiceManager], gate: Path, other: str, listen: bool
 ) -> None:
     """It is served there, after what was kept for the earlier one is dropped."""

@@ -139,7 +139,7 @@ def test_the_next_workers_are_forks(app: ImpatientApp) -> None:
     assert zygote_of(client)["pid"] == zygote
 
 
-def test_how_a_fork_ended_is_told(app: ImpatientApp) -> None:
+def test_the_exit_of_a_fork_is_reported(app: ImpatientApp) -> None:
     """Its signal, and what it wrote last, as those of a new process."""
     app.start()
     client = app.connect()

@@ -103,7 +103,7 @@ def test_a_fork_computes_with_threads_of_its_own(with_torch: Zygote) -> None:
     assert fork.close() == (0, "")
 
 
-def test_what_an_import_registers_for_the_end(zygote: Zygote, tmp_path: Path) -> None:
+def test_atexit_callbacks_of_imports_run_once_per_fork(zygote: Zygote, tmp_path: Path) -> None:
     """Each fork does it once; the zygote, which is none of those that imported it, does not."""
     zygote.write(
         "registers",
@@ -122,7 +122,7 @@ def test_what_an_import_registers_for_the_end(zygote: Zygote, tmp_path: Path) ->
     assert sorted((tmp_path / "end").read_text().split()) == sorted(str(fork.pid) for fork in forks)
 
 
-def test_what_a_library_has_opened_stays(make: Callable[..., Zygote], tmp_path: Path) -> None:
+def test_descriptors_of_libraries_stay_open(make: Callable[..., Zygote], tmp_path: Path) -> None:
     """libffi maps a file that it opened when ctypes was imported, by its number: no fork has another file in its place."""
     library = importlib.import_module("_ctypes").__file__
     early = tmp_path / "early"

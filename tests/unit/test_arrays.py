@@ -104,7 +104,7 @@ def test_read_only_arrays(device: str, rebuilt: Rebuilt) -> None:
 
 
 @pytest.mark.parametrize("access", ["read_write", "read"])
-def test_nobody_can_write_to_what_all_have(device: str, published: Callable[..., Record], access: str) -> None:
+def test_the_segment_of_arrays_is_sealed(device: str, published: Callable[..., Record], access: str) -> None:
     """The segment is sealed: the kernel refuses a mapping through which others would see a write."""
     record = published(beside_a_tensor(device, numpy.arange(LARGE)), access)
     segment = record.segments[-1]

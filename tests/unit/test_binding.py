@@ -81,7 +81,7 @@ def test_an_operation_is_driven_with_its_arguments() -> None:
         Calculator().add()
 
 
-def test_what_a_class_defines_itself_stays() -> None:
+def test_own_methods_of_a_class_are_not_replaced() -> None:
     """A method of that name, of the class or of a subclass, is not replaced; the others are bound."""
 
     @bound

@@ -292,7 +292,7 @@ def test_nothing_is_evicted_in_vain(limited: Buffers) -> None:
     assert limited.dropped == [] and limited.capacity.used("cpu") == 200
 
 
-def test_who_holds_the_most_holds_each_byte_once(limited: Buffers) -> None:
+def test_bytes_of_the_largest_holder_are_counted_once(limited: Buffers) -> None:
     """Objects over one buffer are no more memory than it, and it is not idle while one of them is held."""
     limited.make(session="a", name="shared", nbytes=60)
     limited.add("f(1)", "shared", holders="a")
@@ -314,7 +314,7 @@ def test_no_bytes_always_fit(limited: Buffers) -> None:
 
 
 @pytest.mark.parametrize(("quota", "total", "limit"), [(300, TOTAL, 300), (TOTAL * 2, TOTAL, TOTAL), (None, TOTAL, TOTAL)])
-def test_what_never_fits_is_refused_as_such(quota: int | None, total: int, limit: int) -> None:
+def test_requests_beyond_the_quota_or_the_device_are_refused(quota: int | None, total: int, limit: int) -> None:
     """More than the quota, or than the device has: waiting would not help."""
     limits = {} if quota is None else {"cpu": quota}
     buffers = Buffers(**limits)

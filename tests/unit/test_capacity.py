@@ -300,7 +300,7 @@ def world(worlds: Callable[..., World]) -> World:
     return worlds({GPU: 100, CPU: 100})
 
 
-def test_what_fits_is_granted_at_once(world: World) -> None:
+def test_a_request_that_fits_is_granted_at_once(world: World) -> None:
     """Its bytes are reserved until the block ends."""
     ask = world.ask("a", gpu=60)
     assert ask.granted and world.capacity.used(GPU) == 60
@@ -335,7 +335,7 @@ def test_an_object_that_is_there_needs_no_capacity(world: World) -> None:
     assert world.ask("a", stored).there
 
 
-def test_what_is_leaving_is_counted(world: World) -> None:
+def test_bytes_of_pending_evictions_are_counted(world: World) -> None:
     """While something goes that is enough, nothing else has to."""
     world.put("x", {GPU: 60})
     world.put("y", {GPU: 40})
@@ -344,7 +344,7 @@ def test_what_is_leaving_is_counted(world: World) -> None:
     assert world.going == [(["x"], "host")]
 
 
-def test_what_a_request_waits_for_goes_last(world: World) -> None:
+def test_objects_that_requests_wait_for_are_evicted_last(world: World) -> None:
     """Else it would have to come back at once."""
     first = world.put("x", {GPU: 50}, active="b")
     second = world.put("y", {GPU: 50}, active="b")
@@ -383,9 +383,7 @@ def test_a_pinned_object_that_can_go_nowhere_is_not_dropped(world: World) -> Non
     ("nbytes", "kind", "text"),
     [(51, ServerBusy, "51 bytes on GPU-1 do not fit beside what is pinned"), (101, CapabilityError, "more than the quota")],
 )
-def test_what_can_never_be_granted_is_refused_before_its_turn(
-    world: World, nbytes: int, kind: type[Exception], text: str
-) -> None:
+def test_impossible_requests_are_refused_before_their_turn(world: World, nbytes: int, kind: type[Exception], text: str) -> None:
     """Whoever is in the queue before it."""
     world.put("x", {GPU: 50}, pinned=True)
     world.put("y", {GPU: 50}, active="b")
@@ -426,7 +424,7 @@ def test_an_object_in_use_comes_to_rest(world: World) -> None:
     assert second.there
 
 
-def test_all_that_wait_for_an_object_get_it_together(world: World) -> None:
+def test_all_requests_for_an_object_are_granted_together(world: World) -> None:
     """With the first of them, those behind others too; who comes later does not."""
     one, two = world.put("x", {GPU: 100}, active="s"), world.put("y", {GPU: 100}, "host")
     first, other, third = world.ask("a", two), world.ask("b", one), world.ask("c", two)
@@ -533,7 +531,7 @@ def test_copies_of_what_is_on_its_device_give_way_first(worlds: Callable[..., Wo
     assert world.store.copies.get(warm.record.segments[0].info.id, "host") is None and world.going == [(["x"], "host")]
 
 
-def test_what_lies_on_the_host_goes_to_a_file(worlds: Callable[..., World]) -> None:
+def test_host_copies_are_spilled_to_files(worlds: Callable[..., World]) -> None:
     """The least recently used first; the object goes when there is capacity for its copy."""
     world = worlds({GPU: 50}, host_limit=100)
     for name in ("old", "new"):
@@ -555,7 +553,7 @@ def test_an_object_larger_than_the_host_goes_to_a_file(worlds: Callable[..., Wor
     assert world.going == [(["x"], "file")]
 
 
-def test_what_the_host_has_no_capacity_for_beside_others_goes_to_a_file(worlds: Callable[..., World]) -> None:
+def test_the_second_of_two_evictions_goes_to_a_file_where_the_host_is_full(worlds: Callable[..., World]) -> None:
     """Of two that go together, too."""
     world = worlds({GPU: 100}, host_limit=50)
     world.put("x", {GPU: 50})

@@ -15,7 +15,7 @@ from shared_rpc.execution.child import Backoff, Child
 
 
 @pytest.mark.parametrize(("command", "how"), [("exit 3", "exited with code 3"), ("kill -9 $$", "was killed by SIGKILL")])
-def test_how_a_child_ended_is_known(command: str, how: str) -> None:
+def test_exit_status_and_last_output_are_reported(command: str, how: str) -> None:
     """Its code or signal, and what it wrote last, when its end is reported."""
 
     process = subprocess.Popen(["sh", "-c", f"echo last words >&2; {command}"], stderr=subprocess.PIPE, bufsize=0)

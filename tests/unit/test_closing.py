@@ -74,7 +74,7 @@ def _read(number: str | int) -> str:
         return ""
 
 
-def test_another_thread_closes_large_memory(spared: None, closes: Closes) -> None:
+def test_large_memory_is_closed_by_another_thread(spared: None, closes: Closes) -> None:
     """And this one goes on."""
     with late_closings():
         number = close(LARGE)

@@ -195,7 +195,7 @@ _TAKEN_APART = {
 
 
 @pytest.mark.parametrize("kind", _TAKEN_APART)
-def test_what_is_rebuilt_by_code_is_no_inference_tensor(device: str, published: Callable[..., Record], kind: str) -> None:
+def test_tensors_rebuilt_under_inference_mode_are_normal(device: str, published: Callable[..., Record], kind: str) -> None:
     """Attached under ``inference_mode``, a buffer of any kind can be computed with under autograd outside of it."""
     holder = nn.Module()
     holder.register_buffer("table", _TAKEN_APART[kind](device))
@@ -581,7 +581,7 @@ def _recursive_and_locked() -> Callable[..., Any]:
         *("meta tensor", "meta attribute", "lazy", "mkldnn", "csr"),
     ],
 )
-def test_what_cannot_be_shared_is_named(no_leaks: None, make: Callable[[], Any], path: str, reason: str) -> None:
+def test_refusals_name_path_and_reason(no_leaks: None, make: Callable[[], Any], path: str, reason: str) -> None:
     """The error names endpoint and attribute path, and says what is wrong there."""
     value = make()
     with pytest.raises(CapabilityError) as caught:

@@ -27,7 +27,7 @@ def run_of_nobody() -> RunContext:
 
 
 @pytest.mark.asyncio
-async def test_one_that_cancels_itself_and_returns(ended: list[Any]) -> None:
+async def test_a_coroutine_that_cancels_itself_ends(ended: list[Any]) -> None:
     """It is cancelled, as a task is that was asked to; whoever started it goes on."""
 
     async def suicidal() -> int:
@@ -42,7 +42,7 @@ async def test_one_that_cancels_itself_and_returns(ended: list[Any]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_one_that_is_asked_to_stop(ended: list[Any]) -> None:
+async def test_a_cancelled_coroutine_fails_with_task_cancelled(ended: list[Any]) -> None:
     """Where it awaits."""
 
     coroutines, run = Coroutines(), run_of_nobody()
@@ -57,7 +57,7 @@ async def test_one_that_is_asked_to_stop(ended: list[Any]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_follows_is_not_in_its_context(ended: list[Any]) -> None:
+async def test_the_run_is_current_in_its_coroutine_only(ended: list[Any]) -> None:
     """Its run is the current one in it, and nowhere else."""
     seen: list[RunContext | None] = []
 
@@ -92,7 +92,7 @@ def test_runs_that_end_in_two_loops_at_once() -> None:
 
 
 @pytest.mark.asyncio
-async def test_one_that_starts_the_next(ended: list[Any]) -> None:
+async def test_chained_runs_do_not_grow_the_stack(ended: list[Any]) -> None:
     """Thousands in a row need no deeper stack than two."""
 
     async def nothing() -> None:
@@ -112,7 +112,7 @@ async def test_one_that_starts_the_next(ended: list[Any]) -> None:
 
 
 @pytest.mark.asyncio
-async def test_one_that_refuses_to_end(ended: list[Any]) -> None:
+async def test_a_coroutine_is_cancelled_until_it_ends(ended: list[Any]) -> None:
     """It is cancelled until it gives in."""
     asked = 0
 

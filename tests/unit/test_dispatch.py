@@ -179,7 +179,7 @@ def test_a_withdrawal_in_time(setting: Setting) -> None:
     assert setting.peers[0].runs == set()
 
 
-def test_what_began_is_not_withdrawn(setting: Setting) -> None:
+def test_a_started_run_is_not_withdrawn(setting: Setting) -> None:
     """Others may join it, and its result is worth keeping."""
     started = setting.start()
     (_, number) = setting.peers[0].sent[-1]

@@ -185,7 +185,7 @@ def test_a_template_is_filled_in(template: str, expected: str) -> None:
     assert key_of(describe(load, cache_format_key=template), 8) == expected
 
 
-def test_what_a_template_leaves_out_does_not_count() -> None:
+def test_arguments_outside_the_template_do_not_count() -> None:
     """Tensors among it: they leave the call without a default key."""
     spec = describe(load, cache_format_key="{hidden_size}")
     assert key_of(spec, 8, 2) == key_of(spec, 8, 3, tied=False) == key_of(spec, 8, TensorRef(0)) == "load:8"

@@ -449,7 +449,9 @@ def test_the_first_reason_counts(connection: Connection) -> None:
     [(0, False, True), (27, False, True), (1000, False, False), (1000, True, True)],
     ids=["not sent", "sent in part", "sent", "sent, and only asks"],
 )
-def test_what_may_be_repeated(connection: Connection, written: int, again: bool, repeatable: bool) -> None:
+def test_requests_are_repeatable_if_unsent_or_read_only(
+    connection: Connection, written: int, again: bool, repeatable: bool
+) -> None:
     """A request of which the last byte was not written was not received; one that only asks can be asked again."""
     exchange = connection.ask(m.GetObjectInfo("a long name") if again else m.Release(["a long name"]))
     connection.write(written)

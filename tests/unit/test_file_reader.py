@@ -40,7 +40,7 @@ def test_memory_without_a_descriptor(file: int) -> None:
         HOST.unmap(address, COUNT * STEP)
 
 
-def test_who_counts_may_end_the_reading(file: int) -> None:
+def test_an_exception_of_the_progress_callback_ends_the_reading(file: int) -> None:
     """What it raises is raised, once no thread reads any more."""
 
     def enough(_: Part) -> None:

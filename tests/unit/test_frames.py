@@ -296,7 +296,7 @@ def test_the_header_is_as_documented() -> None:
     ],
     ids=["fds", "body", "payload"],
 )
-def test_what_the_other_side_would_refuse_is_not_sent(body: int, payload: int, fds: int, message: str) -> None:
+def test_frames_beyond_the_limits_are_not_sent(body: int, payload: int, fds: int, message: str) -> None:
     """The sender is told, where the message is made, instead of losing its connection."""
     with pytest.raises(ProtocolError, match=message):
         encode_frame(8, 1, bytes(body), bytes(payload), fds)

@@ -46,7 +46,7 @@ def _packed() -> PackedSequence:
     "make", [_optimizer, _schedule, _averaged, _packed], ids=["optimizer", "schedule", "averaged model", "packed sequence"]
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_what_computes_on_the_host_stays_there(make: Callable[[], Any]) -> None:
+def test_host_state_of_known_objects_stays_on_the_host(make: Callable[[], Any]) -> None:
     """Where a GPU's memory is shared, host tensors of such an object are no mistake."""
     _, scan = dump_result([torch.nn.Identity(), State(1, {"m": make()})], "load", "cuda")
     assert scan.storages
@@ -80,7 +80,7 @@ def test_other_host_tensors_are_refused(make: Callable[[], Any], path: str) -> N
         pytest.param(lower_arguments, id="within a process"),
     ],
 )
-def test_what_computes_on_the_host_as_an_argument(lower: Callable[..., Any]) -> None:
+def test_host_state_of_known_objects_in_arguments(lower: Callable[..., Any]) -> None:
     """An averaged model's count is no mistake there either, and a host tensor beside it is one, in every role."""
     model = _averaged()
     lower([model], {}, "cuda")

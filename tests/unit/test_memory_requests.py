@@ -49,7 +49,7 @@ def says(answer: Message) -> Any:
     return lambda worker, number: worker.requests.take(answer, Frame(0, number, b""))
 
 
-def test_another_worker_is_asked_where_one_ends() -> None:
+def test_a_request_moves_to_another_worker_when_one_ends() -> None:
     """As one does that a reload has replaced."""
     old, new = workers = [FakeWorker(1), FakeWorker(2)]
 
@@ -62,7 +62,7 @@ def test_another_worker_is_asked_where_one_ends() -> None:
     assert (old.sent.qsize(), new.sent.qsize()) == (0, 0)
 
 
-def test_nobody_is_asked_for_ever() -> None:
+def test_a_request_fails_after_the_second_worker() -> None:
     """Where the second one ends too, its end is told."""
     workers = [FakeWorker(1), FakeWorker(2), FakeWorker(3)]
 

@@ -210,7 +210,7 @@ def test_a_damaged_message_is_a_protocol_error_or_another(message: Message, data
     [m.GetObjectInfo("\udc80"), m.Count(1 << 64), m.Result(object(), [])],
     ids=["surrogate", "large", "no data"],
 )
-def test_what_cannot_travel_is_refused_by_the_sender(message: Message) -> None:
+def test_values_without_an_encoding_are_refused_by_the_sender(message: Message) -> None:
     """MessagePack has no surrogates, no integers of more than 64 bits, and no objects."""
     with pytest.raises(ProtocolError, match=f"cannot encode a {type(message).__name__} message: "):
         encode_message(message)

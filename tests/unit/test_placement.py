@@ -135,7 +135,7 @@ def test_a_part_of_what_was_published_is_not_copied(device: str, published: Publ
     assert part.nbytes == 7 * 4 * 4
 
 
-def test_what_is_new_is_placed_beside_what_is_not(device: str, published: Published) -> None:
+def test_only_new_tensors_are_copied(device: str, published: Published) -> None:
     """Of a value that is partly shared already, only the rest is copied."""
     old = torch.ones(2, device=device)
     first = published(old)
@@ -335,7 +335,7 @@ def test_peak_memory_of_publishing() -> None:
 
 
 @pytest.mark.gpu
-def test_what_other_streams_write_is_published() -> None:
+def test_publishing_waits_for_other_streams() -> None:
     """A kernel that still runs on another stream when an endpoint returns is waited for, not copied around."""
     value = torch.zeros(1 << 20, device="cuda")
     torch.cuda.synchronize()

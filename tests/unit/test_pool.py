@@ -61,7 +61,7 @@ def pool() -> Iterator[Pool]:
 class TestPool:
     """Taking and giving back."""
 
-    def test_what_is_given_back_is_taken_again(self, pool: Pool) -> None:
+    def test_released_chunks_are_reused(self, pool: Pool) -> None:
         """A thousand rounds stay in the first arena."""
         for _ in range(1000):
             (chunk,) = pool.acquire("cpu", [MIB // 2], "a test")
@@ -69,7 +69,7 @@ class TestPool:
         assert pool.nbytes == MIB
         assert pool.used == 0
 
-    def test_it_doubles_up_to_its_limit(self, pool: Pool) -> None:
+    def test_a_pool_doubles_up_to_its_limit(self, pool: Pool) -> None:
         """Arenas come as they are needed, and no more of them than the options allow."""
         sizes = []
         for _ in range(4):
@@ -86,7 +86,7 @@ class TestPool:
             pool.acquire("cpu", [MIB // 2, MIB], "arguments of quick()")
         assert pool.used == 1
 
-    def test_what_was_taken_in_vain_is_no_chance_for_others(self, pool: Pool) -> None:
+    def test_only_releases_count_as_frees(self, pool: Pool) -> None:
         """Only what is given back counts: who waits for capacity would try again and again."""
         pool.acquire("cpu", [3 * MIB], "a test")
         with pytest.raises(PoolFull) as full:

@@ -209,7 +209,9 @@ CASES = [everything, tied, containers, subclasses, wrappers, sparse, jagged, ove
 @pytest.mark.parametrize("access", ["read_write", "read"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_what_is_shared(device: str, published: Published, case: Callable[..., Any], access: str) -> None:
+def test_parameters_are_shared_and_other_tensors_are_copied(
+    device: str, published: Published, case: Callable[..., Any], access: str
+) -> None:
     """The memory of parameters is at one address for all; of everything else there is one more copy, with the same bits."""
     value, tensors_of, shared = case(device)
     before = digests(tensors_of(value))
@@ -323,7 +325,7 @@ def test_an_optimizers_state(device: str, published: Published) -> None:
 
 @pytest.mark.parametrize("access", ["read_write", "read"])
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_nobody_can_write_to_what_later_ones_copy(published: Published, access: str) -> None:
+def test_the_segment_of_private_tensors_is_sealed(published: Published, access: str) -> None:
     """The segment of private bytes is sealed on the host, whatever the others' access is."""
     record = published(nn.BatchNorm1d(4), access, tensors="parameters")
     shared, own = record.segments
@@ -344,7 +346,7 @@ def test_sizes(device: str, published: Published) -> None:
     assert record.device == record.segments[0].info.device
 
 
-def test_what_was_shared_as_a_whole_is_private_to_those_who_get_it_so(device: str, published: Published) -> None:
+def test_a_shared_buffer_is_copied_for_a_private_publication(device: str, published: Published) -> None:
     """A buffer that another endpoint has put into shared memory is copied; the parameters stay one memory."""
     model = nn.BatchNorm1d(4, device=device)
     whole = attach(published(model))

@@ -189,7 +189,7 @@ TENSORS = st.integers(0, 3).flatmap(
 
 @hypothesis.given(st.lists(STORAGES, max_size=2), st.lists(TENSORS, max_size=2))
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-def test_what_is_admitted_can_be_rebuilt(
+def test_admitted_tables_lie_within_their_segments(
     memory: list[Mapping], storages: list[StorageEntry], tensors: list[TensorEntry]
 ) -> None:
     """By torch itself, which checks what it is given; so that where it is not asked to check, nothing is outside either."""
@@ -288,7 +288,7 @@ def test_several_gpus_keep_their_places() -> None:
 
 
 @pytest.mark.parametrize(("record", "device"), [(header(), GPU), (on_gpu(GPU), "cpu")])
-def test_another_kind_of_device(record: RecordHeader, device: str) -> None:
+def test_a_record_of_another_kind_of_device_is_refused(record: RecordHeader, device: str) -> None:
     """Both are named."""
     with pytest.raises(RecordError, match=f"is on {record.device}, and this server has its results on {device}") as caught:
         homes(record, device)

@@ -145,7 +145,7 @@ def test_a_reader_learns_of_its_server_s_end() -> None:
         reader.wait(2, time.monotonic() + 5)
 
 
-def test_nobody_seals_a_page_that_all_write_to() -> None:
+def test_a_writable_page_cannot_be_sealed() -> None:
     """A client that did would keep the others from updating the object."""
     with new_page() as segment, pytest.raises(PermissionError):
         HOST.seal(segment.fileno())
@@ -159,7 +159,7 @@ def test_an_unknown_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("ends", ["well", "badly"])
-def test_who_waits_is_woken(
+def test_waiters_are_woken_by_the_end_of_an_update(
     page: Page, monkeypatch: pytest.MonkeyPatch, go: threading.Event, begun: threading.Event, ends: str
 ) -> None:
     """By the end of the update, whichever it is; nobody looks again and again."""

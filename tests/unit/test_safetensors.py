@@ -60,7 +60,7 @@ def test_large_tensors_come_in_pieces(tmp_path: Path, device: str, monkeypatch: 
     assert torch.equal(load(tmp_path / "x.safetensors", device)["long"].cpu(), tensor)
 
 
-def test_what_is_loaded_is_published_where_it_lies(
+def test_loaded_tensors_are_published_in_place(
     file: Path, device: str, no_leaks: None, published: Callable[..., Record]
 ) -> None:
     """No tensor moves, and no segment is made but the loader's."""
@@ -88,7 +88,7 @@ def test_a_module_made_of_it_is_published_where_it_lies(tmp_path: Path, device: 
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_what_is_shared_for_reading_is_sealed(file: Path, no_leaks: None, published: Callable[..., Record]) -> None:
+def test_read_access_seals_loaded_memory(file: Path, no_leaks: None, published: Callable[..., Record]) -> None:
     """access="read" binds the kernel, though the memory was filled before anybody knew how it would be shared."""
     segment = published(load(file, "cpu"), "read").segments[0]
     with pytest.raises(CapabilityError, match="shared read-only"):
@@ -96,7 +96,7 @@ def test_what_is_shared_for_reading_is_sealed(file: Path, no_leaks: None, publis
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_what_was_shared_for_writing_is_not_sealed_later(file: Path, published: Callable[..., Record]) -> None:
+def test_memory_shared_for_writing_is_not_sealed_later(file: Path, published: Callable[..., Record]) -> None:
     """Whoever has it for writing may go on, and others may come."""
     weights = load(file, "cpu")
     segment = published(weights, "read_write").segments[0]

@@ -178,7 +178,7 @@ def test_a_server_has_no_folder_of_an_installed_package_on_its_path(monkeypatch:
         ("/run/a/ss-cpu.sock", False),
     ],
 )
-def test_whose_socket_it_is(path: str, expected: bool) -> None:
+def test_sockets_of_a_base_path(path: str, expected: bool) -> None:
     """A base path's own sockets, and not those of one that begins with it."""
     assert is_socket_of("/run/a/s", path) is expected
 

@@ -194,7 +194,7 @@ def test_a_long_list_is_cut() -> None:
         (Replicate(), 0, 0, "rank 0 of 0"),
     ],
 )
-def test_what_cannot_be_cut(placement: Placement, rank: int, world: int, told: str) -> None:
+def test_impossible_cuts_are_refused(placement: Placement, rank: int, world: int, told: str) -> None:
     """The error names the tensor, the dimension and the number of ranks."""
     with pytest.raises(ConfigurationError, match=told):
         shard_state_dict({"x": torch.zeros(4, 6)}, {"x": placement}, rank, world)

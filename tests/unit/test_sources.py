@@ -78,7 +78,7 @@ def test_the_latest_attachment_is_the_source(table: SourceTable[str], other: str
     assert table.answer(other, second.number, 1) is run
 
 
-def test_another_session_does_not_speak_for_the_source(table: SourceTable[str]) -> None:
+def test_other_sessions_cannot_answer_for_the_source(table: SourceTable[str]) -> None:
     """A number is no secret."""
     number = table.attach("s").number
     with pytest.raises(ClusterError):

@@ -106,7 +106,7 @@ def test_a_lease_is_active_unless_it_is_suspended() -> None:
     assert leases.active("x") == {"a", "b"}
 
 
-def test_whoever_moves_an_object_hears_of_its_use() -> None:
+def test_watchers_are_called_for_grants_and_resumes() -> None:
     """Of every handle that is granted and every lease that is resumed, and not of the ends of leases."""
     leases, heard = LeaseTable(), []
     leases.watch("x", lambda: heard.append("x"))

@@ -17,7 +17,7 @@ from tests.kit.processes import open_fds
 
 
 @pytest.mark.asyncio
-async def test_what_a_dead_process_sent_cannot_be_read(caplog: Any) -> None:
+async def test_a_frame_without_its_descriptors_ends_the_reading(caplog: Any) -> None:
     """A frame whose descriptors were lost ends the reading, is logged, and is no error of who looks for the process's end."""
     taken: list[object] = []
 
@@ -35,7 +35,7 @@ async def test_what_a_dead_process_sent_cannot_be_read(caplog: Any) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("at_once", [False, True])
-async def test_what_cannot_wait_for_the_others(at_once: bool) -> None:
+async def test_messages_are_written_together_unless_at_once(at_once: bool) -> None:
     """What is sent while a frame is handled goes in one write with what else that brings, but for what cannot wait: it has
     left when the call returns, whatever becomes of this process then.
     """

@@ -405,7 +405,7 @@ def test_a_reload_goes_on_though_its_caller_leaves(caplog: pytest.LogCaptureFixt
     asyncio.run(story())
 
 
-def test_what_comes_to_expire_during_a_sweep_is_swept() -> None:
+def test_expiries_due_during_a_sweep_are_swept() -> None:
     """Its table was swept already: it is looked at again, when that is due and not before."""
     sweeps: list[float] = []
 

@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         (b'{"version": 2, "new": true}', "a ticket of format 2, but this release reads 1"),
     ],
 )
-def test_what_is_no_ticket(path: Path, content: bytes, told: str) -> None:
+def test_malformed_tickets_are_refused(path: Path, content: bytes, told: str) -> None:
     """It is refused with what is wrong and what to do."""
     path.write_bytes(content)
     path.chmod(0o600)

@@ -264,7 +264,7 @@ def ext(code: int, data: bytes) -> Any:
         (ext(6, msgspec.msgpack.encode(["int8, y=2"])), "'int8, y=2' cannot name a dtype"),
     ],
 )
-def test_what_no_caller_writes_is_refused(value: Any, message: str) -> None:
+def test_malformed_arguments_are_refused(value: Any, message: str) -> None:
     """With a ProtocolError that says what it is."""
     with pytest.raises(ProtocolError, match=message):
         decode(value)
