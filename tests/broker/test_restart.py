@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
-import msgspec
 import pytest
 import torch
 
 from shared_rpc import AsyncClient, errors
-from shared_rpc.client.handle import Lease
-from shared_rpc.client.results import result_of
-from shared_rpc.client.session import LeaseBook
-from shared_rpc.client.steps import Reply
-from shared_rpc.client.transfer import ClientTransfer
-from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.pool import PoolOptions
-from shared_rpc.protocol import messages as m
-from shared_rpc.protocol.frames import Frame
-from shared_rpc.protocol.records import EMPTY_TABLE
 from tests.kit.brokers import BrokerApp, begun
 from tests.kit.processes import eventually, sigstop
 
@@ -136,45 +124,3 @@ async def test_handles_of_the_broker_that_was(app: BrokerApp) -> None:
         await theirs.release()
         assert not again.is_stale()
         assert client.get_server_info()["leases"] == 1
-
-
-@pytest.mark.usefixtures("no_leaks")
-def test_a_result_of_a_session_that_ended() -> None:
-    """Its memory was told by name, and another request has met the next server meanwhile: the server has ended."""
-    transfer = ClientTransfer(PoolOptions(), lambda numbers: None)
-    with HOST.create(4096) as segment:
-        message = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info], [0], [0], owner="server")
-        for taken in transfer.segments([segment.info], [], [0], [os.dup(segment.fileno())]):
-            taken.close()
-        with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer) as result:
-            assert os.path.sameopenfile(result.segments[0].fileno(), segment.fileno())
-        transfer.close()
-        with pytest.raises(errors.ConnectionClosed, match=r"before the result of echo\(\) was mapped"):
-            result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer)
-
-
-def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
-    """The new session got one more lease than there are handles now: it is named, to be given back."""
-    giver, earlier, later = Giver(), object(), object()
-    handles = [
-        Lease(1, object_id=object_id, server_id="s", generation=1, issuer=giver, session=earlier)
-        for object_id in ("a", "a", "b")
-    ]
-    leases = LeaseBook()
-    for handle in handles:
-        leases.add(handle)
-    moving = leases.of_server("s")
-    assert handles[0]._forgo()
-    assert leases.move(moving, ["a", "a"], later) == ["a"]
-    assert [handle.in_session(later) for handle in handles] == [False, True, False]
-    assert handles[2].in_session(earlier)
-    assert handles[2]._forgo()
-    assert handles[1]._forgo()
-
-
-class Giver:
-    """Takes nothing back."""
-
-    def _end_lease_soon(self, object_id: str, session: object) -> None:
-        """Never called here."""
-        raise AssertionError(object_id)

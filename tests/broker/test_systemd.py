@@ -124,6 +124,7 @@ def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: 
         "endpoint",
         "cache_key",
         "nbytes",
+        "private_nbytes",
         "device",
         "generation",
         "created_at",

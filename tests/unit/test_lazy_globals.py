@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy
 import pytest
+import torch
 
 from shared_rpc.provider import app
 from shared_rpc.provider.provider import Provider
 from shared_rpc.provider.spawn.target import target_of
 from shared_rpc.worker.beginning import Beginning
-from shared_rpc.zygote.imports import Files, shadowed
+from shared_rpc.zygote import imports
+from shared_rpc.zygote.imports import Files, is_installed, shadowed
 
 
 class Lazy:
@@ -73,3 +78,48 @@ def test_the_files_of_imports(tmp_path: Path) -> None:
     (tmp_path / "later.py").write_text("")
     assert not Files().changed()
     assert shadowed([str(tmp_path)]) == str(tmp_path / "later.py")
+
+
+# Installed code.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [json.__file__, torch.__file__, sysconfig.get_path("stdlib"), "/opt/app/dist-packages", "/env/lib/site-packages/a/b.py"],
+    ids=["standard library", "package", "its directory", "of Debian", "of another environment"],
+)
+def test_code_of_packages_and_of_the_interpreter_is_installed(path: str) -> None:
+    """Files and directories alike."""
+    assert is_installed(path)
+
+
+@pytest.fixture
+def folders() -> Iterator[None]:
+    """What the rule has found in ``sys.path`` is found again, before the test and after it."""
+    imports._folders.cache_clear()
+    yield
+    imports._folders.cache_clear()
+
+
+@pytest.mark.parametrize("metadata", [True, False], ids=["pip's --target", "a person's"])
+def test_a_directory_with_the_metadata_of_distributions_is_one_of_packages(
+    folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: bool
+) -> None:
+    """Whatever its name is, if ``sys.path`` leads to it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / ("package-1.0.dist-info" if metadata else "package")).mkdir()
+    assert is_installed(str(tmp_path / "package" / "module.py")) is metadata
+
+
+def test_an_installed_path_may_be_named_through_a_link(folders: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of packages that is a link is one by both of its names."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "site-packages").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    assert is_installed(str(tmp_path / "elsewhere" / "module.py"))
+
+
+@pytest.mark.parametrize("path", ["", "app.py", "/home/me/my-site-packages/app.py", "<frozen importlib._bootstrap>"])
+def test_code_of_a_person_is_not_installed(path: str) -> None:
+    """Nor is what has no file."""
+    assert not is_installed(path)

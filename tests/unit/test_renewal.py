@@ -39,3 +39,22 @@ def test_handles_that_change_while_their_leases_are_asked_for() -> None:
     assert renewal.outdated() == [rested]
     for handle in (asleep, tired, rested):
         handle._forgo()
+
+
+def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
+    """The new session got one more lease than there are handles now: it is named, to be given back."""
+    earlier, later = object(), object()
+    handles = [
+        Lease(1, object_id=object_id, server_id="s", generation=1, issuer=Giver(), session=earlier)
+        for object_id in ("a", "a", "b")
+    ]
+    leases = LeaseBook()
+    for handle in handles:
+        leases.add(handle)
+    moving = leases.of_server("s")
+    assert handles[0]._forgo()
+    assert leases.move(moving, ["a", "a"], later) == ["a"]
+    assert [handle.in_session(later) for handle in handles] == [False, True, False]
+    assert handles[2].in_session(earlier)
+    assert handles[2]._forgo()
+    assert handles[1]._forgo()

@@ -18,9 +18,11 @@ from shared_rpc.errors import (
     UpdateInterrupted,
 )
 from shared_rpc.memory import futex, revisions
+from shared_rpc.memory.backends.choice import backend_for, mechanism_info
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.revisions import Page, new_page, read_only, settled_revision
 from shared_rpc.protocol.records import SegmentInfo
+from tests.kit import fake_driver
 from tests.kit.apps import at_once
 
 
@@ -183,3 +185,29 @@ def test_waiters_are_woken_by_the_end_of_an_update(
 
     (revision, seconds), _ = at_once(wait, write)
     assert (revision, seconds < 5) == (2 if ends == "well" else 1, True)
+
+
+# MPS.
+
+
+@pytest.fixture(params=[False, True], ids=["without", "under"])
+def mps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Whether the GPUs are used through it."""
+    with fake_driver.installed():
+        monkeypatch.setitem(fake_driver._ATTRIBUTES, 133, int(request.param))
+        yield request.param
+
+
+def test_a_process_tells_whether_it_shares_its_context(mps: bool) -> None:
+    """With the mechanism, in ``info`` of a server."""
+    assert mechanism_info("auto", fake_driver.GPUS[0])["mps"] is mps
+
+
+def test_the_first_protected_mapping_warns(mps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and only where a write ends other processes too."""
+    backend = backend_for(fake_driver.GPUS[0])
+    with backend.create(1) as segment:
+        for access in ("read_write", "read", "read"):
+            address = backend.map(segment.fileno(), segment.info.nbytes, access)
+            backend.unmap(address, segment.info.nbytes)
+    assert [("Multi-Process Service" in record.getMessage()) for record in caplog.records] == [True] * mps

@@ -17,19 +17,22 @@ import pytest
 import torch
 
 from shared_rpc.client import transfer as lane_module
+from shared_rpc.client.results import result_of
+from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed
 from shared_rpc.execution import transfer as server_module
 from shared_rpc.execution.transfer import ServerTransfer
 from shared_rpc.memory import chunk_references
 from shared_rpc.memory.backends.choice import backend_for
-from shared_rpc.memory.backends.host import MemfdBackend
+from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import device_id
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
+from shared_rpc.protocol.records import EMPTY_TABLE
 
 
 class Gpu(MemfdBackend):
@@ -399,6 +402,21 @@ def test_an_arena_that_comes_while_another_thread_works(
     assert descriptors(arena) == before
     frame.close()
     its.close()
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_result_of_a_session_that_ended() -> None:
+    """Its memory was told by name, and another request has met the next server meanwhile: the server has ended."""
+    transfer = ClientTransfer(PoolOptions(), lambda numbers: None)
+    with HOST.create(4096) as segment:
+        message = m.Result(msgspec.Raw(EMPTY_TABLE), [segment.info], [0], [0], owner="server")
+        for taken in transfer.segments([segment.info], [], [0], [os.dup(segment.fileno())]):
+            taken.close()
+        with result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer) as result:
+            assert os.path.sameopenfile(result.segments[0].fileno(), segment.fileno())
+        transfer.close()
+        with pytest.raises(ConnectionClosed, match=r"before the result of echo\(\) was mapped"):
+            result_of("echo()", Reply(message, Frame(9, 1, b"", b"", [])), transfer)
 
 
 @pytest.mark.gpu

@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.nn.utils import parametrizations
 
-from shared_rpc.codec import refusals
 from shared_rpc.codec.results import publish
 from shared_rpc.errors import CapabilityError
 from tests.kit.subjects import plus_one, quietly
@@ -277,10 +276,3 @@ def test_packed_weights_stay_on_the_cpu() -> None:
     assert "endpoint 'load': result.model.fc._packed_params._packed_params is packed for the CPU" in text
     assert "choose device='cpu' for the Provider, or share the module before it is quantised" in text
     assert ".to('cuda')" not in text
-
-
-@pytest.mark.parametrize("reason", sorted(set(refusals._KINDS.values())))
-def test_every_reason_says_what_to_do(reason: str) -> None:
-    """Behind a colon, after what is wrong."""
-    _, colon, instead = reason.partition(": ")
-    assert colon and instead
