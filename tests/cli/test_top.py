@@ -702,7 +702,7 @@ async def test_an_event_while_the_view_closes_is_no_error(what: str) -> None:
         def on_unmount(self) -> None:
             late.append(not self.screen_stack or not self.query("#objects"))
             if what == "an answer":
-                self._polled(self.Polled("gone", 0.1, ""))
+                self.show("gone")
             elif what == "a size":
                 self._draw()
             else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.coordinate import Coordinate
 from textual.events import Key
-from textual.message import Message
 from textual.screen import ModalScreen
 from textual.timer import Timer
 from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Static
@@ -155,16 +153,9 @@ class TopApp(App[None]):
         Binding("ctrl+z", "suspend_process", "Suspend", show=False, priority=True),
     ]
 
-    class Polled(Message):
-        """Result of a poll: the snapshot or an error, the seconds it took, and the result of the action before it."""
-
-        def __init__(self, found: Snapshot | str, seconds: float, notice: str) -> None:
-            super().__init__()
-            self.found, self.seconds, self.notice = found, seconds, notice
-
     def __init__(self, watcher: ServerWatcher, interval: float, sort: str, parts: str, **options: Any) -> None:
         super().__init__(**options)
-        self._watcher, self._watching = watcher, threading.Lock()
+        self._watcher, self._asking = watcher, asyncio.Lock()
         self._interval = interval
         self._parts = parts
         self._next: Timer | None = None
@@ -192,42 +183,40 @@ class TopApp(App[None]):
         self.query_one("#objects").focus()
         self.poll()
 
-    @work(thread=True)
-    def poll(self, action: Action | None = None) -> None:
-        """Ask the server for everything, after an action if there is one."""
-        with self._watching:
-            notice = self._watcher.execute(action) if action is not None else ""
+    @work
+    async def poll(self, action: Action | None = None) -> None:
+        """Ask the server for everything, after an action if there is one, and show it. Threads wait, so keys do not."""
+        async with self._asking:
+            notice = await asyncio.to_thread(self._watcher.execute, action) if action is not None else ""
             begin = time.monotonic()
             try:
-                found: Snapshot | str = self._watcher.poll()
+                found: Snapshot | str = await asyncio.to_thread(self._watcher.poll)
             except SharedRPCError as error:
                 found, begin = str(error), time.monotonic()
-            self.post_message(self.Polled(found, time.monotonic() - begin, notice))
-
-    @on(Polled)
-    def _polled(self, message: Polled) -> None:
         if not self.is_running:  # an answer may come while the view closes
             return
-        begin, trouble = time.monotonic(), self.query_one("#trouble", Static)
-        if message.notice:
-            self.notify(message.notice, markup=False)
-        if isinstance(message.found, str):
-            trouble.update(one_line(message.found))
+        if notice:
+            self.notify(notice, markup=False)
+        self.show(found)
+        # One timer for the next poll, also if an action has caused one in between.
+        if self._next is not None:
+            self._next.stop()
+        self._next = self.set_timer(pause(self._interval, time.monotonic() - begin), self.poll)
+
+    def show(self, found: Snapshot | str) -> None:
+        """Show a snapshot, or why there is none."""
+        if not self.is_running:
+            return
+        trouble = self.query_one("#trouble", Static)
+        if isinstance(found, str):
+            trouble.update(one_line(found))
             self._view = replace(self._view, rates={}) if self._view is not None else None
         else:
-            speed = rates(self._view.snapshot if self._view is not None else None, message.found)
+            speed = rates(self._view.snapshot if self._view is not None else None, found)
             self._history.extend([sum(rate.calls for rate in speed.values())] if speed else [])
-            self._view = View(message.found, speed, self._parts, os.getpid())
-        trouble.display = isinstance(message.found, str)
+            self._view = View(found, speed, self._parts, os.getpid())
+        trouble.display = isinstance(found, str)
         self._draw()
-
-        def drawn() -> None:
-            # One timer for the next poll, also if an action has caused one in between.
-            if self._next is not None:
-                self._next.stop()
-            self._next = self.set_timer(pause(self._interval, message.seconds + time.monotonic() - begin), self.poll)
-
-        self.call_after_refresh(drawn)
 
     def on_resize(self) -> None:
         """Fit the tables to the terminal."""
