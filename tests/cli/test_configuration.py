@@ -1,4 +1,4 @@
-"""Options of ``shared-rpc serve`` in a file, and which file."""
+"""Options of ``shared-rpc serve`` in files, and which file is used."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def write(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_the_table_beside_the_app(serve: Serve, tmp_path: Path) -> None:
-    """Every kind of option has its type of TOML: a number, a string, a choice, a list, a flag."""
+def test_options_of_every_type(serve: Serve, tmp_path: Path) -> None:
+    """A number, a string, a choice, a list and a flag have their types of TOML."""
     write(
         tmp_path / "pyproject.toml",
         "[tool.shared-rpc]",
@@ -63,8 +63,8 @@ def test_the_table_beside_the_app(serve: Serve, tmp_path: Path) -> None:
     )
 
 
-def test_the_nearest_project_counts(serve: Serve, tmp_path: Path) -> None:
-    """A file above the app's folder is used; one that is nearer hides it, with a table or without."""
+def test_the_nearest_file_is_used(serve: Serve, tmp_path: Path) -> None:
+    """It hides those above it, even if it has no table."""
     write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
     assert serve(tmp_path / "a" / "b" / "app.py:provider").workers == 2
     write(tmp_path / "a" / "pyproject.toml", "[project]")
@@ -78,47 +78,44 @@ def test_the_command_line_takes_precedence(serve: Serve, tmp_path: Path) -> None
     assert (options.workers, options.threads, options.quotas) == (4, 3, {"cpu": 2 << 30})
 
 
-def test_the_working_directory_decides_nothing(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_working_directory_does_not_matter(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be another user's: its file is not read for an app elsewhere, nor for one that is a module."""
     write(tmp_path / "here" / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
     monkeypatch.chdir(tmp_path / "here")
     assert serve(tmp_path / "there" / "app.py") == serve("app") == ServeOptions()
 
 
-def test_a_file_of_another_user_is_not_used(
-    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["file of another user", "link of another user", "file that all can write to"])
+def test_files_that_others_may_have_written_are_not_used(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """A line says so, and how to use it; a file that is named is used, whoever owns it."""
-    path = write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
-    monkeypatch.setattr(configuration, "is_own_or_root", lambda uid: False)
+    """A line says so, and how to use the file: one that is named is used, whoever owns it."""
+    mine = write(tmp_path / "mine" / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
+    path = tmp_path / "pyproject.toml"
+    reason = "every user can write to it"
+    if kind == "link of another user":
+        path.symlink_to(mine)
+        assert serve(tmp_path / "app.py").workers == 2
+        try:
+            os.lchown(path, os.geteuid() + 1, -1)
+        except OSError as error:
+            pytest.skip(f"a link cannot be given to another user: {error}")
+        reason = f"it belongs to uid {os.geteuid() + 1}"
+    else:
+        mine.rename(path)
+        if kind == "file of another user":
+            monkeypatch.setattr(configuration, "is_own_or_root", lambda uid: False)
+            reason = f"it belongs to uid {path.stat().st_uid}"
+        else:
+            path.chmod(0o646)
     assert serve(tmp_path / "app.py") == ServeOptions()
-    assert f"{path} is not used: it belongs to uid {path.stat().st_uid}. To use it, add --config" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"{path} is not used: {reason}" in error and "--config" in error
     assert serve(tmp_path / "app.py", "--config", path).workers == 2
 
 
-def test_a_link_of_another_user_is_not_used(serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It leads to a file of this user, but of another app."""
-    target = write(tmp_path / "mine" / "pyproject.toml", "[tool.shared-rpc]", "workers = 2")
-    link = tmp_path / "pyproject.toml"
-    link.symlink_to(target)
-    assert serve(tmp_path / "app.py").workers == 2
-    try:
-        os.lchown(link, os.geteuid() + 1, -1)
-    except OSError as error:
-        pytest.skip(f"a link cannot be given to another user: {error}")
-    assert serve(tmp_path / "app.py") == ServeOptions()
-    assert f"{link} is not used: it belongs to uid {os.geteuid() + 1}." in capsys.readouterr().err
-
-
-def test_a_file_that_all_can_write_to_is_not_used(serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another user may have written it."""
-    write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "workers = 2").chmod(0o646)
-    assert serve(tmp_path / "app.py") == ServeOptions()
-    assert "is not used: every user can write to it" in capsys.readouterr().err
-
-
-def test_a_file_of_its_own(serve: Serve, tmp_path: Path) -> None:
-    """It has the options at its top level, and is used in place of the project's."""
+def test_a_named_file(serve: Serve, tmp_path: Path) -> None:
+    """It has options at its top level, and replaces that of the project."""
     write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", "threads = 2")
     path = write(tmp_path / "serve.toml", "workers = 2")
     assert serve(tmp_path / "app.py", "--config", path) == serve("--config", path, "app") == ServeOptions(workers=2)
@@ -141,33 +138,28 @@ def test_a_file_of_its_own(serve: Serve, tmp_path: Path) -> None:
         ("when-full = 'wait'", "when-full = 'wait': Invalid enum value 'wait'"),
         ("log-level = 'loud'", "log-level = 'loud': Invalid enum value 'loud'"),
         ("workers 2", "is not TOML: Expected '='"),
+        ("tool.shared-rpc = 2", "is not a table"),
+        ("tool = 2", "is not a table"),
     ],
     ids=str,
 )
-def test_what_a_file_cannot_have(serve: Serve, tmp_path: Path, line: str, error: str) -> None:
+def test_invalid_options(serve: Serve, tmp_path: Path, line: str, error: str) -> None:
     """The error names the file and the key."""
-    path = write(tmp_path / "pyproject.toml", "[tool.shared-rpc]", line)
+    table = [] if line.startswith("tool") else ["[tool.shared-rpc]"]
+    path = write(tmp_path / "pyproject.toml", *table, line)
     with pytest.raises(Misuse) as caught:
         serve(tmp_path / "app.py")
     assert str(path) in str(caught.value) and error in str(caught.value)
 
 
-@pytest.mark.parametrize("line", ["tool.shared-rpc = 2", "tool = 2"])
-def test_the_table_has_to_be_a_table(serve: Serve, tmp_path: Path, line: str) -> None:
-    """Also the one that it is in."""
-    write(tmp_path / "pyproject.toml", line)
-    with pytest.raises(Misuse, match="is not a table"):
-        serve(tmp_path / "app.py")
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """It is misuse, as all errors of a file are: one line, and exit code 2."""
+def test_a_missing_file(tmp_path: Path) -> None:
+    """It is misuse, as all errors of files are: one line, and exit code 2."""
     ran = cli("serve", "app.py", "--config", "none.toml", cwd=tmp_path)
     assert ran.misuse == "none.toml cannot be read: No such file or directory"
 
 
 def test_the_help_of_serve() -> None:
-    """It says where options can stand besides the command line, and has them in groups."""
+    """It mentions files of options, and has the options in groups."""
     words = " ".join(cli("serve", "--help").output.split())
     assert "Every option can stand in the table tool.shared-rpc of a pyproject.toml" in words
     assert all(f"─ {group} ─" in words for group in ("Workers", "Memory", "Tasks and clients", "Cluster", "Observability"))

@@ -1,4 +1,4 @@
-"""A server that takes no code: plain tensors and scalars only, from all clients or from those of other containers."""
+"""Servers that accept no code, only plain tensors and scalars: from any client, or from those of other containers."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def server(provider: Provider, serve: Serve) -> Callable[[str], Server]:
     return lambda code: serve(client_code=code)
 
 
-def test_no_code_is_taken(server: Callable[[str], Server], connect: Connect) -> None:
-    """A module as an argument, and a record, are refused by an error that names the switch; tensors and scalars are not."""
+def test_no_code_is_accepted(server: Callable[[str], Server], connect: Connect) -> None:
+    """Modules and records are refused by an error that names the option; tensors and scalars are not."""
     server("none")
     client = connect()
     assert client.call("total", [torch.ones(2), 1]).tolist() == 3.0
@@ -77,38 +77,33 @@ def test_a_source_of_records_may_send_records(server: Callable[[str], Server], c
         assert client.adopt(record).generation == 2
 
 
-def test_no_record_is_taken_without_the_check_before_it(server: Callable[[str], Server]) -> None:
-    """A client that skips the question whether a record fits gets the same answer."""
+def test_no_record_is_accepted(server: Callable[[str], Server]) -> None:
+    """Also from a client that does not ask first whether it fits."""
     with Raw(server("none").socket_path) as raw:
         answer = raw.ask(Adopt([]))
     assert isinstance(answer, m.Error) and answer.code == CapabilityError.code
 
 
-def test_the_servers_own_process_is_not_restricted(server: Callable[[str], Server], provider: Provider) -> None:
-    """What the server's own script passes to its functions is its own code."""
-    server("none")
-    assert provider.call("total", [torch.nn.Linear(1, 1)]).tolist() == 1.0
-
-
-def test_a_process_of_this_namespace(server: Callable[[str], Server], children: list[Child]) -> None:
-    """It may send code: it could as well attach a debugger to the server."""
+def test_processes_that_may_send_code(server: Callable[[str], Server], provider: Provider, children: list[Child]) -> None:
+    """The server's own, and those of its pid namespace: these could as well attach a debugger to the server."""
     child = Child("-c", SEND, server("namespace").socket_path)
     children.append(child)
     assert child.expect("module") == "module 1.0"
+    assert provider.call("total", [torch.nn.Linear(1, 1)]).tolist() == 1.0
 
 
 @needs_namespaces
 @pytest.mark.parametrize(("code", "answer"), [("all", "module 1.0"), ("namespace", "module CapabilityError the server")])
 def test_another_container(server: Callable[[str], Server], children: list[Child], code: str, answer: str) -> None:
-    """It may not where the server keeps to its own namespace, and is served otherwise."""
+    """It may send code only if the server accepts it from all clients; other calls are served."""
     child = in_namespaces(SEND, server(code).socket_path)
     children.append(child)
     assert child.expect("plain") == "plain 3.0"
     assert child.expect("module").startswith(answer)
 
 
-def test_a_process_that_has_ended_is_in_no_namespace(tmp_path: Path) -> None:
-    """Another one may have its pid by now, and holds the connection that it left."""
+def test_an_ended_process_is_in_no_namespace(tmp_path: Path) -> None:
+    """Its pid may be another one's by now."""
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
         listener.bind(path)
@@ -123,8 +118,8 @@ def test_a_process_that_has_ended_is_in_no_namespace(tmp_path: Path) -> None:
             assert not shares_pid_namespace(accepted)
 
 
-def test_a_broker_takes_no_code(broker_app: BrokerApp) -> None:
-    """By its command line, for its workers."""
+def test_a_broker_accepts_no_code(broker_app: BrokerApp) -> None:
+    """For its workers."""
     broker_app.start("--client-code", "none")
     with pytest.raises(CapabilityError, match="client_code='none'"):
         broker_app.connect().call("echo", torch.nn.Linear(1, 1))

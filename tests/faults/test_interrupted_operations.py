@@ -1,4 +1,4 @@
-"""Signal handlers that raise within the blocking client, as Ctrl-C, an alarm and a soft time limit do.
+"""Signal handlers that raise within the blocking client, as for Ctrl-C, an alarm or a soft time limit.
 
 What an interrupted operation had may stay until its client is closed. The process, the server and later operations are sound.
 """
@@ -10,8 +10,8 @@ import itertools
 import random
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -23,11 +23,12 @@ from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingTable
 from shared_rpc.protocol.frames import FrameDecoder, encode_frame
+from tests.kit.deep import deep
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.repetitions import repetitions
 
-# What was about to be handed on, and is dropped with the operation's frames, is closed by its owner's finaliser, which says so.
+# Descriptors that are dropped with the frames of an operation are closed by finalisers, which warn.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 #: How many points of an operation are tried, each with one of the exceptions: all of them with all of these in long runs.
@@ -91,7 +92,7 @@ def server(no_leaks: None, base_path: str, children: list[Child]) -> Child:
 
 @pytest.fixture
 def watcher(server: Child, base_path: str) -> Iterator[Client]:
-    """A client that looks at what there is."""
+    """A client that observes the server."""
     with Client(base_path, device="cpu", timeout=30.0) as client:
         client.ping()
         yield client
@@ -99,47 +100,47 @@ def watcher(server: Child, base_path: str) -> Iterator[Client]:
 
 @pytest.fixture
 def client(server: Child, base_path: str) -> Iterator[Client]:
-    """The one that is interrupted."""
+    """A client that is interrupted."""
     with Client(base_path, device="cpu", timeout=30.0) as client:
         yield client
 
 
 def release(client: Client | Provider) -> None:
-    """Attach, and give back."""
+    """Attach, and release."""
     client.call("own").release()
 
 
 def hold(client: Client | Provider) -> None:
-    """Attach to a cached object, as a context."""
+    """Attach to a cached object for a block."""
     with client.call("kept") as handle:
         handle.get_object_info()
 
 
 def copy_private(client: Client) -> None:
-    """Attach to an object with tensors of the process's own."""
+    """Attach to an object with private tensors."""
     with client.call("normed") as handle:
         assert handle.value.running_mean.tolist() == [0] * 4
 
 
 def fail(client: Client) -> None:
-    """Have an endpoint's error."""
+    """Get the error of an endpoint."""
     with suppress(ValueError):
         client.call("fails")
 
 
 def release_several(client: Client | Provider) -> None:
-    """Give leases back in one request."""
+    """Release leases in one request."""
     client.release_many([client.call("kept"), client.call("own")])
 
 
 def task(client: Client) -> None:
-    """Wait for a task, with a callback. One that has a result keeps it until somebody fetches it, whoever was interrupted."""
+    """Wait for a task, with a callback. It fails: a result would be kept until it is fetched."""
     with suppress(ValueError):
         client.execute("fails", callback=lambda info: None)
 
 
 def buffer(client: Client) -> None:
-    """Make one, get it as others do, and end it for those."""
+    """Create one, open it again, and free it."""
     with client.create_buffer(4096) as made, client.get_buffer(made.object_id) as again:
         again.value.fill_(3)
         assert made.value[-1] == 3
@@ -147,13 +148,13 @@ def buffer(client: Client) -> None:
 
 
 def update(client: Client) -> None:
-    """Write in place; what an interrupted one leaves half done, the next one ends."""
+    """Write in place: the next update completes an interrupted one."""
     with client.call("kept") as handle, client.update(handle) as value:
         value.fill_(3)
 
 
 def suspension(client: Client) -> None:
-    """Give memory up, have it back, and give it up again as a block does; what an interrupted one suspended is resumed."""
+    """Suspend and resume, also as a block does."""
     with client.call("kept") as handle:
         handle.suspend()
         with handle.active() as value:
@@ -163,20 +164,20 @@ def suspension(client: Client) -> None:
 
 
 def record(client: Client) -> None:
-    """Have one leave, and enter as the next generation."""
+    """Export one, and adopt it as the next generation."""
     with client.call("kept") as handle, client.export(handle) as exported, client.allocate(exported.header) as room:
         exported.segments[0].copy_to(room.segments[0])
         client.adopt(room)
 
 
 def adopt_copy(client: Client) -> None:
-    """Adopt what lies elsewhere: the room is the operation's own."""
+    """Adopt one from elsewhere, into buffers of the operation."""
     with client.call("normed") as handle, client.export(handle) as exported:
         client.adopt(exported)
 
 
 def candidate(client: Client) -> None:
-    """Prepare one, and make it current."""
+    """Prepare one, and promote it."""
     with client.prepare("kept", 8) as prepared:
         client.promote(prepared)
 
@@ -203,7 +204,7 @@ OPERATIONS: dict[str, Callable[[Client], object]] = {
 
 
 def held(watcher: Client) -> dict[str, int]:
-    """What the server and this process have, with nothing at work and no client but the watcher."""
+    """Return what the server and this process hold while only the watcher is connected."""
     MAPPINGS.drain()
     info = watcher.get_server_info()
     return {
@@ -218,12 +219,12 @@ def held(watcher: Client) -> dict[str, int]:
 
 
 def more(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    """What there is more of."""
+    """Return what has increased, and by how much."""
     return {name: after[name] - before[name] for name in after if after[name] > before[name]}
 
 
 def chosen(points: int) -> list[tuple[int, type[BaseException]]]:
-    """The points that are tried, and what is raised there: all, or a sample with a seed that is printed."""
+    """Return all points with each exception, or a sample whose seed is printed."""
     pairs = list(itertools.product(range(1, points + 1), KINDS))
     if len(pairs) <= POINTS:
         return pairs
@@ -233,7 +234,7 @@ def chosen(points: int) -> list[tuple[int, type[BaseException]]]:
 
 
 def interrupt(operation: Callable[[], object], point: int, kind: type[BaseException]) -> str:
-    """Interrupt an operation; return where. Ctrl-C comes out as it is, wherever it came."""
+    """Interrupt an operation; return where. Ctrl-C is raised as it is."""
     with raising_handler(kind):
         place, raised = interrupted_at(point, operation)
     if place and kind is KeyboardInterrupt:
@@ -242,8 +243,8 @@ def interrupt(operation: Callable[[], object], point: int, kind: type[BaseExcept
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_an_operation_that_is_interrupted(watcher: Client, base_path: str, operation: Callable[[Client], object]) -> None:
-    """At any point at which a handler may run: the next one succeeds, and nothing is left once the client is closed."""
+def test_an_interrupted_operation(watcher: Client, base_path: str, operation: Callable[[Client], object]) -> None:
+    """At any point at which a handler may run: the next operation succeeds, and closing the client leaves nothing."""
     with Client(base_path, device="cpu", timeout=30.0) as client:
         for _ in range(3):
             operation(client)
@@ -263,8 +264,8 @@ def test_an_operation_that_is_interrupted(watcher: Client, base_path: str, opera
             pytest.fail(f"{more(held(watcher), before)} more than before, after interruptions at {places}")
 
 
-def test_a_resumption_that_is_interrupted_beside_an_active_handle(client: Client, watcher: Client) -> None:
-    """It takes nothing from the other handle: the server may not evict the object."""
+def test_an_interrupted_resumption_beside_an_active_handle(client: Client, watcher: Client) -> None:
+    """The object stays active for the other handle: the server may not evict it."""
     with client.call("kept") as active, client.call("kept") as other:
         other.suspend()
         points = points_of(other.resume)
@@ -278,8 +279,8 @@ def test_a_resumption_that_is_interrupted_beside_an_active_handle(client: Client
 
 
 @pytest.mark.parametrize("name", ["a call", "a tensor there and back", "attach and release"])
-def test_a_client_that_is_interrupted_as_it_begins(server: Child, watcher: Client, base_path: str, name: str) -> None:
-    """While it connects, in its first operation, or as it is closed."""
+def test_an_interrupted_first_operation(server: Child, watcher: Client, base_path: str, name: str) -> None:
+    """Also while the client connects, or is closed."""
     operation = OPERATIONS[name]
 
     def whole() -> None:
@@ -304,7 +305,7 @@ def test_a_client_that_is_interrupted_as_it_begins(server: Child, watcher: Clien
 
 
 def test_an_interruption_keeps_handles(client: Client, watcher: Client) -> None:
-    """Those of what is not cached too."""
+    """Also those of uncached objects."""
     handle, other = client.call("own"), client.call("kept")
     for point in (1, 60, 120):
         assert interrupt(lambda: client.call("nothing"), point, Interrupted)
@@ -315,37 +316,32 @@ def test_an_interruption_keeps_handles(client: Client, watcher: Client) -> None:
     assert watcher.get_server_info()["leases"] == 0
 
 
-def test_an_interruption_of_one_thread_leaves_others_alone(client: Client, watcher: Client) -> None:
+def test_an_interruption_does_not_affect_other_threads(client: Client, watcher: Client) -> None:
     """What they are in the middle of ends well."""
-    ended, errors = threading.Event(), []
+    ended = threading.Event()
 
     def use() -> None:
-        try:
-            while not ended.is_set():
-                with client.call("own") as handle:
-                    assert handle.value["a"].sum() == 4
-                assert client.call("doubled", ARGUMENT).sum() == 999000
-                assert not handle.is_stale() or handle.released
-        except BaseException:
-            errors.append(traceback.format_exc())
+        while not ended.is_set():
+            with client.call("own") as handle:
+                assert handle.value["a"].sum() == 4
+            assert client.call("doubled", ARGUMENT).sum() == 999000
+            assert not handle.is_stale() or handle.released
 
-    threads = [threading.Thread(target=use) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    points = points_of(lambda: OPERATIONS["a tensor there and back"](client))
-    for point, kind in chosen(points):
-        with raising_handler(kind):
-            interrupted_at(point, lambda: OPERATIONS["a tensor there and back"](client))
-    ended.set()
-    for thread in threads:
-        thread.join(30)
-    assert errors == []
+    operation = functools.partial(OPERATIONS["a tensor there and back"], client)
+    with ThreadPoolExecutor(3) as pool:
+        used = [pool.submit(use) for _ in range(3)]
+        for point, kind in chosen(points_of(operation)):
+            with raising_handler(kind):
+                interrupted_at(point, operation)
+        ended.set()
+        for each in used:
+            each.result(30)
     client.close()
     eventually(lambda: watcher.get_server_info()["leases"] == 0)
 
 
-def test_subscriptions_go_on_after_an_interruption(client: Client, watcher: Client) -> None:
-    """They have a link of their own, and miss nothing."""
+def test_an_interruption_keeps_subscriptions(client: Client, watcher: Client) -> None:
+    """They have a connection of their own, and miss nothing."""
     told: list[int] = []
     client.call("kept")
     with client.on_refresh(lambda generation: told.append(generation.generation)) as subscription:
@@ -358,9 +354,9 @@ def test_subscriptions_go_on_after_an_interruption(client: Client, watcher: Clie
         assert subscription.active
 
 
-@pytest.mark.parametrize("kind", [DeadlineExceeded, *KINDS])
-def test_a_handler_of_a_waiting_call(client: Client, watcher: Client, kind: type[BaseException]) -> None:
-    """An alarm ends a wait at once with its own exception, and the request is taken back."""
+@pytest.mark.parametrize("kind", [DeadlineExceeded, Interrupted, *deep(KeyboardInterrupt, TimeoutError)])
+def test_an_alarm_ends_a_wait(client: Client, watcher: Client, kind: type[BaseException]) -> None:
+    """At once, with its own exception; the request is withdrawn."""
 
     def handler(number: int, frame: object) -> None:
         raise kind("the soft time limit")
@@ -382,8 +378,8 @@ def test_a_handler_of_a_waiting_call(client: Client, watcher: Client, kind: type
 # The parts.
 
 
-def test_an_exception_that_is_kept_keeps_no_view_of_what_arrived() -> None:
-    """Whatever a handler interrupts while a frame is read, more can be taken in."""
+def test_a_kept_exception_keeps_no_view_of_the_buffer() -> None:
+    """Wherever the reading of a frame is interrupted, more bytes can be added."""
     frame = b"".join(encode_frame(1, 7, b"body", b"payload"))
     kept: list[Any] = []
 
@@ -405,8 +401,8 @@ def test_an_exception_that_is_kept_keeps_no_view_of_what_arrived() -> None:
         assert found is not None and found.body == b"another"
 
 
-def test_a_broken_loan_keeps_no_other_from_ending() -> None:
-    """One whose lender was interrupted is nobody's, and those behind it in the queue end all the same."""
+def test_an_interrupted_registration_blocks_no_others() -> None:
+    """Mappings behind it in the queue are unmapped."""
     table = MappingTable()
 
     class User:
@@ -421,8 +417,8 @@ def test_a_broken_loan_keeps_no_other_from_ending() -> None:
     assert len(table) == 0
 
 
-def test_a_handler_in_a_drain_leaves_the_rest_to_the_next_one() -> None:
-    """Wherever it raises, the next drain unmaps what is left, and nothing twice."""
+def test_an_interrupted_drain_is_completed_by_the_next_one() -> None:
+    """It unmaps what is left, and nothing twice."""
 
     def fill(table: MappingTable) -> None:
         class User:
@@ -449,7 +445,7 @@ def test_a_handler_in_a_drain_leaves_the_rest_to_the_next_one() -> None:
 
 
 def release_one(provider: Provider) -> None:
-    """Give one of two leases on an object back: the other one stays until its handle is gone."""
+    """Release one of two handles: the lease of the other one stays."""
     kept = provider.call("kept")
     try:
         provider.call("kept").release()
@@ -459,7 +455,7 @@ def release_one(provider: Provider) -> None:
 
 
 def make_and_free(provider: Provider) -> None:
-    """Make a buffer in the process that serves it, and end it."""
+    """Create a buffer in the process that serves it, and free it."""
     provider.free_buffer(provider.create_buffer(4096))
 
 
@@ -478,8 +474,8 @@ IN_PROCESS: dict[str, Callable[[Provider], object]] = {
 
 
 @pytest.mark.parametrize("operation", IN_PROCESS.values(), ids=IN_PROCESS)
-def test_an_operation_of_the_process_that_runs_the_endpoints(operation: Callable[[Provider], object]) -> None:
-    """At any point: the next one succeeds, and no buffer and no run is left."""
+def test_an_interrupted_operation_of_the_server_s_process(operation: Callable[[Provider], object]) -> None:
+    """The next one succeeds, and no buffer or run is left."""
     provider = Provider(execution_mode="local", device="cpu")
     provider.share("own", managed=True, cache=False)(lambda: torch.ones(4))
     provider.share("kept", managed=True)(lambda: torch.ones(4))

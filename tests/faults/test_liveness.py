@@ -1,4 +1,4 @@
-"""Export descriptors and their server: how the maker of memory learns of its last user, and users of its maker's end."""
+"""Export descriptors and their server: how a maker of memory detects its last user, and users the end of its maker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kit.bound_host import BACKEND, BoundHost
 from tests.kit.conformance import Peer
 from tests.kit.processes import Child, eventually, open_fds, python
 
-#: A process that takes a descriptor over a socket, and holds it until it is told or killed.
+#: A process that receives a descriptor over a socket, and holds it until it ends.
 HOLDER = """
     import socket, sys
     with socket.socket(socket.AF_UNIX) as sock:
@@ -57,13 +57,13 @@ MAKER = """
 
 @pytest.fixture
 def ended() -> threading.Event:
-    """Set once the last copy of an export descriptor was closed."""
+    """Set once the last copy of an export descriptor is closed."""
     return threading.Event()
 
 
 @pytest.fixture
 def listener(tmp_path: str) -> Iterator[socket.socket]:
-    """Where another process connects to."""
+    """A socket for other processes."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(f"{tmp_path}/listener.sock")
         sock.listen()
@@ -71,7 +71,7 @@ def listener(tmp_path: str) -> Iterator[socket.socket]:
 
 
 def holder(listener: socket.socket, fd: int, children: list[Child]) -> Child:
-    """A process that holds a copy of a descriptor."""
+    """Start a process that holds a copy of a descriptor."""
     child = python(HOLDER.format(path=listener.getsockname()))
     children.append(child)
     connection, _ = listener.accept()
@@ -81,28 +81,31 @@ def holder(listener: socket.socket, fd: int, children: list[Child]) -> Child:
     return child
 
 
+def received(listener: socket.socket) -> int:
+    """Return the descriptor that the next process sends."""
+    connection, _ = listener.accept()
+    with connection:
+        _, (fd,), _, _ = socket.recv_fds(connection, 1, 1)
+    return int(fd)
+
+
 def is_set_soon(event: threading.Event) -> bool:
-    """Whether it is set within what any machine needs."""
+    """Return whether it is set within what any machine needs."""
     return event.wait(10.0)
 
 
 def stays_unset(event: threading.Event) -> bool:
-    """Whether a wait that would have been answered at once is not."""
-    return not event.wait(0.1)
+    """Return whether it is unset after the time in which the end of another descriptor is noticed."""
+    other = threading.Event()
+    os.close(liveness.issue(b"beside it", other.set))
+    return is_set_soon(other) and not event.is_set()
 
 
-def stays_empty(freed: list[int]) -> bool:
-    """Whether nothing is freed in the time that it takes to learn of another segment's end."""
-    ended = threading.Event()
-    os.close(liveness.issue(b"beside it", ended.set))
-    return is_set_soon(ended) and not freed
-
-
-# Does anybody hold it?
+# The last copy.
 
 
 def test_the_last_copy_in_this_process_ends_it(ended: threading.Event) -> None:
-    """A duplicate is a copy as good as the first; nothing is left open."""
+    """Duplicates are copies; nothing is left open."""
     before = open_fds()
     fd = liveness.issue(b"content", ended.set)
     other = os.dup(fd)
@@ -113,29 +116,20 @@ def test_the_last_copy_in_this_process_ends_it(ended: threading.Event) -> None:
     eventually(lambda: open_fds() <= before, what=f"{before} open descriptors")
 
 
-def test_a_copy_in_another_process_counts(ended: threading.Event, listener: socket.socket, children: list[Child]) -> None:
-    """It ends when that process closes it, as it does at its end."""
-    fd = liveness.issue(b"content", ended.set)
-    child = holder(listener, fd, children)
-    os.close(fd)
-    assert stays_unset(ended)
-    child.tell("enough")
-    assert is_set_soon(ended)
-
-
-def test_sigkill_of_the_last_holder_ends_it(ended: threading.Event, listener: socket.socket, children: list[Child]) -> None:
-    """The kernel closes what a killed process held; one of two holders is not the last."""
+def test_copies_in_other_processes_count(ended: threading.Event, listener: socket.socket, children: list[Child]) -> None:
+    """Until each of these processes has exited, or was killed."""
     fd = liveness.issue(b"content", ended.set)
     one, other = holder(listener, fd, children), holder(listener, fd, children)
     os.close(fd)
-    one.kill()
+    one.tell("enough")
+    one.close()
     assert stays_unset(ended)
     other.kill()
     assert is_set_soon(ended)
 
 
-def test_a_copy_under_way_counts(ended: threading.Event) -> None:
-    """What was sent and not yet received is held by the message; a receiver that never comes lets go of it."""
+def test_a_copy_in_a_socket_counts(ended: threading.Event) -> None:
+    """Until it is received, or the socket is closed."""
     fd = liveness.issue(b"content", ended.set)
     ours, theirs = socket.socketpair()
     socket.send_fds(ours, [b"x"], [fd])
@@ -146,8 +140,8 @@ def test_a_copy_under_way_counts(ended: threading.Event) -> None:
     assert is_set_soon(ended)
 
 
-def test_a_second_description_does_not_count(ended: threading.Event) -> None:
-    """Only copies do: somebody who opens the file anew, to look at it, keeps nothing alive."""
+def test_an_open_file_of_its_own_does_not_count(ended: threading.Event) -> None:
+    """Another process may open the file to inspect it."""
     fd = liveness.issue(b"content", ended.set)
     again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     os.close(fd)
@@ -155,8 +149,8 @@ def test_a_second_description_does_not_count(ended: threading.Event) -> None:
     os.close(again)
 
 
-def test_many_export_descriptors() -> None:
-    """Each has its own end."""
+def test_each_export_descriptor_has_its_own_end() -> None:
+    """Also of many."""
     ends = [threading.Event() for _ in range(300)]
     fds = [liveness.issue(b"content", end.set) for end in ends]
     for fd in fds[::2]:
@@ -169,7 +163,7 @@ def test_many_export_descriptors() -> None:
 
 
 def test_an_end_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A driver that refuses to free is no reason for a thread to die in silence."""
+    """The thread that calls it goes on."""
     before = open_fds()
 
     def fail() -> None:
@@ -180,11 +174,11 @@ def test_an_end_that_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     eventually(lambda: open_fds() <= before)
 
 
-# What it says.
+# The content.
 
 
-def test_an_export_descriptor_is_final() -> None:
-    """Nobody who holds it can change what it says."""
+def test_an_export_descriptor_is_immutable() -> None:
+    """No holder can change its content."""
     fd = liveness.issue(b"content", lambda: None)
     assert liveness.read(fd) == b"content"
     assert not os.get_inheritable(fd)
@@ -197,8 +191,8 @@ def test_an_export_descriptor_is_final() -> None:
 
 
 @pytest.mark.parametrize("seals", [0, 0x2 | 0x4])
-def test_a_memfd_that_can_change_is_no_export_descriptor(seals: int) -> None:
-    """Whatever it says, it may say something else next time."""
+def test_a_mutable_memfd_is_no_export_descriptor(seals: int) -> None:
+    """Its content could be another one at the next read."""
     fd = os.memfd_create("forged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(fd, b"shared-rpc export descriptor 1\ncontent")
     fcntl.fcntl(fd, 1033, seals)
@@ -208,7 +202,7 @@ def test_a_memfd_that_can_change_is_no_export_descriptor(seals: int) -> None:
 
 
 def test_an_export_descriptor_of_another_release_is_refused() -> None:
-    """A content that is not understood is told as such."""
+    """The error says so."""
     with (
         closing(
             Segment.owning(SegmentInfo("a", 1, "GPU-a", mechanism="ipc"), liveness.issue(b"\xc1", lambda: None))
@@ -218,16 +212,14 @@ def test_an_export_descriptor_of_another_release_is_refused() -> None:
         export_descriptor_of(segment.fileno())
 
 
-# Does its maker live?
+# The end of the maker.
 
 
-def test_the_end_of_the_maker_is_seen(listener: socket.socket, children: list[Child]) -> None:
-    """As soon as it is killed, and not before; what the export descriptor says stays readable."""
+def test_the_end_of_the_maker_is_detected(listener: socket.socket, children: list[Child]) -> None:
+    """As soon as it is killed; the content stays readable."""
     child = python(MAKER.format(path=listener.getsockname()))
     children.append(child)
-    connection, _ = listener.accept()
-    with connection:
-        _, (fd,), _, _ = socket.recv_fds(connection, 1, 1)
+    fd = received(listener)
     child.expect("sent")
     assert liveness.maker_lives(fd)
     child.kill()
@@ -236,8 +228,8 @@ def test_the_end_of_the_maker_is_seen(listener: socket.socket, children: list[Ch
     os.close(fd)
 
 
-def test_a_forked_child_of_the_maker_keeps_nothing(children: list[Child]) -> None:
-    """Neither the memory, where it sits on an inherited segment, nor the look of a maker that lives."""
+def test_a_forked_child_keeps_no_memory(children: list[Child]) -> None:
+    """It closes inherited segments: the memory is freed although the child lives."""
     child = python(
         """
         import os, sys, threading
@@ -270,8 +262,8 @@ def test_a_forked_child_of_the_maker_keeps_nothing(children: list[Child]) -> Non
     assert child.expect("the child ended with") == "the child ended with 0"
 
 
-def test_a_child_does_not_look_like_its_maker(listener: socket.socket, children: list[Child]) -> None:
-    """A child that outlives the maker has closed what would say that the maker lives."""
+def test_a_forked_child_is_not_the_maker(listener: socket.socket, children: list[Child]) -> None:
+    """A child that outlives its parent does not make the parent look alive."""
     child = python(
         """
         import os, socket, sys
@@ -290,9 +282,7 @@ def test_a_child_does_not_look_like_its_maker(listener: socket.socket, children:
         % listener.getsockname()
     )
     children.append(child)
-    connection, _ = listener.accept()
-    with connection:
-        _, (fd,), _, _ = socket.recv_fds(connection, 1, 1)
+    fd = received(listener)
     grandchild = int(child.expect("child").split()[1])
     assert liveness.maker_lives(fd)
     os.kill(child.pid, signal.SIGKILL)
@@ -306,7 +296,7 @@ def test_a_child_does_not_look_like_its_maker(listener: socket.socket, children:
 
 
 def test_memory_is_not_freed_while_the_device_cannot_be_waited_for() -> None:
-    """During a capture it waits, and the next one who comes by frees it."""
+    """During a capture freeing is postponed; the next allocation does it."""
     backend = BoundHost()
     backend.waits_for = False
     segment = backend.create(1)
@@ -319,7 +309,7 @@ def test_memory_is_not_freed_while_the_device_cannot_be_waited_for() -> None:
 
 
 def test_a_segment_is_opened_once_for_all_its_mappings(tmp_path: Path) -> None:
-    """The first of two mappings to be unmapped takes nothing from the second, in whatever process."""
+    """Unmapping the first of two mappings does not affect the second, in any process."""
     peer = Peer(tmp_path, "tests.kit.bound_host:BACKEND")
     with closing(BACKEND.create(1)) as segment:
         address = BACKEND.map(segment.fileno(), 1, "read_write")
@@ -336,26 +326,8 @@ def test_a_segment_is_opened_once_for_all_its_mappings(tmp_path: Path) -> None:
     assert peer.close() == (0, "")
 
 
-def test_every_mapping_keeps_the_memory(tmp_path: Path) -> None:
-    """The maker's own as well as another process's, although the descriptors they were made from are closed."""
-    backend = BoundHost()
-    peer = Peer(tmp_path, "tests.kit.bound_host:BACKEND")
-    segment = backend.create(1)
-    address = backend.map(segment.fileno(), 1, "read_write")
-    peer.give(segment)
-    peer.ask("map read")
-    peer.ask("close")
-    segment.close()
-    assert stays_empty(backend.freed)
-    backend.unmap(address, 1)
-    assert stays_empty(backend.freed)
-    peer.ask("unmap")
-    eventually(lambda: backend.freed == [address])
-    assert peer.close() == (0, "")
-
-
 def test_memory_of_another_mechanism_is_refused() -> None:
-    """An export descriptor is believed for the GPU and the mechanism that it names, and the error has both."""
+    """The error names the GPU of the export descriptor, and that of the backend."""
     backend = BoundHost()
     other = BoundHost()
     other.uuid = "GPU-elsewhere"
@@ -363,28 +335,18 @@ def test_memory_of_another_mechanism_is_refused() -> None:
         other.map(segment.fileno(), 1, "read_write")
 
 
-def test_a_maker_that_gave_its_memory_back_is_told() -> None:
-    """A descriptor server that has nothing for the token any more."""
-    with pytest.raises(CapabilityError, match="its maker released it"), closing(BoundHost().create(1)):
-        fetch(FD_SERVER.address, bytes(16))
-
-
-def test_the_lifetime_of_memory_is_told() -> None:
-    """By the pid of its maker where it has one."""
+def test_the_lifetime_of_memory() -> None:
+    """It is that of its maker, if its descriptor says so: the claim of a client is not enough."""
     with closing(BoundHost().create(1)) as segment:
         assert lifetime([segment]) == f"bound to the life of pid {os.getpid()}"
     assert lifetime([]) == ""
-
-
-def test_memory_that_only_claims_to_belong_to_a_process() -> None:
-    """What a client says of it is believed only where its descriptor says so too."""
     with closing(HOST.create(1)) as segment:
         segment.info = msgspec.structs.replace(segment.info, mechanism="pool")
         assert lifetime([segment]) == ""
 
 
 def test_objects_end_with_the_process_that_made_their_memory(provider: Provider, serve: Serve) -> None:
-    """Nothing is noted for that while they are there: their descriptors name their maker."""
+    """Which their descriptors name."""
     server = serve()
 
     def left(core: Core, pid: int) -> int:
@@ -415,8 +377,8 @@ def left() -> Iterator[tuple[bytes, int]]:
     os.close(write)
 
 
-def test_a_desk_hands_out_as_often_as_it_is_asked(left: tuple[bytes, int]) -> None:
-    """Every one who shows the token has a descriptor of his own, until it is withdrawn."""
+def test_the_server_sends_descriptors(left: tuple[bytes, int]) -> None:
+    """A new one to each peer with the token, until it is withdrawn."""
     token, write = left
     one, other = fetch(FD_SERVER.address, token), fetch(FD_SERVER.address, token)
     os.write(write, b"ab")
@@ -429,8 +391,8 @@ def test_a_desk_hands_out_as_often_as_it_is_asked(left: tuple[bytes, int]) -> No
     os.close(other)
 
 
-def test_one_who_says_nothing_is_hung_up_on(left: tuple[bytes, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one has an answer all the same: the silent one is waited for as long as anybody, and no longer."""
+def test_a_silent_peer_is_disconnected(left: tuple[bytes, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a timeout; it delays no other peer."""
     token, _ = left
     monkeypatch.setattr(fd_server_module, "_ASKING", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
@@ -439,7 +401,7 @@ def test_one_who_says_nothing_is_hung_up_on(left: tuple[bytes, int], monkeypatch
         assert silent.recv(1) == b""
 
 
-def test_a_desk_that_has_gone_is_told_with_what_may_be_wrong() -> None:
-    """Its process ended, or lives in another network namespace."""
+def test_a_missing_server() -> None:
+    """Its process has ended, or is in another network namespace."""
     with pytest.raises(CapabilityError, match="network namespace"):
         fetch("shared-rpc-fds-that-never-was", bytes(16))

@@ -1,4 +1,4 @@
-"""A server that is asked to end by signals ends: whichever thread takes them, however many come, whatever holds it up."""
+"""Servers end at a signal: whichever thread takes it, however many come, and whatever blocks the exit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from shared_rpc import errors
 from tests.kit.brokers import BrokerApp, begun
+from tests.kit.deep import deep
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.processes import Child, eventually
 from tests.kit.repetitions import repetitions
@@ -25,7 +26,7 @@ KINDS = ("server role", "in-process", "broker", "broker that loads")
 
 @pytest.fixture
 def app(broker_app: BrokerApp) -> BrokerApp:
-    """An app that is not served yet, with an endpoint whose thread is sent a signal."""
+    """An app that is not served yet, with an endpoint that sends its own thread a signal."""
     broker_app.write("""
         import signal, threading
 
@@ -38,7 +39,7 @@ def app(broker_app: BrokerApp) -> BrokerApp:
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Children are forks, whatever the environment says: how they begin is not what is looked at."""
+    """Children are forks, whatever the environment says: how they start does not matter here."""
     if os.environ.get("SHARED_RPC_TESTS") != "fresh":
         yield
         return
@@ -49,7 +50,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def begin(kind: str, app: BrokerApp, children: list[Child], *options: str) -> Child:
-    """A process that serves, or is about to."""
+    """Start a process that serves, or is about to."""
     if kind == "server role":
         server = Child(str(app.file), environ={"SHARED_TENSOR_ROLE": "server"}, cwd=app.file.parent)
         children.append(server)
@@ -66,7 +67,7 @@ def begin(kind: str, app: BrokerApp, children: list[Child], *options: str) -> Ch
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_storm_of_signals(kind: str, app: BrokerApp, children: list[Child], forks: None) -> None:
-    """One to three at random moments, half of them at once: every server ends, and says that all is well."""
+    """One to three at random moments, half of them at once: every server ends with exit code 0."""
     if kind == "broker that loads":
         app.write(f"wait({str(app.file.parent / 'never')!r})")
     seed = random.randrange(1 << 32)
@@ -75,7 +76,7 @@ def test_a_storm_of_signals(kind: str, app: BrokerApp, children: list[Child], fo
     numbers = [signal.SIGTERM, signal.SIGINT] + ([signal.SIGHUP] if kind.startswith("broker") else [])
     for _ in range(STORMS):
         server = begin(kind, app, children)
-        # Who reloads goes on: one of them asks for the end.
+        # SIGHUP reloads: another one asks for the end.
         storm = [chance.choice(numbers) for _ in range(chance.randint(0, 2))] + [chance.choice(numbers[:2])]
         chance.shuffle(storm)
         waits = [chance.choice([0.0, chance.uniform(0, 0.3)])] + [
@@ -92,10 +93,10 @@ def test_a_storm_of_signals(kind: str, app: BrokerApp, children: list[Child], fo
             path.unlink()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, *deep(signal.SIGINT)])
 @pytest.mark.parametrize("kind", ["server role", "in-process"])
 def test_a_signal_that_another_thread_takes(kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]) -> None:
-    """Of two that come at once another thread takes one, or both; nothing interrupts the main thread's wait then."""
+    """It does not interrupt the wait of the main thread."""
     server = begin(kind, app, children)
     client = app.connect()
     with suppress(errors.ConnectionClosed):
@@ -105,7 +106,7 @@ def test_a_signal_that_another_thread_takes(kind: str, number: signal.Signals, a
 
 
 def test_a_signal_that_another_thread_of_a_broker_takes(app: BrokerApp, tmp_path: Path) -> None:
-    """Its loop's, for instance."""
+    """That of its loop."""
     (tmp_path / "hooks.py").write_text(
         "import signal, threading\n"
         "from shared_rpc.observability.events import CallStarted\n"
@@ -119,9 +120,9 @@ def test_a_signal_that_another_thread_of_a_broker_takes(app: BrokerApp, tmp_path
     assert broker.close()[0] == 0
 
 
-# Signals of the processes that it forks.
+# Signals for forked children.
 
-#: A function that sends a child a signal while it still has its parent's handlers: before it sets the first of its own.
+#: A child gets a signal while it still has the handlers of its parent: before it sets the first of its own.
 NEWBORN = """
     import atexit, signal
 
@@ -156,20 +157,20 @@ NEWBORN = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-@pytest.mark.parametrize("kind", ["server role", "in-process"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *deep(signal.SIGINT)])
+@pytest.mark.parametrize("kind", ["server role", *deep("in-process")])
 def test_a_signal_for_a_child_that_an_endpoint_has_just_forked(
     kind: str, number: signal.Signals, app: BrokerApp, children: list[Child]
 ) -> None:
-    """It ends the child, which is what a pool of multiprocessing waits for."""
+    """It ends the child, as pools of multiprocessing expect."""
     app.write(NEWBORN)
     begin(kind, app, children)
     assert app.connect().call("fork", int(number)).item() == -number
 
 
-@pytest.mark.parametrize("kind", ["server role", "in-process"])
+@pytest.mark.parametrize("kind", ["server role", *deep("in-process")])
 def test_a_signal_for_a_child_that_an_exit_callback_has_just_forked(kind: str, app: BrokerApp, children: list[Child]) -> None:
-    """While the process ends it does nothing at a signal; its children do not inherit that."""
+    """A process that is exiting ignores signals; its children do not."""
     app.write(NEWBORN)
     server = begin(kind, app, children)
     app.connect().call("fork_at_exit", int(signal.SIGTERM))
@@ -178,9 +179,9 @@ def test_a_signal_for_a_child_that_an_exit_callback_has_just_forked(kind: str, a
     assert server.close() == (0, "")
 
 
-# The end itself.
+# The exit.
 
-#: What leaves a thread that is no daemon behind, or an exit callback, and what each of them does.
+#: A thread that is no daemon, or an exit callback, that calls ``what``.
 LEAVES = {
     "thread": "import threading; threading.Thread(target={what}, name='saves logs').start()\n",
     "callback": "import atexit; atexit.register({what})\n",
@@ -191,8 +192,17 @@ LAST_WORDS = {
 }
 
 
+each_end = pytest.mark.parametrize(
+    ("kind", "which"),
+    [
+        *(("server role", "thread"), ("in-process", "callback"), ("broker", "thread")),
+        *deep(("server role", "callback"), ("in-process", "thread"), ("broker", "callback")),
+    ],
+)
+
+
 def leave(app: BrokerApp, kind: str, which: str, code: str) -> list[str]:
-    """Have a server's process leave behind what runs ``code``, its function ``left``; the options that it needs for that."""
+    """Have a server's process start a thread or register a callback with the function ``left``; return the options for that."""
     code += LEAVES[which].format(what="left")
     if kind != "broker":
         app.write(code)
@@ -201,10 +211,9 @@ def leave(app: BrokerApp, kind: str, which: str, code: str) -> list[str]:
     return ["--hook", "hooks:hook"]
 
 
-@pytest.mark.parametrize("which", LEAVES)
-@pytest.mark.parametrize("kind", ["server role", "in-process", "broker"])
-def test_what_does_not_end_is_ended(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
-    """After a grace, and one line says what it was."""
+@each_end
+def test_a_blocked_exit_is_forced(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
+    """After a grace period, with a line that names it."""
     options = leave(
         app,
         kind,
@@ -223,10 +232,9 @@ def left():
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("which", LEAVES)
-@pytest.mark.parametrize("kind", ["server role", "in-process", "broker"])
-def test_ctrl_c_at_the_end(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
-    """It is asked for already, and nothing that the interpreter does for it is interrupted."""
+@each_end
+def test_ctrl_c_during_the_exit(kind: str, which: str, app: BrokerApp, children: list[Child]) -> None:
+    """It does not interrupt the exit."""
     seen = Path(f"{app.base_path}-seen")
     options = leave(
         app,
