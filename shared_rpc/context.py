@@ -1,7 +1,7 @@
 """The run that an endpoint is in: its progress, its cancellation, its request.
 
-``progress``, ``cancelled``, ``raise_if_cancelled`` and ``request_id`` may be called anywhere: where no endpoint runs, or nobody
-asked, they do nothing.
+``progress``, ``cancelled``, ``raise_if_cancelled`` and ``request_id`` may be called anywhere: where no endpoint runs, or no
+caller asked, they do nothing.
 """
 
 from __future__ import annotations

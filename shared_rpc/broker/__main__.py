@@ -28,7 +28,7 @@ from shared_rpc.settings import ServeOptions, take_service_variables
 
 
 def main() -> int:
-    """Serve an app until SIGINT or SIGTERM; SIGHUP reads its code anew."""
+    """Serve an app until SIGINT or SIGTERM; SIGHUP reloads its code."""
     logging.lastResort = LogHandler(logging.WARNING)
     words = _parser().parse_args()
     report = daemonize(words.detach, words.report) if words.detach is not None else None
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_hook(name: str, target: str) -> None:
-    """Import a hook, ``package.module:name``, which may lie beside the app.
+    """Import a hook, ``package.module:name``, which may lie in the app's folder.
 
     :raises ConfigurationError: if there is none.
     """
@@ -118,7 +118,7 @@ def _add_hook(name: str, target: str) -> None:
 def _reload(broker: Broker) -> None:
     try:
         info = broker.reload()
-    except (SharedRPCError, RuntimeError, CancelledError) as error:  # the latter two if the broker ends meanwhile
+    except (SharedRPCError, RuntimeError, CancelledError) as error:  # the latter two if the broker ends during it
         print(f"shared-rpc: not reloaded: {error}", file=sys.stderr, flush=True)
     else:
         for line in lines_of(info):

@@ -114,7 +114,7 @@ class Broker:
         :param wait: waits for a future in place of its own method; if it returns before that is done, the broker is stopped.
         :raises WorkerCrashed: if it cannot be.
         :raises ConfigurationError: if a socket cannot be had; a live server's pid is named.
-        :raises ConnectionClosed: if it was stopped meanwhile.
+        :raises ConnectionClosed: if it was stopped during it.
         """
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

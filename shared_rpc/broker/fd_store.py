@@ -1,6 +1,6 @@
 """The store: the state and the memory that a broker has its service manager keep for the next broker.
 
-The manager keeps descriptors by name. It takes the same open file only once, and tells no order::
+The manager keeps descriptors by name. It takes the same open file only once, and keeps no order::
 
     state                      what changes: the providers, and of each object all but its memory and its value
     object-<object id>         an object's skeleton and table, which may be large, and never change
@@ -10,9 +10,9 @@ The manager keeps descriptors by name. It takes the same open file only once, an
 
 The state is a memfd that broker and manager share: it is stored once, and written in place. The first change in a turn of the
 loop is written at once, before a client has its reply, and all others of that turn together at its end. Descriptors are stored
-before the state names them, and removed when it names them no more, so a broker that is killed in between leaves nothing half.
-The next one drops what the state does not name, and an object of which something is missing: without its page, for example,
-processes that have the page would not see what others write.
+before the state names them, and removed when it no longer names them, so a broker that is killed in between leaves nothing
+half. The next one drops what the state does not name, and an object of which something is missing: without its page, for
+example, processes that have the page would not see what others write.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class Supervisor:
     def _has_loaded(self, worker: Worker, message: w.Loaded, frame: Frame) -> None:
         worker.loaded = self._serves = True
         self._zygote.learn(message.imports, worker.forked)
-        if worker.state == "starting":  # otherwise it was replaced meanwhile
+        if worker.state == "starting":  # otherwise it was replaced
             worker.state = "ready"
             if HOOKS.registered:
                 lived = time.monotonic() - worker.started

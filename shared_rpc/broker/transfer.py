@@ -119,9 +119,9 @@ class ForwardedTransfer(SessionTransfer):
         self._returned += chunks
         self._tell()
 
-    def await_chunks(self, told: Callable[[], None]) -> None:
+    def await_chunks(self, notify: Callable[[], None]) -> None:
         """Call back when chunks have come back, and ask workers for them."""
-        self._wanted[told] = None
+        self._wanted[notify] = None
         if self._returned:
             self._tell()
         self._ask()

@@ -40,7 +40,7 @@ _PATIENCE = 2.0
 _ENDING = 0.5
 #: Packages that zygotes are made without, because they made an earlier one unfit for forks.
 _LEFT_OUT = 7
-#: Consecutive failures of zygotes or forks after which no more are made.
+#: Consecutive failures of zygotes or forks after which none is started any more.
 _FAILURES = 3
 #: Seconds for which the size of the zygote's memory is cached: the kernel walks all of it.
 _GAUGE = 5.0

@@ -148,7 +148,7 @@ class AsyncLink(Link):
                 with self._lock:
                     if self._flush() or not self.usable:
                         return
-                with suppress(anyio.ClosedResourceError, OSError, ValueError):  # closed meanwhile
+                with suppress(anyio.ClosedResourceError, OSError, ValueError):  # closed by another task
                     await anyio.wait_writable(self._socket.sock)
 
     async def _read_for_all(self, exchange: Exchange) -> None:

@@ -215,7 +215,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         except BaseException:
             link.close()
             raise
-        # No await from here on: whoever is cancelled has the session, or what it was to have.
+        # No await from here on: an operation that is cancelled has the session, or what it was to have.
         link.transfer = self._new_transfer()
         self._link = link
         if renewal is not None:

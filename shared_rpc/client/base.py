@@ -38,7 +38,7 @@ OWN_TIMEOUT = -1.0
 
 
 class Turn(msgspec.Struct, eq=False):
-    """One operation of a client, which owns what came with its replies until its caller has that."""
+    """One operation of a client, which owns the resources of its replies until its caller has them."""
 
     #: Seconds to wait for a server that is not there yet; and the deadline, on the clock of the driver.
     patience: float = 0.0
@@ -81,7 +81,7 @@ def preload_codec() -> None:
 
 
 class Address:
-    """The path of a server's socket, resolved when it is first asked for: a GPU's name takes the driver."""
+    """The path of a server's socket, resolved when it is first needed: a GPU's name takes the driver."""
 
     def __init__(
         self, base_path: str | os.PathLike[str] | None, device: str, socket_path: str | os.PathLike[str] | None
@@ -167,7 +167,7 @@ class BaseClient(Context):
         link.post(m.Free(chunks))
 
     def _after_fork(self) -> None:
-        """Begin anew in a forked child: the session is the parent's, and the links close their copies of descriptors."""
+        """Begin again in a forked child: the session is the parent's, and the links close their copies of descriptors."""
         self._values = weakref.WeakValueDictionary()
         self._watch = Subscriptions(weakly(self._news_source))
         self._leases = LeaseBook()

@@ -187,7 +187,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
                     if self._closed:
                         raise ConnectionClosed("this client is closed")
                     if self._link is not link:
-                        continue  # another thread has connected meanwhile
+                        continue  # another thread has connected
                     opening = self._opening
                     if opening is None:
                         opening = self._opening = _Opening(turn)
@@ -245,7 +245,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
                 raise
 
     def _correct(self, renewal: Renewal, link: BlockingLink, seconds: float) -> None:
-        """Correct the leases that a session has taken over, and renew memory that was replaced meanwhile."""
+        """Correct the leases that a session has taken over, and renew memory that was replaced."""
         for message in renewal.corrections():
             with suppress(SharedRPCError):
                 link.post(message)

@@ -75,7 +75,7 @@ class SegmentBytes:
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Copy bytes into host memory that is to be written, at an offset.
 
-        By write(2) where the memory has a descriptor here: to pages that nobody has touched yet it takes half the time of a
+        By write(2) where the memory has a descriptor here: to pages that have not been touched yet it takes half the time of a
         store, for which the kernel first clears each page in a fault of its own.
 
         :raises CapabilityError: for a GPU's memory: use :meth:`tensor`.
@@ -140,8 +140,8 @@ def mapped(segment: Segment, owner: str, *, info: SegmentInfo | None = None) -> 
         borrowed.close()
     if info is None:
         return SegmentBytes(segment.info, hold, writable=False)
-    told = msgspec.structs.replace(segment.info, nbytes=info.nbytes, access=info.access)
-    return SegmentBytes(told, hold, writable=True)
+    used = msgspec.structs.replace(segment.info, nbytes=info.nbytes, access=info.access)
+    return SegmentBytes(used, hold, writable=True)
 
 
 class RecordBytes:

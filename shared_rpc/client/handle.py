@@ -94,7 +94,7 @@ class Lease(Generic[T]):
         return self._session is session and not self._released
 
     def move_to(self, session: object) -> bool:
-        """Note that the lease is in another session from here on; return False if it was released meanwhile."""
+        """Note that the lease is in another session from here on; return False if it was released."""
         with self._lock:
             if not self._released:
                 self._session = session
@@ -282,12 +282,13 @@ class Handle(Lease[T]):
         the server may evict the object. In a block of :meth:`active` it takes effect at the block's end. A tensor that outlives
         its handle is unmapped too, while another handle of the object is suspended and none is active.
 
-        Suspending twice is harmless. Everything that does not touch the memory can be used meanwhile, as :attr:`revision`,
+        Suspending twice is harmless. Everything that does not touch the memory can be used while it is suspended, as
+        :attr:`revision`,
         :meth:`latest` and :meth:`release`.
 
         In the process that has run the endpoint, as in the local role, the object is the endpoint's own result, which others
         there may refer to: nothing is unmapped, and the suspended handle drops its value instead. The resumed one has the same
-        object again or, if it was evicted meanwhile, one over the restored memory; tensors that were taken from the earlier one
+        object again or, if it was evicted since, one over the restored memory; tensors that were taken from the earlier one
         keep the memory that was evicted.
 
         :raises StaleHandleError: if the lease has ended, so that nothing would bring the memory back. Nothing has changed then.
@@ -345,9 +346,9 @@ class Handle(Lease[T]):
     def read_consistent(self, function: Callable[[T], R], timeout: float | None = None) -> R:
         """Return ``function(handle.value)``, read from memory of one revision.
 
-        An update under way is waited for, and if another one begins meanwhile, ``function`` is called again: it must have no
-        other effects, and return nothing that is still in the memory, so ``clone()`` what is to be kept. What it queues on this
-        thread's current stream is waited for. An exception is raised if no process wrote meanwhile.
+        An update under way is waited for, and if another one begins during the call, ``function`` is called again: it must have
+        no other effects, and return nothing that is still in the memory, so ``clone()`` what is to be kept. What it queues on
+        this thread's current stream is waited for. An exception is raised if no process wrote during the call.
 
         :param timeout: seconds after which ``function`` is not called again; None for no limit.
         :raises DeadlineExceeded, UpdateInterrupted, StaleHandleError: as :meth:`wait_revision`.

@@ -254,7 +254,7 @@ class Link:
     def _read(self, *, wait: bool = True) -> None:
         """Take bytes from the socket; of the first ones, who sent them.
 
-        :raises ConnectionClosed: if there come no more.
+        :raises ConnectionClosed: if there are no further ones.
         """
         try:
             if self.answerer is None:
@@ -481,7 +481,7 @@ class BlockingLink(Link):
             _seconds_until(deadline)
 
     def _poll(self, deadline: float, until: int | None) -> None:
-        """Wait until the socket is ready. poll(2) begins anew after a signal, with the time that is left.
+        """Wait until the socket is ready. After a signal poll(2) is called again with the remaining time.
 
         :raises TooLate: if the descriptor ``until`` is readable first.
         """
@@ -512,7 +512,7 @@ class _Sleep:
     """The wait of a thread that does not read.
 
     :param until: a descriptor of an event, which ends the wait as the deadline does. It counts, so that the event that ends the
-        wait is told from the one that wakes.
+        wait is distinguished from the one that wakes.
     """
 
     __slots__ = ("_lock", "_until", "_woken")

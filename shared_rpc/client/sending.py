@@ -62,7 +62,7 @@ def send(
         except (TransferClosed, PoolClosed):
             continue
         except SegmentNotFound as error:
-            # The object has been dropped meanwhile, or this is another server.
+            # The object has been dropped, or this is another server.
             if not MAPPINGS.disown(error.segments):
                 raise
         except PoolFull as full:

@@ -25,7 +25,7 @@ from shared_rpc.protocol import tiers as t
 RETRY = 0.05
 #: Seconds for which the request that began a session waits for memory that objects have now.
 RENEWAL = 5.0
-#: How many times one connection starts a server: a server that ends at once is not started for ever.
+#: How many times one connection starts a server: a server that ends at once is not started again and again.
 _SUMMONS = 3
 
 

@@ -143,7 +143,7 @@ class Work:
     """A function that takes time: a driver with an event loop calls it in a thread.
 
     ``nbytes`` is the size of what it decodes, if that is known: little takes less than a millisecond. ``undo`` is called with
-    its result where the caller is cancelled meanwhile, and the operation never gets it.
+    its result where the caller is cancelled during it, and the operation never gets it.
     """
 
     function: Callable[[], Any]

@@ -24,7 +24,7 @@ class NewsSource(Protocol):
     def news(self, after: int) -> tuple[list[Generation], int]:
         """Wait for generations after a position; return them and the position after them.
 
-        :raises SharedRPCError: when no more news will come.
+        :raises SharedRPCError: when no further news will come.
         """
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Subscriptions:
         """Call a callback with each generation that becomes current from here on.
 
         :param after: the server's position, from which the first subscription begins.
-        :raises SharedRPCError: if the server cannot be reached, or the subscriptions were closed meanwhile.
+        :raises SharedRPCError: if the server cannot be reached, or the subscriptions were closed during it.
         """
         subscription = Subscription(self, callback)
         # Not in the lock: close() must not wait for a server.

@@ -3,7 +3,7 @@
 A handle is suspended or not. What follows from all handles together:
 
 - an object's memory is unmapped while no handle of it is active in the whole process, of whichever client;
-- the server is told of a suspension while no handle of it is active in the session, and not before the memory is unmapped.
+- a suspension is reported to the server while no handle of it is active in the session, and not before the memory is unmapped.
 
 The messages of a session arrive in the order in which they are sent, but a thread may decide on one, and send it after that of
 another thread. A resumption therefore waits for the object's suspensions that are under way, and a suspension is not sent while
@@ -38,7 +38,7 @@ from shared_rpc.protocol.records import SegmentInfo
 
 _log = logging.getLogger("shared_rpc")
 
-#: Seconds between two looks at a suspension that is on its way.
+#: Seconds between two checks of a suspension that is under way.
 _MOMENT = 0.002
 
 
@@ -46,7 +46,7 @@ _MOMENT = 0.002
 
 
 class _Passage:
-    """A suspension or a resumption of an object that is on its way: until it is ended, or its operation is gone."""
+    """A suspension or resumption of an object that is under way, until it or its operation ends."""
 
     def __init__(self, object_id: str) -> None:
         self.object_id = object_id
@@ -65,8 +65,8 @@ class Suspensions:
     def __init__(self, leases: LeaseBook) -> None:
         self.leases = leases
         self._lock = fork_safe_lock()
-        #: The ids of objects of which the server was told last that the session has suspended them.
-        self.told: set[str] = set()
+        #: The ids of objects whose suspension by the session was last reported to the server.
+        self.reported: set[str] = set()
         self._suspending: weakref.WeakSet[_Passage] = weakref.WeakSet()
         self._resuming: weakref.WeakSet[_Passage] = weakref.WeakSet()
         with _lock:
@@ -74,7 +74,7 @@ class Suspensions:
 
     def concerns(self, object_id: str) -> bool:
         """Return whether a new handle of the object has to resume it."""
-        return object_id in self.told or object_id in MAPPINGS.suspended
+        return object_id in self.reported or object_id in MAPPINGS.suspended
 
     def begin_suspending(self, object_id: str) -> _Passage:
         """Note that a suspension may be sent, until the answer is ended."""
@@ -91,19 +91,19 @@ class Suspensions:
         return passage
 
     def is_suspending(self, object_id: str) -> bool:
-        """Return whether a suspension of the object may be on its way."""
+        """Return whether a suspension of the object may be under way."""
         with self._lock:
             return object_id in [passage.object_id for passage in self._suspending]
 
     def is_to_tell(self, object_id: str) -> bool:
-        """Note that the server is told of a suspension; return False if the session needs the object after all."""
+        """Note that a suspension is reported to the server; return False if the session needs the object after all."""
         with self._lock:
-            self.told.add(object_id)
+            self.reported.add(object_id)
             handles = self.leases.of_object(object_id)
             resuming = [passage.object_id for passage in self._resuming]
             if handles and object_id not in resuming and all(handle.suspended for handle in handles):
                 return True
-            self.told.discard(object_id)
+            self.reported.discard(object_id)
             return False
 
 
@@ -190,7 +190,7 @@ def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
 
 
 def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, waits: bool = True) -> Operation[None]:
-    """Unmap what no active handle needs, and tell the server.
+    """Unmap what no active handle needs, and report it to the server.
 
     :param handle: the one that is suspended by that, and active again if the memory cannot be unmapped.
     :param waits: whether to wait until the server knows.
@@ -267,16 +267,18 @@ def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     object_id = handle.object_id
     mapped = MAPPINGS.of_objects({object_id}).get(object_id, [])
     if not all(mapping.backend.replaces for mapping in mapped):
-        raise CapabilityError("the memory of a GPU is replaced by resume() alone, because no kernel may use it meanwhile")
+        raise CapabilityError(
+            "the memory of a GPU is replaced by resume() alone, because no kernel may use it during that time"
+        )
     written = any(mapping.info.access == "read_write" for mapping in mapped)
     yield from _brought_back(ctx, handle, lambda: None)
     _log.log(
         logging.WARNING if written else logging.INFO,
         "object %s was evicted while the session with the server was lost: its present memory is mapped at its address%s",
         object_id,
-        ", and what this process wrote to it meanwhile is lost" if written else "",
+        ", and what this process wrote to it since is lost" if written else "",
     )
-    yield from lease_ended(ctx, [object_id])  # the handles may have been suspended meanwhile
+    yield from lease_ended(ctx, [object_id])  # the handles may have been suspended since
 
 
 def _fall_behind(handles: Sequence[Lease[Any]], why: str) -> None:
@@ -292,7 +294,7 @@ def _fall_behind(handles: Sequence[Lease[Any]], why: str) -> None:
 
 def _brought_back(ctx: Context, handle: Lease[Any], activate: Callable[[], None]) -> Operation[None]:
     session: object = None
-    while session is not handle._session:  # another one may have taken the lease over meanwhile, as an inactive one
+    while session is not handle._session:  # another one may have taken the lease over since, as an inactive one
         session = handle._session
         try:
             yield from _mapped_again(ctx, handle, activate)
@@ -343,7 +345,7 @@ def _segments_of(reply: Reply) -> tuple[t.Resumed, list[Segment]]:
 def _mapped(book: Suspensions, object_id: str, segments: Sequence[Segment], owner: str, activate: Callable[[], None]) -> None:
     def activated() -> None:
         activate()
-        book.told.discard(object_id)
+        book.reported.discard(object_id)
 
     try:
         MAPPINGS.resume(object_id, segments, owner, activated)
@@ -358,10 +360,10 @@ def lease_ended(ctx: Context, object_ids: Iterable[str], *, waits: bool = True) 
     for object_id in object_ids:
         if _sleeps(object_id):
             yield from _settled(ctx, object_id, waits=waits)
-        elif object_id in book.told and not book.leases.of_object(object_id):
-            book.told.discard(object_id)
+        elif object_id in book.reported and not book.leases.of_object(object_id):
+            book.reported.discard(object_id)
 
 
 def outdated(object_id: str, infos: Iterable[SegmentInfo]) -> bool:
-    """Return whether a value of this process lies in memory that the server has replaced since, and nobody brings it back."""
+    """Return whether a value here lies in memory that the server has replaced since, and no operation is renewing it."""
     return object_id not in MAPPINGS.suspended and MAPPINGS.outdated(infos)

@@ -24,7 +24,7 @@ _SILENCE = 1.0
 
 
 class TransferClosed(Exception):
-    """The error for a request of a session that has ended: it is to be made anew for the next one."""
+    """The error for a request of a session that has ended: it is to be repeated for the next one."""
 
 
 class ClientTransfer:
@@ -96,7 +96,7 @@ class ClientTransfer:
                 self._keep_spare(Segment.opened(info, os.dup, fd))
 
     def _keep_spare(self, arena: Segment) -> None:
-        """Own an arena, unless another thread's connection has brought it too, or the session has ended meanwhile."""
+        """Own an arena, unless another thread's connection has brought it too, or the session has ended."""
         if self._spare.setdefault(arena.info.id, arena) is not arena:
             arena.close()
         elif self.closed:
@@ -112,7 +112,7 @@ class ClientTransfer:
     ) -> list[Segment]:
         """Make a reply's segments, which own the descriptors of the list, but for kept segments, which came before.
 
-        A segment of a session that has ended meanwhile has no descriptor.
+        A segment of a session that has ended has no descriptor.
         """
         found: list[Segment] = []
         for number, info in enumerate(infos):

@@ -88,7 +88,7 @@ _SCALARS = (int, float, bool, str, bytes, complex, type(None))
 def _encode_single(
     args: Sequence[Any], kwargs: dict[str, Any], kind: str, server: str, pool: Pool, purpose: str
 ) -> Arguments | None:
-    """Encode one plain tensor beside scalars; return None for anything else."""
+    """Encode one plain tensor, alone or with scalars; return None for anything else."""
     rest = [value for value in (*args, *kwargs.values()) if type(value) not in _SCALARS]
     if len(rest) != 1 or type(rest[0]) is not torch.Tensor:
         return None

@@ -1,8 +1,8 @@
-"""Memory that no tensor is over: what numpy arrays, and others that speak pickle's protocol 5, hand over beside a pickle.
+"""Memory that no tensor is over: what numpy arrays, and others that speak pickle's protocol 5, hand over apart from a pickle.
 
 It is copied into host segments once, and everyone who rebuilds the value maps these copy-on-write (read-only, where the
 endpoint shares for reading): the array can be written to as a pickled one could, what is written is the process's own, and
-pages that nobody writes to exist once. What the endpoint itself has stays where it is: an array cannot be bound to other
+pages that are not written to exist once. What the endpoint itself has stays where it is: an array cannot be bound to other
 memory.
 """
 

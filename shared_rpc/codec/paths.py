@@ -8,7 +8,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-#: The longest path: nobody reads a longer one, and cycles end here.
+#: The longest path: a longer one is not readable, and cycles end here.
 _DEPTH = 40
 #: The same for values that are nested too deeply.
 _RECURSION = 8

@@ -109,7 +109,7 @@ class Placement:
             self.entries[span.storage] = StorageEntry(segment, offset + span.address - block.address, span.nbytes, 0, chunk)
 
     def count(self, block: Block) -> None:
-        """Add a block to the value's size, as it is told."""
+        """Add a block to the reported size of the value."""
         if self._is_repacked(block) or self.is_private(block):
             self.private_nbytes += block.nbytes
         else:
@@ -124,7 +124,7 @@ class Placement:
         return all(self._scan.storages[span.storage]._cdata in self._scan.repacked for span in block.spans)
 
     def stays(self, block: Block, access: Access) -> bool:
-        """Note a block that lies where the reader can be told of it, and need not be copied; False for any other."""
+        """Note a block in memory that the reader can be referred to, which need not be copied; return False for any other."""
         found = MAPPINGS.find(block.address)
         if found is None or found[1] + block.nbytes > found[0].info.nbytes:
             return False
@@ -178,7 +178,7 @@ def copy(
 ) -> Placement:
     """Copy what the tensors of ``scan`` use into a pool, or into segments of its own if it is large, to be read and written.
 
-    What lies in a segment that the reader may be told of stays where it is, unless it is to be private. The work that the
+    What lies in a segment that the reader can be referred to stays where it is, unless it is to be private. The work that the
     current streams have to do is complete when this returns; the device's other streams are not waited for.
 
     :param found: the scan's exact spans.

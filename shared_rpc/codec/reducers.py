@@ -4,7 +4,7 @@ The pickle of a tensor in memory that a server keeps names the server's socket, 
 receiver takes the memory from the server, with a lease of its own that lasts as long as a tensor over it. So the sender may
 have ended, and nothing passes between the two processes but bytes: no descriptor, no ptrace(2), no common pid or ipc namespace.
 
-torch's two functions that reduce tensors and storages ask here first, whoever calls them: the pickler of :mod:`multiprocessing`
+torch's two functions that reduce tensors and storages ask here first, for any caller: the pickler of :mod:`multiprocessing`
 for queues, pipes and the arguments of processes, or a program that sends what ``reduce_tensor()`` returns by a channel of its
 own. Everything else goes the way that torch has for it, results in pools included: they are their caller's own.
 """

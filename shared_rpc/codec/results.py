@@ -112,7 +112,7 @@ class Soon:
 
 @without_modes
 def publish_soon(value: Any, device: str, endpoint: str, pool: Pool, seconds: float) -> Record | Soon | None:
-    """Publish into a pool where that is a matter of microseconds, for a thread that has no more; else return None.
+    """Publish into a pool where that is a matter of microseconds, for a thread with little time; else return None.
 
     :param seconds: that the GPU has to come to the end of an endpoint that returns nothing.
     :raises PoolFull: if the pool has too little free memory now.

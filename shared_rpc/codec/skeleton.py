@@ -162,7 +162,7 @@ class Scan:
         storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) and memory.layout is torch.strided else memory
         return isinstance(storage, torch.UntypedStorage) and storage._cdata in self.hosted
 
-    def anew(self) -> Scan:
+    def fresh(self) -> Scan:
         """Return a scan that has met nothing, for a part of the same value."""
         scan = Scan(self.kind, PickledBuffers())
         scan.hosted = self.hosted
@@ -288,9 +288,9 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
             skeleton = _dump(value, scan)
     except Exception as error:
         with by_value.registered():
-            anew = scan.anew
-            where, cause = locate(value, path, lambda part: _dump(part, anew()), error)
-            del anew
+            fresh = scan.fresh
+            where, cause = locate(value, path, lambda part: _dump(part, fresh()), error)
+            del fresh
         if isinstance(cause, RecursionError):
             raise CapabilityError(f"{where} {_TOO_DEEP}") from None
         raise CapabilityError(f"{where} {cause if isinstance(cause, PickleRefused) else _unpicklable(cause)}") from error
@@ -326,7 +326,7 @@ def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
     """
 
     def attempt(part: Any) -> None:
-        _Outside(io.BytesIO(), scan.anew()).dump(part)
+        _Outside(io.BytesIO(), scan.fresh()).dump(part)
 
     with by_value.registered():
         try:

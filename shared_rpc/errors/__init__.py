@@ -99,7 +99,7 @@ class SharedRPCError(Exception):
     #: attribute.
     request_id: str = ""
 
-    #: Attributes beside the message, each with the function that decodes it; an absent one is decoded from an empty text.
+    #: Attributes apart from the message, each with the function that decodes it; an absent one is decoded from an empty text.
     _FIELDS: ClassVar[Mapping[str, Callable[[str], Any]]] = {}
 
     @classmethod
@@ -109,7 +109,7 @@ class SharedRPCError(Exception):
         return cast("SharedRPCError", make(message, **{name: read(detail.get(name, "")) for name, read in cls._FIELDS.items()}))
 
     def detail(self) -> dict[str, str]:
-        """Return the attributes that this class has beside its message, as texts."""
+        """Return the attributes that this class has apart from its message, as texts."""
         return {name: _as_text(getattr(self, name)) for name in self._FIELDS}
 
     def __reduce__(self) -> tuple[Callable[..., SharedRPCError], tuple[str, dict[str, str]]]:
@@ -211,7 +211,7 @@ class CheckpointError(SharedRPCError, ValueError):
 
 
 class RefreshError(SharedRPCError):
-    """A generation was built and not made current: its call was invalidated meanwhile, or a later refresh was sooner."""
+    """A generation was built and not made current: its call was invalidated since, or a later refresh ended first."""
 
     code = "refresh"
 
@@ -330,7 +330,7 @@ class ClusterError(SharedRPCError):
     """The source of a server's records, or the cluster behind it, did not do its part; the message says which.
 
     ``reason`` is ``"failed"``; of a source's own methods also ``"replaced"`` (another source was attached to the server),
-    ``"detached"`` (it was closed, or its session or server has ended), or ``"answered"``: the miss has an answer, or nobody
+    ``"detached"`` (it was closed, or its session or server has ended), or ``"answered"``: the miss has an answer, or no call
     waits for one any more.
     """
 
@@ -493,7 +493,8 @@ def from_wire(code: str, message: str, detail: dict[str, str]) -> SharedRPCError
 def raised_by_handler(error: BaseException) -> bool:
     """Return whether a signal handler raised an error, by the frames that it passed.
 
-    Python's own handler of SIGINT has none. A handler that calls ``sys.exit()`` is told from code that does by its frame.
+    Python's own handler of SIGINT has none. A handler that calls ``sys.exit()`` is distinguished by its frame from code that
+    does.
     """
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
     passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))

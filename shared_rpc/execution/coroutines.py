@@ -123,7 +123,7 @@ def run_loop(main: Callable[[], Awaitable[None]]) -> None:
 def end_if_forked(pid: int, endpoint: str) -> None:
     """Exit if the endpoint, which began in process ``pid``, returns, raises or awaits in a process that it has forked.
 
-    Below its frame there is nothing to return to: the thread waits for the next job for ever, and the event loop reads its
+    Below its frame there is nothing to return to: the thread only waits for the next job, and the event loop reads its
     parent's descriptors. Processes of :mod:`multiprocessing`, and those that call ``os._exit()``, never return here.
     """
     if os.getpid() != pid:

@@ -26,7 +26,7 @@ from shared_rpc.memory.copies import (
     close_written,
     closing_all,
     copy_on_host,
-    nobody,
+    ignore_progress,
     on_host,
 )
 from shared_rpc.memory.devices import devices_of, facts_of, free_bytes
@@ -116,7 +116,7 @@ class DeviceMemory:
         segments: Sequence[Segment],
         to: Tier,
         spill: SpillDirectory | None = None,
-        progress: Progress = nobody,
+        progress: Progress = ignore_progress,
         into: Mapping[str, Segment] = MappingProxyType({}),
     ) -> list[LowerCopy]:
         """Copy the bytes of an object to a lower tier; its segments are borrowed, and may be copies in host memory themselves.
@@ -154,7 +154,7 @@ class DeviceMemory:
                     order.target.close()
 
     async def raise_(
-        self, copies: Sequence[LowerCopy], infos: Sequence[SegmentInfo], progress: Progress = nobody
+        self, copies: Sequence[LowerCopy], infos: Sequence[SegmentInfo], progress: Progress = ignore_progress
     ) -> list[Segment]:
         """Make segments of copies, which stay as they are: on their devices, or in host memory of files.
 
@@ -169,7 +169,7 @@ class DeviceMemory:
         orders = [CopyOrder(copy.segment, info, copy.digest) for copy, info in zip(copies, infos, strict=True)]
         return [segment for segment, _ in await self.copy(orders, progress)]
 
-    async def copy(self, orders: Sequence[CopyOrder], progress: Progress = nobody) -> list[Written]:
+    async def copy(self, orders: Sequence[CopyOrder], progress: Progress = ignore_progress) -> list[Written]:
         """Return the segments that are ordered, in their order; the caller owns them.
 
         If this is cancelled, the copying stops at its next step, and what was made is closed.

@@ -72,8 +72,8 @@ class Failure:
         self.clear_frames()
         if self.code != RemoteError.code or 0 < len(self.pickled) <= limit:
             return dataclasses.replace(self, kept=True)
-        told = RemoteError(self.text, type_name=self.type_name, traceback=self.detail.get("traceback", ""))
-        return dataclasses.replace(self, pickled=b"", error=told, kept=True)
+        kept = RemoteError(self.text, type_name=self.type_name, traceback=self.detail.get("traceback", ""))
+        return dataclasses.replace(self, pickled=b"", error=kept, kept=True)
 
     def seal(self) -> Failure:
         """Return the same for a receiver that passes it on: an endpoint's exception stays pickled."""

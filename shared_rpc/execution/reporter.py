@@ -1,4 +1,4 @@
-"""Progress on its way from an endpoint's thread to the loop."""
+"""Progress that travels from an endpoint's thread to the loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _lock = fork_safe_lock()
 class Reporter(msgspec.Struct, eq=False):
     """The way of reports from any thread to the loop. Reports that come too fast are thinned out; the last is sent.
 
-    :param tell: called on the loop.
+    :param report: called on the loop.
     """
 
     _loop: asyncio.AbstractEventLoop

@@ -53,7 +53,7 @@ class Run(Generic[W]):
     cached: bool = False
     number: int = 0
     former_key: str | None = None
-    #: Whether it builds a candidate, whose key is ``former_key``, and whether that was invalidated meanwhile.
+    #: Whether it builds a candidate, whose key is ``former_key``, and whether that was invalidated since.
     prepares: bool = False
     invalidated: bool = False
     #: When the run was opened, in Unix seconds.

@@ -83,17 +83,17 @@ class SessionTransfer(ABC):
         """Take back the chunks of :meth:`freed` that could not be sent."""
 
     @abstractmethod
-    def await_chunks(self, told: Callable[[], None]) -> None:
-        """Call ``told``, from any thread, when there are or may be chunks for :meth:`returned`."""
+    def await_chunks(self, notify: Callable[[], None]) -> None:
+        """Call ``notify``, from any thread, when there are or may be chunks for :meth:`returned`."""
 
-    def unsubscribe(self, told: Callable[[], None]) -> None:
+    def unsubscribe(self, notify: Callable[[], None]) -> None:
         """Forget the function given to :meth:`await_chunks`."""
-        self._wanted.pop(told, None)
+        self._wanted.pop(notify, None)
 
     def _tell(self) -> None:
-        for told in [*self._wanted]:
-            if self._wanted.pop(told, "called") is None:  # another thread may notify too
-                told()
+        for notify in [*self._wanted]:
+            if self._wanted.pop(notify, "called") is None:  # another thread may notify too
+                notify()
 
     @abstractmethod
     def info(self) -> PoolInfo:

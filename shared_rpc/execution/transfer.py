@@ -87,9 +87,9 @@ class ServerTransfer(SessionTransfer):
     def result_segment(self, segment_id: str) -> Segment | None:
         return self.results.segment(segment_id)
 
-    def await_chunks(self, told: Callable[[], None]) -> None:
-        """Call ``told``, from another thread, when there are chunks to return."""
-        self._wanted[told] = None
+    def await_chunks(self, notify: Callable[[], None]) -> None:
+        """Call ``notify``, from another thread, when there are chunks to return."""
+        self._wanted[notify] = None
         FINALIZER.start()
         if not self._looking:
             self._looking = True

@@ -13,5 +13,5 @@ provider = Provider(timeout=None)
 
 @loading.endpoint_of(provider)
 def from_pretrained(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
-    """Load what a process asked for; see :func:`shared_rpc.integrations.loading.load`."""
+    """Load what a process requested; see :func:`shared_rpc.integrations.loading.load`."""
     return loading.load(key, versions, request)

@@ -56,10 +56,10 @@ def _loader(provider: Provider, fallback: bool, library: Library) -> Loader:
                 return _attached(provider, library, cls, args, kwargs)
             except (Unshareable, CapabilityError) as error:
                 name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-                told = f"{cls.__name__}.from_pretrained({name!r}) is not shared: {error}"
+                problem = f"{cls.__name__}.from_pretrained({name!r}) is not shared: {error}"
                 if not fallback:
-                    raise CapabilityError(told) from error
-            warnings.warn(f"{told}. It is loaded for this process alone", stacklevel=3)
+                    raise CapabilityError(problem) from error
+            warnings.warn(f"{problem}. It is loaded for this process alone", stacklevel=3)
             return original(*args, **kwargs)
 
     return load

@@ -22,7 +22,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 #: Files that decide about weights: these themselves, what the model is made from, and code that comes with it. Others, as a
 #: log, may change.
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".gguf", ".json", ".py")
-#: Folders that decide about none: of caches, and those that a training writes beside a model.
+#: Folders that decide about none: of caches, and those that a training writes into a model's folder.
 _ELSEWHERE = (".", "checkpoint-")
 
 
@@ -31,7 +31,7 @@ class Unshareable(Exception):
 
 
 class CheckpointChanged(RuntimeError):
-    """The files of a checkpoint are not those that a process asked for."""
+    """The files of a checkpoint are not those that a process requested."""
 
 
 class Checkpoint(NamedTuple):

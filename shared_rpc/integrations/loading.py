@@ -85,7 +85,7 @@ def endpoint_of(provider: Provider) -> ManagedDecorator:
 
 
 def serve_with(provider: Provider) -> None:
-    """Have the server of a provider load for other processes, beside its own endpoints.
+    """Have the server of a provider load for other processes, in addition to its own endpoints.
 
     To be called at the top level of the file that has the provider, so that a worker that is started again does it too.
     """
@@ -94,7 +94,7 @@ def serve_with(provider: Provider) -> None:
 
 
 def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
-    """Load what a process asked for, in the process that serves.
+    """Load what a process requested, in the process that serves.
 
     :raises ConfigurationError: if a library has another version here than there, or the key is that of another request:
         others would get what they did not ask for.
@@ -105,7 +105,7 @@ def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
     ]:
         raise ConfigurationError(
             f"{key}: the server and the process that asks it differ in their libraries ({'; '.join(differing)}), and so in "
-            f"what a model is: install the same ones, and start the server anew (shared-rpc stop)"
+            f"what a model is: install the same ones, and restart the server (shared-rpc stop)"
         )
     build: Loader = pickle.loads(request)
     if (own := build.key(versions)) != key:

@@ -75,7 +75,7 @@ class ModelRequest(NamedTuple):
     def __call__(self) -> dict[str, Any]:
         """Load in the server: ``{"model": …, "info": …}``, of which the second says what the checkpoint did not have.
 
-        :raises CheckpointChanged: if the files are not those that were asked for, before or after.
+        :raises CheckpointChanged: if the files are not the requested ones, before or after.
         """
         cls = self.cls
         if changed := [name for name, value in self.given.items() if getattr(cls, name, None) != value]:
@@ -94,7 +94,7 @@ def own_model(parts: dict[str, Any], device_map: Any, device: str) -> tuple[Any,
 
     Parameters that the checkpoint does not have, or has in another shape, are of this process alone, and can be trained.
 
-    :param device_map: what this process asked for. The server may have used one for itself, which says nothing here.
+    :param device_map: what this process requested. The server may have used one for itself, which says nothing here.
     """
     model, info = parts["model"], parts["info"]
     vars(model).pop("hf_device_map", None)

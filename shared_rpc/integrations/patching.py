@@ -42,7 +42,7 @@ class _Patch:
             self._blocks += 1
 
     def leave(self) -> None:
-        """Restore the method after the last block; one that others have put around it meanwhile stays."""
+        """Restore the method after the last block; one that others have put around it since stays."""
         with _lock:
             self._blocks -= 1
             if self._blocks == 0 and vars(self._owner)["from_pretrained"] is self._replacement:

@@ -1,8 +1,8 @@
 """Models of transformers that are attached where ordinary code loads them.
 
 ``with shared(): model = AutoModel.from_pretrained(name)`` is the model that ``from_pretrained`` returned in a server, around
-the server's memory: whatever a checkpoint goes through on its way (renamed, fused, converted, quantised weights) it has gone
-through there, once. No constructor runs here, so nothing is copied and nothing can differ.
+the server's memory: whatever a checkpoint goes through while it is loaded (renamed, fused, converted, quantised weights) it has
+gone through there, once. No constructor runs here, so nothing is copied and nothing can differ.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _take_dtype(options: dict[str, Any]) -> Any:
 
 
 def _quantisers(options: dict[str, Any]) -> tuple[str, ...]:
-    """Return the libraries beside transformers that decide what is in the weights."""
+    """Return the libraries other than transformers that decide what is in the weights."""
     quantised = options.get("quantization_config") or getattr(options["config"], "quantization_config", None)
     return ("torchao", "bitsandbytes", "accelerate") if quantised is not None else ()
 

@@ -1,8 +1,8 @@
 """Pauses of the cyclic garbage collector while thousands of objects are made that are all in use.
 
-What rebuilds a module of 10,000 tensors, or imports modules beside torch, sets off full collections again and again, each over
-everything torch has loaded: measured on the host, 34 µs a tensor with them and 9 µs without. ``python -m benchmarks rpc`` times
-the import of this package.
+What rebuilds a module of 10,000 tensors, or imports modules in addition to torch, sets off full collections again and again,
+each over everything torch has loaded: measured on the host, 34 µs a tensor with them and 9 µs without. ``python -m benchmarks
+rpc`` times the import of this package.
 """
 
 from __future__ import annotations

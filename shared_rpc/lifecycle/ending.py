@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 def end_now(code: int) -> NoReturn:
-    """End the process without the interpreter's own end, which could wait for ever.
+    """End the process without the interpreter's own end, which could wait without limit.
 
     From an exit callback there is no other way to set the exit code either. No exit callback runs.
     """
@@ -23,11 +23,11 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_children() -> None:
-    """Ask the processes that :mod:`multiprocessing` started here to end: pools wait for work for ever, and nobody else knows
-    of them.
+    """Ask the processes that :mod:`multiprocessing` started here to end: pools wait for work without limit, and no other
+    process knows of them.
     """
     for child in multiprocessing.active_children():
-        with suppress(OSError, ValueError):  # the wait has ended meanwhile, and another thread has written
+        with suppress(OSError, ValueError):  # the wait has ended, and another thread has written
             child.terminate()
 
 

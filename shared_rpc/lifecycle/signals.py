@@ -39,7 +39,7 @@ _GRACE = 5.0
 
 
 class End:
-    """A request that this process ends. The main thread waits for it, and sees to signals meanwhile."""
+    """A request that this process ends. The main thread waits for it, and handles signals while it waits."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -56,7 +56,7 @@ class End:
         self._wake()
 
     def wait(self, until: Future[Any] | None = None) -> None:
-        """Return when the end has been asked for, or a future is done. In the main thread only."""
+        """Return when the end has been requested, or a future is done. In the main thread only."""
         if until is not None:
             until.add_done_callback(lambda _: self._wake())
         ready = select.poll()

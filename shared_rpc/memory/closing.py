@@ -1,7 +1,7 @@
 """Closing of large memory for threads that must not wait for it.
 
 Memory is freed by the close(2) of its last descriptor, in the thread that calls it: a tenth of a second and more for each GiB
-of host memory. A server's loop would answer no client meanwhile, so another thread closes what ends there.
+of host memory. A server's loop would answer no client during that time, so another thread closes what ends there.
 
 A dropped object counts as gone at once; where its memory is needed, :meth:`Closer.wait` waits until it is free.
 """

@@ -43,8 +43,8 @@ Progress = Callable[[int, int], None]
 Cancelled = Callable[[], bool]
 
 
-def nobody(done: int, total: int) -> None:
-    """Take the progress of a copy for which nobody waits."""
+def ignore_progress(done: int, total: int) -> None:
+    """Ignore the progress of a copy."""
 
 
 class CopyCancelled(Exception):
@@ -198,7 +198,7 @@ def _copy(order: CopyOrder, target: Segment, steps: Steps) -> bytes:
             piece = buffer[: min(len(buffer), end - offset)]
             with reading(order.source):
                 read_exactly(order.source.fileno(), piece, offset)
-            # Of the very bytes that are written: others may write to the memory meanwhile.
+            # Of the very bytes that are written: others may write to the memory at the same time.
             found.update(piece)
             with writing(order.wanted):
                 write_exactly(target.fileno(), piece, offset)

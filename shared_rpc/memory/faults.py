@@ -192,7 +192,7 @@ def _report(place: WatchedRange, address: int) -> str:
 
 
 def _hint() -> str:
-    told = ""
+    text = ""
     for vacated, could, advice in (
         (False, "was a write, it may have been to memory that is shared with access='read'", _ADVICE),
         (True, "was a read or a write, it may have been of memory of a suspended object", _ADVICE_VACATED),
@@ -200,8 +200,8 @@ def _hint() -> str:
         places = [place for place in _places if place.vacated is vacated]
         known = "".join(f"    {place.what()}, at {place.address:#x}\n" for place in places[:_PLACES])
         more = f"    and {len(places) - _PLACES} more\n" if len(places) > _PLACES else ""
-        told += f"shared_rpc: if this {could}:\n{known}{more}{advice}" if places else ""
-    return told
+        text += f"shared_rpc: if this {could}:\n{known}{more}{advice}" if places else ""
+    return text
 
 
 def _where() -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Parts of files that are read into shared memory, in several threads, with their digests computed on the way.
 
-Files are read with read(2), and not mapped: a file that is truncated meanwhile is an error here, and would end the process
-there (SIGBUS). Host memory is written with write(2): to pages that nobody has touched it takes half the time of a store, for
-which the kernel first clears each page in a fault of its own.
+Files are read with read(2), and not mapped: a file that is truncated during the read is an error here, and would end the
+process there (SIGBUS). Host memory is written with write(2): to pages that have not been touched it takes half the time of a
+store, for which the kernel first clears each page in a fault of its own.
 """
 
 from __future__ import annotations

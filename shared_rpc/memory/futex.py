@@ -37,7 +37,7 @@ def supported() -> None:
 def wait(address: int, word: int, seconds: float) -> None:
     """Wait until the 32-bit word at ``address`` is not ``word``, for ``seconds`` at most; it may end for no reason.
 
-    Other threads go on meanwhile.
+    Other threads go on.
     """
     whole = int(seconds)
     limit = _Timespec(whole, int((seconds - whole) * 1e9))

@@ -1,4 +1,5 @@
-"""Streams of a GPU on which memory is copied, beside torch's: by the driver alone, so that a process without torch has them."""
+"""Streams of a GPU on which memory is copied, apart from torch's: by the driver alone, so that a process without torch has
+them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Table of the segments that this process has mapped, and of their users.
 
-A segment is mapped at most once for each kind of access, but copy-on-write as often as it is attached, because nobody else is
+A segment is mapped at most once for each kind of access, but copy-on-write as often as it is attached, because no other user is
 to see what is written there. It is unmapped when the last object over it is gone:
 a finaliser enqueues, and :meth:`MappingTable.drain` synchronises the device and unmaps.
 
@@ -82,8 +82,8 @@ class Mapping:
             self.labels.append(text)
 
     def __str__(self) -> str:
-        told = "; ".join(self.labels)
-        return f"segment {self.info.id} of {self.info.nbytes} bytes{f', with {told}' if told else ''}"
+        labels = "; ".join(self.labels)
+        return f"segment {self.info.id} of {self.info.nbytes} bytes{f', with {labels}' if labels else ''}"
 
     @property
     def segment(self) -> Segment | None:
@@ -208,7 +208,7 @@ class MappingTable:
         #: Addresses in order, and the mapping at each. Replaced as a whole, so that readers need no lock.
         self._by_address: tuple[list[int], list[Mapping]] = ([], [])
         self._gone: deque[_Use] = deque()
-        #: Held while mappings go or come back: no memory is unmapped meanwhile.
+        #: Held while mappings are vacated or mapped again: no memory is unmapped during that time.
         self.changing = fork_safe_lock()
         #: The monotonic time after which a job of the finaliser thread drains the table.
         self._lingers_until = 0.0
@@ -259,9 +259,9 @@ class MappingTable:
 
         The segments are borrowed; a mapping keeps a descriptor of its own, where there is one to spare (see
         :data:`KEPT_SHARE`). ``keep`` has it keep one in any case, so that this process can publish the memory again; ``owner``
-        is the server that keeps them; ``pooled`` are the numbers of those that are arenas, ``hidden`` of those that nobody else
-        may be told of, whose bytes :meth:`find` does not know, as of all that are copy-on-write; ``label`` says for people what
-        they are mapped for.
+        is the server that keeps them; ``pooled`` are the numbers of those that are arenas, ``hidden`` of those that no other
+        object may be told of, whose bytes :meth:`find` does not know, as of all that are copy-on-write; ``label`` says for
+        people what they are mapped for.
         """
         mappings: list[Mapping] = []
         try:
@@ -350,7 +350,7 @@ class MappingTable:
         return found
 
     def disown(self, segment_ids: Iterable[str]) -> int:
-        """Note that these segments' server keeps them no more; return how many of them it did, as far as known here."""
+        """Note that these segments' server no longer keeps them; return how many of them it did, as far as known here."""
         gone = set(segment_ids)
         with self._lock:
             owned = [mapping for mapping in self._mappings.values() if mapping.owner and mapping.info.id in gone]
@@ -401,7 +401,7 @@ class MappingTable:
             _watch(mapping)
 
     def keep_for(self, users: Iterable[tuple[Mapping, object]], object_id: str = "") -> None:
-        """Keep each mapping while the object beside it lives. To be called while it is created or attached.
+        """Keep each mapping while the object that is paired with it lives. To be called while it is created or attached.
 
         The objects take an attribute: that costs a tenth of a weak reference to each.
 
@@ -542,7 +542,7 @@ class MappingTable:
         _synchronize(due, "suspend")
         for mapping in due:
             with self._lock:
-                if self._is_due(mapping):  # a block of another thread may have attached it meanwhile
+                if self._is_due(mapping):  # a block of another thread may have attached it since
                     self._vacate_one(mapping)
 
     def _vacate_one(self, mapping: Mapping) -> None:
@@ -619,7 +619,7 @@ class MappingTable:
     def find(self, address: int) -> tuple[Mapping, int] | None:
         """Return the mapping that holds ``address`` and the offset in it, in bytes.
 
-        :raises HandleSuspended: if that is vacated: whoever asks is about to use the memory.
+        :raises HandleSuspended: if that is vacated: the caller is about to use the memory.
         """
         addresses, mapped = self._by_address
         index = bisect.bisect_right(addresses, address) - 1

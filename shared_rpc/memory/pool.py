@@ -1,7 +1,7 @@
 """Pools: memory for the tensors of single calls.
 
 A pool belongs to one side of one session, and is mapped by the other side, its reader, once. Blocks are copied into *chunks* of
-its *arenas*; a chunk is used again when the reader has given it back. Nothing here knows how that is told.
+its *arenas*; a chunk is used again when the reader has given it back. How that is reported is not known here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class Arena:
-    """Segment of a pool. A reference to one of its chunks keeps it mapped, though the pool may be closed meanwhile."""
+    """Segment of a pool. A reference to one of its chunks keeps it mapped, even if the pool is closed."""
 
     hold: MappingHold
     mapping: Mapping

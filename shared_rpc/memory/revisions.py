@@ -181,7 +181,7 @@ class Page:
         )
 
     def read(self, function: Callable[[V], T], value: V, until: float) -> T:
-        """Return ``function(value)`` of memory without a write meanwhile: after a write, the function is called again.
+        """Return ``function(value)`` of memory without a concurrent write: after a write, the function is called again.
 
         What it queues on the current streams of the GPUs is waited for. For the other parameters see :meth:`wait`.
         """
@@ -236,7 +236,7 @@ class Page:
     def try_begin(self, thread: int | None = None) -> Update | None:
         """Begin an update; None while there is one.
 
-        :param thread: the one whose update it is; None for a coroutine's, beside which others of its thread go on.
+        :param thread: the one whose update it is; None for a coroutine's, as others of its thread go on.
         """
         if self.access == "read":
             raise CapabilityError(
@@ -373,7 +373,7 @@ class _OwnPage:
 #: Updates by this process, by the inode of the page: those by its threads, and all of its own pages.
 _updating: weakref.WeakValueDictionary[int, _Lock | _Turn] = weakref.WeakValueDictionary()
 _turns = fork_safe_lock()
-#: By the descriptor for as long as that is open, and by the inode for whoever has another one of the page.
+#: By the descriptor for as long as that is open, and by the inode for holders of another one of the page.
 _mappings: weakref.WeakKeyDictionary[Descriptor, _OwnPage] = weakref.WeakKeyDictionary()
 _own: weakref.WeakValueDictionary[int, _OwnPage] = weakref.WeakValueDictionary()
 

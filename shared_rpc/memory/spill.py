@@ -9,7 +9,7 @@ from shared_rpc.errors import CapabilityError, ConfigurationError
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import SegmentInfo
 
-#: No file can be linked into the directory afterwards (O_EXCL): nobody but who gets its descriptor reads it.
+#: No file can be linked into the directory afterwards (O_EXCL): only holders of its descriptor read it.
 _FLAGS = os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC
 
 

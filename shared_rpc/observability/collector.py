@@ -1,4 +1,4 @@
-"""The metrics of the servers of a process, for a registry of prometheus-client. Imported only where metrics are asked for."""
+"""The metrics of the servers of a process, for a registry of prometheus-client. Imported only where metrics are requested."""
 
 from __future__ import annotations
 

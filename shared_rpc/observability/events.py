@@ -65,7 +65,7 @@ _log = logging.getLogger("shared_rpc")
 #: with an error; or abandoned by its caller.
 Outcome = Literal["hit", "joined", "adopted", "built", "failed", "left"]
 
-#: Why an object changed its tier: somebody asked for it by its name; a device's or the host's capacity was needed; a suspended
+#: Why an object changed its tier: a request named it; a device's or the host's capacity was needed; a suspended
 #: handle was resumed; or an object was to be used, by a call, a ticket, an export.
 MoveReason = Literal["request", "capacity", "resume", "use"]
 

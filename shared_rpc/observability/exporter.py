@@ -1,4 +1,4 @@
-"""``http://host:port/metrics``, by the HTTP server of prometheus-client. Imported only where metrics are asked for.
+"""``http://host:port/metrics``, by the HTTP server of prometheus-client. Imported only where metrics are requested.
 
 A client of this port is not trusted: it may be another user of the host, or a web page. A connection ends when it is silent,
 and an answer costs the server's loop one reading of its tables.

@@ -49,7 +49,7 @@ class CallOperations:
         :raises CapabilityError: if an argument or the result cannot be shared.
         :raises DeadlineExceeded: after the client's timeout; a run that has begun goes on in the server.
         :raises ConnectError: if no server listens within the client's ``connect_timeout``.
-        :raises ConnectionClosed: if the server goes away meanwhile.
+        :raises ConnectionClosed: if the server goes away during the call.
         """
         what = f"{endpoint}()"
         reply, transfer = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)

@@ -93,7 +93,7 @@ class BlockingOperations(Operations, BlockingMethods):
         writes at a time, and others wait for it. If the block raises, or the process is killed in it, the revision stays odd,
         and waiters get :class:`UpdateInterrupted`, until another update ends.
 
-        Readers are not kept from reading meanwhile: see :meth:`Handle.read_consistent`.
+        Readers can read during the update: see :meth:`Handle.read_consistent`.
 
         :param timeout: seconds to wait for another writer; None for no limit.
         :raises DeadlineExceeded: if another writer has not ended after ``timeout`` seconds.

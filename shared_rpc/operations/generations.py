@@ -39,7 +39,7 @@ class GenerationOperations:
         it was.
 
         :raises ConfigurationError: if the call is not cached.
-        :raises RefreshError: if the call was invalidated meanwhile, or a later refresh ended before this one.
+        :raises RefreshError: if the call was invalidated during the build, or a later refresh ended before this one.
         :raises DeadlineExceeded: after the client's timeout.
         """
         what = f"refresh({endpoint!r})"
@@ -71,7 +71,7 @@ class GenerationOperations:
         while True:
             news: Refreshes = yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh"), Refreshes)
             server = yield from reached(ctx._known())
-            if server.server_id == news.server_id:  # no other server has its place meanwhile
+            if server.server_id == news.server_id:  # no other server has taken its place
                 break
         watch = ctx._watch_in(server)
         subscribe = functools.partial(watch.subscribe, callback, news.after)

@@ -35,8 +35,8 @@ class RecordOperations:
     def export(ctx: Context, handle: Lease[Any] | str) -> Steps[Exporting]:
         """Return the record of an object: its header, and its memory as buffers to be read, without a copy.
 
-        The record holds the object until it is closed. What is written to the object meanwhile, by :meth:`update`, is seen in
-        the record, half-written too.
+        The record holds the object until it is closed. What is written to the object during that time, by :meth:`update`, is
+        seen in the record, half-written too.
 
         :param handle: a handle, or an object's id.
         :raises StaleHandleError: if the server does not own the object.
@@ -114,7 +114,7 @@ class RecordOperations:
         :meth:`open_ticket` attaches to. An exception of the endpoint is raised here.
 
         :raises ConfigurationError: if the call is not cached.
-        :raises RefreshError: if the call was invalidated meanwhile.
+        :raises RefreshError: if the call was invalidated during the build.
         :raises DeadlineExceeded: after the client's timeout.
         """
         what = f"prepare({endpoint!r})"

@@ -124,7 +124,7 @@ class ProcessExit:
         until = time.monotonic() + timeout if timeout is not None else float("inf")
         while not self._gone():
             if time.monotonic() > until:
-                raise DeadlineExceeded(f"the server at {self._path} was told to end, but still runs after {timeout:g} s")
+                raise DeadlineExceeded(f"the server at {self._path} was asked to end, but still runs after {timeout:g} s")
 
     def _gone(self) -> bool:
         """Look, and wait a moment if it is not."""

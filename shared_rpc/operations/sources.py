@@ -60,7 +60,7 @@ class _SourceMethods:
         yield Within(None)
         if not self._number:
             yield from self._attach()
-            if self._closed:  # meanwhile, by a thread that did not know the number
+            if self._closed:  # by a thread that did not know the number
                 yield from self._detach()
                 return None
         while not self._misses:
@@ -69,7 +69,7 @@ class _SourceMethods:
             try:
                 answer: s.Misses = yield from ask(request, s.Misses)
             except ConnectError as error:
-                raise ConnectionClosed(f"no more misses come: {error}") from error
+                raise ConnectionClosed(f"no further misses come: {error}") from error
             except ClusterError:
                 if self._closed:
                     return None

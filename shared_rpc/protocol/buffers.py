@@ -36,7 +36,7 @@ ITEM_SIZES = {
 
 #: The limit of torch, in which sizes, strides and bytes are signed 64-bit integers.
 _LARGEST = (1 << 63) - 1
-#: Dimensions. More are a mistake, and some kernels take no more.
+#: Dimensions. More are a mistake, and some kernels do not support them.
 _MOST = 64
 
 

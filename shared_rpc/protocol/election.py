@@ -1,6 +1,6 @@
 """Election of the process that starts a server.
 
-The lock is a flock(2) on a file beside the socket. The process that starts a server has it, and the server inherits the
+The lock is a flock(2) on a file in the socket's folder. The process that starts a server has it, and the server inherits the
 descriptor. So no second one is started while the first loads its app, even if the process that started it has been killed, nor
 while it ends and its memory is not yet free. The kernel releases the lock with the last of the two, however they end.
 

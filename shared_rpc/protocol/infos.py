@@ -218,7 +218,7 @@ class RuntimeInfo(TypedDict):
 class EndpointInfo(TypedDict):
     """The options of an endpoint: those of ``Provider.share``, and what is known of its function.
 
-    ``idle_ttl`` is a duration, None for ever. ``parameters`` are ``[name, kind, required, default]``, ``kind`` as in
+    ``idle_ttl`` is a duration, None for no limit. ``parameters`` are ``[name, kind, required, default]``, ``kind`` as in
     ``inspect.Parameter``. ``fingerprint`` changes with the function's code.
     """
 

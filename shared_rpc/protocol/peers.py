@@ -71,7 +71,7 @@ def shares_pid_namespace(sock: socket.socket) -> bool:
         pidfd = _pidfd_of(sock, pid)
         try:
             same = os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
-            # It lives still, so nobody else had its pid meanwhile.
+            # It lives still, so no other process has had its pid.
             return same and not select.select([pidfd], [], [], 0)[0]
         finally:
             os.close(pidfd)
@@ -91,7 +91,7 @@ def _pidfd_of(sock: socket.socket, pid: int) -> int:
 def is_own(uid: int) -> bool:
     """Return whether a uid that the kernel reported, of a process or a file, is this process's user.
 
-    In a user namespace the kernel reports each user that has no uid there as the overflow uid, 65534: that is nobody's, also if
+    In a user namespace the kernel reports each user that has no uid there as the overflow uid, 65534: no user has it, also if
     this process has it.
     """
     return uid == os.geteuid() and not _may_be_anyone(uid)

@@ -67,7 +67,7 @@ def _packed(fds: Sequence[Any]) -> bytes:
 
 
 def _drop(fds: list[Any]) -> None:
-    """Close duplicates, and refer to owners no more."""
+    """Close duplicates, and drop the references to owners."""
     if fds and fds[0].__class__ is not int:
         fds.clear()
     else:
@@ -113,7 +113,7 @@ class FrameBuffers:
         self._outbox: deque[tuple[memoryview, list[int] | list[FdOwner]]] = deque()
         #: The number of bytes that were written, until they are out of the outbox.
         self._wrote: list[int] = []
-        #: Duplicates of descriptors on their way into the outbox.
+        #: Duplicates of descriptors that are being added to the outbox.
         self._duplicates: list[int] = []
         #: Queued bytes and written bytes, since the beginning; and the descriptors in the outbox.
         self.queued = 0
@@ -257,7 +257,7 @@ class FrameSocket(FrameBuffers):
 
     def limit(self, seconds: float) -> None:
         """Limit the time that a blocking socket waits for every connect and read. The kernel keeps it (SO_RCVTIMEO,
-        SO_SNDTIMEO); after a signal Python begins to wait anew, so only short waits end in time whatever happens.
+        SO_SNDTIMEO); after a signal Python waits again, so only short waits end in time whatever happens.
         """
         value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)

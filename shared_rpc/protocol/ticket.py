@@ -1,7 +1,7 @@
 """Tickets: small files with the place of an object, for a process that knows nothing else.
 
 A ticket is no lease, and keeps nothing. It is JSON that is trusted no further than its file: it must belong to this user or
-to root, with nobody else allowed to write to it, and it names a socket, whose server is checked as any other is.
+to root, with no other user allowed to write to it, and it names a socket, whose server is checked as any other is.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             ) from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file that no other user can read (0600). A reader meanwhile gets an earlier one or this.
+        """Write it to a file that no other user can read (0600). A concurrent reader gets an earlier one or this.
 
         :raises ConfigurationError: if that cannot be.
         """

@@ -38,7 +38,7 @@ def load_providers(target: str) -> list[Provider]:
 
 
 class _Source(SourceFileLoader):
-    """A loader that compiles a file anew each time, as Python does with a script.
+    """A loader that compiles a file each time, as Python does with a script.
 
     Bytecode counts as that of a file which has the same size and was written in the same second.
     """

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 #: The session of this process's own requests.
 _SESSION = "local"
-#: Requests answered at an endpoint's end: a waiting endpoint's thread is lent meanwhile.
+#: Requests answered at an endpoint's end: a waiting endpoint's thread is lent until then.
 _OF_ENDPOINTS = {m.Call, m.WaitTask, g.Refresh, x.PrepareCandidate}
 #: Requests that are not answered at once: the loop, which answers them, cannot wait for the answer.
 _WAITS = {*_OF_ENDPOINTS, m.CreateBuffer, m.GetBuffer, m.ListDevices, g.AwaitRefreshes, s.AwaitMisses, s.BuildMiss}
@@ -99,7 +99,7 @@ def _value_of(stored: StoredObject, live: Any) -> Any:
 
 
 class _LocalLease:
-    """The lease of one handle, which is given back once, however often that is asked for. On the loop."""
+    """The lease of one handle, which is given back once, however often that is requested. On the loop."""
 
     __slots__ = ("core", "object_id", "over")
 
@@ -349,7 +349,7 @@ class LoopbackDriver(BlockingMethods, Context):
         return None
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an endpoint for a coroutine, whose event loop goes on meanwhile, be it that of the endpoints."""
+        """Call an endpoint for a coroutine, whose event loop goes on, be it that of the endpoints."""
         request = next(self._sent(m.Call, endpoint, args, kwargs, f"{endpoint}()"))
         caller = _LocalCaller(self._engine.core, cast(Request, request))
         try:

@@ -245,7 +245,7 @@ class Provider(BlockingOperations):
         """The mechanism by which this process shares the memory of its device.
 
         :raises ConfigurationError: for a ``mechanism`` that is none, or that does not go with the device.
-        :raises CapabilityError: if the GPU cannot do what was asked for.
+        :raises CapabilityError: if the GPU lacks a requested feature.
         """
         return mechanism_info(self.mechanism, self.device_id)
 

@@ -35,7 +35,7 @@ class Runtime(Protocol):
         """The object that has the operations as methods."""
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an endpoint for a coroutine, whose event loop goes on meanwhile."""
+        """Call an endpoint for a coroutine, whose event loop goes on."""
 
     def describe(self, info: RuntimeInfo) -> None:
         """Add this role's facts to a process's ``get_runtime_info``."""

@@ -112,7 +112,7 @@ def _become(script: Script) -> NoReturn:
 
 
 class _Run:
-    """One script on its way to its beginning."""
+    """One script that is being started."""
 
     def __init__(self, script: Script, environ: dict[str, str]) -> None:
         self.fds = inheritable()

@@ -28,7 +28,7 @@ def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
 
 
 def stop_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> list[dict[str, Any]]:
-    """End the zygotes, and return when they have ended. Scripts go on: they need them no more. See :func:`live_zygotes`."""
+    """End the zygotes, and return when they have ended. Scripts continue without them. See :func:`live_zygotes`."""
     ended = []
     for path, pidfd, facts in _answering(base_path, passed_over):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # a zygote has no state to lose

@@ -23,7 +23,7 @@ from shared_rpc.server.requests import Caller, Lowered, handles
 from shared_rpc.server.runs import Runs, close_arguments
 from shared_rpc.server.shared import State
 from shared_rpc.server.tasks import Tasks
-from shared_rpc.server.waiting import Delivery, Waiter, gone, tell
+from shared_rpc.server.waiting import Delivery, Waiter, gone, resolve
 
 
 class Calls:
@@ -52,13 +52,13 @@ class Calls:
                 return
         except BaseException as error:
             close_arguments(arguments)
-            tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
+            resolve(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
             return
         self._runs.enter(waiter, spec, key, arguments, chain)
 
     @handles(g.Refresh)
     def refresh(self, caller: Caller, message: g.Refresh) -> None:
-        """Build the next generation of a call's object, or join the run that does; the present one is served meanwhile.
+        """Build the next generation of a call's object, or join the run that does; the present one is served until then.
 
         It is answered in the turn of the loop in which the new generation became current.
         """
@@ -100,7 +100,7 @@ class Calls:
             waiter.arguments = identity_of(spec, *_read(lowered, arguments))
         except BaseException as error:
             close_arguments(arguments)
-            tell(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
+            resolve(waiter, Failure.unexpected(error, f"a call of {endpoint[:100]!r} cannot begin"))
             return
         self._runs.enter(waiter, spec, key, arguments, chain)
 
@@ -117,7 +117,7 @@ class Calls:
             return m.TaskIs(self._tasks.info(self._tasks.submit(spec, key, arguments, asker=asker)))
         except BaseException as error:
             close_arguments(arguments)
-            tell(asker, Failure.of(error))
+            resolve(asker, Failure.of(error))
             raise
 
     @handles(m.Cancel)
@@ -136,15 +136,15 @@ class Calls:
         """Wait for chunks of the client's pool to return."""
         transfer, loop, there = self._transfers.of(caller.session), asyncio.get_running_loop(), asyncio.Event()
 
-        def told() -> None:
+        def notify() -> None:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(there.set)
 
-        transfer.await_chunks(told)
+        transfer.await_chunks(notify)
         try:
             await there.wait()
         finally:
-            transfer.unsubscribe(told)
+            transfer.unsubscribe(notify)
         return m.Free(transfer.returned())
 
     @handles(m.InvalidateCall)

@@ -40,7 +40,7 @@ BELOW: tuple[Below, ...] = ("host", "file")
 
 #: The host memory of copies: a device like the others here, whose quota is the host quota.
 HOST = "host copies"
-#: Seconds after which an object is moved again whose move failed: because somebody used it meanwhile, or for another reason.
+#: Seconds after which an object is moved again whose move failed: because it was used during the move, or for another reason.
 _AGAIN_SOON, _AGAIN = 0.1, 5.0
 #: Holders, and other things, that an error lists.
 _SHOWN = 5
@@ -369,7 +369,7 @@ class Capacity:
             held_up |= needs.keys()
 
     def failed(self, group: Sequence[StoredObject], error: SharedRPCError) -> None:
-        """Note that objects could not give way: they are tried again, soon where that was because somebody used them."""
+        """Note that objects could not give way: they are tried again, soon where that was because they were used."""
         again = _AGAIN_SOON if isinstance(error, ServerBusy) else _AGAIN
         for stored in group:
             self._failed[stored.object_id] = self._clock.now() + again, str(error)
@@ -397,7 +397,7 @@ class Capacity:
     def _needs(self, request: CapacityRequest) -> dict[str, int]:
         """Return the bytes that a request needs, by each device with a quota that it has to do with.
 
-        An object that is gone needs nothing: whoever asked for it will find that out.
+        An object that is gone needs nothing: its requester will find that out.
         """
         sizes, missing = request.sizes, request.sizes
         if request.stored is not None:
@@ -673,7 +673,7 @@ class Capacity:
         more = [f"{len(held) - _SHOWN} smaller ones"] if len(held) > _SHOWN else []
         reserved = self.used(device) - sum(nbytes for nbytes, _ in held)
         coming = [f"{reserved} bytes are set aside for what is being made"] if reserved > 0 else []
-        return "; ".join([*(text for _, text in held[:_SHOWN]), *more, *coming]) or "by nobody"
+        return "; ".join([*(text for _, text in held[:_SHOWN]), *more, *coming]) or "by no object"
 
     def _state(self, stored: StoredObject) -> str:
         active = self._leases.active(stored.object_id)
@@ -687,7 +687,7 @@ class Capacity:
             return f"which pid {', '.join(map(str, holders[:_SHOWN]))} suspended"
         if self.mover.is_moving(stored):
             return "which is being moved"
-        return "which a task keeps until it is fetched" if active else "which nobody uses"
+        return "which a task keeps until it is fetched" if active else "which is not in use"
 
 
 def _ids(group: Iterable[StoredObject]) -> set[str]:

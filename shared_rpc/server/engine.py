@@ -35,7 +35,7 @@ class Engine:
     """Runs a core until it is stopped, once. Safe to use from any thread.
 
     :param name: its name in errors: ``"the server at /run/…"``.
-    :param work: runs on the loop beside the core; when it returns or fails, the engine ends.
+    :param work: runs on the loop together with the core; when it returns or fails, the engine ends.
     """
 
     def __init__(

@@ -111,7 +111,7 @@ class Generations:
     def prepared(self, endpoint: str, delivery: Delivery) -> Generation:
         """Describe the candidate that a run has built.
 
-        :raises RefreshError: if its call was invalidated meanwhile.
+        :raises RefreshError: if its call was invalidated since.
         """
         stored = delivery.stored
         if stored is None or stored.invalidated:

@@ -24,7 +24,7 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: Seconds before the first restart, and the most before any.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-#: Seconds after which one that ends was of use: the next restart is a first one again.
+#: Seconds after which one that ends counts as successful: the next restart is a first one again.
 _LONG = 60.0
 #: Seconds between the request to end and SIGKILL.
 _GRACE = 0.3

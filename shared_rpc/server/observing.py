@@ -46,7 +46,7 @@ class Observed:
         self._began = time.monotonic()
         HOOKS.emit(CallStarted(**self._call))
 
-    def told(self, outcome: object) -> None:
+    def answered(self, outcome: object) -> None:
         """Note the caller's outcome."""
         if isinstance(outcome, Failure):
             self._finish("failed", outcome.code)
@@ -106,14 +106,14 @@ class Listeners:
             HOOKS.emit(LeaseGiven(server_id=self._server_id, object_id=object_id, **_named(holder)))
 
     def ended(self, holder: Holder, object_id: str) -> None:
-        """Tell that a session or a task has a lease no more."""
+        """Report that a session or a task no longer has a lease."""
         if HOOKS.registered:
             reclaimed = holder == self._reclaiming
             HOOKS.emit(LeaseEnded(server_id=self._server_id, object_id=object_id, **_named(holder), reclaimed=reclaimed))
 
     @contextmanager
     def reclaiming(self, session: str) -> Iterator[None]:
-        """Count the leases of this session that end meanwhile as not released; ``""`` for none."""
+        """Count the leases of this session that end until the next call as not released; ``""`` for none."""
         self._reclaiming = session
         try:
             yield

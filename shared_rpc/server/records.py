@@ -147,7 +147,7 @@ class Records:
 
     @handles(x.Adopt)
     def adopt(self, caller: Caller, message: x.Adopt) -> m.Message:
-        """Make an object of a record, whose bytes are in buffers of the session; these can be got no more.
+        """Make an object of a record, whose bytes are in buffers of the session; these can no longer be got.
 
         It is newer than every run that has begun, and older than those that will. If the cache does not list it, it is a
         candidate, on which the session has a lease.

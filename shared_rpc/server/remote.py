@@ -100,7 +100,7 @@ class RemoteClient:
         self.stream.start()
 
     def close(self) -> None:
-        """End the connection now: its calls are abandoned, and it gets no more notices."""
+        """End the connection now: its calls are abandoned, and it gets no further notices."""
         if self.stream.closed:
             return
         self.stream.close()

@@ -64,7 +64,7 @@ class Caller(Protocol):
         """Send a message that is not the answer. A client with too many unread bytes may miss it."""
 
     def out_of_memory(self, why: str) -> None:
-        """Say that the result waits until the asker gives memory back; ``why`` is its error if it gives up meanwhile."""
+        """Say that the result waits until the asker gives memory back; ``why`` is its error if it gives up."""
 
     def wait(self) -> Waiter:
         """Register the request as one that is answered later. Its outcome goes to :meth:`deliver`.

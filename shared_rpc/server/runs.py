@@ -24,7 +24,7 @@ from shared_rpc.server.generations import Generations
 from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.tiers import Tiers
-from shared_rpc.server.waiting import Delivery, Waiter, gone, tell
+from shared_rpc.server.waiting import Delivery, Waiter, gone, resolve
 
 _log = logging.getLogger("shared_rpc.server")
 
@@ -83,7 +83,7 @@ class Runs:
         self._capacity = state.capacity
         self._tiers = tiers
         self._generations = generations
-        #: What the latest results of keys took, in bytes by device: a result that is built anew takes as much.
+        #: What the latest results of keys took, in bytes by device: a result that is rebuilt takes as much.
         self._sizes: OrderedDict[str, dict[str, int]] = OrderedDict()
         #: For each serialized endpoint, the run whose turn it is, and the runs in line after it.
         self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
@@ -143,7 +143,7 @@ class Runs:
             self._build(waiter, spec, key, arguments, chain)
         except Exception as error:
             self.statistics.of(spec.name)["errors"] += 1
-            tell(waiter, Failure.unexpected(error, f"the result of {spec.name}() cannot be restored"))
+            resolve(waiter, Failure.unexpected(error, f"the result of {spec.name}() cannot be restored"))
         finally:
             if unused is not None:
                 close_arguments(unused)
@@ -201,7 +201,7 @@ class Runs:
         return True
 
     def begin(self, run: Run[Waiter]) -> None:
-        """Build what the source of records was asked for. The place of a serialized endpoint's run in line is from here on."""
+        """Build what the source of records did not deliver. A run of a serialized endpoint gets its place in line here."""
         if run.spec.concurrency == "parallel" or self._has_turn(run):
             self._start(run)
 
@@ -505,12 +505,12 @@ class Runs:
             self._sizes.popitem(last=False)
 
     def _close(self, run: Run[Waiter], failure: Failure) -> None:
-        self._tell_all(run.spec.name, self.calls.close(run), failure)
+        self._resolve_all(run.spec.name, self.calls.close(run), failure)
 
-    def _tell_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
+    def _resolve_all(self, endpoint: str, waiters: Sequence[Waiter], failure: Failure) -> None:
         self.statistics.of(endpoint)["errors"] += len(waiters)
         for waiter in waiters:
-            tell(waiter, failure)
+            resolve(waiter, failure)
 
     def _deliver(
         self, waiters: Sequence[Waiter], spec: EndpointSpec, record: Record | None, live: Any, stored: StoredObject | None
@@ -525,7 +525,7 @@ class Runs:
             # Tasks last: a task's lease may be all that keeps the record, and its delivery may end that lease.
             waiters = sorted(waiters, key=lambda waiter: waiter.task is not None)
         for waiter in waiters:
-            tell(waiter, Delivery(record, live, stored, managed and not waiter.refreshes))
+            resolve(waiter, Delivery(record, live, stored, managed and not waiter.refreshes))
 
 
 def _info(run: Run[Waiter], epoch: float) -> RunInfo:

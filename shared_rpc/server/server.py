@@ -76,7 +76,7 @@ class Server:
     :param quotas: how much memory objects and buffers may take together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``):
         bytes as an int, or a fraction of the device's memory as a float up to 1.0.
     :param when_full: what becomes of an object that does not fit into a quota: it is ``"refuse"``\ d, unless cached objects
-        without holders can be dropped for it; or the server ``"evict"``\ s what nobody uses to a lower tier, and the request
+        without holders can be dropped for it; or the server ``"evict"``\ s what is not in use to a lower tier, and the request
         waits for capacity until its deadline.
     :param host_quota: how much memory host copies of evicted objects may take: bytes as an int, or a fraction of the host's
         memory as a float; by default any amount.

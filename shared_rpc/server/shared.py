@@ -66,7 +66,7 @@ class State:
         return len(released)
 
     def drop(self, stored: StoredObject) -> None:
-        """Drop an object whose bytes are gone, whoever holds it."""
+        """Drop an object whose bytes are lost, with all leases on it."""
         for holder in self.leases.holders(stored.object_id):
             while self.leases.release(holder, stored.object_id):
                 pass

@@ -39,7 +39,7 @@ _STATUS = 64 << 10
 
 
 def make_token() -> str:
-    """Return a token that nobody can guess."""
+    """Return a token that cannot be guessed."""
     return secrets.token_hex(32)
 
 
@@ -59,7 +59,7 @@ class Sources:
         self._records = records
         self._joiner = joiner
         self._table = state.misses
-        #: Whether a source was attached, or is expected: otherwise there is nothing to tell.
+        #: Whether a source was attached, or is expected: otherwise there is nothing to report.
         self._known = joiner is not None
         self._changed = changed
 

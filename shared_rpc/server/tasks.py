@@ -25,7 +25,7 @@ from shared_rpc.server.state.leases import TaskHolder
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tasks import Task, TaskTable
 from shared_rpc.server.tiers import Tiers
-from shared_rpc.server.waiting import Delivery, Waiter, tell
+from shared_rpc.server.waiting import Delivery, Waiter, resolve
 from shared_rpc.settings import ServeOptions
 
 _log = logging.getLogger("shared_rpc.server")
@@ -202,7 +202,7 @@ class Tasks:
         try:
             await self._take(waiter, task, watcher)
         except Exception as error:
-            tell(waiter, Failure.unexpected(error, f"the result of task {task.info.task_id} cannot be delivered"))
+            resolve(waiter, Failure.unexpected(error, f"the result of task {task.info.task_id} cannot be delivered"))
 
     def _watch(self, task: Task[Waiter], session: str, changed: Callable[[TaskInfo], None] | None, *, holds: bool) -> Watcher:
         watcher = Watcher(session, changed, holds)
@@ -229,7 +229,7 @@ class Tasks:
         """Deliver how a task ended."""
         async with self._end_of(task, watcher):
             if task.failure is not None:
-                tell(waiter, task.failure)
+                resolve(waiter, task.failure)
                 return
             stored = self._result(task)
             async with self._tiers.warm(waiter, stored) if stored.cold else contextlib.nullcontext():
@@ -284,7 +284,7 @@ class Tasks:
         self.table.update(task, cancel_requested=True)
         failure = Failure.of(TaskCancelled(f"task {task.info.task_id} of {task.info.endpoint!r} was cancelled"))
         if waiter.observed is not None:
-            waiter.observed.told(failure)
+            waiter.observed.answered(failure)
         self._end(task, failure)
         return True
 

@@ -201,7 +201,7 @@ class Tiers:
     ) -> AsyncIterator[list[MoveInfo]]:
         """Restore an object once for all who ask, and keep it on its device for the time of the block.
 
-        The block gets the moves that were made for this request. An object that was dropped meanwhile is not restored.
+        The block gets the moves that were made for this request. An object that was dropped since is not restored.
 
         :param owner: identifies the request, see :meth:`Capacity.why`.
         :param first: before others that wait for capacity.
@@ -256,7 +256,7 @@ class Tiers:
                 if reservation is not None:
                     reservation.release()
 
-    # Moves that are asked for.
+    # Requested moves.
 
     @handles(t.Evict)
     async def evict(self, caller: Caller, message: t.Evict) -> m.Answer:
@@ -313,7 +313,7 @@ class Tiers:
         return moves
 
     async def _lower(self, move: Move, to: str, reason: MoveReason) -> list[MoveInfo] | None:
-        """Make a move to a lower tier; None if the group has changed meanwhile."""
+        """Make a move to a lower tier; None if the group has changed during it."""
         began, copied = time.monotonic(), 0
         group, tier, stored = move.group, move.to, move.group[0]
         with self._moving(move):
@@ -334,7 +334,7 @@ class Tiers:
                         f"{_named(stored)} is not evicted: it was written to during each of {_ATTEMPTS} copies of it"
                     )
             if move.cancelled:
-                raise ServerBusy(f"{_named(stored)} is not evicted: others have asked for it meanwhile")
+                raise ServerBusy(f"{_named(stored)} is not evicted: it was requested during the move")
             if set(self._objects.group(stored)) != set(group):
                 return None
             self._evictable(group, to)
@@ -565,7 +565,7 @@ class Tiers:
                     self._objects.copies.discard(segment_id, "host")
             _close([*sources, *into.values()])
         if made is None:
-            raise ServerBusy(f"{_named(group[0])} is not evicted: others have asked for it meanwhile")
+            raise ServerBusy(f"{_named(group[0])} is not evicted: it was requested during the move")
         kept = all(map(self._keeps, group))
         good = cold or self._revision(group) == revision
         for info, copy in zip(infos.values(), made, strict=True):
@@ -594,7 +594,7 @@ class Tiers:
         began, before = time.monotonic(), stored.tier
         group = move.group
         infos = infos_of(group)
-        # The object may be dropped meanwhile, and its copies with it.
+        # The object may be dropped during the move, and its copies with it.
         kept = [self._objects.copies.highest(segment_id) for segment_id in infos]
         copies = [LowerCopy(copy.segment.duplicate(), copy.tier, copy.digest) for copy in kept]
         sizes: Counter[str] = Counter()
@@ -628,7 +628,7 @@ class Tiers:
         return self._told(left, before, move.done, began, reason)
 
     def _lost(self, group: Sequence[StoredObject], error: RecordError) -> StaleHandleError:
-        """Drop objects whose bytes cannot be had any more, whoever holds them."""
+        """Drop objects whose bytes are lost, with all leases on them."""
         for stored in group:
             _log.error("%s is dropped, because it cannot be restored: %s", _named(stored), error)
             self._state.drop(stored)

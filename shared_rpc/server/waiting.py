@@ -71,11 +71,11 @@ class Waiter:
     behind: Waiter | None = field(default=None, repr=False)
 
 
-def tell(waiter: Waiter, outcome: Delivery | Failure) -> None:
+def resolve(waiter: Waiter, outcome: Delivery | Failure) -> None:
     """Deliver. An error of one waiter must not affect the next one, nor end the server."""
     waiter.run = None
     if waiter.observed is not None:
-        waiter.observed.told(outcome)
+        waiter.observed.answered(outcome)
     try:
         waiter.deliver(outcome)
     except Exception:
@@ -120,7 +120,7 @@ class Waits:
         for owner in tuple(self._tasks):
             self.leave(owner)
             if isinstance(owner, Waiter):
-                tell(owner, Failure.of(gone("ended")))
+                resolve(owner, Failure.of(gone("ended")))
 
     def _ended(self, owner: Hashable, task: asyncio.Task[None]) -> None:
         if self._tasks.get(owner) is task:

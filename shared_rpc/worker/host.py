@@ -169,9 +169,9 @@ class WorkerHost:
     def refuse(self, error: SharedRPCError) -> NoReturn:
         """Report to the broker why the app cannot be served, and end."""
         self._tell(w.Refused(*to_wire(error)))
-        told = threading.Event()
-        self._on_loop(told.set)
-        told.wait(_GRACE)
+        sent = threading.Event()
+        self._on_loop(sent.set)
+        sent.wait(_GRACE)
         self.leave(1)
 
     def abandon(self) -> None:

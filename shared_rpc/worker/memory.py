@@ -85,11 +85,11 @@ class OrderedMemory(DeviceMemory):
         self._begin(frame.request_id, self._copy(frame.request_id, _ordered(message, frame.detach_fds())))
 
     async def _copy(self, number: int, orders: Sequence[CopyOrder]) -> _Answer:
-        def tell(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             self._on_loop(lambda: self._send(w.CopyProgress(done), number))
 
         try:
-            made = await self.copy(orders, tell)
+            made = await self.copy(orders, report)
         finally:
             for order in orders:
                 order.close()

@@ -45,10 +45,10 @@ def become(
 ) -> None:
     """Make a process of its own of a fork. Once, in the fork, before anything else, while signals are held back.
 
-    The rule: *what a new process would have made for itself is made anew; what it would have inherited from the process that
+    The rule: *what a new process would have made for itself is made again; what it would have inherited from the process that
     asked for it is taken from there; what its imports would have made is kept.* So:
 
-    - made anew: the state of random number generators (``random`` does that itself, as ``tempfile`` does; numpy's and torch's
+    - made again: the state of random number generators (``random`` does that itself, as ``tempfile`` does; numpy's and torch's
       global ones do not), the key of :mod:`multiprocessing`, standard streams with their buffers, caches of directories and of
       sources, the names of its main module and its command line;
     - inherited: descriptors, environment (with the time zone that the C library had read from it), working directory, umask,
@@ -123,7 +123,7 @@ def _stream(number: int, name: str, earlier: io.TextIOWrapper) -> io.TextIOWrapp
 
 
 def _seed() -> None:
-    """Seed the global generators of random numbers anew. Those of modules that are imported later are seeded then."""
+    """Seed the global generators of random numbers again. Those of modules that are imported later are seeded then."""
     random.seed()
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
@@ -138,7 +138,7 @@ def _seed() -> None:
 
 
 def _forget_folders() -> None:
-    """Have directories and sources be read anew: the zygote may be hours old."""
+    """Have directories and sources be read again: the zygote may be hours old."""
     importlib.invalidate_caches()
     linecache.clearcache()
     tempfile = sys.modules.get("tempfile")

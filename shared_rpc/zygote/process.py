@@ -150,7 +150,7 @@ def pss_of(pid: int) -> int:
 def die_with_parent(parent: int) -> None:
     """Have the kernel send SIGKILL when the thread that is the parent of this process ends; see prctl(2).
 
-    :param parent: the process id of the parent; if it has ended meanwhile, so does this process.
+    :param parent: the process id of the parent; if it has ended already, so does this process.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

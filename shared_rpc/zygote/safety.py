@@ -36,7 +36,7 @@ def unsafe(known: frozenset[int]) -> str:
 
     Python threads would be missing in a fork, with whatever they had locked. CUDA does not survive a fork. A child process, or
     an open file or socket, would be shared by forks that know nothing of each other. Threads of native libraries (OpenBLAS,
-    OpenMP) are no reason: those libraries start theirs anew in a fork.
+    OpenMP) are no reason: those libraries start theirs again in a fork.
 
     :param known: descriptors that are meant to be open.
     """

@@ -34,7 +34,7 @@ _LENGTH = 4
 _FDS = 200
 #: The last word in the command line of a process that changes it: a new command line has only the memory of the old one.
 PADDING = "x" * 2000
-#: The byte by which a client lets a process begin that it was told is ready.
+#: The byte by which a client lets a process begin that has reported that it is ready.
 GO = b"!"
 
 
@@ -104,7 +104,7 @@ def _exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes:
 
 
 def ask(sock: socket.socket, request: Mapping[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-    """Send a request when the zygote has greeted; return the answer, or what came in place of the greeting.
+    """Send a request when the zygote has greeted; return the answer, or what the zygote sent instead of the greeting.
 
     :raises Lost, OSError: as :func:`receive`.
     """

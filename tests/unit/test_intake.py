@@ -96,7 +96,7 @@ def test_a_frame_that_makes_no_progress(intake: Intake, connected: Callable[...,
     assert intake.expire(100.0) == 60.0
     intake.note(slow, 25, 150.0)
     assert intake.expire(160.0) == 50.0
-    assert stalled.ended == ["24 bytes of an incomplete frame, and no more for 60 s"]
+    assert stalled.ended == ["24 bytes of an incomplete frame, and nothing further for 60 s"]
     assert not (slow.ended or paused.ended or done.ended)
     intake.leave(slow)
     intake.leave(paused)

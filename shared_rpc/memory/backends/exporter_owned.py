@@ -213,7 +213,7 @@ class ExporterOwnedBackend(ABC):
         self._free_waiting()
 
     def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Refuse: the driver chooses the address anew each time that memory is opened.
+        """Refuse: the driver chooses the address each time that memory is opened.
 
         :raises CapabilityError: always.
         """

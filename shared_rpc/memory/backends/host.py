@@ -122,7 +122,7 @@ class MemfdBackend:
         return address
 
     def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Put pages that nobody may touch, and that take no memory, in the mapping's place."""
+        """Put inaccessible pages, which take no memory, in the mapping's place."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         done = done if done is not None else []
         done.extend(starmap(_libc.mmap, ((address, nbytes, _PROT_NONE, flags, -1, 0),)))

@@ -1,7 +1,7 @@
 """Export descriptors: descriptors that stand for memory which belongs to a process, and that the kernel counts.
 
 Memory of CUDA's older mechanisms is freed by the process that made it, which must not do so while another process uses it. An
-export descriptor is handed out in place of the memory: a sealed memfd that says how to open it. Two locks tell the two sides of
+export descriptor is sent in place of the memory: a sealed memfd that says how to open it. Two locks tell the two sides of
 each other, whatever ends a process, SIGKILL included:
 
 - *Does anybody hold it?* The open file description that is handed out holds flock(2) exclusively; duplicates, and copies in

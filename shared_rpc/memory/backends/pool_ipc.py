@@ -120,7 +120,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
         return Memory(int(address), pool=pool)
 
     def _allow(self, pool: Any) -> None:
-        """Let peers use a pool: it is there for its own GPU, and for others when they are named, in each process anew."""
+        """Let peers use a pool: it is there for its own GPU, and for others when they are named, in each process separately."""
         if visible_gpus()[self.ordinal] != self.uuid:
             check(driver.cuMemPoolSetAccess(pool, [access_for(self.ordinal)], 1))
         for peer in self.peers:

@@ -85,7 +85,7 @@ class VmmBackend(CudaBackend):
         """Return the value of a driver call that takes the properties of memory to be made.
 
         Where the driver refuses GPUDirect RDMA although the GPU has it, as without the kernel's module for it, memory is made
-        without. Only a GPU that is full is asked for it again the next time.
+        without. Only for a full GPU is it tried again the next time.
         """
         if self._rdma:
             try:
@@ -203,7 +203,7 @@ class HostVmmBackend(VmmBackend):
         return f"in host memory of GPU {self.uuid}"
 
     def _allow(self, address: Any, nbytes: int, access: Access) -> None:
-        """Let the GPU and the processor use the mapping: both write, whatever was asked for. Only who copies maps it."""
+        """Let the GPU and the processor use the mapping: both write, whatever access was requested. Only who copies maps it."""
         host = driver.CUmemAccessDesc()
         host.location = self._location
         host.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE

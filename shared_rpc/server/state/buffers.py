@@ -1,7 +1,7 @@
 """Raw buffers: how long and how often each may be got.
 
 A buffer is an object that no endpoint made: its record, its leases and what ends with a session are those of every
-object. From its making on it is *listed*: its id can be asked for. That ends when it is freed, when its ``ttl`` has
+object. From its making on it is *listed*: its id can be requested. That ends when it is freed, when its ``ttl`` has
 passed, when it was got ``max_accesses`` times, or with its last lease, or ``linger`` seconds after that, if it has neither a
 ``ttl`` nor is kept, whichever comes first. Listed or not, it stays with its holders; memory goes with the end of the
 listing or with the last lease, whichever comes last.
@@ -164,7 +164,7 @@ class BufferTable:
         self._leases.grant(session, object_id)
         stored.last_accessed_at = self._clock.now()
         if terms.linger:
-            terms.claimed_until = None  # counted anew from its next last lease
+            terms.claimed_until = None  # counted again from its next last lease
         if terms.accesses_left is not None:
             terms.accesses_left -= 1
             if terms.accesses_left == 0:

@@ -151,5 +151,5 @@ class Intake:
             if connection.paused:
                 self.note(connection, nbytes, now)
             elif now - since >= STALLED:
-                self._end(connection, f"{nbytes} bytes of an incomplete frame, and no more for {STALLED:g} s")
+                self._end(connection, f"{nbytes} bytes of an incomplete frame, and nothing further for {STALLED:g} s")
         return min((since + STALLED - now for _, since in self._partial.values()), default=None)

@@ -6,8 +6,8 @@ exceeded: then the least recently used objects without a lease go first. Leased 
 be exceeded by what clients hold.
 
 An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. Its segments
-have no descriptors meanwhile, and the ids that their next memory will have; its bytes are in :class:`Copies`. Objects that
-share a segment are cold together.
+have no descriptors while they are there, and the ids that their next memory will have; its bytes are in :class:`Copies`.
+Objects that share a segment are cold together.
 
 Raw buffers are objects too. They are listed without a key, which the cache does not touch:
 :mod:`shared_rpc.server.state.buffers`.
@@ -73,7 +73,7 @@ class StoredObject:
     run: int = 0
     #: Whether it was made of a record that came from outside: no endpoint of this server has its value.
     adopted: bool = False
-    #: Whether it may be made the current one of its key, and whether that was invalidated meanwhile.
+    #: Whether it may be made the current one of its key, and whether that was invalidated since.
     candidate: bool = False
     invalidated: bool = False
     #: Where its bytes are; when it gets a copy in a lower tier; and whether it is never evicted.

@@ -1,6 +1,6 @@
 """Rules for records that come from outside: which may become an object of this server, and where its memory is to be.
 
-Nothing is unpickled: a skeleton stays opaque. A table is taken on nobody's word: those who rebuild the value rely on it.
+Nothing is unpickled: a skeleton stays opaque. A table is always checked: those who rebuild the value rely on it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def check_code(header: RecordHeader, spec: EndpointSpec) -> None:
     if spec.name == header.endpoint and spec.fingerprint != header.fingerprint:
         raise RecordError(
             f"the code of endpoint {spec.name!r} has changed since the record was built: it had fingerprint "
-            f"{header.fingerprint[:_SHOWN] or '(unknown)'}, and has {spec.fingerprint or '(none)'}. Build the object anew",
+            f"{header.fingerprint[:_SHOWN] or '(unknown)'}, and has {spec.fingerprint or '(none)'}. Build the object again",
             reason="code",
         )
 

@@ -68,7 +68,7 @@ class SourceTable(Generic[W]):
         return self.source
 
     def lose(self) -> list[Run[W]]:
-        """Note that the source has gone; return the misses that nobody waits for, which are none any more."""
+        """Note that the source has gone; return the misses without waiters, which are removed."""
         assert self.source is not None, "there is a source to lose"
         self.source.detached, self.source = True, None
         self._until = self._clock.now() + self.grace

@@ -40,7 +40,7 @@ def next_tier(current: Tier, devices: Collection[str], to: str, *, files: bool) 
     """Return the tier to which an object is moved, None if it is there already, or lower.
 
     :param devices: those of its segments. An object of host memory alone has no tier between its own and files.
-    :param to: the tier that was asked for, ``""`` for the next one that the server has.
+    :param to: the requested tier, ``""`` for the next one that the server has.
     :param files: whether the server has a directory for files.
     :raises CapabilityError: if there is no such tier for the object.
     """
