@@ -33,7 +33,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 async def attend(client: AsyncClient, name: str, bars: Progress) -> None:
-    """Build one model and use it; its bar moves as the server tells how far it is."""
+    """Build one model and use it; its bar shows the progress that the server reports."""
     bar = bars.add_task(name, total=LAYERS)
 
     def show(task: TaskInfo) -> None:

@@ -185,9 +185,9 @@ def last_act(directory: str, answers: list[str]) -> None:
 
             killed = within(10.0, gone) is not None
             check(f"the worker (pid {worker}) was killed, and a third client attached after {took * 1000:.0f} ms", killed)
-            check("two clients searched meanwhile, and answered as before", all(s.result() == answers * 4 for s in searches))
+            check("two clients searched, and answered as before", all(s.result() == answers * 4 for s in searches))
             begin = time.perf_counter()
-            another = client.call("load_model", "built anew")
+            another = client.call("load_model", "built again")
             took = time.perf_counter() - begin
             check(f"a new worker built another one within {took:.1f} s", another.object_id != attached.object_id)
             with open(f"/proc/{broker.pid}/status", encoding="ascii") as status:

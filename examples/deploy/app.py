@@ -7,7 +7,7 @@ or without containers::
     shared-rpc serve examples/deploy/app.py --metrics-port 9464         # in one terminal
     SHARED_TENSOR_ROLE=client python examples/deploy/app.py             # in others; --calls 100 to end after so many
 
-Every client attaches to the encoder, which is in memory once, and has the server encode batches beside that.
+Every client attaches to the encoder, which is in memory once, and also has the server encode batches.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WORDS, WIDTH = 20_000, 256
 
 @provider.share(managed=True)
 def encoder() -> torch.nn.Module:
-    """Built once, by whoever asks first."""
+    """Built once, for the first caller."""
     return torch.nn.EmbeddingBag(WORDS, WIDTH, device=DEVICE).eval().requires_grad_(False)
 
 
@@ -63,7 +63,7 @@ def call(calls: int | None, pause: float) -> None:
             try:
                 there, here = encode(ids), handle.value(ids)
                 assert torch.equal(there, here), "the same weights give the same result in both processes"
-            except ValueError as error:  # with the id by which the server's log tells more
+            except ValueError as error:  # with the request's id in the server's log
                 print(f"pid {os.getpid()}: {error}, request {getattr(error, 'request_id', '-')}", flush=True)
             done += 1
             if done % 100 == 0 or done == calls:

@@ -400,7 +400,7 @@ class Broker:
     # Reloading.
 
     def _reload_for_client(self, objects: str) -> Awaitable[ReloadInfo]:
-        """Begin a reload, which goes on though its caller leaves."""
+        """Begin a reload, which continues if its caller leaves."""
         reload = asyncio.create_task(self._reload(objects))
         reload.add_done_callback(_log_failure)
         return asyncio.shield(reload)

@@ -108,7 +108,7 @@ class Dispatcher:
     """All runs of a broker. On its loop only.
 
     :param workers: returns the workers that get new runs.
-    :param refusal: why no worker will come, None where one is there or may come.
+    :param refusal: why there will be no worker, None where there is or may be one.
     :param build_timeout: seconds after which the worker of a run that has begun is killed; None for never.
     """
 
@@ -137,7 +137,7 @@ class Dispatcher:
             self._waiting.add(run)
 
     def send_waiting(self) -> None:
-        """Send waiting runs, as far as workers take them; end them if no worker will come any more."""
+        """Send waiting runs, as far as workers take them; end them if there will be no worker any more."""
         for run in self._waiting:
             self._send_or_end(run)
 

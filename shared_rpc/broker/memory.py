@@ -43,7 +43,7 @@ class WorkersMemory:
         self._mapped: dict[str, set[Worker]] = {}
 
     async def ask(self, message: w.Allocate | w.FreeBytes) -> tuple[w.Allocated, list[int]]:
-        """Return a worker's answer, and the descriptors that came with it.
+        """Return a worker's answer, and the descriptors of its frame.
 
         :raises CapabilityError: if the worker refuses.
         :raises WorkerCrashed: if none can start, or the second one ends too, or none answers in time; or if none runs that

@@ -83,7 +83,7 @@ class WorkerRequests:
         stop: Message | None = None,
         unused: Callable[[Any], object] = lambda answer: None,
     ) -> tuple[Any, list[int]]:
-        """Send a request; return its answer, and the descriptors that came with it, which the caller owns.
+        """Send a request; return its answer, and the descriptors of its frame, which the caller owns.
 
         :param progressed: called with each report of progress before the answer.
         :param stop: sent to the worker if this is cancelled.
@@ -119,7 +119,7 @@ class WorkerRequests:
             if answered.cancelled():
                 if stop is not None:
                     self._send(stop, number)
-            elif answered.exception() is None:  # the answer came in the same turn of the loop
+            elif answered.exception() is None:  # the answer arrived in the same turn of the loop
                 answer, received = answered.result()
                 close_all(received)
                 unused(answer)

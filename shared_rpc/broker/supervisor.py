@@ -66,7 +66,7 @@ async def _guarded(function: Callable[..., Coroutine[Any, Any, Any]], arguments:
     try:
         await function(*arguments)
     except Exception:
-        _log.exception("a task of the broker failed, which goes on without it: %s", function.__qualname__)
+        _log.exception("a task of the broker failed, which continues without it: %s", function.__qualname__)
 
 
 class Supervisor:
@@ -212,7 +212,7 @@ class Supervisor:
                 self.retire_old()
 
     def refusal(self) -> SharedRPCError | None:
-        """Return why no worker will come soon; None where one is there, or may come."""
+        """Return why there will be no worker soon; None where there is or may be one."""
         left = self._stopped_until - time.monotonic()
         if self.workers or self._last is None or left <= 0:
             return None
@@ -329,7 +329,7 @@ class Supervisor:
             _log.error("%d workers ended within %g s: no worker is started for the next %g s", _LIMIT, _WINDOW, _WINDOW)
 
     async def _restart(self, number: int) -> None:
-        """Start a worker in place of an ended one, after a pause; unless a reload comes first."""
+        """Start a worker in place of an ended one, after a pause; unless a reload begins first."""
         while True:
             await anyio.sleep(max(self._pauses.pause, self._stopped_until - time.monotonic()))
             if number in {worker.number for worker in self.workers} or self._stopping:

@@ -1,7 +1,7 @@
 """The protocols of a service manager, sd_listen_fds(3) and sd_notify(3), without their library.
 
-Sockets that the manager listens on and descriptors that it has stored come from number 3 on, with a name for each in
-``LISTEN_FDNAMES``. What it is told goes to a datagram socket as lines of ``NAME=value``, a descriptor to store with it
+Sockets that the manager listens on and descriptors that it has stored have numbers from 3 on, with a name for each in
+``LISTEN_FDNAMES``. Messages to it are sent to a datagram socket as lines of ``NAME=value``, a descriptor to store with it
 (SCM_RIGHTS). It answers nothing: what it does not take, as more descriptors than ``FileDescriptorStoreMax``, it drops.
 """
 

@@ -110,7 +110,7 @@ class ForwardedTransfer(SessionTransfer):
             worker.send(w.ReleaseChunks(self.key, self.session, numbers))
 
     def returned(self) -> list[int]:
-        """Return the client's chunks that have come back since the last time."""
+        """Return the client's chunks that were returned since the last time."""
         chunks, self._returned = self._returned, []
         return chunks
 
@@ -120,7 +120,7 @@ class ForwardedTransfer(SessionTransfer):
         self._tell()
 
     def await_chunks(self, notify: Callable[[], None]) -> None:
-        """Call back when chunks have come back, and ask workers for them."""
+        """Call back when chunks were returned, and ask workers for them."""
         self._wanted[notify] = None
         if self._returned:
             self._tell()

@@ -95,7 +95,7 @@ class _Running:
     async def fork(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], socket.socket]:
         """Have it fork a process; return the answer, and the connection to the watcher. One at a time.
 
-        If this is cancelled, the process ends and the zygote goes on.
+        If this is cancelled, the process ends and the zygote continues.
 
         :raises _Failed: if there is no answer; then it has been ended.
         """
@@ -277,7 +277,7 @@ class WorkerZygote:
                 running.end()
             if self._running is None:
                 self._replace(f"cannot start a zygote: {error}")
-            else:  # the present zygote has fewer modules and goes on
+            else:  # the present zygote has fewer modules and continues
                 self._fail(f"cannot start a zygote with all imports of the app: {error}")
             return
         dropped: dict[str, str] = answer.get("dropped", {})

@@ -1,4 +1,4 @@
-"""A listening socket, and the connections that came through it."""
+"""A listening socket and its connections."""
 
 from __future__ import annotations
 

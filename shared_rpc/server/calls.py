@@ -149,7 +149,7 @@ class Calls:
 
     @handles(m.InvalidateCall)
     def invalidate_call(self, caller: Caller, message: m.InvalidateCall) -> m.Count:
-        """Drop the cached result of one call, and keep a run of it that goes on out of the cache."""
+        """Drop the cached result of one call, and keep the result of a run that is under way out of the cache."""
         spec = self._state.registry.get(message.endpoint)
         key = key_of(spec, *decode_call(message.args, message.kwargs))
         return m.Count(self._drop_key(key) if key is not None else 0)
@@ -161,7 +161,8 @@ class Calls:
 
     @handles(m.InvalidateObject)
     def invalidate_object(self, caller: Caller, message: m.InvalidateObject) -> m.Count:
-        """Drop one cached result, and keep a run of its call that goes on out of the cache; 0 if the cache did not list it.
+        """Drop one cached result, and keep the result of a run that is under way out of the cache; 0 if the cache did not list
+        it.
 
         :raises StaleHandleError: if there is no such object.
         :raises ConfigurationError: if it is a buffer.
@@ -178,7 +179,7 @@ class Calls:
         return self._state.objects.invalidate(key=key)
 
     def drop(self, endpoint: str) -> int:
-        """Drop all cached results of an endpoint, and keep its runs that go on out of the cache."""
+        """Drop all cached results of an endpoint, and keep the results of its runs that are under way out of the cache."""
         self._state.registry.get(endpoint)
         self._state.runs.detach(endpoint=endpoint)
         return self._state.objects.invalidate(endpoint=endpoint)

@@ -4,8 +4,8 @@ Everything that takes memory reserves it here: results, buffers, restored object
 
 - Requests are served in the order in which they came, device by device. One that waits for a device holds up all later ones
   for that device, those too that need no memory. This prevents starvation: no later request overtakes an earlier one, and an
-  object that is in use all the time comes to rest.
-- With the first request for an object all that wait for it are granted. Those that come later queue again.
+  object in constant use becomes idle.
+- With the first request for an object all that wait for it are granted. Later ones queue again.
 - What is not in use gives way, the least recently used first; objects that a request waits for go last. Nothing gives way
   unless all of it together is enough.
 - An object goes to the nearest lower tier that has capacity for it. On the host, copies of objects that are on their devices
@@ -203,7 +203,7 @@ class Capacity:
         :param owner: identifies the request, see :meth:`why`.
         :param sizes: bytes by device, that are about to be made, or are made.
         :param totals: the memory of devices, which is the limit where there is no quota; by default there is none then.
-        :param first: before all who wait, because the turn of ``owner`` had come already.
+        :param first: before all others that wait, because it was the turn of ``owner`` already.
         :param patient: False to be refused where nothing that could give way is enough now.
         :raises CapabilityError: if there can never be so much.
         :raises ServerBusy: if there is none, and requests do not wait; or if it never has capacity beside pinned objects.
@@ -259,7 +259,7 @@ class Capacity:
         return Reservation(self, {HOST: nbytes})
 
     def drop_stale_copies(self, nbytes: int, spared: Collection[StoredObject]) -> bool:
-        """Drop stale host copies until so many bytes of them are gone; return whether any is.
+        """Drop stale host copies until so many bytes are freed; return whether any was dropped.
 
         :param spared: objects whose copies stay.
         """
@@ -270,7 +270,7 @@ class Capacity:
         return [one for one in self._host_copies() if one.copies and names.isdisjoint(_ids(one.group))]
 
     def _drop_copies(self, nbytes: int, found: Iterable[_Candidate]) -> bool:
-        """Drop host copies until so many bytes of them are gone; return whether any is."""
+        """Drop host copies until so many bytes are freed; return whether any was dropped."""
         dropped = 0
         for one in found:
             if dropped < nbytes:
@@ -352,7 +352,7 @@ class Capacity:
         return len(self._asked)
 
     def changed(self) -> None:
-        """Look soon whether there is capacity now: something is not in use any more, or has gone."""
+        """Look soon whether there is capacity now: something is no longer in use, or was dropped."""
         if self._queue and not self._waking:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake)
@@ -397,7 +397,7 @@ class Capacity:
     def _needs(self, request: CapacityRequest) -> dict[str, int]:
         """Return the bytes that a request needs, by each device with a quota that it has to do with.
 
-        An object that is gone needs nothing: its requester will find that out.
+        An object that was dropped needs nothing: its requester will find that out.
         """
         sizes, missing = request.sizes, request.sizes
         if request.stored is not None:
@@ -422,7 +422,7 @@ class Capacity:
             needs = self._needs(request)
             self._check(needs)
             if request.stored is not None and self.mover.direction(request.stored) == "down":
-                return  # it comes back from there
+                return  # it is restored from there
             # An object that is there needs no capacity, however full its devices are.
             lack = Counter({device: nbytes - self._free(device) for device, nbytes in needs.items() if nbytes})
             if not +lack:

@@ -1,7 +1,7 @@
 """The server without its sockets: endpoints, calls, tasks, objects and leases, driven on one event loop.
 
-Every caller, near or far, comes through the same handlers, see :mod:`shared_rpc.server.requests`. The core knows records and
-an executor; it imports no torch and looks into no skeleton.
+Every caller, in this process or another, uses the same handlers, see :mod:`shared_rpc.server.requests`. The core knows records
+and an executor; it imports no torch and looks into no skeleton.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MOST_RUNS = 1000
 
 
 class Core:
-    """All that a server does, apart from talking.
+    """A server without its connections.
 
     :param registry: the endpoints; it may grow while the server runs.
     :param device: the id of the device that results live on.
@@ -188,7 +188,7 @@ class Core:
             self.stop()
 
     def stop(self) -> None:
-        """Release every waiter and drop every object. Calls that come later are refused."""
+        """Release every waiter and drop every object. Later calls are refused."""
         self.state.stopped = True
         self.runs.stop()
         self.state.waits.stop()
@@ -243,7 +243,7 @@ class Core:
 
     @handles(m.Reload)
     async def reload(self, caller: Caller, message: m.Reload) -> m.Answer:
-        """Have the app's code read again; that goes on though the caller leaves."""
+        """Have the app's code read again; that continues if the caller leaves."""
         if self.on_reload is None:
             raise ConfigurationError(
                 f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be reloaded: "

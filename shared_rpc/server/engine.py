@@ -64,7 +64,7 @@ class Engine:
     def start(self) -> None:
         """Return when calls are taken.
 
-        :raises ConfigurationError: if that never comes.
+        :raises ConfigurationError: if that never happens.
         """
         self._thread.start()
         self._ready.wait()
@@ -90,7 +90,7 @@ class Engine:
         return self._executor.lend_thread()
 
     def post(self, job: Callable[[], object]) -> None:
-        """Have the loop run ``job``, which must not raise; from any thread. One that was taken is run, come what may.
+        """Have the loop run ``job``, which must not raise; from any thread. One that was taken is always run.
 
         :raises ConnectionClosed: if the engine was stopped, or is the parent process's.
         """

@@ -176,7 +176,7 @@ class Generations:
         for stored in self._objects:
             if any(segment.info.name == name for segment in stored.record.segments):
                 return stored.object_id
-        return f"with segment {name}"  # the error for an object that is gone names it
+        return f"with segment {name}"  # the error for a dropped object names it
 
     def _lend(self, caller: Caller, stored: StoredObject) -> None:
         self._state.leases.grant(caller.session, stored.object_id)

@@ -90,7 +90,7 @@ class RemoteClient:
         self._silence: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Serve until the other side goes away or breaks the protocol.
+        """Serve until the other side disconnects or breaks the protocol.
 
         :raises OSError: if the kernel does not watch the socket.
         """
@@ -142,7 +142,7 @@ class RemoteClient:
         return self.stream.paused
 
     def send(self, message: m.Message, number: int, payload: bytes = b"", owners: tuple[FdOwner, ...] = ()) -> bool:
-        """Send a message. Never waits, never raises; False if an error went instead, or the connection has ended."""
+        """Send a message. Never waits, never raises; return False if an error was sent instead, or the connection has ended."""
         if self.stream.closed:
             return False
         try:
@@ -244,7 +244,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         return self._frame.payload
 
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
-        """Take the arguments as they came. They are read only where that is needed."""
+        """Take the arguments as they were sent. They are read only where that is needed."""
         assert self._frame is not None, "a waiting request has no frame any more"
         arguments = read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects.segment)
         if message.skeletons:

@@ -86,7 +86,7 @@ class Server:
     :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
     :param cluster: the name of the cluster that the server joins, or the command line of a program that answers its misses, see
         :meth:`Client.source`; ``""`` for none. By default as the provider says.
-    :param source_grace: seconds that calls wait for the next source of records when the last one has gone without an answer to
+    :param source_grace: seconds that calls wait for the next source of records when the last one has left without an answer to
         them, before they are built here; see :meth:`Client.source`.
     :param client_code: which clients may send pickled code, which workers and other clients run: modules and other arguments
         that are no plain tensors, and records to adopt. ``"all"``, those in the server's own pid ``"namespace"``, or
@@ -240,7 +240,7 @@ class Server:
         return self
 
     def stop(self) -> None:
-        """Stop within a second: waiters get :class:`ConnectionClosed`, the socket goes, clients keep their memory."""
+        """Stop within a second: waiters get :class:`ConnectionClosed`, the socket is removed, clients keep their memory."""
         if self._engine is not None and self._acceptor is not None and self._engine.pid == os.getpid():
             self._acceptor.remove_socket()
             self._engine.stop()

@@ -183,7 +183,7 @@ class Sources:
             self._lose("has ended")
 
     def expire(self) -> float | None:
-        """Have misses built here that no source came for; return the seconds until there may be more, None for never."""
+        """Have misses built here that no source has taken; return the seconds until there may be more, None for never."""
         late, left = self._table.overdue()
         if late:
             _log.warning("no source of records for %g s: %s are built here", self._table.grace, ", ".join(_names(late)))

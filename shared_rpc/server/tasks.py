@@ -267,7 +267,7 @@ class Tasks:
     def cancel(self, task: Task[Waiter]) -> bool:
         """Cancel a task, or ask it to stop where it runs; False if it had ended.
 
-        A run that others wait for too goes on: the task leaves it.
+        A run that others wait for too continues: the task leaves it.
         """
         if task.finished:
             return False

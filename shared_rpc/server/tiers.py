@@ -1,9 +1,9 @@
 """Tiers of a server's objects: which sessions have them active, and the moves of their bytes between tiers.
 
 An object is evicted when no session has it active: there is a copy of it in a lower tier then, made first if need be, and the
-memory on its device goes. It is restored, once for all who ask, when anyone needs it: whatever gives an object out does that
-inside :meth:`Tiers.warm`, if the object is cold. While the copy for an eviction is being made the object is warm still, and
-given out at once: then it is not evicted.
+memory on its device is freed. It is restored, once for all requests, when one needs it: a method that hands an object out does
+that inside :meth:`Tiers.warm`, if the object is cold. While the copy for an eviction is being made the object is warm still,
+and given out at once: then it is not evicted.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Tiers:
             move.cancel()
 
     def info(self, stored: StoredObject) -> tuple[dict[Tier, int], MovingInfo | None]:
-        """Return the bytes of an object's good copies by tier, and its move that goes on."""
+        """Return the bytes of an object's good copies by tier, and its move that is under way."""
         group = self._objects.group(stored)
         copies: dict[Tier, int] = {
             tier: sum(info.nbytes for info in infos_of([stored]).values())
@@ -191,7 +191,7 @@ class Tiers:
     def must_wait(self, session: str, stored: StoredObject) -> bool:
         """Return whether a session that is to use an object has to ask for it by :meth:`warm`.
 
-        That is so too while others wait for capacity on its device, so that the objects in use come to rest.
+        That is so too while others wait for capacity on its device, so that objects in use become idle.
         """
         return stored.tier != "device" or (self._objects.contended and self._capacity.must_wait(session, stored))
 
@@ -307,7 +307,7 @@ class Tiers:
         if tier is None:
             return []
         moves = await self._lower(self._enter(group, tier, "down"), to, "request")
-        if moves is None:  # others came that share its memory, or went
+        if moves is None:  # the objects that share its memory have changed
             return await self.move_down(stored, to)
         await until_freed()
         return moves
@@ -385,7 +385,7 @@ class Tiers:
     async def _give_way(self, move: Move, to: Below) -> None:
         try:
             if await self._lower(move, to, "capacity") is None:
-                raise ServerBusy(f"others that share the memory of {_named(move.group[0])} came, or went")
+                raise ServerBusy(f"the objects that share the memory of {_named(move.group[0])} have changed")
         except Exception as error:
             problem = Failure.unexpected(error, "a move between tiers failed").error  # that of a driver is logged
             assert isinstance(problem, SharedRPCError), "a failure of this process has its exception"

@@ -37,7 +37,7 @@ class Delivery:
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A waiter for an outcome: its session, and where the outcome goes.
+    """A waiter for an outcome: its session, and the receiver of the outcome.
 
     :param local: whether it is a caller in this process, which can use the live value.
     :param task: the task that it is, which is to hold the result, managed or not; it has no session.
@@ -115,7 +115,7 @@ class Waits:
         return True
 
     def stop(self) -> None:
-        """Cancel all; the waiters, and what comes later, get an error."""
+        """Cancel all; the waiters, and later ones, get an error."""
         self._stopped = True
         for owner in tuple(self._tasks):
             self.leave(owner)

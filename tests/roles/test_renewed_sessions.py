@@ -153,7 +153,7 @@ def test_processes_see_what_each_other_writes(
     assert second.expect("written") == "written, to 12"
     assert value[0] == 12
     (record,) = [record for record in caplog.records if handle.object_id in record.message]
-    assert record.levelno == logging.WARNING and "what this process wrote to it meanwhile is lost" in record.message
+    assert record.levelno == logging.WARNING and "what this process wrote to it since is lost" in record.message
 
 
 def test_memory_for_reading_is_replaced_without_a_warning(

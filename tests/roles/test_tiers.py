@@ -367,7 +367,7 @@ def test_a_call_during_an_eviction_has_the_object_stay(client: Client, lowering:
         with client.call("model", 4) as handle:
             handle.value.fill_(9)
         lowering.open.set()
-        with pytest.raises(ServerBusy, match="others have asked for it"):
+        with pytest.raises(ServerBusy, match="requested during the move"):
             evicted.result()
     client.evict("model")
     with client.call("model", 4) as handle:

@@ -28,7 +28,7 @@ provider = Provider(
 )
 
 if provider.execution_mode == "server":
-    # It imports vLLM when it starts, beside engines that start at the same time, and its workers may be forks that have it.
+    # It imports vLLM when it starts, at the same time as engines that start with it, and its workers may be forks that have it.
     import shared_rpc_vllm.build  # noqa: F401
 
 
@@ -47,7 +47,7 @@ def weights(label: str, request: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     :raises NotShareable: for the label of another request, whose engines would get these weights.
     """
     if label != label_of(request):
-        raise NotShareable(f"the weights of {label_of(request)} were asked for as {label}: use the label of the request")
+        raise NotShareable(f"the weights of {label_of(request)} were requested as {label}: use the label of the request")
     from shared_rpc_vllm.build import build
 
     return build(request, torch_device(provider.device_id))

@@ -16,7 +16,7 @@ class WithoutWeights(TorchFunctionMode):
     """A mode in which ``torch.empty`` makes tensors on the meta device: what is about to be loaded takes no memory.
 
     What code computes when it makes a model, such as tables of rotations or of the experts of a rank, is computed as ever.
-    Memory that is asked for on a device by its name, such as a workspace, is there too.
+    Memory that is requested on a device by its name, such as a workspace, is there too.
     """
 
     def __torch_function__(

@@ -226,7 +226,7 @@ def _built(
 ) -> nn.Module:
     """Make an engine's model around tensors.
 
-    :param state: what the server's model had beside them.
+    :param state: what the server's model had apart from them.
     :param packed: whether kernels may pack weights into memory of their own.
     """
     device = torch.device(vllm_config.device_config.device)

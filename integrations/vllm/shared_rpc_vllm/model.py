@@ -68,7 +68,7 @@ def refuse_engine(vllm_config: Any, model_config: Any) -> None:
 def _refuse_sleep_mode(model_config: Any) -> None:
     """Look for a sleep mode by which an engine would give away the weights of all.
 
-    :raises NotShareable: for a backend that somebody has chosen, and for a vLLM that has none to choose.
+    :raises NotShareable: for a backend that the user has chosen, and for a vLLM that has none to choose.
     """
     if getattr(model_config, "enable_sleep_mode", False):
         backend = getattr(model_config, "sleep_mode_backend", None)

@@ -46,7 +46,7 @@ class LoaderOptions(NamedTuple):
 
 
 def base_path(environ: Mapping[str, str] | None = None) -> str:
-    """Return the base path where engines and their server meet: beside that of the user's own servers, which have other apps.
+    """Return the base path of engines and their server: not that of the user's own servers, which have other apps.
 
     ``SHARED_TENSOR_BASE_PATH`` is taken as it is.
     """

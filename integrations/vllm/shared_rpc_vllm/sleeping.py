@@ -50,7 +50,7 @@ class SharedRpcSleepMode(SleepModeBackend):
             _evict(handle)
 
     def resume(self, tags: list[str] | None = None) -> None:
-        """Have the weights again, which waits until their device has room for them, and what else is asked for."""
+        """Restore the weights, when their device has capacity for them, and what else is requested."""
         self._state = "RESUMING"
         if tags is None or "weights" in tags:
             for handle in attached:

@@ -1,6 +1,6 @@
 """Weight transfer: a trainer sends weights to engines that run, through a channel of the server.
 
-One ``update_weights`` of an engine receives as many messages of the channel as it is told, each with some of the weights, by
+One ``update_weights`` of an engine receives the announced number of messages of the channel, each with some of the weights, by
 the names that the checkpoint has for them. vLLM loads them as it loads a checkpoint, layer by layer.
 """
 
@@ -36,7 +36,7 @@ __all__ = ["SharedRpcTrainer", "SharedRpcTrainerInfo", "SharedRpcWeightTransfer"
 
 @dataclass
 class ChannelInfo(WeightTransferInitInfo):
-    """Where an engine finds the channel.
+    """The place of the channel, for an engine.
 
     :param channel: its name.
     :param socket_path: the socket of the server that has it.
@@ -50,7 +50,7 @@ class ChannelInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """How many messages of the channel an update receives."""
+    """The number of messages of the channel that an update receives."""
 
     messages: int = 1
 
@@ -106,7 +106,7 @@ class SharedRpcWeightTransfer(WeightTransferEngine[ChannelInfo, UpdateInfo]):
         except BaseException:
             self.shutdown()  # so that the trainer does not wait for this reader
             for module in self.model.modules():
-                # vLLM would load what came with what comes next.
+                # vLLM would load these weights together with the next ones.
                 layer = get_layerwise_info(module)
                 layer.loaded_weights.clear()
                 layer.load_numel = 0
@@ -153,7 +153,7 @@ class SharedRpcTrainer(TrainerWeightTransferEngine[SharedRpcTrainerInfo]):
     """The trainer's side of the weight-transfer engine ``shared_rpc``.
 
     Every rank of the trainer makes one, and calls :meth:`send_weights`: rank 0 sends, and the others take part in gathering.
-    Each message has the weights of a layer, so that no more than those is gathered at once.
+    Each message has the weights of a layer, so that only those are gathered at once.
     """
 
     init_info_cls = SharedRpcTrainerInfo

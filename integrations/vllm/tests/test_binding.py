@@ -171,5 +171,5 @@ def test_a_tensor_that_is_left_without_a_value_is_refused_by_name(where: str) ->
 def test_weights_are_loaded_under_the_label_of_their_request_alone() -> None:
     """An engine that asks for others by that label would give them to all who ask for these."""
     asked, other = ({"arguments": {"model": name}, "layout": {}} for name in ("asked", "other"))
-    with pytest.raises(NotShareable, match=r"the weights of other .* were asked for as asked"):
+    with pytest.raises(NotShareable, match=r"the weights of other .* were requested as asked"):
         weights.__wrapped__(label(asked), other)  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 A buffer is an object that no endpoint made: its record, its leases and what ends with a session are those of every
 object. From its making on it is *listed*: its id can be requested. That ends when it is freed, when its ``ttl`` has
 passed, when it was got ``max_accesses`` times, or with its last lease, or ``linger`` seconds after that, if it has neither a
-``ttl`` nor is kept, whichever comes first. Listed or not, it stays with its holders; memory goes with the end of the
+``ttl`` nor is kept, whichever comes first. Listed or not, it stays with its holders; memory is freed with the end of the
 listing or with the last lease, whichever comes last.
 """
 

@@ -71,7 +71,7 @@ class StoredObject:
     page: Segment | None = None
     #: The number of the run that made the object, in the order of their starts; 0 if no run of this server made it.
     run: int = 0
-    #: Whether it was made of a record that came from outside: no endpoint of this server has its value.
+    #: Whether it was made of a record of another process: no endpoint of this server has its value.
     adopted: bool = False
     #: Whether it may be made the current one of its key, and whether that was invalidated since.
     candidate: bool = False
@@ -149,8 +149,8 @@ class ObjectStore:
     """All objects of a server.
 
     :param max_bytes: budget for the memory of all objects, None for none.
-    :param on_drop: called once with every object that goes, after the store has forgotten it.
-    :param on_add: called once with every object that comes.
+    :param on_drop: called once with every dropped object, after the store has forgotten it.
+    :param on_add: called once with every new object.
     :param descriptors: those of the process; by default no other code has any.
     """
 
@@ -352,7 +352,7 @@ class ObjectStore:
         for stored in group:
             stored.tier = tier
             if freed:
-                # Its maker's value lies in the memory that is gone: from now on all get it as from another process.
+                # Its maker's value lies in the memory that was freed: from now on all get it as from another process.
                 stored.live, stored.adopted = None, True
         self.notify(*group)
         return dict(freed)
@@ -423,7 +423,7 @@ class ObjectStore:
     def settle(self, *object_ids: str) -> None:
         """Drop objects without a keeper, after leases ended or an object was added; then keep to the budget.
 
-        Together, because memory that goes anyway must not push a cached object out.
+        Together, because memory that is freed anyway must not push a cached object out.
         """
         for object_id in object_ids:
             stored = self._objects.get(object_id)
@@ -449,7 +449,7 @@ class ObjectStore:
         return len(matching)
 
     def drop_idle(self, amount: int, size: Callable[[SegmentInfo], int], *, of_copy: int = 0) -> bool:
-        """Evict cached objects without a lease, the least recently used first, until segments are gone that ``amount`` is the
+        """Evict cached objects without a lease, the least recently used first, until segments are freed that ``amount`` is the
         size of. False, and nothing is evicted, where all of them are not enough.
 
         :param size: the counted bytes of a segment that has memory; 0 for none.
@@ -534,7 +534,7 @@ class ObjectStore:
         self._on_drop(stored)
 
     def page(self, after: int, limit: int) -> tuple[list[StoredObject], int | None]:
-        """List objects in the order in which they came, those after number ``after``: ``(objects, next after or None)``."""
+        """List objects in the order of their making, those after number ``after``: ``(objects, next after or None)``."""
         found = list(itertools.islice((stored for stored in self._objects.values() if stored.number > after), limit + 1))
         return found[:limit], found[limit - 1].number if len(found) > limit else None
 

@@ -1,4 +1,4 @@
-"""Rules for records that come from outside: which may become an object of this server, and where its memory is to be.
+"""Rules for records of other processes: which may become an object of this server, and where its memory is to be.
 
 Nothing is unpickled: a skeleton stays opaque. A table is always checked: those who rebuild the value rely on it.
 """

@@ -5,7 +5,7 @@ A run is *queued*, then *running*, then closed. A cached call joins the run of i
 is none. Rules:
 
 - Whatever ends a run releases every waiter; there is no other way out of the table.
-- A queued run without waiters is dropped. A running one goes on: its result is cached. So does one whose miss a source of
+- A queued run without waiters is dropped. A running one continues: its result is cached. So does one whose miss a source of
   records was given, see :mod:`shared_rpc.server.state.sources`.
 - What began later is newer: a run that ends after one which began after it does not take its place in the cache.
 - Invalidation detaches a run from its key: its waiters get its result, the cache does not, and the next
@@ -47,7 +47,7 @@ class RunTable(Generic[W]):
         return run
 
     def open(self, run: Run[W]) -> None:
-        """Take in a new, queued run. Later calls of its key join it, unless an earlier run of that key still goes on."""
+        """Take in a new, queued run. Later calls of its key join it, unless an earlier run of that key has not ended."""
         run.number = next(self._numbers)
         self.runs.add(run)
         if run.refreshes is not None:
@@ -56,7 +56,7 @@ class RunTable(Generic[W]):
             self._by_key.setdefault(run.key, run)
 
     def number(self) -> int:
-        """Return the next number, for a run or for a record that comes from outside."""
+        """Return the next number, for a run or for a record of another process."""
         return next(self._numbers)
 
     def leave(self, run: Run[W], waiter: W) -> bool:

@@ -3,9 +3,9 @@
 A *miss* is a run that waits for the source's answer. Rules:
 
 - There is one source. Another one takes its place, and all misses without an answer are put to that.
-- A miss that the source was given goes on without waiters, as a running endpoint does; one that it was not given is dropped.
+- A miss that the source was given continues without waiters, as a running endpoint does; one that it was not given is dropped.
 - Without a source, misses wait for one until ``grace`` seconds after the last one was lost, or after the server's start where
-  one is expected. What is left then, and what comes later, is built here.
+  one is expected. What is left then, and later ones, are built here.
 - A server that never had a source, and expects none, has no misses.
 - An object that becomes current in another way answers the misses of its call.
 """
@@ -68,7 +68,7 @@ class SourceTable(Generic[W]):
         return self.source
 
     def lose(self) -> list[Run[W]]:
-        """Note that the source has gone; return the misses without waiters, which are removed."""
+        """Note that the source has disconnected; return the misses without waiters, which are removed."""
         assert self.source is not None, "there is a source to lose"
         self.source.detached, self.source = True, None
         self._until = self._clock.now() + self.grace
