@@ -42,7 +42,7 @@ _RECOVERY = 10.0
 #: Seconds that a node may take to receive a candidate, and to promote or invalidate.
 _PREPARE, _PROMOTE = 600.0, 30.0
 #: Seconds before a node that was left out is tried again: the first time, and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 300.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
 #: Nodes that have left, of which the reason is known.
 _GONE = 20
 

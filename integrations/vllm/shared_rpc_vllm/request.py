@@ -160,8 +160,8 @@ def same_release(versions: Mapping[str, str]) -> None:
     here = _versions()
     others = {name: version for name, version in versions.items() if here.get(name) != version}
     if others:
-        versions = "; ".join(f"{name} {here.get(name)}, and this engine {version}" for name, version in others.items())
+        differences = "; ".join(f"{name} {here.get(name)}, and this engine {version}" for name, version in others.items())
         raise NotShareable(
-            f"the server has {versions}: end it with 'shared-rpc stop' (engines that run keep their weights), or set "
+            f"the server has {differences}: end it with 'shared-rpc stop' (engines that run keep their weights), or set "
             f"another base_path"
         )
