@@ -58,7 +58,7 @@ class Place:
         self.folder = folder
         self.app = BrokerApp(folder, str(folder / "s"), children)
         self.app.write(MODEL)
-        self.broker = self.app.start("--base-path", self.app.base_path)
+        self.broker = self.app.start("--base-path", self.app.base_path, "--no-preload")
         self.client = self.app.connect()
 
     @property

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import resource
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared_rpc import Client, Server
 from shared_rpc.errors import ProtocolError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import encode_message
@@ -338,16 +336,3 @@ def test_an_interrupted_frame_leaves_no_descriptor_to_the_next_one() -> None:
             assert buffers.queued_fds == queued
             buffers.close()
     os.close(fd)
-
-
-def test_request_ids_begin_again(serve: Callable[..., Server], connect: Callable[..., Client]) -> None:
-    """A connection outlives the 32 bits that its ids have."""
-    serve()
-    client = connect()
-    client.ping()
-    link = client._link
-    assert link is not None
-    link._exchanges._ids = itertools.count(2**32 - 3)
-    for _ in range(5):
-        client.ping()
-    assert client._link is link
