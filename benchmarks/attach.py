@@ -230,7 +230,7 @@ class Attacher:
         if preload:
             load_lazy_modules(device)
         self._device = device
-        self._side, self._echo = client_of(who, socket, device), Echo(echo)
+        self._side, self._echo = client_of(who, socket), Echo(echo)
         self._kept: Any = None
 
     def measure(self, cases: list[list[Any]], repeats: int, *, hold: bool = False) -> Result:

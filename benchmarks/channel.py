@@ -87,7 +87,7 @@ def _measure_large(report: Report, channel: TensorChannel, tensors: dict[str, to
     channel.send({}, "small")
     found = {OURS: Sample([ours]), COPIES: Sample([copies])}
     ratio = found[OURS].p50 / found[COPIES].p50
-    report.row("large: all of it, to the reader's tensors", found, goal="channel", judged=ratio, judged_unit="ratio")
+    report.row("large: all of it, to the reader's tensors", found, goal="channel", judged=ratio)
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     report.row("… in GB/s", {name: nbytes / 1e9 / sample.p50 for name, sample in found.items()}, "number")
 
@@ -104,7 +104,7 @@ def _measure_small(report: Report, channel: TensorChannel, reader: Process, devi
         if number in (syncs // 10, syncs):
             counts.append(process_counts(reader.pid))
     taken = Sample([times[syncs // 10 :]])
-    report.row("small: a message of 2 KiB, acknowledged", {OURS: taken}, goal="bucket", judged=taken.p50, judged_unit="s")
+    report.row("small: a message of 2 KiB, acknowledged", {OURS: taken}, goal="bucket", judged=taken.p50)
     before, after = counts
     left = after["fds"] - before["fds"] + after["mappings"] - before["mappings"]
     report.row(

@@ -39,8 +39,6 @@ _WARM_UP = 20
 _ON_LOOP, _INSTEAD = "fresh_on_loop", "fresh"
 #: A pass over the model that the process has attached.
 _FORWARD = "forward"
-#: A process that completes less than this share of the others' median is named in a note.
-_FAIR = 0.25
 
 
 def run(
@@ -113,27 +111,12 @@ def throughput(
             "number",
             "throughput",
             values[OURS] / values[PEER] if judge and values.get(PEER) else None,
-            "ratio",
             processes=processes,
             endpoint=endpoint,
             calls=turns,
         )
-        for name, taken in turns.items():
-            report.note(starvation(f"{name}, {text}", [sum(counts) for counts in zip(*taken, strict=True)]))
     for caller in callers:
         caller.close()
-
-
-def starvation(what: str, calls: list[int]) -> str | None:
-    """Describe processes that completed far fewer calls than the others; None if all got their share.
-
-    :param calls: what each process completed, in all turns.
-    """
-    behind = [count for count in calls if count < _FAIR * statistics.median(calls)] if any(calls) else calls
-    if not behind:
-        return None
-    many = f"{len(behind)} of {len(calls)} processes"
-    return f"{what}: {many} starved, with {min(behind)} to {max(behind)} calls where the most were {max(calls)}"
 
 
 def _turn(report: Report, callers: list[Process], name: str, endpoint: str) -> list[int]:
@@ -157,7 +140,7 @@ class Caller:
         self._sides: dict[str, Side] = {}
         self._forward = _forward(addresses[OURS], device, shape) if shape is not None else None
         for name, address in addresses.items():
-            self._sides[name] = client_of(name, address, device, timeout=_PATIENCE)
+            self._sides[name] = client_of(name, address, timeout=_PATIENCE)
             with suppress(Exception):  # its turns will show it
                 for endpoint in ("small", "fresh", *([_ON_LOOP] if name == OURS else [])):
                     for _ in range(_WARM_UP):

@@ -253,7 +253,7 @@ def _add(report: Report, prefix: str, times: Times) -> None:
     for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _FRESH, _AGAIN):
         samples = _samples(times, name)
         if name == _MOVE:
-            report.row(prefix + name, samples, "s", "cluster_move", samples[OURS].p50 / samples[RAY].p50, "ratio")
+            report.row(prefix + name, samples, "s", "cluster_move", samples[OURS].p50 / samples[RAY].p50)
         elif samples:
             report.row(prefix + name, samples)
 

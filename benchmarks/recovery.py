@@ -147,7 +147,7 @@ def _kill_rows(report: Report, killer: _Killer, attaching: list[Process], attach
     report.row("… p50 before the kill", {OURS: before})
     report.row("… p50 from the kill on", {OURS: after})
     report.row("… p99 before the kill", {OURS: before.p99})
-    report.row("… p99 from the kill on", {OURS: after.p99}, "s", "attach_p99", after.p99 / before.p99, "ratio")
+    report.row("… p99 from the kill on", {OURS: after.p99}, "s", "attach_p99", after.p99 / before.p99)
 
 
 def _attach_across_a_kill(killer: _Killer, attaching: list[Process], attaches: int, rate: float) -> _Turn:

@@ -69,7 +69,7 @@ def run(
         echo, started = Echo(servers.start("EchoServer").address), servers.start("OurServer")
         ours = Ours(started.address)
         theirs = servers.start("PeerServer") if pings is None else None
-        peer = Peer(theirs.address, device) if theirs is not None else None
+        peer = Peer(theirs.address) if theirs is not None else None
         beside = [PEERS[name](servers.start("RpcServer", peer=name).address, device) for name in there]
         turns = _Turns(report, echo, ours, peer, beside, rounds, calls)
         turns.pings_and_tasks()
@@ -117,11 +117,11 @@ class _Turns:
     def pings_and_tasks(self) -> None:
         """Measure pings: medians, and the slowest in a hundred; then tasks that do nothing."""
         samples = self._measure(lambda side: side.ping(), self._peer, others=True)
-        self._report.row("ping, p50", samples, "s", "ping", samples[OURS].p50 / samples[ECHO].p50, "ratio")
+        self._report.row("ping, p50", samples, "s", "ping", samples[OURS].p50 / samples[ECHO].p50)
         self._report.row("ping, p99", {name: sample.p99 for name, sample in samples.items()})
         samples = self._measure(lambda side: side.task("nothing"), self._peer)
         ratio = samples[OURS].p50 / samples[ECHO].p50
-        self._report.row("submit and wait for a task, p50", samples, "s", "task", ratio, "ratio")
+        self._report.row("submit and wait for a task, p50", samples, "s", "task", ratio)
 
     def calls_with_tensors(self, peer: Peer | None, device: str, mebibytes: int) -> None:
         """Measure direct calls, a managed one, and calls with a small and a large argument."""
@@ -193,7 +193,7 @@ def _concurrent_calls(report: Report, socket: str, rounds: int) -> None:
     for endpoint, text in (("small", "a cached tensor"), ("nothing", "an endpoint that runs")):
         apart, together = anyio.run(_calls, socket, endpoint, rounds)
         report.row(f"AsyncClient, {text}: one by one, a call", {OURS: apart})
-        report.row(f"… {_AT_ONCE} at once, a call", {OURS: together}, "s", "concurrent", together.p50 / apart.p50, "ratio")
+        report.row(f"… {_AT_ONCE} at once, a call", {OURS: together}, "s", "concurrent", together.p50 / apart.p50)
 
 
 async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sample]:

@@ -115,11 +115,15 @@ def interleaved(
 # Goals.
 
 
+Unit = Literal["s", "bytes", "ratio", "number"]
+
+
 class Goal(NamedTuple):
-    """A limit in the unit of what is judged: seconds, bytes, a ratio, a number; and its text for people."""
+    """A limit of what is judged, and its text for people. ``unit`` is that of the row if it is None."""
 
     text: str
     limit: float
+    unit: Unit | None = None
     kind: Literal["at most", "below", "at least"] = "at most"
 
     def met(self, measured: float) -> bool:
@@ -137,48 +141,46 @@ GOALS = {
     "from_nothing": Goal("≤ 40 ms (host)", 40e-3),
     "from_nothing_gpu": Goal("≤ 60 ms (GPU)", 60e-3),
     # "Flat" as a number: the machine's own noise is allowed for.
-    "attach_bytes": Goal("flat: ≤ 1.25 x", 1.25),
+    "attach_bytes": Goal("flat: ≤ 1.25 x", 1.25, "ratio"),
     "attach_tensor": Goal("≤ 25 µs a tensor", 25e-6),
-    "publish_peak": Goal("≤ 3 GiB + largest tensor", 3 << 30),
-    "client_memory": Goal("< 4 MiB (GPU)", 4 * _MIB, "below"),
-    "ping": Goal("≤ 2 x raw echo", 2.0),
+    "publish_peak": Goal("≤ 3 GiB + largest tensor", 3 << 30, "bytes"),
+    "client_memory": Goal("< 4 MiB (GPU)", 4 * _MIB, "bytes", "below"),
+    "ping": Goal("≤ 2 x raw echo", 2.0, "ratio"),
     "small_tensor": Goal("≤ 120 µs (GPU)", 120e-6),
     "large_argument": Goal("≤ 0.5 ms (64 MiB, GPU)", 0.5e-3),
-    "task": Goal("≤ 6 x raw echo", 6.0),
-    "concurrent": Goal("≤ 1/3 of one by one", 1 / 3),
-    "throughput": Goal("≥ 4 x shared-tensor (GPU)", 4.0, "at least"),
+    "task": Goal("≤ 6 x raw echo", 6.0, "ratio"),
+    "concurrent": Goal("≤ 1/3 of one by one", 1 / 3, "ratio"),
+    "throughput": Goal("≥ 4 x shared-tensor (GPU)", 4.0, "ratio", "at least"),
     "long_run": Goal("as after the first 100", 0),
-    "tasks_memory": Goal("10,000 of them < 30 MiB", 30 * _MIB, "below"),
+    "tasks_memory": Goal("10,000 of them < 30 MiB", 30 * _MIB, "bytes", "below"),
     "import": Goal("≤ 60 ms", 60e-3),
     "ls": Goal("≤ 0.2 s", 0.2),
-    "idle": Goal("≤ 1.5 x of none", 1.5),
-    "one_copy": Goal("one copy: < 5 % of it each", 0.05, "below"),
-    "attach_gap": Goal("none", 0),
-    "attach_p99": Goal("≤ 2 x before", 2.0),
+    "idle": Goal("≤ 1.5 x of none", 1.5, "ratio"),
+    "one_copy": Goal("one copy: < 5 % of it each", 0.05, "ratio", "below"),
+    "attach_gap": Goal("none", 0, "number"),
+    "attach_p99": Goal("≤ 2 x before", 2.0, "ratio"),
     "worker": Goal("≤ own imports + 0.4 s", 0.4),
     # Beyond the start of an interpreter that does nothing.
     "start": Goal("≤ python + 0.3 s (host)", 0.3),
     "start_gpu": Goal("≤ python + 0.8 s (GPU)", 0.8),
-    "channel": Goal("≤ 1.3 x two copies", 1.3),
+    "channel": Goal("≤ 1.3 x two copies", 1.3, "ratio"),
     "bucket": Goal("≤ 200 µs", 200e-6),
-    "syncs": Goal("none", 0),
-    "cluster_move": Goal("≤ 2 x Ray's", 2.0),
+    "syncs": Goal("none", 0, "number"),
+    "cluster_move": Goal("≤ 2 x Ray's", 2.0, "ratio"),
     "sleep": Goal("≤ 20 ms (16 GB, GPU)", 20e-3),
-    "wake": Goal("≤ 1.15 x a plain copy (GPU)", 1.15),
-    "wake_forward": Goal("as before", 0),
+    "wake": Goal("≤ 1.15 x a plain copy (GPU)", 1.15, "ratio"),
     # "Flat" as a share of one copy: what each engine adds.
-    "engines": Goal("flat: < 5 % of a copy each", 0.05, "below"),
-    "broker": Goal("≤ 40 MiB", 40 * _MIB),
-    "broker_gpu": Goal("none: no GPU memory", 0),
-    "killed": Goal("as before", 0),
-    "given_back": Goal("all given back", 0),
+    "engines": Goal("flat: < 5 % of a copy each", 0.05, "ratio", "below"),
+    "broker": Goal("≤ 40 MiB", 40 * _MIB, "bytes"),
+    "broker_gpu": Goal("none: no GPU memory", 0, "number"),
+    "killed": Goal("as before", 0, "number"),
+    "given_back": Goal("all given back", 0, "bytes"),
     # Python's allocator keeps some of what the connections needed, for the next ones.
-    "killed_memory": Goal("as before, ± 1 MiB", _MIB),
+    "killed_memory": Goal("as before, ± 1 MiB", _MIB, "bytes"),
 }
 
 # Reports.
 
-Unit = Literal["s", "bytes", "ratio", "number"]
 OURS, ECHO = "shared_rpc", "raw echo"
 #: Columns of a table where there is no terminal: for three subjects, and for each further one.
 _WIDTH, _FURTHER = 165, 22
@@ -217,7 +219,6 @@ class Row:
     unit: Unit = "s"
     goal: Goal | None = None
     judged: float | None = None
-    judged_unit: Unit | None = None
     samples: dict[str, Sample] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
@@ -240,7 +241,7 @@ class Row:
 
     def measured(self) -> str:
         """Format the value that is compared with the goal."""
-        return "" if self.goal is None or self.judged is None else shown(self.judged, self.judged_unit or self.unit)
+        return "" if self.goal is None or self.judged is None else shown(self.judged, self.goal.unit or self.unit)
 
     def as_json(self) -> dict[str, Any]:
         """Return the row for JSON, with the ratios of every two sides."""
@@ -285,7 +286,6 @@ class Report:
         unit: Unit = "s",
         goal: str = "",
         judged: float | None = None,
-        judged_unit: Unit | None = None,
         texts: Mapping[str, str] | None = None,
         **extra: Any,
     ) -> None:
@@ -293,7 +293,7 @@ class Report:
         samples = {who: value for who, value in values.items() if isinstance(value, Sample)}
         medians = {who: value.p50 if isinstance(value, Sample) else value for who, value in values.items()}
         limit = GOALS[goal] if goal else None
-        self.rows.append(Row(name, medians, unit, limit, judged, judged_unit, samples, dict(texts or {}), extra))
+        self.rows.append(Row(name, medians, unit, limit, judged, samples, dict(texts or {}), extra))
 
     def note(self, text: str | None) -> None:
         """Add a line below the table, once; None is nothing."""

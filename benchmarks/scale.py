@@ -70,7 +70,7 @@ def _idle_rows(
     for level in levels:
         samples = {name: Sample(taken) for name, taken in times[level].items()}
         judged = samples[OURS].p50 / none if level != levels[0] else None
-        report.row(f"ping, p50, beside {level:,} idle connections", samples, "s", "idle", judged, "ratio", idle=level)
+        report.row(f"ping, p50, beside {level:,} idle connections", samples, "s", "idle", judged, idle=level)
     client.close()
     floor.close()
 
@@ -114,7 +114,7 @@ def _together_rows(report: Report, servers: Servers, echo: Started, ours: Starte
     report.row("… the slowest of them", {OURS: max(first.rounds[0])})
     report.row("… leases while they hold it", {OURS: leases}, "number")
     goal = "one_copy" if nbytes >= 10**8 else ""
-    report.row("… host memory each adds of its own", {OURS: grown}, "bytes", goal, grown / nbytes, "ratio")
+    report.row("… host memory each adds of its own", {OURS: grown}, "bytes", goal, grown / nbytes)
 
 
 Counts = dict[str, int]

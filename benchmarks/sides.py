@@ -8,11 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import socket
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +124,8 @@ class Peer:
 
     name = PEER
 
-    def __init__(self, base_path: str, device: str = "cpu", timeout: float = 600.0) -> None:
-        with _imported_for(device):
-            from shared_tensor import SharedTensorClient
+    def __init__(self, base_path: str, timeout: float = 600.0) -> None:
+        from shared_tensor import SharedTensorClient
 
         self._client: Any = SharedTensorClient(base_path, device_index=0, timeout=timeout, verbose_debug=False)
         self.call = self.attach = self._client.call
@@ -153,9 +150,9 @@ class PeerServer:
     """The server of shared-tensor."""
 
     def __init__(self, address: str, device: str, checkpoint: str | None, build: Sequence[list[Any]] = ()) -> None:
+        from shared_tensor import SharedTensorProvider, SharedTensorServer
+
         workload = _workload(device, checkpoint)
-        with _imported_for(device):
-            from shared_tensor import SharedTensorProvider, SharedTensorServer
         provider = SharedTensorProvider(address, device_index=0, execution_mode="server", verbose_debug=False)
         # Its default key is the function's name alone.
         provider.share(managed=True, cache_format_key="{shape}")(workload.model)
@@ -217,26 +214,9 @@ def missing(*, tensors: str | None = None) -> str | None:
 Side = Ours | Peer
 
 
-def client_of(side: str, address: str, device: str, timeout: float = 600.0) -> Side:
+def client_of(side: str, address: str, timeout: float = 600.0) -> Side:
     """Return a client of a side, by its name."""
-    return Ours(address) if side == OURS else Peer(address, device, timeout)
-
-
-@contextmanager
-def _imported_for(device: str) -> Iterator[None]:
-    """Hide transformers on the host, where shared-tensor shares nothing: it imports transformers where that is installed, to
-    examine its results, which would take seconds in every process and change nothing.
-    """
-    known = sys.modules.get("transformers")
-    if device == "cpu":
-        sys.modules["transformers"] = None  # type: ignore[assignment]  # makes an import fail
-    try:
-        yield
-    finally:
-        if device == "cpu" and known is None:
-            del sys.modules["transformers"]
-        elif known is not None:
-            sys.modules["transformers"] = known
+    return Ours(address) if side == OURS else Peer(address, timeout)
 
 
 def _workload(device: str, checkpoint: str | None) -> Any:

@@ -22,7 +22,6 @@ import torch
 import typer
 
 from benchmarks import starts
-from benchmarks.clients import starvation
 from benchmarks.mechanisms import MAKING, MAPPING, Parts, Watch
 from benchmarks.peers import PEERS
 from benchmarks.runner import ECHO, GOALS, OURS, Report, Row, Sample, interleaved, numbers, shown
@@ -402,15 +401,6 @@ def test_percentiles_are_over_all_turns() -> None:
         "max": 30.0,
         "p50_of_rounds": [2.0, 20.0],
     }
-
-
-def test_processes_that_starve_are_told_of() -> None:
-    """Those far behind the others, and all of them where nobody got anything done."""
-    assert starvation("ours, new", [100, 90, 110]) is None
-    assert starvation("theirs, new", [100, 90, 0, 20]) == (
-        "theirs, new: 1 of 4 processes starved, with 0 to 0 calls where the most were 100"
-    )
-    assert "2 of 2 processes starved" in str(starvation("theirs, new", [0, 0]))
 
 
 def test_a_goal_is_met_up_to_its_limit() -> None:
