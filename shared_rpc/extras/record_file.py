@@ -44,7 +44,7 @@ from shared_rpc.memory.file_reader import (
 )
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
-from shared_rpc.protocol.peers import is_own_or_root, named
+from shared_rpc.protocol.own_files import why_not_trusted
 from shared_rpc.protocol.records import SegmentInfo
 
 if TYPE_CHECKING:
@@ -295,16 +295,10 @@ def _nothing(_: Part) -> None:
 def _check_file(path: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise RecordError(f"the record {path} is no regular file", reason="unreadable")
-    if not is_own_or_root(status.st_uid):
+    if why := why_not_trusted(status):
         raise RecordError(
-            f"the record {path} belongs to {named(status.st_uid)}, but this process has uid {os.geteuid()}: a record holds a "
-            f"pickle, which is loaded by those who call the endpoint. Check it, and copy it",
-            reason="untrusted",
-        )
-    if status.st_mode & 0o022:
-        raise RecordError(
-            f"the record {path} has mode {stat.S_IMODE(status.st_mode):04o}, so other users may have written it, and it holds "
-            f"a pickle: check it and chmod 600",
+            f"the record {path} {why}: it holds a pickle, which is loaded by those who call the endpoint. Check it, copy it "
+            f"or chmod 600",
             reason="untrusted",
         )
 

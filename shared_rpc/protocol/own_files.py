@@ -84,6 +84,17 @@ def why_not_there(status: os.stat_result) -> str:
     return f"has mode {mode:04o}, so other users can write to it" if mode & 0o022 else ""
 
 
+def why_not_trusted(status: os.stat_result) -> str:
+    """Return why a file of that fstat(2) may be another user's work, as the rest of a sentence; empty if it cannot be.
+
+    It must belong to this user or to root, whose servers clients accept too, and no other user may have permission to write.
+    """
+    if not is_own_or_root(status.st_uid):
+        return f"belongs to {named(status.st_uid)}, but this process has uid {os.geteuid()}"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"has mode {mode:04o}, so other users may have written it" if mode & 0o022 else ""
+
+
 def _make_private(directory: str) -> None:
     """Make a directory and those above it, all with mode 0700: a user who can write to one can replace its files."""
     if os.path.isdir(directory):

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shared_rpc.errors import ConfigurationError, StaleHandleError, TicketError
-from shared_rpc.protocol.peers import is_own_or_root, named
+from shared_rpc.protocol.own_files import why_not_trusted
 
 _FORMAT = 1
 #: Bytes. Only a cache key can be long: a template may put a whole argument into it.
@@ -170,18 +170,7 @@ def read_ticket(ticket: Ticket | str | os.PathLike[str]) -> Ticket:
 def _check_file(name: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise TicketError(f"the ticket {name} is no regular file", reason="unreadable")
-    # The same users whose servers clients accept.
-    if not is_own_or_root(status.st_uid):
-        raise TicketError(
-            f"the ticket {name} belongs to {named(status.st_uid)}, but this process has uid {os.geteuid()}: a ticket is for "
-            f"the user who wrote it",
-            reason="untrusted",
-        )
-    if status.st_mode & 0o022:
-        raise TicketError(
-            f"the ticket {name} has mode {stat.S_IMODE(status.st_mode):04o}, so other users may have written it: check it and "
-            f"chmod 600",
-            reason="untrusted",
-        )
+    if why := why_not_trusted(status):
+        raise TicketError(f"the ticket {name} {why}: write another one, or check it and chmod 600", reason="untrusted")
     if status.st_size > _LIMIT:
         raise TicketError(f"{name} has {status.st_size} bytes, but a ticket has at most {_LIMIT}", reason="malformed")
