@@ -112,12 +112,6 @@ class NodeAgent:
         await self.state()  # Ray may repeat orders as soon as this returns
         self._serving = self._tasks.spawn(self._serve())
 
-    # Methods for the joiner.
-
-    async def describe(self) -> tuple[str, str]:
-        """Return the Ray node that this agent runs on, and its broker."""
-        return self._place.ray_node, self._broker
-
     @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     async def line(self) -> str:
         """Wait for the next line for the server's log. Fails with the agent's process: the joiner looks what is left of Ray."""
@@ -130,7 +124,7 @@ class NodeAgent:
         return await asyncio.shield(self._serving)
 
     async def state(self) -> Statement:
-        """State what the broker holds, and which builds run here."""
+        """State where this agent is, what its broker holds, and which builds run here."""
         known = {held.object_id: held.version for held in self._held.values()}
         self._held = {
             key: Held(known.get(object_id, Version(0, object_id)), object_id, nbytes)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +29,6 @@ from shared_rpc.protocol.infos import ClusterStatus
 from shared_rpc_ray.membership import Tasks, actor_name, find, got, named
 from shared_rpc_ray.messages import FACTS, Call, Change, Key, Lost, SourceFailed, Statement, Transfer, Version
 from shared_rpc_ray.transfer import part_nbytes
-
-_log = logging.getLogger("shared_rpc_ray")
 
 #: Nodes that may fail to build a key, one after the other.
 BUILDERS = 3
@@ -131,18 +128,17 @@ class Directory:
         self._tasks.spawn(self._recover())
 
     async def _recover(self) -> None:
-        """Ask the agents of the cluster what they hold and build. One that is slow is taken in when it answers."""
+        """Ask the agents of the cluster what they hold and build. One that is too slow joins again by itself."""
 
-        async def ask(name: str) -> None:
+        async def ask(name: str) -> tuple[Statement, Any]:
             agent = find(actor_name(self._cluster, "agent", name))
-            statement = await got(agent.state.remote())
-            if name not in self._members:
-                self._take(statement, agent)
+            return await got(agent.state.remote()), agent
 
         try:
-            asked = [self._tasks.spawn(ask(name)) for name in await asyncio.to_thread(named, self._cluster, "agent")]
-            if asked and (await asyncio.wait(asked, timeout=_RECOVERY))[1]:
-                _log.warning("some agents did not state what they hold in %g s", _RECOVERY)
+            answers = await self._each(await asyncio.to_thread(named, self._cluster, "agent"), ask, _RECOVERY)
+            for answer in answers.values():
+                if not isinstance(answer, Exception):
+                    self._take(*answer)
         finally:
             self._recovered.set()
 

@@ -79,13 +79,13 @@ def _stay(socket: str, name: str | None) -> None:
     # Only an actor with this option takes tensors by Ray's own transports; it imports torch.
     options = {"enable_tensor_transport": True} if place.mover == "nixl" else {}
     agent = find_or_create(NodeAgent, actor_name(place.cluster, "agent", place.node), node.id, place, environ, **options)
-    ray_node, broker = ray.get(agent.describe.remote())
-    if ray_node != node.id:
+    found = ray.get(agent.state.remote())
+    if found.place.ray_node != node.id:
         raise ClusterError(
-            f"the broker at {socket} has an agent on Ray node {ray_node} already, and this joiner is one of Ray node "
+            f"the broker at {socket} has an agent on Ray node {found.place.ray_node}, and this joiner is one of Ray node "
             f"{node.id}: two nodes of a machine need a broker each, at base paths of their own (SHARED_TENSOR_BASE_PATH)"
         )
-    _print(f"{broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {ray_node}")
+    _print(f"{found.broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {node.id}")
     while True:
         _print(ray.get(agent.line.remote()))
 
