@@ -101,7 +101,7 @@ class NodeAgent:
         #: Records that are being sent, by version, size of parts and mover.
         self._sendings: dict[tuple[Version, int, str], Sending] = {}
         self._exporting = asyncio.Lock()
-        self._received = self._sent = self._nodes = 0
+        self._received_nbytes = self._sent_nbytes = self._nodes = 0
         self._lines: asyncio.Queue[str] = asyncio.Queue(_LINES)
         self._directory: Any = None
         self._joined = asyncio.Event()
@@ -167,19 +167,19 @@ class NodeAgent:
         return handle.object_id, handle.value.nbytes
 
     @order
-    async def receive_candidate(self, key: Key, version: Version, transfer: Transfer) -> None:
-        """Receive a version from another node as a candidate."""
+    async def receive_candidate(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> None:
+        """Receive a version from another node's agent as a candidate."""
         if self._candidates.get(key, ("", None))[0] == version.origin:
             return
         await self.discard(key, version)  # that of a directory that was lost
-        async with await self._received_record(key, version, transfer) as record:
+        async with await self._received(key, version, transfer, agent) as record:
             self._candidates[key] = version.origin, await self._client.adopt_candidate(record)
 
     @order
-    async def receive(self, key: Key, version: Version, transfer: Transfer) -> None:
-        """Receive a version from another node, and make it the current object."""
+    async def receive(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> None:
+        """Receive a version from another node's agent, and make it the current object."""
         if key not in self._held or self._held[key].version != version:
-            async with await self._received_record(key, version, transfer) as record:
+            async with await self._received(key, version, transfer, agent) as record:
                 self._note(key, version, (await self._client.adopt(record)).object_id, transfer.nbytes)
 
     @order
@@ -243,7 +243,7 @@ class NodeAgent:
         """Return the reference of a part, in a list because Ray would resolve a bare one, and its digest."""
         sending = await self._sending(key, version, transfer)
         reference, digest = await sending.part(number)
-        self._sent += sending.parts[number].nbytes
+        self._sent_nbytes += sending.parts[number].nbytes
         return [reference], digest
 
     async def _sending(self, key: Key, version: Version, transfer: Transfer) -> Sending:
@@ -325,6 +325,7 @@ class NodeAgent:
                     await asyncio.sleep(_PAUSE * random.random())
                 else:
                     await asyncio.wait_for(self._changed.wait(), _LOOK)
+                    await asyncio.sleep(_PAUSE)  # an object is attached to now, and other orders may end
 
     async def _join(self) -> None:
         """Register with the directory, which is created where there is none. Ray restarts it; it finds its agents then.
@@ -353,8 +354,8 @@ class NodeAgent:
             state="joined" if self._joined.is_set() else "looking for the directory",
             nodes=self._nodes,
             objects=len(self._held),
-            bytes_received=self._received,
-            bytes_sent=self._sent,
+            bytes_received=self._received_nbytes,
+            bytes_sent=self._sent_nbytes,
             activity=[f"{what} {key.cache_key}" for what, key, _ in self._running],
         )
 
@@ -384,51 +385,48 @@ class NodeAgent:
         self._held[key] = Held(version, object_id, nbytes)
         return object_id, nbytes
 
-    async def _received_record(self, key: Key, version: Version, transfer: Transfer) -> AsyncExportedRecord:
-        """Return a record with the bytes of a version, in memory of the broker.
+    async def _received(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> AsyncExportedRecord:
+        """Return a record with the bytes of a version, in memory of the broker; several parts are under way at a time.
 
         :raises SourceFailed: if the source could not send it, or a digest differs.
         """
-        try:
-            async with asyncio.timeout(_ANSWER):
-                encoded, first = await transfer.agent.offer.remote(key, version, transfer)
-            record = await self._client.allocate(RecordHeader.from_bytes(encoded))
-            try:
-                await self._fill(record, first, key, version, transfer)
-            except BaseException:
-                await record.close()
-                raise
-        except TimeoutError as error:
-            raise SourceFailed(f"{transfer.source} has not answered in {_ANSWER:g} s") from error
-        except RayError as error:
-            raise SourceFailed(f"{transfer.source} failed: {getattr(error, 'cause', None) or first_line(error)}") from error
-        return record
-
-    async def _fill(self, record: AsyncExportedRecord, first: int, key: Key, version: Version, transfer: Transfer) -> None:
-        """Write the parts of a version into a record, several at a time, from the ``first`` one of each window on."""
-        parts = parts_of(record.header.segments, transfer.part_nbytes)
-        numbers = in_turn(len(parts), first)
         writers = ThreadPoolExecutor(_AT_ONCE)
+        room: asyncio.Task[AsyncExportedRecord] | None = None
 
-        async def receive() -> None:
+        async def receive(room: asyncio.Task[AsyncExportedRecord]) -> None:
             for number in numbers:
                 async with asyncio.timeout(_ANSWER):
-                    [given], digest = await transfer.agent.part.remote(key, version, transfer, number)
+                    [given], digest = await agent.part.remote(key, version, transfer, number)
                     given = await given if transfer.mover == "objects" else given
-                write = functools.partial(take, given, record, parts[number], transfer.mover)
+                write = functools.partial(take, given, await room, parts[number], transfer.mover)
                 if digest != await asyncio.get_running_loop().run_in_executor(writers, write):
                     raise SourceFailed(f"the digests do not fit: what arrived from {transfer.source} is damaged")
                 del given, write  # Ray frees the part
-                self._received += parts[number].nbytes
+                self._received_nbytes += parts[number].nbytes
 
         try:
+            async with asyncio.timeout(_ANSWER):
+                encoded, first = await agent.offer.remote(key, version, transfer)
+            header = RecordHeader.from_bytes(encoded)
+            parts = parts_of(header.segments, transfer.part_nbytes)
+            numbers = in_turn(len(parts), first)
             async with asyncio.TaskGroup() as tasks:
+                room = tasks.create_task(self._client.allocate(header))
                 for _ in range(_AT_ONCE):
-                    tasks.create_task(receive())
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        finally:
+                    tasks.create_task(receive(room))
+            return room.result()
+        except BaseException as problem:
             await asyncio.to_thread(writers.shutdown)  # none writes any more
+            if room is not None and not room.cancelled() and room.exception() is None:
+                await room.result().close()
+            error = problem.exceptions[0] if isinstance(problem, BaseExceptionGroup) else problem
+            if isinstance(error, TimeoutError):
+                raise SourceFailed(f"{transfer.source} has not answered in {_ANSWER:g} s") from error
+            if isinstance(error, RayError):
+                raise SourceFailed(f"{transfer.source} failed: {getattr(error, 'cause', None) or first_line(error)}") from error
+            raise error from None
+        finally:
+            writers.shutdown(wait=False)
 
     # The broker.
 

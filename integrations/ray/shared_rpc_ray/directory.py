@@ -385,9 +385,9 @@ class Directory:
             source = min(places, key=lambda name: (failed.count(name), places[name].host != place.host, name))
             parts = part_nbytes(min(place.store_nbytes, places[source].store_nbytes))
             mover = place.mover if place.mover == places[source].mover and not failed else "objects"
-            transfer = Transfer(source, self._members[source].agent, nbytes, parts, mover, bool(failed))
+            transfer = Transfer(source, nbytes, parts, mover, bool(failed))
             try:
-                await self._ask(node, order, entry.key, version, transfer)
+                await self._ask(node, order, entry.key, version, transfer, self._members[source].agent)
                 return
             except SourceFailed as error:
                 failed.append(source)

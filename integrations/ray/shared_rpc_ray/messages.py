@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from shared_rpc.errors import ClusterError
@@ -91,13 +89,12 @@ class Statement(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """The way of a version from one node to another: the agent of the ``source``, the size of parts, and what carries them.
+    """The way of a version from a ``source`` to another node: its size and that of its parts, and what carries them.
 
     ``again`` if an earlier attempt failed: the source is to put into the store again what it has put there.
     """
 
     source: str
-    agent: Any
     nbytes: int
     part_nbytes: int
     mover: str

@@ -194,9 +194,9 @@ class Site:
         """Whether an agent is there that has joined the directory."""
         return self.status().get("state") == "joined"
 
-    def agent_pid(self) -> int:
-        """The process of the agent."""
-        return int(self.source()["pid"])
+    def agent_pid(self) -> Any:
+        """The process of the agent, None while there is none."""
+        return self.source()["pid"]
 
     def kill_agent(self) -> None:
         """SIGKILL."""
