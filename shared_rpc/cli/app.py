@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -17,12 +17,14 @@ from shared_rpc.cli.options import Arguments, BasePath, Json, Misuse, Socket, is
 from shared_rpc.cli.records import export_object, import_file
 from shared_rpc.cli.rendering import (
     MPS,
+    T,
     ago,
     as_json,
     command_of,
     complain,
     contents,
     copies_of,
+    listing,
     origin,
     several,
     size,
@@ -37,7 +39,7 @@ from shared_rpc.cli.tiers import evict, restore
 from shared_rpc.cli.top.command import top
 from shared_rpc.cli.verifying import verify
 from shared_rpc.errors import ConfigurationError, SharedRPCError, one_line
-from shared_rpc.protocol.infos import ServerInfo, SourceInfo, ZygoteInfo
+from shared_rpc.protocol.infos import DeviceInfo, ListedObjectInfo, ServerInfo, SourceInfo, ZygoteInfo
 from shared_rpc.scripts.listing import live_zygotes
 
 _GROUP = "shared_rpc.cli"
@@ -126,23 +128,20 @@ def list_servers(base_path: BasePath = None, json: Json = False) -> None:
 
 
 def _server_table(infos: list[ServerInfo]) -> None:
-    table(
+    listing(
         "",
-        ["socket", "pid>", "device", "endpoints", "objects>", "memory>", "leases>", "clients>", "up"],
-        [
-            (
-                info["socket_path"],
-                info["pid"],
-                info["device"],
-                ", ".join(info["endpoints"]),
-                contents(info),
-                size(info["nbytes"]),
-                info["leases"],
-                info["clients"],
-                ago(info["started_at"]),
-            )
-            for info in infos
-        ],
+        infos,
+        {
+            "socket": lambda info: info["socket_path"],
+            "pid>": lambda info: info["pid"],
+            "device": lambda info: info["device"],
+            "endpoints": lambda info: ", ".join(info["endpoints"]),
+            "objects>": contents,
+            "memory>": lambda info: size(info["nbytes"]),
+            "leases>": lambda info: info["leases"],
+            "clients>": lambda info: info["clients"],
+            "up": lambda info: ago(info["started_at"]),
+        },
     )
 
 
@@ -174,23 +173,20 @@ def info(socket: Socket = None, base_path: BasePath = None, json: Json = False) 
         shown["zygote"] = _zygote(facts["zygote"])
     left_out = {"endpoints", "uptime", *(["source"] if facts["source"] is None else [])}
     table("server", ["", ""], [(key, value) for key, value in shown.items() if key not in left_out])
-    table(
+    listing(
         "\nendpoints",
-        ["name", "managed", "cached by", "concurrency", "access", "tensors", "idle_ttl", "host copy", "what it does"],
-        [
-            (
-                name,
-                "yes" if spec["managed"] else "no",
-                (spec["cache_format_key"] or "all arguments") if spec["cache"] else "-",
-                spec["concurrency"],
-                spec["access"],
-                spec["tensors"],
-                "never" if spec["idle_ttl"] is None else f"{spec['idle_ttl']:g} s",
-                f"{spec['host_copy']}, pinned" if spec["pinned"] else spec["host_copy"],
-                spec["doc"],
-            )
-            for name, spec in endpoints.items()
-        ],
+        endpoints.items(),
+        {
+            "name": lambda item: item[0],
+            "managed": lambda item: "yes" if item[1]["managed"] else "no",
+            "cached by": lambda item: (item[1]["cache_format_key"] or "all arguments") if item[1]["cache"] else "-",
+            "concurrency": lambda item: item[1]["concurrency"],
+            "access": lambda item: item[1]["access"],
+            "tensors": lambda item: item[1]["tensors"],
+            "idle_ttl": lambda item: "never" if item[1]["idle_ttl"] is None else f"{item[1]['idle_ttl']:g} s",
+            "host copy": lambda item: f"{item[1]['host_copy']}{', pinned' if item[1]['pinned'] else ''}",
+            "what it does": lambda item: item[1]["doc"],
+        },
     )
 
 
@@ -233,32 +229,22 @@ def objects(context: typer.Context, socket: Socket = None, base_path: BasePath =
     if json:
         as_json(items)
         return
-    lower = any(item["copies"] for item in items)  # most servers have none
-    table(
-        "",
-        [
-            *("object", "of", "size>", "private>", "device", "tier", *(["copies"] if lower else []), "generation>", "cached"),
-            *("active>", "held by", "age>", "last used>"),
-        ],
-        [
-            (
-                item["object_id"],
-                origin(item),
-                size(item["nbytes"]),
-                size(item["private_nbytes"]),
-                item["device"],
-                tier_of(item),
-                *([copies_of(item)] if lower else []),
-                item["generation"],
-                "yes" if item["cached"] and item["kind"] == "result" else "no",
-                item["active"],
-                ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "nobody",
-                ago(item["created_at"]),
-                ago(item["last_accessed_at"]),
-            )
-            for item in items
-        ],
-    )
+    columns: dict[str, Callable[[ListedObjectInfo], object]] = {
+        "object": lambda item: item["object_id"],
+        "of": origin,
+        "size>": lambda item: size(item["nbytes"]),
+        "private>": lambda item: size(item["private_nbytes"]),
+        "device": lambda item: item["device"],
+        "tier": tier_of,
+        "copies": copies_of,
+        "generation>": lambda item: item["generation"],
+        "cached": lambda item: "yes" if item["cached"] and item["kind"] == "result" else "no",
+        "active>": lambda item: item["active"],
+        "held by": lambda item: ", ".join(_holder(holder["pid"]) for holder in item["holders"]) or "nobody",
+        "age>": lambda item: ago(item["created_at"]),
+        "last used>": lambda item: ago(item["last_accessed_at"]),
+    }
+    listing("", items, _without_copies(items, columns))
 
 
 def devices(socket: Socket = None, base_path: BasePath = None, json: Json = False) -> None:
@@ -268,23 +254,22 @@ def devices(socket: Socket = None, base_path: BasePath = None, json: Json = Fals
     if json:
         as_json(items)
         return
-    lower = any(item["copies"] for item in items)
-    table(
-        "",
-        ["device", "name", "memory>", "free>", "used>", "quota>", *(["copies"] if lower else [])],
-        [
-            (
-                item["id"],
-                item["name"],
-                size(item["total"]),
-                size(item["free"]) if item["free"] is not None else "-",
-                size(item["used"]),
-                size(item["limit"]) if item["limit"] is not None else "none",
-                *([copies_of(item)] if lower else []),
-            )
-            for item in items
-        ],
-    )
+    columns: dict[str, Callable[[DeviceInfo], object]] = {
+        "device": lambda item: item["id"],
+        "name": lambda item: item["name"],
+        "memory>": lambda item: size(item["total"]),
+        "free>": lambda item: size(item["free"]) if item["free"] is not None else "-",
+        "used>": lambda item: size(item["used"]),
+        "quota>": lambda item: size(item["limit"]) if item["limit"] is not None else "none",
+        "copies": copies_of,
+    }
+    listing("", items, _without_copies(items, columns))
+
+
+def _without_copies(items: Iterable[Any], columns: dict[str, Callable[[T], object]]) -> dict[str, Callable[[T], object]]:
+    """Leave the column of copies out where there are none, as on most servers."""
+    shown = any(item["copies"] for item in items)
+    return {name: cell for name, cell in columns.items() if shown or name != "copies"}
 
 
 def invalidate(

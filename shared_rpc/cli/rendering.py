@@ -7,9 +7,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -19,6 +19,8 @@ from rich.text import Text
 from shared_rpc.errors import one_line
 from shared_rpc.protocol.infos import DeviceInfo, ObjectInfo, ServerInfo
 from shared_rpc.protocol.tasks import Progress, TaskInfo
+
+T = TypeVar("T")
 
 #: What ``info`` and ``doctor`` say where a GPU is used through NVIDIA's Multi-Process Service.
 MPS = "under MPS: a write to memory shared with access='read' ends all processes of the service"
@@ -34,6 +36,11 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     for row in rows:
         shown.add_row(*(Text(one_line(str(cell))) for cell in row))
     _console.print(shown)
+
+
+def listing(title: str, items: Iterable[T], columns: Mapping[str, Callable[[T], object]]) -> None:
+    """Print a table with a line for each item; a column has the function of its cells."""
+    table(title, list(columns), [[cell(item) for cell in columns.values()] for item in items])
 
 
 def complain(text: str) -> None:

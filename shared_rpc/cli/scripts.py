@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shared_rpc.cli.rendering import size, table
+from shared_rpc.cli.rendering import listing, size
 
 
 def run(
@@ -43,19 +43,16 @@ def run(
 
 def zygote_table(zygotes: list[dict[str, Any]], title: str) -> None:
     """Print a row for each zygote."""
-    table(
+    listing(
         title,
-        ["zygote", "pid>", "has imported", "scripts>", "memory>", "idle>", "ends after>"],
-        [
-            (
-                one["key"],
-                one["pid"],
-                ", ".join(one["preload"]),
-                one["runs"],
-                size(one["pss"]),
-                f"{one['idle']:.0f} s",
-                f"{one['idle_exit']:.0f} s",
-            )
-            for one in zygotes
-        ],
+        zygotes,
+        {
+            "zygote": lambda one: one["key"],
+            "pid>": lambda one: one["pid"],
+            "has imported": lambda one: ", ".join(one["preload"]),
+            "scripts>": lambda one: one["runs"],
+            "memory>": lambda one: size(one["pss"]),
+            "idle>": lambda one: f"{one['idle']:.0f} s",
+            "ends after>": lambda one: f"{one['idle_exit']:.0f} s",
+        },
     )

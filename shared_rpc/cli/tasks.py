@@ -12,7 +12,7 @@ import typer
 
 from shared_rpc.cli.discovery import live_servers, the_owner, the_server
 from shared_rpc.cli.options import Arguments, BasePath, Json, Socket, Timeout, is_list, keywords
-from shared_rpc.cli.rendering import ago, as_json, status_of, steps, table, task_object, took
+from shared_rpc.cli.rendering import ago, as_json, listing, status_of, steps, task_object, took
 from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 
@@ -47,21 +47,18 @@ def tasks(
     if not infos:
         print("there are no tasks" if status is None else f"no task is {status}")
         return
-    table(
+    listing(
         "",
-        ["task", "endpoint", "status", "progress", "submitted>", "took>", "error or key"],
-        [
-            (
-                info.task_id,
-                info.endpoint,
-                status_of(info),
-                steps(info.progress),
-                f"{ago(info.created_at)} ago",
-                took(info),
-                _error_or_key(info),
-            )
-            for info in infos
-        ],
+        infos,
+        {
+            "task": lambda info: info.task_id,
+            "endpoint": lambda info: info.endpoint,
+            "status": status_of,
+            "progress": lambda info: steps(info.progress),
+            "submitted>": lambda info: f"{ago(info.created_at)} ago",
+            "took>": took,
+            "error or key": _error_or_key,
+        },
     )
 
 

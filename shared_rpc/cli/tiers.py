@@ -12,7 +12,7 @@ from rich.console import Console
 
 from shared_rpc.cli.discovery import the_server
 from shared_rpc.cli.options import BasePath, Json, Socket
-from shared_rpc.cli.rendering import as_json, origin, size, span, table
+from shared_rpc.cli.rendering import as_json, listing, origin, size, span
 from shared_rpc.errors import ConfigurationError, one_line
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol.infos import MoveInfo
@@ -87,20 +87,17 @@ def _show(moves: list[MoveInfo], column: str, json: bool) -> None:
     if json:
         as_json(moves)
     elif moves:
-        table(
+        listing(
             "",
-            ["object", "of", "tier", column, "copied>", "took>"],
-            [
-                (
-                    move["object_id"],
-                    move["cache_key"] or move["endpoint"] or "buffer",
-                    move["tier"],
-                    size(move["nbytes"]),
-                    size(move["copied"]),
-                    span(move["seconds"]),
-                )
-                for move in moves
-            ],
+            moves,
+            {
+                "object": lambda move: move["object_id"],
+                "of": lambda move: move["cache_key"] or move["endpoint"] or "buffer",
+                "tier": lambda move: move["tier"],
+                column: lambda move: size(move["nbytes"]),
+                "copied>": lambda move: size(move["copied"]),
+                "took>": lambda move: span(move["seconds"]),
+            },
         )
     else:
         print("nothing is to be moved")
