@@ -459,6 +459,7 @@ def test_a_bare_worker_in_use_does_not_end(
     answer.result(30)[0].close()
 
 
+@pytest.mark.deep
 def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
     bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
 ) -> None:

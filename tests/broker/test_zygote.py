@@ -167,10 +167,7 @@ def test_an_import_that_raises_is_left_out(zygote: Zygote) -> None:
         ("import socket; kept = socket.socketpair()", "socket:"),
         ("import tempfile; kept = tempfile.TemporaryFile()", "is open"),
         ("import subprocess; kept = subprocess.Popen(['cat'], stdin=subprocess.PIPE)", "child processes"),
-        (
-            "import torch; torch.cuda._initialized = True; torch.cuda._is_in_bad_fork = lambda: False",
-            "CUDA is initialised",
-        ),
+        *deep(("import torch; torch.cuda._initialized = True; torch.cuda._is_in_bad_fork = bool", "CUDA is initialised")),
     ],
     ids=["thread", "low-level thread", "socket", "file", "process", "CUDA"],
 )
