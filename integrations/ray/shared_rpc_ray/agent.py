@@ -60,7 +60,7 @@ _AT_ONCE = 3
 _ANSWER = 60.0
 #: Lines for the server's log that the joiner has not read; further ones are dropped.
 _LINES = 1000
-#: Seconds before a lost directory, or the build of an earlier agent, is looked for again.
+#: Seconds between two attempts to find a lost directory, or the result of an earlier agent's build.
 _PAUSE = 0.2
 
 
@@ -114,13 +114,13 @@ class NodeAgent:
 
     @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     async def line(self) -> str:
-        """Wait for the next line for the server's log. Fails with the agent's process: the joiner looks what is left of Ray."""
+        """Wait for the next line for the server's log. This fails when the process ends, also if Ray restarts it."""
         return await self._lines.get()
 
     # Methods for the directory.
 
     async def hold(self) -> str:
-        """Return why this agent ends when it does so by itself. A call of this fails when the agent is lost for good."""
+        """Wait for this agent to end by itself, and return the reason. A call fails when the agent is lost for good."""
         return await asyncio.shield(self._serving)
 
     async def state(self) -> Statement:
@@ -135,10 +135,7 @@ class NodeAgent:
 
     @order
     async def build(self, key: Key, number: int) -> tuple[str, int]:
-        """Have the broker build what its callers miss; return the object's id and size.
-
-        A run that an earlier agent has begun is awaited.
-        """
+        """Build the object of a miss in the broker, or wait for the run that an earlier agent began; return its id and size."""
         while True:
             miss = self._misses.pop(key, None)
             if miss is not None:
@@ -159,7 +156,7 @@ class NodeAgent:
 
     @order
     async def prepare(self, key: Key, number: int, payload: bytes) -> tuple[str, int]:
-        """Have the broker build a candidate; return its id and size."""
+        """Build a candidate in the broker; return its id and size."""
         await self.discard(key)
         args, kwargs = msgspec.msgpack.decode(payload, type=Call)
         handle = await self._client._run(_candidate(key.endpoint, args, kwargs))
@@ -178,7 +175,7 @@ class NodeAgent:
     @order
     async def receive(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> None:
         """Receive a version from another node's agent, and make it the current object."""
-        if key not in self._held or self._held[key].version != version:
+        if not self._is_current(key, version):
             async with await self._received(key, version, transfer, agent) as record:
                 self._note(key, version, (await self._client.adopt(record)).object_id, transfer.nbytes)
 
@@ -191,11 +188,11 @@ class NodeAgent:
             async with handle:
                 generation = await self._client.promote(handle)
             self._note(key, version, generation.object_id, generation.nbytes)
-        elif key not in self._held or self._held[key].version != version:
-            raise ClusterError("the candidate is not there any more")
+        elif not self._is_current(key, version):
+            raise ClusterError(f"version {version.number} of {key.cache_key} is neither a candidate nor current")
 
     async def discard(self, key: Key, wanted: Version | None = None) -> None:
-        """Give up the candidate of a key, and those that are being received, apart from a ``wanted`` version."""
+        """Release the candidate of a key, and cancel the receipt of any, except that of a ``wanted`` version."""
         for what, task in self._running.items():
             if what[:2] == ("receive_candidate", key) and what[2] != wanted:
                 task.cancel()
@@ -285,7 +282,7 @@ class NodeAgent:
         raise ClusterError("the broker has another source of records, or none", reason="replaced")
 
     async def _answer(self, key: Key, miss: Miss) -> None:
-        """Have the directory get what callers miss: an object that becomes current answers them."""
+        """Request a missing object from the directory until it is current here, which answers the miss, or failed."""
         self._held.pop(key, None)
         while True:
             await self._joined.wait()
@@ -325,7 +322,7 @@ class NodeAgent:
                     await asyncio.sleep(_PAUSE * random.random())
                 else:
                     await asyncio.wait_for(self._changed.wait(), _LOOK)
-                    await asyncio.sleep(_PAUSE)  # an object is attached to now, and other orders may end
+                    await asyncio.sleep(_PAUSE)  # callers attach first, and one report covers several orders
 
     async def _join(self) -> None:
         """Register with the directory, which is created where there is none. Ray restarts it; it finds its agents then.
@@ -379,6 +376,9 @@ class NodeAgent:
         finally:
             del self._running[what]
             self._changed.set()
+
+    def _is_current(self, key: Key, version: Version) -> bool:
+        return key in self._held and self._held[key].version == version
 
     def _note(self, key: Key, version: Version, object_id: str, nbytes: int) -> tuple[str, int]:
         """Note that a version is current in the broker."""

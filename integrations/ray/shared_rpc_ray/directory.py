@@ -277,9 +277,7 @@ class Directory:
         if self._members.get(node) is not member:
             return
         del self._members[node]
-        self._gone[node] = reason
-        while len(self._gone) > _GONE:
-            del self._gone[next(iter(self._gone))]
+        self._gone = dict([*self._gone.items(), (node, reason)][-_GONE:])
         for entry in self._entries.values():
             entry.lose(node)
 
@@ -453,7 +451,7 @@ class Directory:
     def _shown(self, entry: _Entry) -> dict[str, Any]:
         key, number = entry.key, entry.version.number if entry.version is not None else None
         groups = [other.group for other in self._entries if (other.endpoint, other.cache_key) == (key.endpoint, key.cache_key)]
-        facts = {name: getattr(key.group, name) for name in key.group.__struct_fields__}
+        facts = msgspec.structs.asdict(key.group)
         return {
             "endpoint": key.endpoint,
             "cache_key": key.cache_key,

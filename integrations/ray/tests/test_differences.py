@@ -73,6 +73,7 @@ def test_a_joiner_says_why_it_is_refused(cluster: Sites, what: str) -> None:
 
 
 def test_importing_the_package_loads_no_ray() -> None:
-    """Nor does the part of it that is for clusters."""
-    code = "import sys, shared_rpc_ray, shared_rpc_ray.cli, shared_rpc.cli.app; sys.exit('ray' in sys.modules)"
+    """Nor do the command line, its part for clusters, and the client."""
+    modules = "shared_rpc_ray, shared_rpc_ray.cli, shared_rpc.cli.app, shared_rpc.operations.client"
+    code = f"import sys, {modules}; sys.exit('ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})

@@ -18,7 +18,7 @@ pytest.importorskip("ray.experimental.rdt.util", reason="this Ray has no tensor 
 from ray_app import STORE, Nodes, segment_of  # noqa: E402
 from shared_rpc import Client  # noqa: E402
 from shared_rpc_ray import transport  # noqa: E402
-from tests.kit.processes import eventually, python  # noqa: E402
+from tests.kit.processes import eventually  # noqa: E402
 
 pytestmark = [
     # Ray's own, of sockets and files that it leaves to the collector, and of names that it is about to change.
@@ -211,13 +211,3 @@ def test_a_ray_without_transports_is_named_by_its_version() -> None:
         """
     )
     assert f"Ray {ray.__version__} has no tensor transports" in said
-
-
-def test_the_package_does_not_import_ray() -> None:
-    """Neither itself nor its clients."""
-    child = python("import sys, shared_rpc, shared_rpc.operations.client; print('ray' in sys.modules)", fresh=True)
-    try:
-        assert child.expect("False")
-    finally:
-        child.process.kill()
-        child.process.communicate()
