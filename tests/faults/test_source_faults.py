@@ -1,4 +1,4 @@
-"""Sources of records that are killed, with their server's misses in hand: a broker's callers get their objects all the same."""
+"""Sources of records that are killed with misses of their server: callers get their objects all the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.processes import Child, eventually
 
 pytestmark = pytest.mark.usefixtures("admitted_source")
 
-#: A source that does what it is told, miss by miss.
+#: A source that answers or ignores each miss.
 SOURCE = """
 import sys
 from shared_rpc import Client
@@ -69,7 +69,7 @@ def start_source(app: BrokerApp, children: list[Child], tmp_path: Path) -> Start
 def test_a_killed_source_leaves_its_misses_to_the_next(
     app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor
 ) -> None:
-    """Those that it was given, and those that it was not; each is built once."""
+    """Both those that it had received and the others; each is built once."""
     app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, first = app.connect(), start_source()
     calls = [threads.submit(app.connect().call, "held", size) for size in (1, 2, 3)]
@@ -89,7 +89,7 @@ def test_a_killed_source_leaves_its_misses_to_the_next(
 
 
 def test_without_another_source_the_broker_builds(app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor) -> None:
-    """When the grace is over, with a warning; and later calls wait for nothing."""
+    """After the grace period, with a warning; later calls do not wait."""
     broker = app.start_program(app.program(KNOWN_TOKEN, source_grace=0.2))
     client, source = app.connect(), start_source()
     call = threads.submit(app.connect().call, "held", 1)
@@ -104,7 +104,7 @@ def test_without_another_source_the_broker_builds(app: BrokerApp, start_source: 
 def test_a_source_that_is_killed_while_it_builds(
     app: BrokerApp, start_source: Start, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    """The build goes on, and the callers get the object; nothing is held for the dead process."""
+    """The build goes on, and callers get the object; the killed process holds nothing."""
     app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, source = app.connect(), start_source()
     path = tmp_path / "go"
@@ -121,7 +121,7 @@ def test_a_source_that_is_killed_while_it_builds(
 
 
 def test_the_worker_of_a_miss_crashes(app: BrokerApp, threads: ThreadPoolExecutor, tmp_path: Path) -> None:
-    """The source is told as the callers are; the next call is a miss again."""
+    """Source and callers get the error; the next call is a miss again."""
     app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     client, path = app.connect(), tmp_path / "go"
     with app.connect().source() as source:
@@ -139,7 +139,7 @@ def test_the_worker_of_a_miss_crashes(app: BrokerApp, threads: ThreadPoolExecuto
 
 
 def test_a_broker_that_is_killed_ends_its_source(app: BrokerApp, threads: ThreadPoolExecutor) -> None:
-    """Which does not attach itself to the next one by itself: that has no misses of it."""
+    """It does not attach itself to the next broker, which has no misses of it."""
     broker = app.start_program(app.program(KNOWN_TOKEN, source_grace=600))
     source: Source = app.connect(connect_timeout=20.0).source().__enter__()
     waiting = threads.submit(next, source)

@@ -40,8 +40,7 @@ def plus(x):
     return x + 1
 """
 
-#: It does one thing after the other, looks at all that it is given, and says so. A worker that is killed is an error that it
-#: expects, and a broker that is gone its end.
+#: Random operations, whose results it checks. It expects errors of killed workers, and exits when the broker is gone.
 CLIENT = """
     import itertools, random, sys
     import torch
@@ -127,9 +126,7 @@ def kill(client: Child) -> None:
 
 @pytest.mark.timeout(300)
 def test_kills_at_random_instants(broker_app: BrokerApp, children: list[Child], device: str) -> None:
-    """What clients are given is right, always; the broker holds nothing for those who are dead; and when it is killed itself,
-    who is left has its memory, and nothing is left of the others.
-    """
+    """Results are right, dead clients hold nothing; after the broker, all is freed but what living clients have mapped."""
     seed, seconds = random.randrange(1 << 30), repetitions(5, 120)
     print("seed", seed)
     choose = random.Random(seed)
