@@ -14,7 +14,7 @@ from shared_rpc import Client, Provider, Server
 from shared_rpc.codec.storages import whole_tensor
 from shared_rpc.errors import CapabilityError
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.copies import CopyOrder, Steps, copy_on_host, nobody
+from shared_rpc.memory.copies import CopyOrder, Steps, copy_on_host, ignore_progress
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import Record
@@ -134,7 +134,9 @@ def sent(request: pytest.FixtureRequest, published: Callable[..., Record]) -> It
                 yield found[0].descriptor.fileno()
         else:
             segment = stack.enter_context(HOST.create(NBYTES))
-            (made,) = copy_on_host([CopyOrder(segment, segment.info.incarnation(1))], Steps(NBYTES, nobody, lambda: False))
+            (made,) = copy_on_host(
+                [CopyOrder(segment, segment.info.incarnation(1))], Steps(NBYTES, ignore_progress, lambda: False)
+            )
             yield stack.enter_context(made.segment).fileno()
 
 
