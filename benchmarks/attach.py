@@ -282,7 +282,7 @@ class Attacher:
         return facts | {"released": repeated()}
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release the handles."""
         self._kept = None
         self._side.close()
         self._echo.close()

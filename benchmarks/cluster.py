@@ -141,7 +141,7 @@ class _Alone:
         return begin, time.monotonic(), [reference]
 
     def get(self, references: list[Any]) -> tuple[float, float]:
-        """Get what was put, as Ray gives it: in its store, without a copy; return when that began and ended."""
+        """Get the arrays as Ray gives them: in its store, without a copy; return when that began and ended."""
         begin = time.monotonic()
         arrays = ray.get(references[0])
         assert arrays[-1][-1, -1] == len(arrays) - 1, "the last array is the last one"

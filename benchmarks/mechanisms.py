@@ -362,7 +362,7 @@ class End:
         return _outcome(written)
 
     def close(self) -> None:
-        """Close the segment. What is mapped here goes with the process."""
+        """Close the segment. Mappings here end with the process."""
         if self.segment is not None:
             self.segment.close()
 

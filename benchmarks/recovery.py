@@ -130,7 +130,7 @@ class _Turn(NamedTuple):
 def _kill_rows(report: Report, killer: _Killer, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
     """Measure attaches from several processes, halfway through which the worker is killed, in several rounds."""
     for process in attaching:
-        process.ask("attach", count=10, rate=50)  # what is loaded with the first one
+        process.ask("attach", count=10, rate=50)  # modules are loaded with the first one
     turns = [_attach_across_a_kill(killer, attaching, attaches, rate) for _ in range(kills)]
     before, after = Sample(turn.before for turn in turns), Sample(turn.after for turn in turns)
     errors = [error for turn in turns for error in turn.errors]

@@ -276,10 +276,10 @@ class LongRun:
         self._pids = {"client": os.getpid(), "server": server}
 
     def run(self, calls: int) -> dict[str, Any]:
-        """Return the seconds of the calls, and what there was before and after them."""
+        """Return the seconds of the calls, and the readings before and after them."""
         self._call(_FIRST)
         gc.collect()
-        gc.freeze()  # the readings need not look at what is imported
+        gc.freeze()  # the readings need not visit the imported modules
         before = self._lowest()
         seconds = timed(lambda: self._call(calls))
         return {"seconds": seconds, "before": before, "after": self._lowest(before)}

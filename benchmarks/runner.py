@@ -119,7 +119,7 @@ Unit = Literal["s", "bytes", "ratio", "number"]
 
 
 class Goal(NamedTuple):
-    """A limit of what is judged, and its text for people. ``unit`` is that of the row if it is None."""
+    """A limit of a measured value, and its text for people. ``unit`` is that of the row if it is None."""
 
     text: str
     limit: float

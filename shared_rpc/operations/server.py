@@ -153,18 +153,18 @@ class ChannelOperations:
     def _create_channel(
         ctx: Context, name: str, nbytes: int, slots: int, readers: int, device: torch.device | str | None
     ) -> Steps[Parts]:
-        from shared_rpc.operations import channels  # few processes have any
+        from shared_rpc.operations.channels import create  # few processes have any
 
-        return (yield from channels.create(ctx, name, nbytes, slots, readers, device))
+        return (yield from create(ctx, name, nbytes, slots, readers, device))
 
     @operation
     def _open_channel(ctx: Context, name: str, timeout: float) -> Steps[Parts]:
-        from shared_rpc.operations import channels
+        from shared_rpc.operations.channels import open_once
 
         until = time.monotonic() + timeout
         while True:
             try:
-                return (yield from channels.open_once(ctx, name))
+                return (yield from open_once(ctx, name))
             except BufferNotFound as error:
                 if error.reason != "unknown" or time.monotonic() >= until:
                     raise

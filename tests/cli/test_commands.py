@@ -213,7 +213,7 @@ def test_buffers_are_marked(served: Server, connect: Connect) -> None:
 
 
 def test_devices(served: Server, connect: Connect, another: Server, base_path: str) -> None:
-    """Memory of each device: what there is, what is used, and the quota."""
+    """Memory of each device: all, used, and the quota."""
     connect().create_buffer(3 << 20, ttl=600).release()
     header, row = cli("devices", "--base-path", base_path).rows
     assert header == ["device", "name", "memory", "free", "used", "quota"]
@@ -264,7 +264,7 @@ def test_a_call_that_does_not_exist(served: Server, connect: Connect, command: l
 
 
 def test_doctor(base_path: str, tmp_path: Path) -> None:
-    """A table of what was examined, what was found, and what to do."""
+    """A table of the checks, the findings, and the advice."""
     header, *rows = cli("doctor").rows
     assert header == ["what", "found", "what to do"]
     found = {row[1]: (row[0], row[2]) for row in rows}

@@ -79,7 +79,7 @@ def test_an_object_becomes_the_result_of_another_call(client: Client, tmp_path: 
 
 
 def test_errors_are_one_line(client: Client, exported: Path, tmp_path: Path) -> None:
-    """They name what does not exist or the file and what is wrong with it; nothing changes."""
+    """They name the missing file, or the file and the fault; nothing changes."""
     assert "has no object load(size=9)" in cli("objects", "export", "load(size=9)", str(tmp_path / "other")).complaint
     assert not (tmp_path / "other").exists()
     assert "Is a directory" in cli("objects", "export", KEY, str(tmp_path)).complaint

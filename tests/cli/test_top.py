@@ -362,7 +362,7 @@ def test_actions(watcher: ServerWatcher) -> None:
 
 
 def test_an_action_on_an_earlier_server_is_refused(watcher: ServerWatcher) -> None:
-    """It was meant for what was on the screen, whether or not the next server has been found."""
+    """It was meant for the objects on the screen, whether or not the next server has been found."""
     seen = watcher.poll()
     watcher.close()
     gone = "load: not done, because the server had gone"
@@ -406,7 +406,7 @@ class Fake(ServerWatcher):
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
-    """Wait for what is shown: the pilot's own pause may end early on a busy machine."""
+    """Wait for the picture: the pilot's own pause may end early on a busy machine."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, "it is not shown"

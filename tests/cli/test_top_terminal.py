@@ -270,7 +270,7 @@ def test_without_textual(served: Server, connect: Connect, tty: Terminal) -> Non
 
 @pytest.mark.gpu
 def test_memory_of_a_gpu(base_path: str) -> None:
-    """That of results and of buffers, what is free, and the server's host memory."""
+    """That of results and of buffers, the free memory, and the server's host memory."""
     provider = Provider(base_path, device="cuda:0")
 
     @provider.share(managed=True)

@@ -193,7 +193,7 @@ AFTER_HELLO = {
     [(False, name) for name in BROKEN | BEFORE_HELLO] + [(True, name) for name in BROKEN | AFTER_HELLO],
 )
 def test_a_broken_frame_ends_the_connection(server: Server, memory: int, hello: bool, name: str) -> None:
-    """At once, whatever was announced; the error says what is wrong."""
+    """At once, for any announced size; the error names the fault."""
     data, fds, text = (BROKEN | (AFTER_HELLO if hello else BEFORE_HELLO))[name]
     with Raw(server.socket_path, hello=hello) as raw:
         raw.send(data, [memory] * fds)

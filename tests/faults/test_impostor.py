@@ -64,7 +64,7 @@ def client(impostor: object, connect: Callable[..., Client], monkeypatch: pytest
 
 
 def hearing(then: Manners) -> Manners:
-    """Read the client's first message: what is sent before it may arrive before the client checks who sent it."""
+    """Read the client's first message: bytes that are sent before it may arrive before the client checks their sender."""
 
     def manners(raw: Raw) -> None:
         raw.hear()

@@ -418,7 +418,7 @@ def test_an_interrupted_registration_blocks_no_others() -> None:
 
 
 def test_an_interrupted_drain_is_completed_by_the_next_one() -> None:
-    """It unmaps what is left, and nothing twice."""
+    """It unmaps the remaining mappings, and nothing twice."""
 
     def fill(table: MappingTable) -> None:
         class User:
