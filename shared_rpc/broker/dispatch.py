@@ -189,6 +189,7 @@ class Dispatcher:
             key=place.executor.key,
             session=place.session,
             background=run.background,
+            shares_slab=run.shares_slab,
             request_id=run.request_id,
             cached=run.cached,
         )

@@ -27,10 +27,12 @@ class SegmentBytes:
     :param info: the segment; ``nbytes`` are those of the record.
     :param hold: its mapping.
     :param writable: whether the bytes are still to be written.
+    :param offset: of the bytes in the mapping.
     """
 
-    def __init__(self, info: SegmentInfo, hold: MappingHold, *, writable: bool) -> None:
+    def __init__(self, info: SegmentInfo, hold: MappingHold, *, writable: bool, offset: int = 0) -> None:
         self.info = info
+        self._offset = offset
         self.writable = writable
         self._hold: MappingHold | None = hold
 
@@ -45,7 +47,7 @@ class SegmentBytes:
 
         :raises StaleHandleError: if the record was closed.
         """
-        return self._mapped().mapping.address
+        return self._mapped().mapping.address + self._offset
 
     def tensor(self) -> torch.Tensor:
         """Return the bytes as a flat tensor of dtype uint8 on the segment's device, without a copy. It keeps the memory.
@@ -57,7 +59,7 @@ class SegmentBytes:
         """
         from shared_rpc.codec.storages import whole_tensor
 
-        return whole_tensor(self._mapped().mapping, self.nbytes)
+        return whole_tensor(self._mapped().mapping, self.nbytes, self._offset)
 
     def buffer(self) -> memoryview:
         """Return the bytes of host memory as a buffer, without a copy and without torch; read-only for an export.
@@ -68,7 +70,7 @@ class SegmentBytes:
         mapping = self._mapped().mapping
         if mapping.info.device != "cpu":
             raise CapabilityError(f"segment {self.info.id} is on {mapping.info.device}, where it is no buffer: use tensor()")
-        view = HOST.view(mapping.address, self.nbytes)
+        view = HOST.view(self.address, self.nbytes)
         MAPPINGS.keep_for([(mapping, view.obj)])
         return view if self.writable else view.toreadonly()
 
@@ -125,11 +127,14 @@ class SegmentBytes:
 _STEP = 16 << 20
 
 
-def mapped(segment: Segment, owner: str, *, info: SegmentInfo | None = None) -> SegmentBytes:
+def mapped(
+    segment: Segment, owner: str, *, info: SegmentInfo | None = None, part: tuple[SegmentInfo, int] | None = None
+) -> SegmentBytes:
     """Map a segment of a server. The segment is borrowed.
 
     :param owner: the id of the server that keeps it.
     :param info: of a segment to be written, what it is to become; None for one to be read.
+    :param part: of a slab, the part to be read, and its offset.
     """
     # What others copy on their first write is only read here.
     borrowed = segment.duplicate("read" if segment.info.access == "copy" else segment.info.access)
@@ -139,7 +144,8 @@ def mapped(segment: Segment, owner: str, *, info: SegmentInfo | None = None) -> 
     finally:
         borrowed.close()
     if info is None:
-        return SegmentBytes(segment.info, hold, writable=False)
+        read, offset = part or (segment.info, 0)
+        return SegmentBytes(read, hold, writable=False, offset=offset)
     used = msgspec.structs.replace(segment.info, nbytes=info.nbytes, access=info.access)
     return SegmentBytes(used, hold, writable=True)
 

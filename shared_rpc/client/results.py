@@ -11,6 +11,7 @@ from shared_rpc.client.steps import Reply
 from shared_rpc.client.transfer import ClientTransfer
 from shared_rpc.errors import ConnectionClosed, ProtocolError
 from shared_rpc.memory.chunk_references import ChunkReferences
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 
@@ -79,6 +80,9 @@ def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
         # In a list that is emptied: an error that the object's own code has kept refers to this frame.
         origin = message.owner, result.pooled, message.arenas, label, message.object_id
         value = [decode_result(result.skeleton, message.table, result.segments, *origin)]
+        for segment in result.segments:
+            if segment.info.slab:
+                MAPPINGS.keep_slab(segment.info)
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
                 value.append(values.setdefault(result.message.object_id, value[0]))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.lifecycle.finalizer import FINALIZER, weakly
 from shared_rpc.memory.chunk_references import ChunkReferences
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.segments import Descriptor, Segment
 from shared_rpc.protocol import messages as m
@@ -194,3 +195,4 @@ class ClientTransfer:
         for segment_id in tuple(self._spare):  # another thread may continue an interrupted close()
             self._close_spare(segment_id)
         self.arguments.close()
+        MAPPINGS.release_slabs()

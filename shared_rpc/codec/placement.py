@@ -29,6 +29,7 @@ from shared_rpc.memory.devices import id_of
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.slabs import LARGEST, Slabs
 from shared_rpc.protocol.records import Access, BufferEntry, StorageEntry, Tensors, TensorTable
 
 #: Bytes. After moving this much, freed memory leaves torch's cache for the driver: the next segment needs it.
@@ -148,13 +149,14 @@ class Placement:
             segment.close()
 
 
-def move(scan: Scan, access: Access, tensors: Tensors = "all") -> Placement:
+def move(scan: Scan, access: Access, tensors: Tensors = "all", slabs: Slabs | None = None) -> Placement:
     """Give every storage of ``scan`` a place in a segment, and rebind its tensors. All work on the memory is complete then.
 
     A storage that lies in a segment that this process may publish stays where it is, unless it is shared for reading and
     another process may write to it (:attr:`Mapping.may_change`). One that is to be private is copied into a segment, wherever
     it lies, and its tensors are not rebound.
 
+    :param slabs: where a small value without parameters is placed; None for segments of its own.
     :raises CapabilityError: if a device has not enough memory. Tensors already moved stay valid.
     """
     found = spans(scan, exact=False)
@@ -162,7 +164,7 @@ def move(scan: Scan, access: Access, tensors: Tensors = "all") -> Placement:
     try:
         with torch.inference_mode(False), torch.no_grad():
             rest, private = _elsewhere(placement, found, access)
-            _move_all(scan, placement, rest, access)
+            _move_all(scan, placement, rest, access, slabs if _is_small(scan, rest, access) else None)
             _copy_private(placement, private)
         if scan.buffers is not None and scan.buffers.views:
             # Memory of tensors that are no parameters is each reader's own, and writable.
@@ -215,6 +217,17 @@ def copy(
 _Blocks = dict[torch.device, list[Block]]
 
 
+def _is_small(scan: Scan, rest: _Blocks, access: Access) -> bool:
+    """Return whether a value may lie in slabs. Weights may not, because they are moved between tiers one by one, nor what
+    processes map each for itself.
+    """
+    return (
+        access in ("read_write", "read")
+        and sum(aligned(block.nbytes) for of_device in rest.values() for block in of_device) <= LARGEST
+        and not any(entry.parameter for entry in scan.entries)
+    )
+
+
 def _elsewhere(placement: Placement, found: list[Span], access: Access) -> tuple[_Blocks, _Blocks]:
     """Return the blocks that must be copied, by device: those that are shared, and those that are private."""
     rest: _Blocks = defaultdict(list)
@@ -238,8 +251,14 @@ def _copy_into(pool: Pool, placement: Placement, rest: list[Block], device: torc
         _copy(block, mapping, chunk.offset)
 
 
-def _segments(rest: list[Block], device: torch.device) -> Iterable[tuple[Mapping, list[tuple[Block, int]]]]:
-    """Yield new segments, each mapped while it is filled, and the blocks at their offsets in it."""
+def _segments(
+    rest: list[Block], device: torch.device, slabs: Slabs | None = None, access: Access = "read_write"
+) -> Iterable[tuple[Mapping, list[tuple[Block, int]]]]:
+    """Yield the segments for blocks, each mapped while it is filled, and the blocks at their offsets in it."""
+    if slabs is not None:
+        hold, offsets = slabs.place(id_of(device), access, [block.nbytes for block in rest])
+        yield hold.mapping, list(zip(rest, offsets, strict=True))
+        return
     sizes, places = pack([block.nbytes for block in rest])
     for segment, nbytes in enumerate(sizes):
         chosen = [(block, spot.offset) for block, spot in zip(rest, places, strict=True) if spot.segment == segment]
@@ -265,7 +284,7 @@ def _copy_private(placement: Placement, private: _Blocks) -> None:
             _synchronize(device)
 
 
-def _move_all(scan: Scan, placement: Placement, rest: _Blocks, access: Access) -> None:
+def _move_all(scan: Scan, placement: Placement, rest: _Blocks, access: Access, slabs: Slabs | None) -> None:
     users: dict[int, list[torch.Tensor]] = defaultdict(list)
     for tensor, number in scan.strided:
         users[number].append(tensor)
@@ -274,7 +293,7 @@ def _move_all(scan: Scan, placement: Placement, rest: _Blocks, access: Access) -
         _synchronize(device)
     for device, of_device in rest.items():
         large = sum(block.nbytes for block in of_device) >= _LARGE
-        for mapping, chosen in _segments(of_device, device):
+        for mapping, chosen in _segments(of_device, device, slabs, access):
             _fill(placement, mapping, chosen, access)
             _synchronize(device)
             for block, offset in chosen:

@@ -31,6 +31,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.slabs import Slabs
 from shared_rpc.protocol.records import EMPTY_TABLE, Access, Tensors
 
 #: The skeleton of None.
@@ -48,7 +49,13 @@ _publishing = fork_safe_lock()
 
 @without_modes
 def publish(
-    value: Any, device: str, access: Access, endpoint: str, pool: Pool | None = None, tensors: Tensors = "all"
+    value: Any,
+    device: str,
+    access: Access,
+    endpoint: str,
+    pool: Pool | None = None,
+    tensors: Tensors = "all",
+    slabs: Slabs | None = None,
 ) -> Record:
     """Take a result apart and see to it that its memory lies in segments.
 
@@ -59,6 +66,7 @@ def publish(
     :param access: how clients are to map it.
     :param pool: the one reader's; None where there may be more.
     :param tensors: which of them are shared; the others stay what they are, and each client gets a copy.
+    :param slabs: for a small result, which other results may share a segment with; None for one that has its own.
     :returns: a record that owns its segments' descriptors.
     :raises CapabilityError: if the value, or a part of it, cannot be shared.
     :raises PoolFull: if the pool has too little free memory now.
@@ -86,7 +94,7 @@ def publish(
         MAPPINGS.drain()
         with _publishing, collector.paused():
             skeleton, scan = dump_result(value, endpoint, kind)
-            return _record(skeleton, move(scan, access, tensors), device)
+            return _record(skeleton, move(scan, access, tensors, slabs), device)
     finally:
         # A kept error of the value's own code may keep this frame.
         del value, scan

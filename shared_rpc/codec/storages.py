@@ -21,9 +21,9 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
 
 
-def whole_tensor(mapping: Mapping, nbytes: int) -> torch.Tensor:
-    """Return the first bytes of a mapping as a flat uint8 tensor, which keeps the mapping."""
-    storage = make_storage(mapping, 0, nbytes, torch_device(mapping.info.device))
+def whole_tensor(mapping: Mapping, nbytes: int, offset: int = 0) -> torch.Tensor:
+    """Return bytes of a mapping, from an offset on, as a flat uint8 tensor, which keeps the mapping."""
+    storage = make_storage(mapping, offset, nbytes, torch_device(mapping.info.device))
     MAPPINGS.keep_for([(mapping, storage)])
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (nbytes,), (1,))

@@ -92,6 +92,7 @@ class InProcessExecutor:
         """End idle threads: the loop has ended. One that runs an endpoint ends with it, or with the process."""
         self._threads.close()
         self._background.close()
+        self._publisher.slabs.close()
 
     async def finish(self) -> None:
         """End the runs on the loop, which ends after this."""

@@ -16,6 +16,7 @@ from shared_rpc.memory.devices import device_kind
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolFull
 from shared_rpc.memory.records import Arguments, Record
+from shared_rpc.memory.slabs import Slabs
 from shared_rpc.protocol.records import EMPTY_TABLE
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Publisher:
         self._kind = device_kind(device)
         self._transfers = transfers
         self._shares = shares
+        #: Small results of all sessions lie in these.
+        self.slabs = Slabs()
 
     def publish(self, endpoint: Endpoint, run: Run[Any], only: list[Any]) -> Completed:
         """Return the outcome of a run, in one of its threads.
@@ -57,7 +60,9 @@ class Publisher:
                 nbytes = check_result(only[0], spec.name, self._kind, spec.tensors)
                 return Completed(Record(b"", EMPTY_TABLE, (), nbytes, self._device) if run.publish else None, only[0])
             if transfer is None:
-                return Completed(publish(only[0], self._device, spec.access, spec.name, tensors=spec.tensors), only[0])
+                slabs = self.slabs if run.shares_slab else None
+                record = publish(only[0], self._device, spec.access, spec.name, tensors=spec.tensors, slabs=slabs)
+                return Completed(record, only[0])
             for again in (True, False):
                 try:
                     record = publish(only[0], self._device, spec.access, spec.name, transfer.results, spec.tensors)

@@ -32,8 +32,8 @@ class Run(Generic[W]):
     For the executor: ``publish``: whether a record is needed; a caller in this process needs only the value.
     ``chain``: see :class:`shared_rpc.context.RunContext`. ``background``: whether it may take long, and must not hold up calls
     that are waited for. ``session`` is whose call it is, and ``pooled`` whether the result is for this session alone, and may
-    lie in its pool. ``request_id`` is that of the call which it was started for, ``cached`` whether the cache would list its
-    result: both are for events.
+    lie in its pool; ``shares_slab`` whether it may share a segment with others if it is small. ``request_id`` is that of the
+    call which it was started for, ``cached`` whether the cache would list its result: both are for events.
 
     ``begun_at`` is when its work began, on the caller's clock; ``progress`` is its latest progress.
     """
@@ -49,6 +49,7 @@ class Run(Generic[W]):
     background: bool = False
     session: str = ""
     pooled: bool = False
+    shares_slab: bool = False
     request_id: str = ""
     cached: bool = False
     number: int = 0

@@ -27,6 +27,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+
 from shared_rpc.errors import CapabilityError, HandleSuspended, ProtocolError
 from shared_rpc.forks import after_fork, fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
@@ -149,6 +151,9 @@ class _Use(weakref.ref[_Pin]):
 #: a process that attaches ten thousand small objects needs descriptors for other purposes.
 KEPT_SHARE = 4
 
+#: Slabs that a process keeps mapped: those of two workers, with each access. Their memory stays as long.
+_SLABS = 4
+
 #: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps
 #: unused memory at its own safe points instead of waking the finaliser thread.
 _LINGER = 0.002
@@ -219,6 +224,8 @@ class MappingTable:
         #: Whether this process may publish every attached segment again: in a worker, an endpoint may return the result of
         #: another.
         self.keeps = False
+        #: The slabs of the latest results, which stay mapped without a user, see :meth:`keep_slab`.
+        self._slabs: dict[Mapping, None] = {}
         #: Mappings with a descriptor.
         self._descriptors = 0
         #: The ids of objects that are suspended, and that something lives over here.
@@ -230,10 +237,15 @@ class MappingTable:
         self.homes: set[str] = set()
 
     @contextmanager
-    def create(self, nbytes: int, device: str) -> Iterator[Mapping]:
-        """Make memory that is mapped for writing; it stays mapped while the block runs and then while it is in use."""
+    def create(self, nbytes: int, device: str, *, slab: bool = False) -> Iterator[Mapping]:
+        """Make memory that is mapped for writing; it stays mapped while the block runs and then while it is in use.
+
+        :param slab: whether it is for results that have nothing to do with each other.
+        """
         backend = backend_for(device)
         segment = backend.create(nbytes)
+        if slab:
+            segment.info = msgspec.structs.replace(segment.info, slab=True)
         mappings: list[Mapping] = []
         try:
             self._add(mappings, segment.info, backend, segment, keep=True)
@@ -287,6 +299,28 @@ class MappingTable:
             yield [*mappings]
         finally:
             self._unpin(mappings)
+
+    def keep_slab(self, info: SegmentInfo) -> None:
+        """Keep a slab mapped that a result came in, for the next one in it: until :meth:`release_slabs`, or until a few other
+        slabs have come.
+        """
+        with self._lock:
+            mapping = self._mappings.get((info.id, info.access, 0))
+            if mapping is None or mapping in self._slabs:
+                return
+            self._slabs[mapping] = None
+            if len(self._slabs) > _SLABS:
+                oldest = next(iter(self._slabs))
+                del self._slabs[oldest]
+                self._unpinned += (oldest,)
+
+    def release_slabs(self) -> None:
+        """Let slabs be unmapped that nothing here lies in: a session has ended."""
+        with self._lock:
+            self._unpinned += self._slabs
+            self._slabs.clear()
+        if self.has_unused:
+            self.drain()
 
     def _keep(self, mapping: Mapping, segment: Segment, *, publishes: bool) -> None:
         """Have a mapping keep a descriptor: in any case where it is to be published, else where there is one to spare."""
@@ -687,7 +721,7 @@ class MappingTable:
 
     def _retire_unused(self, mapping: Mapping) -> None:
         key = mapping.key
-        if mapping.users or self._mappings.get(key) is not mapping:
+        if mapping.users or mapping in self._slabs or self._mappings.get(key) is not mapping:
             return
         by_address = self._by_address
         if not mapping.hidden:
@@ -754,6 +788,7 @@ class MappingTable:
                 if use() is None:  # the parent's finaliser thread had not yet ended this use
                     self._gone.append(use)
         self._unused = [mapping for mapping in self._unused if mapping.info.device == "cpu"]
+        self._slabs = {}
 
 
 MAPPINGS = MappingTable()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -52,7 +53,9 @@ class RecordOperations:
         if len(frame.fds) != len(header.segments):
             raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
         lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
-        parts = yield Work(functools.partial(_mapped, _segments(header.segments, frame), server.server_id))
+        segments = _segments([message.slabs.get(n, (info, 0))[0] for n, info in enumerate(header.segments)], frame)
+        read = {n: (header.segments[n], offset) for n, (_, offset) in message.slabs.items() if n < len(segments)}
+        parts = yield Work(functools.partial(_mapped, segments, server.server_id, parts=read))
         return cast(Exporting, ctx._record(header, parts, [lease], allocated=False))
 
     @carrying
@@ -153,11 +156,15 @@ def _segments(infos: Sequence[SegmentInfo], frame: Frame) -> list[Segment]:
     return segments
 
 
-def _mapped(segments: Sequence[Segment], owner: str, infos: Sequence[SegmentInfo | None] | None = None) -> list[SegmentBytes]:
-    """Map segments, which are closed then. ``infos``: see :func:`mapped`."""
+def _mapped(
+    segments: Sequence[Segment],
+    owner: str,
+    infos: Mapping[int, SegmentInfo] = MappingProxyType({}),
+    parts: Mapping[int, tuple[SegmentInfo, int]] = MappingProxyType({}),
+) -> list[SegmentBytes]:
+    """Map segments, which are closed then. ``infos`` and ``parts``, by their numbers: see :func:`mapped`."""
     try:
-        told = infos if infos is not None else [None] * len(segments)
-        return [mapped(segment, owner, info=info) for segment, info in zip(segments, told, strict=True)]
+        return [mapped(segment, owner, info=infos.get(n), part=parts.get(n)) for n, segment in enumerate(segments)]
     finally:
         for segment in segments:
             segment.close()
@@ -176,7 +183,7 @@ def _allocated(ctx: Context, header: RecordHeader, ttl: float | None, question: 
             raise ProtocolError(f"the server answered {what} with {type(made).__name__}, not with Result")
         leases.append((yield Lend(made, None)))
         segments = _segments(made.segments, reply.frame)
-        parts += yield Work(functools.partial(_mapped, segments, server.server_id, [info]))
+        parts += yield Work(functools.partial(_mapped, segments, server.server_id, {0: info}))
     return ctx._record(header, parts, leases, allocated=True)
 
 

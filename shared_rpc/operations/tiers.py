@@ -28,7 +28,7 @@ class TierOperations:
             directory; by default the next lower tier of the server.
         :raises ServerBusy: if a process uses an object (the message names the process, which has to suspend or release its
             handles), or if an object is pinned. The other objects of an endpoint were moved.
-        :raises CapabilityError: if it has no lower tier, or that is full.
+        :raises CapabilityError: if it has no lower tier, or that is full, or if it shares a segment with other small results.
         """
         name = id_of(target)
         return (yield from query(t.Evict(name, to or ""), f"evict({name!r})"))

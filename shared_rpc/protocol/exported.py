@@ -89,10 +89,14 @@ class ExportObject(Message):
 class Exported(Message):
     """Exported record: the payload is its header, the descriptors of its segments are in the frame. The session has a lease
     on it.
+
+    ``slabs`` are, by the numbers of segments that are parts of slabs, the slabs whose descriptors are in the frame, and the
+    parts' offsets.
     """
 
     object_id: str
     generation: int
+    slabs: dict[int, tuple[SegmentInfo, int]] = msgspec.field(default_factory=dict)
 
 
 class CheckRecord(Query[list[str]]):

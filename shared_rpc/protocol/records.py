@@ -28,7 +28,8 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
 
     ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity),
     ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it, ``mechanism`` how it was
-    made and is opened.
+    made and is opened. ``slab``: whether results that have nothing to do with each other lie in it, see
+    :mod:`shared_rpc.memory.slabs`.
 
     New memory with the bytes of a segment that is gone has the same :attr:`name`, but an id of its own: an incarnation.
     """
@@ -38,6 +39,7 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     device: str
     access: Access = "read_write"
     mechanism: Mechanism = "memfd"
+    slab: bool = False
 
     @property
     def name(self) -> str:

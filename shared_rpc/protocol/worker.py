@@ -147,12 +147,13 @@ class SegmentsCopied(Message):
 class StartRun(Call):
     """Run of an endpoint. Chunks of pools are given as in a call, memory of objects as descriptors.
 
-    ``request_id`` and ``cached`` are for logs and hooks, see :class:`shared_rpc.execution.run.Run`.
+    ``shares_slab``, and for logs and hooks ``request_id`` and ``cached``, are as in :class:`shared_rpc.execution.run.Run`.
     """
 
     key: str = ""
     session: str = ""
     background: bool = False
+    shares_slab: bool = False
     request_id: str = ""
     cached: bool = False
 

@@ -173,6 +173,11 @@ class Capacity:
         """Return the quota of a device in bytes, None where there is none."""
         return self._limits.get(device)
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether no amount of memory is limited, so that no object need give way."""
+        return not self._limits and not self._objects.limited
+
     def used(self, device: str) -> int:
         """Return the bytes of a device that objects take, or that are reserved."""
         taken = self._objects.copies.nbytes("host") if device == HOST else self._objects.used(device)

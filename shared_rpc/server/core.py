@@ -368,8 +368,8 @@ class Core:
     def _dropped(self, stored: StoredObject) -> None:
         stored.live = None
         stored.close()
-        if stored.record.segments:
-            self._executor.reclaim()
+        if any(self.objects.segment(segment.info.id) is None for segment in stored.record.segments):
+            self._executor.reclaim()  # else all of its memory is that of others too
         self._told.freed(stored)
         self.capacity.changed()
 

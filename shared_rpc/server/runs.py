@@ -181,6 +181,7 @@ class Runs:
             background=waiter.task is not None or fresh,
             session=waiter.session,
             pooled=waiter.pooled and key is None and not spec.managed and waiter.task is None,
+            shares_slab=self._tiers.may_share_slab(spec),
             request_id=waiter.request_id,
             cached=key is not None,
             former_key=former_key,

@@ -38,6 +38,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.infos import MoveInfo, MovingInfo
 from shared_rpc.protocol.records import EXPORTER_OWNED, SegmentInfo, Tier
+from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.server.capacity import BELOW, HOST, Below, Reservation
 from shared_rpc.server.requests import Answer, Caller, handles
 from shared_rpc.server.shared import State
@@ -364,6 +365,10 @@ class Tiers:
         move = self._moves_of(stored)
         return move.direction if move is not None else ""
 
+    def may_share_slab(self, spec: EndpointSpec) -> bool:
+        """Return whether small results of an endpoint may share a segment: nothing counts or moves them one by one."""
+        return self._capacity.unlimited and self._spill is None and spec.host_copy == "on_evict" and not spec.pinned
+
     def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
         """Return the tiers below the one of a group that it can go to, the nearest first."""
         found: list[Below] = []
@@ -471,6 +476,11 @@ class Tiers:
                 )
             if stored.host_copy == "never":
                 raise CapabilityError(f"{_named(stored)} cannot be evicted: its endpoint was shared with host_copy='never'")
+        if any(info.slab for info in infos.values()):
+            raise CapabilityError(
+                f"{_named(group[0])} cannot be evicted: it shares a segment with other small results. Share its endpoint with "
+                f"host_copy='at_build', or give the server a quota or a spill directory: then each has a segment of its own"
+            )
         bound = {info.mechanism for info in infos.values()} & EXPORTER_OWNED
         if bound:
             raise CapabilityError(

@@ -254,6 +254,7 @@ class WorkerHost:
             background=message.background,
             session=message.session,
             pooled=message.pooled,
+            shares_slab=message.shares_slab,
             request_id=message.request_id,
             cached=message.cached,
             number=number,

@@ -367,7 +367,7 @@ def test_an_object_that_cannot_be_recovered(app: BrokerApp, manager: ServiceMana
     """It is logged and leaves the store; the rest is as ever."""
     broker = manager.start()
     client = app.connect(connect_timeout=20)
-    with client.call("held") as handle, client.call("held", 9):
+    with client.call("held") as handle, client.call("held", 1 << 19):
         assert handle.revision == 0  # now it has a page
     manager.expect(lambda: len(manager.objects()) == 2 and len(manager.names("page-")) == 1)
     broken = ids(client)["held(size=4)"]
@@ -385,7 +385,7 @@ def test_an_object_that_cannot_be_recovered(app: BrokerApp, manager: ServiceMana
     broker = manager.start()
     assert broken in broker.expect_error("is unusable and is removed")
     manager.expect(lambda: len(manager.names("object-")) == len(manager.names("segment-")) == 1)
-    with client.call("held", 9):
+    with client.call("held", 1 << 19):
         assert client.get_server_info()["builds"] == 0
     with client.call("held") as handle:
         assert (handle.object_id != broken, handle.revision) == (True, 0)

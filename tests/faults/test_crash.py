@@ -228,7 +228,7 @@ def test_killed_with_half_of_the_segments_sent(app: BrokerApp, tmp_path: Path) -
     trigger = tmp_path / "now"
     app.write(
         """
-        @provider.share
+        @provider.share(host_copy="never")
         def one(number):
             return torch.full((8,), float(number))
 

@@ -21,11 +21,11 @@ from tests.kit.processes import Child, eventually
 LIMIT, SHARE = 256, 128
 
 ENDPOINTS = """
-@provider.share
+@provider.share(host_copy="never")
 def cached(n):
     return torch.full((8,), float(n))
 
-@provider.share(managed=True, cache=False)
+@provider.share(managed=True, cache=False, host_copy="never")
 def kept(n):
     return torch.full((8,), float(n))
 """

@@ -183,7 +183,9 @@ async def test_cancelling_at_the_moment_of_the_reply(
     client: AsyncClient, server: Server, go: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lease that came too late for its caller goes back, and so do its descriptors."""
-    await client.ping()
+    go.set()
+    await (await client.call("hold_managed")).release()  # the server has a segment for small results now
+    await until(lambda: server.info()["objects"] == 0)
     before = open_fds()
     channel = client._link
     assert channel is not None
@@ -197,7 +199,6 @@ async def test_cancelling_at_the_moment_of_the_reply(
             await anyio.lowlevel.checkpoint()
 
     monkeypatch.setattr(channel, "_await", late)
-    go.set()
     with scope:
         await client.call("hold_managed")
     assert scope.cancelled_caught

@@ -113,7 +113,7 @@ def memory() -> list[str]:
     for number in os.listdir("/proc/self/fd"):
         try:
             link = os.readlink(f"/proc/self/fd/{number}")
-            large = "memfd:shared-rpc-" in link and os.stat(f"/proc/self/fd/{number}").st_size >= LARGE
+            large = "memfd:shared-rpc-" in link and os.stat(f"/proc/self/fd/{number}").st_size == LARGE
         except OSError:  # closed meanwhile
             continue
         links += [link] if large else []

@@ -333,7 +333,7 @@ def test_a_handle_of_an_earlier_server(provider: Provider, serve: Serve, connect
 
 def test_old_memory_goes_with_its_last_holder(provider: Provider, serve: Serve, builds: Builds) -> None:
     """The server lets go of it at once; two processes' sessions keep it until the second one lets go."""
-    provider.share("load", managed=True)(builds.build)
+    provider.share("load", managed=True, pinned=True)(builds.build)
     server = serve()
     with Client(socket_path=server.socket_path) as one, Client(socket_path=server.socket_path) as other:
         held, also = one.call("load"), other.call("load")

@@ -200,10 +200,10 @@ def test_what_the_server_dropped_meanwhile_is_sent(
         children,
         device,
         f"""
-handle = client.call("weights", 1000)
+handle = client.call("weights", 1 << 19)
 value = handle.value
 handle.release()
-client.invalidate_call_cache("weights", 1000)
+client.invalidate_call_cache("weights", 1 << 19)
 target = client.call("weights", 4)
 
 async def add():
@@ -290,7 +290,7 @@ def test_a_tensor_that_leaves_the_named_segment(shared: Provider, connect: Conne
         result = raw.ask(m.Call("weights", [4]))
         assert isinstance(result, m.Result)
         (info,) = result.segments
-        error = raw.ask(named(info.id, [0], nbytes=1 << 20))
+        error = raw.ask(named(info.id, [0], nbytes=info.nbytes + 16))
         assert isinstance(error, m.Error)
         assert error.code == "codec"
         found = raw.ask(named(info.id, [0]))

@@ -347,7 +347,7 @@ def test_host_memory_needs_a_directory_for_files(shared: Provider, serve: Serve,
     """The error names the option."""
     serve()
     client = connect()
-    client.call("model", 4).release()
+    client.call("model", 1 << 19).release()
     with pytest.raises(CapabilityError, match="--spill-dir"):
         client.evict("model")
 

@@ -570,7 +570,7 @@ def test_a_maker_gets_its_own_read_only_memory_back(device: str, base_path: str,
 
 def test_nothing_is_left_when_all_is_gone(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """Mappings and descriptors go with the last tensor, in the child and in the sender."""
-    get(matrix(device))
+    get(nn.Parameter(matrix(device), requires_grad=False))  # in a segment of its own
     answer = elsewhere(
         """
         from tests.kit.processes import open_fds

@@ -182,7 +182,7 @@ class ObjectStore:
         #: Builds by key. The count of a long unused key starts again when no object of it is left.
         self._generations: OrderedDict[str, int] = OrderedDict()
         #: Segments by id, one for each object in it. Objects may share segments, by one descriptor; none has one while cold.
-        self._segments: dict[str, list[Segment]] = {}
+        self._segments: dict[str, dict[Segment, StoredObject]] = {}
         #: Raw buffers among the objects.
         self.buffers = 0
         #: Bytes of the segments, by device.
@@ -192,13 +192,19 @@ class ObjectStore:
         self.observer: Callable[[StoredObject], None] | None = None
 
     @property
+    def limited(self) -> bool:
+        """Whether there is a budget for the memory of all objects."""
+        return self._max_bytes is not None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all segments, each counted once."""
         return self._nbytes.total()
 
     def segments(self) -> dict[str, SegmentInfo]:
         """Return all segments that have memory, by id."""
-        return {segment_id: shares[0].info for segment_id, shares in self._segments.items() if not shares[0].closed}
+        first = {segment_id: next(iter(shares)) for segment_id, shares in self._segments.items()}
+        return {segment_id: segment.info for segment_id, segment in first.items() if not segment.closed}
 
     def held_by(self, session: str) -> dict[str, SegmentInfo]:
         """Return the segments that a session holds objects in, by id."""
@@ -216,8 +222,8 @@ class ObjectStore:
 
     def segment(self, segment_id: str) -> Segment | None:
         """Return a segment that an object lies in; it stays the object's."""
-        shares = self._segments.get(segment_id)
-        return shares[0] if shares and not shares[0].closed else None
+        segment = next(iter(self._segments.get(segment_id, ())), None)
+        return segment if segment is not None and not segment.closed else None
 
     def add(
         self,
@@ -281,7 +287,7 @@ class ObjectStore:
         stored.number = next(self._numbers)
         self._objects[stored.object_id] = stored
         self.buffers += stored.kind == "buffer"
-        stored.record.segments = tuple(map(self._share, stored.record.segments))
+        stored.record.segments = tuple([self._share(segment, stored) for segment in stored.record.segments])
         self.descriptors.used += stored.page is not None
         if stored.cache_key is not None and listed:
             self._list(stored, stored.cache_key)
@@ -303,15 +309,15 @@ class ObjectStore:
         self._list(stored, stored.cache_key)
         self.notify(stored)
 
-    def _share(self, segment: Segment) -> Segment:
-        """Return the segment, by the descriptor that is there if another object lies in it."""
-        shares = self._segments.setdefault(segment.info.id, [])
+    def _share(self, segment: Segment, stored: StoredObject) -> Segment:
+        """Return a segment of an object, by the descriptor that is there if another object lies in it."""
+        shares = self._segments.setdefault(segment.info.id, {})
         if shares and not segment.closed:
             with segment:
-                segment = shares[0].duplicate(segment.info.access)
+                segment = next(iter(shares)).duplicate(segment.info.access)
         elif not segment.closed:
             self._count(segment.info, 1)
-        shares.append(segment)
+        shares[segment] = stored
         return segment
 
     def _count(self, info: SegmentInfo, sign: int) -> None:
@@ -319,15 +325,16 @@ class ObjectStore:
         self._nbytes[info.device] += sign * info.nbytes
 
     def group(self, stored: StoredObject) -> list[StoredObject]:
-        """Return an object and those that share segments with it, directly or through others: their tiers change together."""
-        group, known = [stored], {segment.info.id for segment in stored.record.segments}
-        if all(len(self._segments.get(segment_id, ())) <= 1 for segment_id in known):  # it may have been dropped
-            return group
-        others = [other for other in self._objects.values() if other is not stored]
+        """Return an object and those that share segments with it, directly or through others: their tiers change together.
+
+        Slabs do not count, which stay on their devices.
+        """
+        group, known = [stored], set[str]()
         for member in group:  # it grows meanwhile
-            known.update(segment.info.id for segment in member.record.segments)
-            group += (joined := [each for each in others if any(s.info.id in known for s in each.record.segments)])
-            others = [other for other in others if other not in joined]
+            for info in [segment.info for segment in member.record.segments]:
+                if not info.slab and info.id not in known:
+                    known.add(info.id)
+                    group += [each for each in self._segments.get(info.id, {}).values() if each not in group]
         return group
 
     def evict(self, group: Sequence[StoredObject], tier: Tier) -> dict[str, int]:
@@ -338,17 +345,18 @@ class ObjectStore:
         freed: Counter[str] = Counter()
         for segment_id in {segment.info.id for stored in group for segment in stored.record.segments}:
             shares = self._segments.pop(segment_id)
-            if not shares[0].closed:
-                following = self._incarnations.after(shares[0].info)
-                self._count(shares[0].info, -1)
-                freed[shares[0].info.device] += shares[0].info.nbytes
+            first = next(iter(shares))
+            if not first.closed:
+                following = self._incarnations.after(first.info)
+                self._count(first.info, -1)
+                freed[first.info.device] += first.info.nbytes
                 self.copies.rename(segment_id, following.id)
                 for segment in shares:
                     segment.close()
                     segment.info = msgspec.structs.replace(following, access=segment.info.access)
-            self._segments[shares[0].info.id] = shares
+            self._segments[first.info.id] = shares
             for between in LOWER[: LOWER.index(tier)]:
-                self.copies.discard(shares[0].info.id, between)
+                self.copies.discard(first.info.id, between)
         for stored in group:
             stored.tier = tier
             if freed:
@@ -525,7 +533,7 @@ class ObjectStore:
         self.descriptors.used -= stored.page is not None
         for segment in stored.record.segments:
             shares = self._segments[segment.info.id]
-            shares.remove(segment)
+            del shares[segment]
             if not shares:
                 del self._segments[segment.info.id]
                 if not segment.closed:

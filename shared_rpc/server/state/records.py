@@ -169,6 +169,29 @@ def check_table(header: RecordHeader) -> None:
         _require(buffer.segment not in used, f"buffer {number} lies in a segment with tensors, number {buffer.segment}")
 
 
+def without_slabs(
+    table: bytes | msgspec.Raw, segments: Sequence[SegmentInfo]
+) -> tuple[bytes, tuple[SegmentInfo, ...], dict[int, tuple[SegmentInfo, int]]]:
+    """Return a record's table and segments with the parts of slabs that are its own, as if they were segments; and by their
+    numbers the slabs, with the parts' offsets.
+    """
+    slabs: dict[int, tuple[SegmentInfo, int]] = {}
+    if not any(info.slab for info in segments):
+        return bytes(table), tuple(segments), slabs
+    found, infos = _tables.decode(table), list(segments)
+    for number, info in enumerate(segments):
+        within = [entry for entry in found.storages if entry.segment == number] if info.slab else []
+        if within:
+            start, end = min(entry.offset for entry in within), max(entry.offset + entry.nbytes for entry in within)
+            slabs[number] = info, start
+            infos[number] = msgspec.structs.replace(info, id=f"{info.name}-{start}", nbytes=end - start, slab=False)
+    storages = tuple(
+        msgspec.structs.replace(entry, offset=entry.offset - slabs[entry.segment][1]) if entry.segment in slabs else entry
+        for entry in found.storages
+    )
+    return msgspec.msgpack.encode(msgspec.structs.replace(found, storages=storages)), tuple(infos), slabs
+
+
 def access_of(segments: Sequence[SegmentInfo]) -> Access:
     """Return how an endpoint shares what lies in these segments."""
     return "read" if any(info.access == "read" for info in segments) else "read_write"

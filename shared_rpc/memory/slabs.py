@@ -1,0 +1,70 @@
+"""Slabs: segments that small results share.
+
+A segment of its own costs a result a file descriptor in the server, a mapping in each process that has it, and on a GPU 2 MiB.
+Small results are put into slabs instead, one after the other. A slab's memory is not used again when a result in it is gone;
+all of it goes with the last result in it, once the next slab has been begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.arena import aligned, pack
+from shared_rpc.memory.mapping import MAPPINGS, MappingHold
+from shared_rpc.protocol.records import Access
+
+#: Bytes of the largest result that lies in a slab, without what is copied for each process.
+LARGEST = 1 << 20
+#: Bytes of the first slab of a device and an access, which is what a GPU's driver allocates at least; each further one has
+#: twice the size of the one before it, up to the last number.
+_FIRST, _LAST = 2 << 20, 32 << 20
+
+
+@dataclass(eq=False, slots=True)
+class _Slab:
+    hold: MappingHold
+    used: int = 0
+
+
+class Slabs:
+    """The slabs that one process fills. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._slabs: dict[tuple[str, Access], _Slab] = {}
+        self._closed = False
+
+    def place(self, device: str, access: Access, sizes: Sequence[int]) -> tuple[MappingHold, list[int]]:
+        """Return a slab, and the offsets in it for blocks of so many bytes, of at most :data:`LARGEST` together.
+
+        The caller keeps it mapped, by the answer and by what it puts there.
+
+        :param access: for all results in the slab.
+        :raises CapabilityError: if the device has not enough memory for another slab.
+        """
+        [nbytes], places = pack(sizes)
+        slab = self._slabs.get((device, access))
+        if slab is None or slab.used + nbytes > slab.hold.mapping.info.nbytes or slab.hold.mapping.segment is None:
+            slab = _Slab(self._made(device, access, slab))
+            if not self._closed:
+                self._slabs[device, access] = slab
+        start, slab.used = slab.used, aligned(slab.used + nbytes)
+        return slab.hold, [start + place.offset for place in places]
+
+    def _made(self, device: str, access: Access, last: _Slab | None) -> MappingHold:
+        sizes = [_FIRST] if last is None else [min(2 * last.hold.mapping.info.nbytes, _LAST), _FIRST]
+        for size in sizes:
+            try:
+                with MAPPINGS.create(size, device, slab=True) as mapping:
+                    mapping.publish(access)
+                    return MAPPINGS.hold(mapping)
+            except CapabilityError:
+                if size == sizes[-1]:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def close(self) -> None:
+        """Keep no slab any longer: the memory goes with the results in it."""
+        self._closed = True
+        self._slabs.clear()

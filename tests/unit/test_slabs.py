@@ -1,0 +1,130 @@
+"""Slabs: small results lie in one segment, without touching each other, and their memory goes with the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_rpc.codec.results import decode_result
+from shared_rpc.errors import CapabilityError
+from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.records import Record
+from shared_rpc.memory.slabs import LARGEST, Slabs
+
+Published = Callable[..., Record]
+
+
+@pytest.fixture
+def slabs(no_leaks: None) -> Iterator[Slabs]:
+    """The slabs of this process as a server."""
+    slabs = Slabs()
+    yield slabs
+    slabs.close()
+
+
+def segment_of(record: Record) -> str:
+    """The id of a record's only segment."""
+    [segment] = record.segments
+    return segment.info.id
+
+
+def value_of(record: Record) -> Any:
+    """What a client gets."""
+    return decode_result(record.skeleton, record.table, record.segments)
+
+
+def test_small_values_lie_beside_each_other(device: str, slabs: Slabs, published: Published) -> None:
+    """Each is one memory with its maker's, and nothing else's."""
+    made = [torch.full((size,), float(size), device=device) for size in (1, 1000, 3)]
+    records = [published(value, slabs=slabs) for value in made]
+    assert len(set(map(segment_of, records))) == 1
+    theirs = [value_of(record) for record in records]
+    theirs[1].fill_(5)
+    assert [value.unique().tolist() for value in made] == [[1], [5], [3]]
+    assert [value.numel() for value in theirs] == [1, 1000, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "access"),
+    [
+        (lambda device: torch.zeros(LARGEST + 1, dtype=torch.uint8, device=device), "read_write"),
+        (lambda device: [torch.zeros(LARGEST // 8, device=device), torch.zeros(LARGEST // 8 + 1, device=device)], "read_write"),
+        (lambda device: nn.Linear(2, 2, device=device), "read_write"),
+    ],
+    ids=["large", "large-together", "weights"],
+)
+def test_what_has_segments_of_its_own(
+    device: str, slabs: Slabs, published: Published, make: Callable[[str], Any], access: str
+) -> None:
+    """What is worth moving to another tier by itself."""
+    one, other = (published(make(device), access, slabs=slabs) for _ in range(2))
+    assert not {segment.info.id for segment in one.segments} & {segment.info.id for segment in other.segments}
+
+
+def test_memory_for_reading_lies_apart(device: str, slabs: Slabs, published: Published) -> None:
+    """A slab is sealed as a whole."""
+    values = [torch.ones(4, device=device) for _ in range(2)]
+    records = [published(value, access, slabs=slabs) for value, access in zip(values, ("read_write", "read"), strict=True)]
+    assert len(set(map(segment_of, records))) == 2
+    assert [record.segments[0].info.access for record in records] == ["read_write", "read"]
+    assert [found[0].sealed for value in values if (found := MAPPINGS.find(value.data_ptr())) is not None] == [False, True]
+
+
+def test_a_full_slab_goes_with_the_last_value_in_it(device: str, slabs: Slabs, published: Published) -> None:
+    """The next one is twice as large."""
+    first = published(torch.zeros(LARGEST, dtype=torch.uint8, device=device), slabs=slabs)
+    second = published(torch.ones(4, device=device), slabs=slabs)
+    assert segment_of(first) == segment_of(second)
+    kept = value_of(second)
+    later = published(torch.zeros(LARGEST, dtype=torch.uint8, device=device), slabs=slabs)
+    assert later.segments[0].info.nbytes == 2 * first.segments[0].info.nbytes
+    for record in (first, second):
+        record.close()
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == 2 and kept.tolist() == [1] * 4
+    del kept
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == 1  # what is filled now
+
+
+def test_a_value_that_lies_in_a_slab_is_not_moved(device: str, slabs: Slabs, published: Published) -> None:
+    """A part of it is published where it is."""
+    value = torch.arange(8, device=device)
+    whole, part = published(value, slabs=slabs), published(value[4:], slabs=slabs)
+    assert segment_of(whole) == segment_of(part)
+    value_of(part).fill_(0)
+    assert value.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
+
+
+def test_slabs_that_are_closed_keep_nothing(device: str, slabs: Slabs, published: Published) -> None:
+    """A thread that publishes while its server stops leaves no memory behind."""
+    slabs.close()
+    value = torch.ones(4, device=device)
+    published(value, slabs=slabs).close()
+    del value
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == 0
+
+
+def test_a_device_without_memory_for_a_large_slab(
+    device: str, slabs: Slabs, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is as small as the first."""
+    first = published(torch.zeros(LARGEST, dtype=torch.uint8, device=device), slabs=slabs)
+    limit = first.segments[0].info.nbytes
+    backend = type(backend_for(first.segments[0].info.device))
+    create = backend.create
+
+    def limited(self: Any, nbytes: int) -> Any:
+        if nbytes > limit:
+            raise CapabilityError("no memory")
+        return create(self, nbytes)
+
+    monkeypatch.setattr(backend, "create", limited)
+    records = [published(torch.zeros(LARGEST, dtype=torch.uint8, device=device), slabs=slabs) for _ in range(2)]
+    assert [record.segments[0].info.nbytes for record in records] == [limit, limit]
