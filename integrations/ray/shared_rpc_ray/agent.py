@@ -58,8 +58,6 @@ _LOOK = 2.0
 _AT_ONCE = 3
 #: Seconds in which a source answers for a part, and Ray brings it.
 _ANSWER = 60.0
-#: Lines for the server's log that the joiner has not read; further ones are dropped.
-_LINES = 1000
 #: Seconds between two attempts to find a lost directory, or the result of an earlier agent's build.
 _PAUSE = 0.2
 
@@ -102,7 +100,6 @@ class NodeAgent:
         self._sendings: dict[tuple[Version, int, str], Sending] = {}
         self._exporting = asyncio.Lock()
         self._received_nbytes = self._sent_nbytes = self._nodes = 0
-        self._lines: asyncio.Queue[str] = asyncio.Queue(_LINES)
         self._directory: Any = None
         self._joined = asyncio.Event()
         #: Set when there is something to report.
@@ -112,12 +109,7 @@ class NodeAgent:
         await self.state()  # Ray may repeat orders as soon as this returns
         self._serving = self._tasks.spawn(self._serve())
 
-    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
-    async def line(self) -> str:
-        """Wait for the next line for the server's log. This fails when the process ends, also if Ray restarts it."""
-        return await self._lines.get()
-
-    # Methods for the directory.
+    # Methods for the directory, and for the joiner.
 
     async def hold(self) -> str:
         """Wait for this agent to end by itself, and return the reason. A call fails when the agent is lost for good."""
@@ -261,18 +253,18 @@ class NodeAgent:
     # Lifecycle.
 
     async def _serve(self) -> str:
-        """Serve until the broker ends; return why this agent ends."""
+        """Serve until the broker ends, or has another source; return why this agent ends."""
+        reason = ""
         try:
             async with self._source, asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._listen())
                 tasks.create_task(self._report_regularly())
         except* Exception as group:
-            errors = ", ".join(sorted({f"{type(error).__name__}: {error}" for error in group.exceptions}))
-            self._say(f"the agent ends: {errors}")
-            _log.warning("the agent of %s ends: %s", self._place.socket, errors)
+            reason = ", ".join(sorted({f"{type(error).__name__}: {error}" for error in group.exceptions}))
+            _log.warning("the agent of %s ends: %s", self._place.socket, reason)
         end = functools.partial(ray.kill, ray.get_runtime_context().current_actor, no_restart=True)
         asyncio.get_running_loop().call_later(_PAUSE, end)  # the answer is sent before
-        return "its broker has ended"
+        return reason
 
     async def _listen(self) -> None:
         async for miss in self._source:
@@ -331,8 +323,7 @@ class NodeAgent:
         """
         name = actor_name(self._place.cluster, "directory")
         directory = find_or_create(Directory, name, self._place.ray_node, self._place.cluster, soft=True)
-        for line in await got(directory.join.remote(await self.state(), ray.get_runtime_context().current_actor)):
-            self._say(line)
+        await got(directory.join.remote(await self.state(), ray.get_runtime_context().current_actor))
         self._directory = directory
         self._joined.set()
 
@@ -356,11 +347,6 @@ class NodeAgent:
             activity=[f"{what} {key.cache_key}" for what, key, _ in self._running],
         )
 
-    def _say(self, line: str) -> None:
-        """Print a line in the server's log."""
-        with contextlib.suppress(asyncio.QueueFull):
-            self._lines.put_nowait(line)
-
     # Orders.
 
     async def _carry_out(self, what: tuple[str, Key, Version | int], work: Awaitable[Any]) -> Any:
@@ -371,7 +357,7 @@ class NodeAgent:
         except RemoteError:
             raise
         except Exception as error:
-            self._say(f"{what[1].cache_key} failed here: {type(error).__name__}: {error}")
+            _log.warning("%s of %s failed: %s: %s", what[0], what[1].cache_key, type(error).__name__, error)
             raise error if isinstance(error, SharedRPCError) else ClusterError(f"{type(error).__name__}: {error}") from error
         finally:
             del self._running[what]

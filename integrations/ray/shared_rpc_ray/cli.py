@@ -60,8 +60,6 @@ def status(name: Name = None, address: Address = None, json: Json = False) -> No
             for name, node in found["nodes"].items()
         ],
     )
-    for node, reason in found["left"].items():
-        print(one_line(f"{node} has left: {reason}"))
     table(
         "\nobjects",
         ["call", "version>", "size>", "on", "state"],

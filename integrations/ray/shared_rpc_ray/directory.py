@@ -8,10 +8,10 @@ restarts the agent, and it fails when the agent is gone for good. Rules:
   to all that wait, and the next call tries again.
 - A node that misses what others hold receives it. It does not build for itself: a second build need not have the same bits.
 - A refresh has two phases. One node builds a candidate and the holders receive it; then all that have it promote it. A node
-  that fails is left out and named, and receives the current version as soon as it can. Refreshes of a key queue up.
-- The highest version is current, unless it was invalidated; nodes that hold another one receive it, or drop theirs. What nodes
-  hold is what they state: the directory stores nothing, and asks all agents after a restart. Until they have answered, it
-  decides nothing.
+  that fails is left out and named. Refreshes of a key queue up.
+- The highest version is current, unless it was invalidated; nodes that hold another one receive it, or drop theirs, when they
+  report. What nodes hold is what they state: the directory stores nothing, and asks all agents after a restart. Until they have
+  answered, it decides nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ _TRANSFERS = 5
 _RECOVERY = 10.0
 #: Seconds that a node may take to receive a candidate, and to promote or invalidate.
 _PREPARE, _PROMOTE = 600.0, 30.0
-#: Seconds before a node that was left out is tried again: the first time, and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 10.0
-#: Nodes that have left, of which the reason is known.
-_GONE = 20
 
 
 @dataclass(eq=False)
@@ -67,7 +63,7 @@ class _Entry:
     builder: str = ""
     #: Nodes whose callers wait.
     waiting: set[str] = field(default_factory=set)
-    #: Nodes without the current version, and why; and those that are about to get it.
+    #: Nodes without the current version, and why; and those that are getting it, or drop theirs.
     left_out: dict[str, str] = field(default_factory=dict)
     mending: set[str] = field(default_factory=set)
     #: One refresh or invalidation at a time. Refreshes that wait for it, by their arguments.
@@ -84,10 +80,12 @@ class _Entry:
         return self.next_number - 1
 
     def settle(self) -> None:
-        """Make the highest version that a node holds the current one."""
+        """Make the highest version that a node holds the current one; nodes that hold it are not left out."""
         dropped = range(1, self.valid_from)
         valid = {held for held in self.holders.values() if held.number not in dropped} - self.invalid
         self.version = max(valid, default=None)
+        for node in self.current_holders():
+            self.left_out.pop(node, None)
 
     def lose(self, node: str) -> None:
         """Forget what a node holds."""
@@ -122,7 +120,6 @@ class Directory:
         self._cluster = cluster
         self._members: dict[str, _Member] = {}
         self._entries: dict[Key, _Entry] = {}
-        self._gone: dict[str, str] = {}
         self._tasks = Tasks()
         self._recovered = asyncio.Event()
         self._tasks.spawn(self._recover())
@@ -144,20 +141,15 @@ class Directory:
 
     # Methods for agents.
 
-    async def join(self, statement: Statement, agent: Any) -> list[str]:
-        """Take a node in, or back; return a line for each kind of nodes that cannot share records with it."""
+    async def join(self, statement: Statement, agent: Any) -> None:
+        """Take a node in, or back."""
         await self._recovered.wait()
         self._take(statement, agent)
-        here, lines = statement.place.facts, {}
-        for node, member in self._members.items():
-            there = member.statement.place.facts
-            what = ", ".join(f"{name} {there[name]} there and {here[name]} here" for name in FACTS if there[name] != here[name])
-            if what:
-                lines[what] = f"{node} has {what}: each of both kinds of nodes builds for itself"
-        return list(lines.values())
 
     async def report(self, node: str, dropped: dict[Key, Version], status: ClusterStatus) -> int:
         """Note what a broker has evicted or invalidated by itself, and what its agent does; return the number of nodes.
+
+        Where the node holds another version than the current one, it gets that, or drops its own: each report is an attempt.
 
         :raises Lost: if the node is no member (any more).
         """
@@ -167,6 +159,11 @@ class Directory:
             entry = self._entries.get(key)
             if entry is not None and entry.holders.get(node) == version:
                 entry.lose(node)
+        for entry in self._entries.values():
+            differs = node in entry.holders and entry.holders[node] != entry.version
+            if differs and node not in entry.mending and not entry.lock.locked():
+                entry.mending.add(node)
+                self._tasks.spawn(self._mend(entry, node))
         return len(self._members)
 
     async def want(self, node: str, key: Key) -> None:
@@ -233,7 +230,6 @@ class Directory:
                 node: {"broker": member.statement.broker, **member.statement.place.facts, **member.status}
                 for node, member in self._members.items()
             },
-            "left": self._gone,
             "bytes_moved": sum(member.status["bytes_received"] for member in self._members.values()),
             "keys": [self._shown(entry) for entry in self._entries.values()],
         }
@@ -257,7 +253,6 @@ class Directory:
         """Replace all that is known of a node by its statement."""
         node = statement.place.node
         member = self._members[node] = _Member(agent, statement)
-        self._gone.pop(node, None)
         self._tasks.spawn(self._watch(node, member))
         for entry in self._entries.values():
             entry.lose(node)
@@ -270,16 +265,12 @@ class Directory:
 
     async def _watch(self, node: str, member: _Member) -> None:
         """Wait until an agent is gone for good, and forget the node."""
-        try:
-            reason = await got(member.agent.hold.remote())
-        except Lost as error:
-            reason = str(error)
-        if self._members.get(node) is not member:
-            return
-        del self._members[node]
-        self._gone = dict([*self._gone.items(), (node, reason)][-_GONE:])
-        for entry in self._entries.values():
-            entry.lose(node)
+        with contextlib.suppress(Lost):
+            await got(member.agent.hold.remote())
+        if self._members.get(node) is member:
+            del self._members[node]
+            for entry in self._entries.values():
+                entry.lose(node)
 
     def _member(self, node: str) -> _Member:
         """Return a node that has joined.
@@ -287,7 +278,7 @@ class Directory:
         :raises Lost: if it has left.
         """
         if node not in self._members:
-            raise Lost(f"{node} is no member of the cluster: {self._gone.get(node, 'it has left, or has to join first')}")
+            raise Lost(f"{node} is no member of the cluster: it has left, or has to join first")
         return self._members[node]
 
     async def _ask(self, node: str, method: str, *arguments: Any) -> Any:
@@ -319,27 +310,13 @@ class Directory:
         entry.settle()
         if entry.version == version:
             entry.nbytes = nbytes
-        self._mend(entry)
 
-    def _mend(self, entry: _Entry) -> None:
-        for node, version in entry.holders.items():
-            if version == entry.version:
-                entry.left_out.pop(node, None)
-            elif node not in entry.mending:
-                entry.mending.add(node)
-                self._tasks.spawn(self._mend_node(entry, node))
-
-    async def _mend_node(self, entry: _Entry, node: str) -> None:
-        """Bring the current version to a node that holds another one, or have it drop that, however often it fails."""
-        pause = _FIRST_PAUSE
+    async def _mend(self, entry: _Entry, node: str) -> None:
+        """Bring the current version to a node that holds another one, or have it drop that."""
         try:
-            while entry.holders.get(node) not in (None, entry.version):
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-                try:
-                    await (self._drop(entry, node) if entry.version is None else self._bring(entry, node))
-                except SharedRPCError as error:
-                    entry.left_out[node] = str(error)
+            await (self._drop(entry, node) if entry.version is None else self._bring(entry, node))
+        except SharedRPCError as error:
+            entry.left_out[node] = str(error)
         finally:
             entry.mending.discard(node)
 
@@ -433,9 +410,7 @@ class Directory:
     async def _invalidate(self, entry: _Entry) -> Change:
         async with entry.lock:
             entry.invalidate()
-            change = entry.change(None, await self._each(list(entry.holders), lambda name: self._drop(entry, name), _PROMOTE))
-            self._mend(entry)
-            return change
+            return entry.change(None, await self._each(list(entry.holders), lambda name: self._drop(entry, name), _PROMOTE))
 
     async def _each(self, names: list[str], work: Callable[[str], Awaitable[Any]], seconds: float) -> dict[str, Any]:
         """Do the work for all names at once; return the results and exceptions by name."""

@@ -1,8 +1,8 @@
 """The joiner makes a server part of a cluster, as ``python -m shared_rpc_ray.join --name NAME --socket PATH``.
 
-It is a driver of Ray. It creates the agent of its node, which is no child of it and outlives it, and prints the agent's
-messages for the server's log. When the agent or Ray ends, so does the joiner; the server starts another one, which waits for
-Ray, and finds the agent or creates another one.
+It is a driver of Ray. It creates the agent of its node, which is no child of it and outlives it. When the agent or Ray ends, so
+does the joiner, with the reason in the server's log; the server starts another one, which waits for Ray, and finds the agent or
+creates another one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _print(line: str) -> None:
 
 
 def _stay(socket: str, name: str | None) -> None:
-    """Create or find the agent, and print its messages until it ends."""
+    """Create or find the agent, and wait until it ends."""
     settings = cluster_settings()
     if settings.mover == "nixl" and not hasattr(experimental, "set_target_for_ref"):
         raise ConfigurationError(
@@ -86,8 +86,9 @@ def _stay(socket: str, name: str | None) -> None:
             f"{node.id}: two nodes of a machine need a broker each, at base paths of their own (SHARED_TENSOR_BASE_PATH)"
         )
     _print(f"{found.broker} is part of cluster {place.cluster!r} as {place.node}, by an agent on Ray node {node.id}")
-    while True:
-        _print(ray.get(agent.line.remote()))
+    # Not repeated: a driver whose Ray cluster has ended would wait for it, also if another one is started there.
+    ended = agent.hold.options(max_task_retries=0).remote()
+    _print(f"the agent has ended: {ray.get(ended)}")
 
 
 def _wait_for_ray(address: str) -> None:

@@ -33,7 +33,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made._timeout = None
     monkeypatch.setattr("shared_rpc_ray.client._got", lambda answer, timeout: answer)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(made, "status", lambda: said() and {"cluster": "c", "nodes": {}, "left": {}, "keys": []})
+    monkeypatch.setattr(made, "status", lambda: said() and {"cluster": "c", "nodes": {}, "keys": []})
     return made
 
 

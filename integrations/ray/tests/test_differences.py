@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sites import Site, Sites, until
+from sites import Site, Sites
 from tests.kit.processes import PYTHONPATH
 
 pytestmark = pytest.mark.timeout(150)
@@ -27,13 +27,12 @@ sys.exit(join.main(sys.argv[2:]))
 
 @pytest.mark.parametrize("fact", ["python=3.99", "torch=1.0", "device=NVIDIA A100"])
 def test_nodes_that_differ_build_each_for_themselves(cluster: Sites, name: str, victim: Callable[..., Site], fact: str) -> None:
-    """The log says why, and the status, and a refresh reaches both kinds."""
+    """The status says in what."""
     other = victim(cluster=f"{sys.executable} -c '{DIFFERING}' '{fact}'", beside=cluster.sites[0])
     first = cluster.sites[0].load(name)
     assert other.load(name).digest != first.digest
     assert cluster.builds(name) == [cluster.sites[0].name, other.name]
-    what, value = fact.split("=")
-    until(lambda: f"and {value} here" in other.log(), "the log says why")
+    what, _ = fact.split("=")
     assert all(what in key["differs"] for key in cluster.status()["keys"] if f"'{name}'" in key["cache_key"])
 
 
