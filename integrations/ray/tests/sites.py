@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -136,27 +135,12 @@ class Site:
     def serve(self, *options: str, cluster: str = "default", **environ: str) -> Site:
         """Start the broker, and wait until its app is loaded."""
         (self._folder / "app.py").write_text(APP)
-        words = [
-            sys.executable,
-            "-m",
-            "shared_rpc.cli",
-            "serve",
-            str(self._folder / "app.py"),
-            "--source-grace",
-            "600",
-            *options,
-        ]
-        environ = {**os.environ, "PYTHONPATH": PYTHONPATH, **self.environ, "SHARED_TENSOR_CLUSTER": cluster, **environ}
-        with open(self._folder / "log", "a") as log:
-            self.broker = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=log, text=True)
+        words = ("-m", "shared_rpc.cli", "serve", str(self._folder / "app.py"), "--source-grace", "600", *options)
+        broker = Child(*words, environ={**self.environ, "SHARED_TENSOR_CLUSTER": cluster, **environ}, fresh=True)
+        self.broker = broker.process
         self.cluster.closing.callback(_end, self.broker)
-        assert self.broker.stdout is not None
-        assert any("serving" in line for line in self.broker.stdout), self.log()
+        broker.expect("serving")
         return self
-
-    def log(self) -> str:
-        """What the brokers of this site have logged."""
-        return (self._folder / "log").read_text()
 
     def start(self, *args: Any) -> Child:
         """A client's process that calls ``load_model``."""
