@@ -6,13 +6,17 @@ places, by name. Everything else that a constructor makes is real.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import re
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +28,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shared_rpc.client.handle import Lease
@@ -51,10 +54,14 @@ def materialize(
     """Build a model around existing tensors: ``with materialize(handle): model = MyModel(config)``.
 
     In the block, parameters of modules that this thread builds go to torch's meta device as they are registered, so the
-    model's weights take no memory beyond one at a time. At the end parameters and persistent buffers are those of ``source``,
-    by name: the same memory, no copy. A parameter requires gradients if the source's does. Everything else is what the
-    constructor makes: buffers that are not persistent and the names in ``own``, which are moved to the source's device, and
-    tensors in plain attributes.
+    model's weights take no memory beyond one at a time, and have no values. At the end parameters and persistent buffers are
+    those of ``source``, by name: the same memory, no copy. A parameter requires gradients if the source's does. Everything
+    else is what the constructor makes: buffers that are not persistent and the names in ``own``, which are moved to the
+    source's device, and tensors in plain attributes.
+
+    A parameter in ``own`` has the values with which it was registered. If the constructor wrote to it since then, its module's
+    ``reset_parameters()`` runs again at the end, or the model's ``_init_weights(module)``, if it has this method, as models of
+    transformers do.
 
     Every module that is built in the block and is a part of no other one takes its tensors from the same source; each tensor
     of the source is to be taken by at least one of them. Of blocks within each other the innermost counts. Nothing changes
@@ -70,8 +77,9 @@ def materialize(
         out; a name that nothing fits stays.
     :param own: names and patterns of the model that the source does not have, such as adapters: memory of this process alone.
     :raises StateMismatchError: at the end, with all names that are missing, unexpected, or of another shape or dtype.
-    :raises CapabilityError: in the block, if the constructor needs the values of a parameter; at the end, if it has kept a
-        parameter, or a tensor computed from one, elsewhere than as a parameter or persistent buffer.
+    :raises CapabilityError: in the block, if the constructor needs the values of a parameter or moves one to a device; at the
+        end, if it has kept a parameter, or the model a tensor made from one, elsewhere than as a parameter or persistent
+        buffer, or if the values of a parameter in ``own`` come from elsewhere.
     :raises ConfigurationError: for an impossible source or ``rename``, and if no model was built.
     :raises StaleHandleError: for a handle that was released.
     """
@@ -87,8 +95,12 @@ def _materializing(
     token = _block.set(block)
     try:
         # Under inference_mode, the model's tensors would be of no use for training.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), block:
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             yield
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        if (refusal := _refusal(error)) is not None:
+            raise refusal from error
+        raise
     finally:
         _block.reset(token)
     token = _block.set(None)  # what a block around this one must not see
@@ -214,33 +226,47 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 # The block.
 
 _META = torch.device("meta")
-_MOVES = frozenset({"cuda", "cpu", "xpu", "pin_memory", "share_memory_"})
-#: In-place methods that change what a tensor is, and not its values.
-_FORMS = frozenset({"requires_grad_", "detach_", "t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "set_"})
-_CASTS = frozenset({"to", "type", "half", "bfloat16", "float", "double", "__set__"})
 #: The block of this thread.
 _block: ContextVar[_Block | None] = ContextVar("materialize", default=None)
 
 
-class _Stored(NamedTuple):
-    """A storage on the meta device. It is not kept alive, but its address is."""
+class _Original(NamedTuple):
+    """A parameter as the constructor registered it, kept for ``own=``, and the version of its stand-in at that time."""
 
-    storage: StorageWeakRef
-    #: Name of the parameter that it is of, or that it was computed from.
-    label: str
-    #: Address of the storage of the parameter of which it is another version; 0 if it was computed.
-    origin: int
+    values: torch.Tensor
+    version: int
 
 
-class _Block(TorchFunctionMode):
+class _StandIn(nn.Parameter):
+    """A parameter whose version counts the uses of its ``data`` too: writes to these escape torch's own count."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        torch.autograd.graph.increment_version(self)
+        return torch.Tensor.detach(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]  # a descriptor
+
+    def detach(self) -> torch.Tensor:
+        return super().detach().as_subclass(_StandIn)  # nn.Parameter(parameter) insists on the type
+
+    def normal_(self, *args: Any, **options: Any) -> torch.Tensor:
+        if not self.is_meta:
+            return super().normal_(*args, **options)
+        torch.autograd.graph.increment_version(self)  # torch's own loads its compiler for the meta device
+        return self
+
+
+class _Block:
     """A block: the modules that its thread builds in it, and their parameters on the meta device.
 
     :param keeps: whether a parameter's values may be needed at the end. Then it is kept as the constructor registered it
-        (memory without a write takes none), and later writes are done at the end.
+        (memory without a write takes none).
     """
 
     def __init__(self, keeps: bool) -> None:
-        super().__init__()
         self._keeps = keeps
         self._outer = _block.get()
         self._modules: dict[weakref.ref[nn.Module], None] = {}
@@ -248,12 +274,9 @@ class _Block(TorchFunctionMode):
         self._stand_ins = WeakTensorKeyDictionary()
         #: The storages of parameters that the constructor made.
         self.originals: dict[int, StorageWeakRef] = {}
-        self._stored: dict[int, _Stored] = {}
-        self._values: dict[int, torch.Tensor] = {}
-        self._writes: defaultdict[int, list[Callable[[torch.Tensor], torch.Tensor | None]]] = defaultdict(list)
-        default = torch.get_default_device()
-        #: Device of tensors that code creates on "the parameter's device".
-        self._device = torch.device("cpu") if default == _META else default
+        #: The storages of parameters on the meta device, with the names under which they were registered.
+        self._stored: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._values: dict[int, _Original] = {}
 
     def track(self, module: nn.Module) -> None:
         """Note a module that is being built, unless its constructor has begun in a block around this one."""
@@ -275,141 +298,63 @@ class _Block(TorchFunctionMode):
         if is_lazy(parameter) or type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             return None
         if parameter.is_meta:
-            self._note(parameter, label, 0)
+            self._note(parameter, label)
             return None
         if parameter not in self._stand_ins:
-            with torch._C.DisableTorchFunction():  # of modes too: this one keeps tensors off the meta device
-                values = parameter.detach()
-                meta = torch.Tensor._make_subclass(type(parameter), values.to(_META), parameter.requires_grad)
+            values = parameter.detach()
+            meta = _StandIn(values.to(_META), parameter.requires_grad)
             vars(meta).update(vars(parameter))  # marks that optimizers and libraries look for
             self._stand_ins[parameter] = meta
             self.originals[_key(parameter)] = StorageWeakRef(parameter.untyped_storage())
-            self._note(meta, label, _key(meta))
+            self._note(meta, label)
             if self._keeps:
-                self._values[_key(meta)] = values if values.stride() == meta.stride() else values.clone()
+                self._values[id(meta)] = _Original(values, meta._version)
         stand_in: nn.Parameter = self._stand_ins[parameter]
         return stand_in
 
-    def _note(self, tensor: torch.Tensor, label: str, origin: int) -> None:
-        if _key(tensor) not in self._stored:
-            self._stored[_key(tensor)] = _Stored(StorageWeakRef(tensor.untyped_storage()), label, origin)
+    def _note(self, tensor: torch.Tensor, label: str) -> None:
+        self._stored.setdefault(_key(tensor), (StorageWeakRef(tensor.untyped_storage()), label))
 
-    def label_of(self, tensor: torch.Tensor) -> str:
-        """Return the name of the parameter that a tensor on the meta device is, or was computed from."""
-        stored = self._stored.get(_key(tensor))
-        return stored.label if stored else "a parameter"
-
-    def values_of(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Compute the values that the constructor gave to a parameter.
-
-        :raises CapabilityError: if it was computed from others.
-        """
-        stored = self._stored.get(_key(parameter))
-        values = self._values.pop(stored.origin, None) if stored else None
-        if stored is not None and values is not None:
-            with torch.no_grad():
-                for write in self._writes[stored.origin]:
-                    if (values := write(values)) is None:
-                        break
-        if values is None or values.shape != parameter.shape:
-            raise CapabilityError(
-                f"materialize(): {name} is in own=, and the constructor computes it from other parameters "
-                f"({self.label_of(parameter)}), which have no values in the block: do that after the block"
-            )
-        return values.to(parameter.dtype)
-
-    def _later(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], origin: int) -> None:
-        """Do a write to a parameter at the end."""
-        written, rest = args[0], tree_map_only(torch.Tensor, torch.Tensor.clone, (args[1:], kwargs))
-        view = written.shape, written.stride(), written.storage_offset()
-        known = not any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(rest))
-
-        def write(values: torch.Tensor) -> torch.Tensor | None:
-            func(values.as_strided(*view), *rest[0], **rest[1])
-            return values
-
-        self._writes[origin].append(write if known else lambda values: None)
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Keep parameters on the meta device and everything else off it; see :class:`TorchFunctionMode`."""
-        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if not args and "tensor" in kwargs:  # as functions of torch.nn.init call their overrides
-            args = (kwargs.pop("tensor"),)
-        if name == "__get__":
-            return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        first = args[0] if args else None
-        if name in {"to", "type_as"} and isinstance(first, torch.Tensor):
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **{key: kwargs[key] for key in kwargs if key != "copy"})
-            if first.is_meta or device == _META:
-                func, args, tensors = torch.Tensor.to, (first,), [first]
-                kwargs = {"dtype": dtype or first.dtype, "copy": kwargs.get("copy", False)}
-        metas = [tensor for tensor in tensors if tensor.is_meta]
-        if not metas:
-            result = func(*args, **kwargs)
-            if not tensors and isinstance(result, torch.Tensor) and result.is_meta:
-                return func(*args, **kwargs | {"device": self._device})
-            return result
-        if (name.startswith("new_") or name.endswith("_like")) and "empty" not in name:
-            asked = kwargs.get("device")
-            return func(*args, **kwargs | {"device": self._device if asked in (None, _META, "meta") else asked})
-        if name in _MOVES:
-            return first
-        label, writes = self.label_of(metas[0]), (name.endswith("_") and not name.startswith("__")) or name in _INDEXED
-        written = kwargs["out"] if isinstance(kwargs.get("out"), torch.Tensor) else first if writes else None
-        if isinstance(written, torch.Tensor) and not written.is_meta:
-            raise CapabilityError(_refusal(f"writes what it computed from {label} to another tensor"))
-        stored = self._stored.get(_key(metas[0]))
-        origin = stored.origin if stored else 0
-        if written is first and writes and name not in _FORMS:
-            if self._keeps:
-                self._later(func, args, kwargs, origin)
-            return first
-        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(_META), (args, kwargs))
-        try:
-            result = func(*moved[0], **moved[1])
-        except (NotImplementedError, RuntimeError, TypeError) as error:
-            if "meta" not in str(error).lower():
-                raise
-            raise CapabilityError(_refusal(f"asks for the values of {label} ({name})")) from error
-        if name == "__set__" and not args[1].is_meta:
-            origin = _key(args[0])
-            if self._keeps:
-                self._values[origin] = args[1]
-        for leaf in tree_leaves(first if name == "__set__" else result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-                self._note(leaf, label, origin if name in _CASTS else 0)
-        return result
+    def original(self, parameter: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+        """Return the values with which a parameter was registered, if any, and how often it was written to since then."""
+        found = self._values.get(id(parameter))
+        return (found.values, parameter._version - found.version) if found else (None, parameter._version)
 
     def check_left(self, roots: list[nn.Module]) -> None:
-        """Check that nothing is left on the meta device.
+        """Check that no parameter of before is left on the meta device.
 
         :raises CapabilityError: with the names of the parameters.
         """
         self._values.clear()
-        self._writes.clear()
         self._stand_ins = WeakTensorKeyDictionary()
         for _ in range(2):
-            left = list(dict.fromkeys(stored.label for stored in self._stored.values() if not stored.storage.expired()))
+            left = list(dict.fromkeys(label for storage, label in self._stored.values() if not storage.expired()))
             if not left:
                 return
             gc.collect()
         more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
         raise CapabilityError(
             f"materialize(): the block that built {', '.join(type(root).__name__ for root in roots)} has kept "
-            f"{', '.join(left[:_LISTED])}{more}, or a copy, outside of the model's parameters, and these have no memory: make "
+            f"{', '.join(left[:_LISTED])}{more} outside of the model's parameters, and these have no memory: make "
             f"optimizers, caches and copies after the block"
         )
 
 
-#: Functions that write to their first tensor, besides those whose names end with an underscore.
-_INDEXED = frozenset({"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))})
-
-
-def _refusal(what: str) -> str:
-    return (
-        f"materialize(): the constructor {what}, and parameters have no values while the block runs: do that after the block, "
-        f"or in forward()"
+def _refusal(error: Exception) -> CapabilityError | None:
+    """Return an error for one that torch raised because a parameter is on the meta device; None for any other."""
+    if not any(word in str(error) for word in ("meta", "incompatible tensor type")):
+        return None
+    torch_folder = os.path.dirname(torch.__file__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in {__file__, contextlib.__file__} and not frame.filename.startswith(torch_folder)
+    ]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    return CapabilityError(
+        f"materialize(): the block{where} needs the values of a parameter, or moves one to a device, and parameters are on the "
+        f"meta device without values until the block ends: do that after the block, or in forward(); the source's tensors are "
+        f"on their device already ({error})"
     )
 
 
@@ -560,19 +505,16 @@ class _Plan:
         :raises CapabilityError: if a tensor that stays sees memory that is replaced.
         """
         replaced = set(self._block.originals)
+        replaced.update(_key(slots[0].tensor) for slots, _ in self._shared)
+        # While the source's parameters are not in place, so that no initialiser can write to them.
+        self._initialise([slots for slots in self._made if slots[0].tensor.is_meta and slots[0].kind == "parameter"])
         for slots, name in self._shared:
-            replaced.add(_key(slots[0].tensor))
             self._put(slots, self._source[name].detach(), self._source[name].requires_grad)
         for slots in self._made:
-            old = slots[0].tensor
-            if isinstance(old, nn.Parameter) and old.is_meta:
-                new = self._block.values_of(slots[0].name, old)
-            else:
-                self._check(old, slots[0].name, replaced)
-                new = old
-            moved = new.to(self._device) if self._device and not is_lazy(new) else new
-            if moved is not old:
-                self._put(slots, moved, old.requires_grad)
+            old = getattr(slots[0].module, slots[0].attribute)
+            self._check(old, slots[0].name, replaced)
+            if self._device and not is_lazy(old) and old.device != self._device:
+                self._put(slots, old.to(self._device), old.requires_grad)
         for root in self.roots:
             for prefix, module in root.named_modules():
                 for name, value in vars(module).items():
@@ -581,11 +523,55 @@ class _Plan:
                             self._check(leaf, f"{prefix}.{name}".lstrip("."), replaced)
         return self.roots
 
-    def _put(self, slots: list[_Slot], tensor: torch.Tensor, requires_grad: bool) -> None:
+    def _initialise(self, made: list[list[_Slot]]) -> None:
+        """Give the model's own parameters memory, and the values with which they were registered or those of an initialiser.
+
+        :raises CapabilityError: if the constructor wrote others.
+        """
+        written: dict[int, int] = {}
+        for slots in made:
+            old = slots[0].tensor
+            values, written[id(old)] = self._block.original(old)
+            if values is not None and values.shape == old.shape:
+                new = values.to(old.dtype, copy=True)
+            else:  # computed from other parameters: no number of writes makes it
+                new, written[id(old)] = torch.empty_like(old, device=self._device or "cpu"), -1
+            self._put(slots, new.to(self._device) if self._device else new, old.requires_grad, _StandIn)
+        for root in self.roots:
+            for module in root.modules():
+                owned = [slots for slots in made if slots[0].module is module]
+                if any(written[id(slots[0].tensor)] for slots in owned):
+                    self._run_initialiser(root, module, {slots[0]: written[id(slots[0].tensor)] for slots in owned})
+        for slots in made:
+            self._put(slots, torch.Tensor.detach(getattr(slots[0].module, slots[0].attribute)), slots[0].tensor.requires_grad)
+
+    def _run_initialiser(self, root: nn.Module, module: nn.Module, written: dict[_Slot, int]) -> None:
+        """Give a module's own parameters their values.
+
+        :param written: how often the constructor wrote to each. An initialiser that writes less often is not the whole of it.
+        """
+        library = getattr(root, "_init_weights", None)  # of transformers, which makes all the values of its models
+        reset = partial(library, module) if callable(library) else getattr(module, "reset_parameters", None)
+        before = {slot: getattr(module, slot.attribute)._version for slot in written}
+        if callable(reset):
+            with torch.no_grad():
+                reset()
+        for slot, writes in written.items():
+            done = getattr(module, slot.attribute)._version - before[slot]
+            if done != writes and not (done and callable(library)):
+                raise CapabilityError(
+                    f"materialize(): {slot.name} is in own=, and the constructor computes it from other parameters, or writes "
+                    f"to it outside of reset_parameters() of {type(module).__name__}: do that after the block, or register the "
+                    f"parameter with its values"
+                )
+
+    def _put(
+        self, slots: list[_Slot], tensor: torch.Tensor, requires_grad: bool, kind: type[nn.Parameter] = nn.Parameter
+    ) -> None:
         """Put one tensor in all slots, as ``load_state_dict(assign=True)`` does: some modules take note of it."""
         old = slots[0].tensor
         if isinstance(old, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad)
+            tensor = kind(tensor, requires_grad)
             vars(tensor).update(vars(old))
         for slot in slots:
             setattr(slot.module, slot.attribute, tensor)
@@ -594,10 +580,13 @@ class _Plan:
         """Check that a buffer or a value in an attribute is a tensor of its own, with values."""
         if not isinstance(value, torch.Tensor) or not (value.is_meta or (_key(value) and _key(value) in replaced)):
             return
-        found = f"computed from {self._block.label_of(value)}" if value.is_meta else "the memory of a tensor of the source"
+        found = (
+            "on the meta device, where parameters are in the block" if value.is_meta else "the memory of a tensor of the source"
+        )
         raise CapabilityError(
             f"materialize(): {path}, of shape {tuple(value.shape)}, is {found}, and the constructor's is gone at the end: have "
-            f"the model take it from the parameter in forward() or after the block, or clone() what is no parameter"
+            f"the model take it from the parameter in forward() or after the block, make it on a device of your choice, or "
+            f"clone() what is no parameter"
         )
 
 

@@ -62,42 +62,6 @@ def test_a_constructor_that_loads_a_file(tmp_path: Path, file: str) -> None:
     assert (source["vectors"] == 1).all()
 
 
-def test_lazy_layers_that_the_constructor_has_made_whole() -> None:
-    """By a forward pass over nothing: their shapes are known at the end."""
-
-    class Sized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten())
-            self.head = nn.LazyLinear(3)
-            self.head(self.body(torch.zeros(2, 1, 6, 6)))
-
-    source = Sized().eval()
-    with materialize(source):
-        model = Sized().eval()
-    assert type(model.head) is nn.Linear
-    assert same_memory(model.head.weight, source.head.weight)
-    assert same_memory(model.body[1].running_mean, source.body[1].running_mean)
-    x = torch.randn(2, 1, 6, 6)
-    assert torch.equal(model.head(model.body(x)), source.head(source.body(x)))
-
-
-def test_a_forward_pass_of_the_constructor_writes_nothing_to_the_source() -> None:
-    """Batch normalisation counts it in its own buffers, which are thrown away."""
-
-    class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(2)
-            self.norm(torch.randn(4, 2))
-
-    source = nn.BatchNorm1d(2)
-    with materialize(source, rename={"*": "norm.*"}):
-        model = Counted()
-    assert model.norm.num_batches_tracked == source.num_batches_tracked == 0
-    assert (source.running_mean == 0).all()
-
-
 def test_dtypes_that_the_constructor_chooses() -> None:
     """Whatever way it converts; counters of integers stay what they are."""
 
@@ -133,24 +97,6 @@ def test_sparse_tensors() -> None:
             model = Graph(persistent)
         assert torch.equal(model.matrix.to_dense(), torch.tensor([[0.0, 2.0], [2.0, 0.0]]))
         assert same_memory(model.matrix._values(), source.matrix._values()) is persistent
-
-
-@pytest.mark.parametrize("order", ["outside", "inside"])
-def test_the_meta_device_by_habit(order: str) -> None:
-    """Who builds models on the meta device elsewhere gets one with memory here, wherever the habit shows."""
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.register_buffer("table", torch.arange(3.0), persistent=False)
-
-    source = Table()
-    meta, block = torch.device("meta"), materialize(source)
-    with meta if order == "outside" else block, block if order == "outside" else meta:
-        model = Table()
-    assert model.table.tolist() == [0, 1, 2]
-    assert same_memory(model.layer.weight, source.layer.weight)
 
 
 def test_a_copy_of_what_was_built() -> None:
