@@ -46,6 +46,7 @@ def run(
     calls: Annotated[int, typer.Option(help="Calls in a turn.")] = 300,
     processes: Annotated[int, typer.Option(help="Processes for the times of import and of 'shared-rpc ls'.")] = 7,
     megabytes: Annotated[int, typer.Option(help="MiB of the large argument.")] = 64,
+    kept: Annotated[int, typer.Option(help="Small results that the server caches.")] = 12_000,
     tasks: Annotated[int, typer.Option(help="Finished tasks that the server remembers.")] = 9_000,
     clients: Annotated[int | None, typer.Option(help="Processes that call at once; 8, on the host one a core at most.")] = None,
     long_run: Annotated[
@@ -79,6 +80,7 @@ def run(
         addresses = {PEER: theirs.address} if theirs is not None and tensors is None else {}
         addresses[OURS] = started.address
         throughput(report, servers, addresses, device, many, rounds, judge=cuda and many == _TOGETHER)
+        _kept_results(report, ours, started.process.pid, kept)
         _finished_tasks(report, ours, started.process.pid, tasks)
         count = long_run if long_run is not None else _LONG[device]
         if count:
@@ -218,6 +220,22 @@ async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sampl
         del kept
     # The first turn made the threads, and does not count.
     return Sample(apart[1:]), Sample(together[1:])
+
+
+def _kept_results(report: Report, ours: Ours, pid: int, count: int) -> None:
+    """Measure what many cached results of 4 KiB take: memory of their device, and descriptors."""
+    before, fds = ours.client.get_server_info()["nbytes"], process_counts(pid)["fds"]
+    results: list[object] = []
+    seconds = timed(lambda: results.extend(ours.call("small", number) for number in range(1, count + 1)))
+    nbytes = ours.client.get_server_info()["nbytes"] - before
+    report.row(f"{count:,} cached results of 4 KiB: the first call of each", {OURS: seconds / count})
+    report.row("… memory of their device", {OURS: nbytes}, "bytes", "kept_memory", nbytes * 12_000 / count)
+    more = process_counts(pid)["fds"] - fds
+    report.row("… descriptors of the server", {OURS: more}, "number", "kept_fds", more)
+    more = process_counts(os.getpid())["fds"]
+    report.row("… descriptors of a client that has all", {OURS: more}, "number", "kept_fds", more)
+    results.clear()
+    ours.client.invalidate_endpoint_cache("small")
 
 
 def _finished_tasks(report: Report, ours: Ours, pid: int, count: int) -> None:

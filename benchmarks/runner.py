@@ -152,6 +152,8 @@ GOALS = {
     "concurrent": Goal("≤ 1/3 of one by one", 1 / 3, "ratio"),
     "throughput": Goal("≥ 4 x shared-tensor (GPU)", 4.0, "ratio", "at least"),
     "long_run": Goal("as after the first 100", 0),
+    "kept_memory": Goal("12,000 of them ≤ 100 MiB", 100 * _MIB, "bytes"),
+    "kept_fds": Goal("≤ 400", 400, "number"),
     "tasks_memory": Goal("10,000 of them < 30 MiB", 30 * _MIB, "bytes", "below"),
     "import": Goal("≤ 60 ms", 60e-3),
     "ls": Goal("≤ 0.2 s", 0.2),

@@ -126,8 +126,8 @@ class Workload:
         """Build a module of that many tensors of one size. Managed, cached."""
         return self._timed(lambda: self._make(lambda: Chain(tensors, nbytes)))
 
-    def small(self) -> torch.Tensor:
-        """Return a small tensor. Direct, cached."""
+    def small(self, number: int = 0) -> torch.Tensor:
+        """Return a small tensor, one for each number. Direct, cached."""
         return torch.ones(SMALL, device=self.device)
 
     def fresh(self) -> torch.Tensor:
