@@ -119,41 +119,41 @@ class NodeAgent:
         """State where this agent is, what its broker holds, and which builds run here."""
         known = {held.object_id: held.version for held in self._held.values()}
         self._held = {
-            key: Held(known.get(object_id, Version(0, object_id)), object_id, nbytes)
+            key: Held(known.get(object_id, Version(0, object_id, nbytes)), object_id)
             for key, object_id, nbytes in await self._listed()
         }
         builds = tuple(key for what, key, _ in self._running if what == "build")
         return Statement(self._place, self._broker, self._held, builds)
 
     @order
-    async def build(self, key: Key, number: int) -> tuple[str, int]:
-        """Build the object of a miss in the broker, or wait for the run that an earlier agent began; return its id and size."""
+    async def build(self, key: Key, number: int) -> Version:
+        """Build the object of a miss in the broker, or wait for the run that an earlier agent began; return the version."""
         while True:
             miss = self._misses.pop(key, None)
             if miss is not None:
                 try:
                     async with await self._source.build(miss) as handle:
                         nbytes = (await self._client.get_object_info(handle.object_id))["nbytes"]
-                        return self._note(key, Version(number, handle.object_id), handle.object_id, nbytes)
+                        return self._note(key, Version(number, handle.object_id, nbytes), handle.object_id)
                 except ClusterError as error:
                     if error.reason != "answered":
                         raise
             runs = any(run["cache_key"] == key.cache_key for run in await self._client.list_runs())
             for found, object_id, nbytes in await self._listed():
                 if found == key:
-                    return self._note(key, Version(number, object_id), object_id, nbytes)
+                    return self._note(key, Version(number, object_id, nbytes), object_id)
             if not runs:
                 raise ClusterError(f"no call waits for {key.cache_key} at {self._place.node}")
             await asyncio.sleep(_PAUSE)
 
     @order
-    async def prepare(self, key: Key, number: int, payload: bytes) -> tuple[str, int]:
-        """Build a candidate in the broker; return its id and size."""
+    async def prepare(self, key: Key, number: int, payload: bytes) -> Version:
+        """Build a candidate in the broker; return its version."""
         await self.discard(key)
         args, kwargs = msgspec.msgpack.decode(payload, type=Call)
         handle = await self._client._run(_candidate(key.endpoint, args, kwargs))
         self._candidates[key] = handle.object_id, handle
-        return handle.object_id, handle.value.nbytes
+        return Version(number, handle.object_id, handle.value.nbytes)
 
     @order
     async def receive_candidate(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> None:
@@ -169,7 +169,7 @@ class NodeAgent:
         """Receive a version from another node's agent, and make it the current object."""
         if not self._is_current(key, version):
             async with await self._received(key, version, transfer, agent) as record:
-                self._note(key, version, (await self._client.adopt(record)).object_id, transfer.nbytes)
+                self._note(key, version, (await self._client.adopt(record)).object_id)
 
     @order
     async def promote(self, key: Key, version: Version) -> None:
@@ -178,8 +178,7 @@ class NodeAgent:
         if handle is not None and origin == version.origin:
             del self._candidates[key]
             async with handle:
-                generation = await self._client.promote(handle)
-            self._note(key, version, generation.object_id, generation.nbytes)
+                self._note(key, version, (await self._client.promote(handle)).object_id)
         elif not self._is_current(key, version):
             raise ClusterError(f"version {version.number} of {key.cache_key} is neither a candidate nor current")
 
@@ -366,10 +365,10 @@ class NodeAgent:
     def _is_current(self, key: Key, version: Version) -> bool:
         return key in self._held and self._held[key].version == version
 
-    def _note(self, key: Key, version: Version, object_id: str, nbytes: int) -> tuple[str, int]:
+    def _note(self, key: Key, version: Version, object_id: str) -> Version:
         """Note that a version is current in the broker."""
-        self._held[key] = Held(version, object_id, nbytes)
-        return object_id, nbytes
+        self._held[key] = Held(version, object_id)
+        return version
 
     async def _received(self, key: Key, version: Version, transfer: Transfer, agent: Any) -> AsyncExportedRecord:
         """Return a record with the bytes of a version, in memory of the broker; several parts are under way at a time.

@@ -56,7 +56,6 @@ class _Entry:
 
     key: Key
     version: Version | None = None
-    nbytes: int = 0
     holders: dict[str, Version] = field(default_factory=dict)
     #: The task of the build that is running, and its node.
     build: asyncio.Task[None] | None = None
@@ -257,7 +256,7 @@ class Directory:
         for entry in self._entries.values():
             entry.lose(node)
         for key, held in statement.held.items():
-            self._hold(self._entry(key), node, held.version, held.nbytes)
+            self._hold(self._entry(key), node, held.version)
         for key in statement.builds:
             entry = self._entry(key)
             if entry.build is None and not entry.holders:
@@ -301,15 +300,13 @@ class Directory:
             if key.endpoint == endpoint and cache_key in (None, key.cache_key) and entry.holders
         ]
 
-    def _hold(self, entry: _Entry, node: str, version: Version, nbytes: int) -> None:
+    def _hold(self, entry: _Entry, node: str, version: Version) -> None:
         """Note that a node holds a version."""
         if node not in self._members:
             return
         entry.holders[node] = version
         entry.next_number = max(entry.next_number, version.number + 1)
         entry.settle()
-        if entry.version == version:
-            entry.nbytes = nbytes
 
     async def _mend(self, entry: _Entry, node: str) -> None:
         """Bring the current version to a node that holds another one, or have it drop that."""
@@ -330,8 +327,7 @@ class Directory:
     async def _build(self, entry: _Entry, node: str) -> None:
         number = entry.number()
         try:
-            origin, nbytes = await self._ask(node, "build", entry.key, number)
-            self._hold(entry, node, Version(number, origin), nbytes)
+            self._hold(entry, node, await self._ask(node, "build", entry.key, number))
         finally:
             entry.build, entry.builder = None, ""
 
@@ -340,13 +336,13 @@ class Directory:
 
         :raises ClusterError: if the node cannot take it, or gets it from no other.
         """
-        version, nbytes = entry.version, entry.nbytes
+        version = entry.version
         assert version is not None, "a node holds it"
-        await self._transfer("receive", entry, node, version, nbytes, entry.current_holders)
-        self._hold(entry, node, version, nbytes)
+        await self._transfer("receive", entry, node, version, entry.current_holders)
+        self._hold(entry, node, version)
 
     async def _transfer(
-        self, order: str, entry: _Entry, node: str, version: Version, nbytes: int, sources: Callable[[], Iterable[str]]
+        self, order: str, entry: _Entry, node: str, version: Version, sources: Callable[[], Iterable[str]]
     ) -> None:
         """Have a node receive a version from one of the sources, from another one if that fails."""
         failed: list[str] = []
@@ -360,7 +356,7 @@ class Directory:
             source = min(places, key=lambda name: (failed.count(name), places[name].host != place.host, name))
             parts = part_nbytes(min(place.store_nbytes, places[source].store_nbytes))
             mover = place.mover if place.mover == places[source].mover and not failed else "objects"
-            transfer = Transfer(source, nbytes, parts, mover, bool(failed))
+            transfer = Transfer(source, parts, mover, bool(failed))
             try:
                 await self._ask(node, order, entry.key, version, transfer, self._members[source].agent)
                 return
@@ -378,9 +374,8 @@ class Directory:
             entry.queued.pop(payload, None)
             outcomes: dict[str, Any] = {}
             for builder in sorted(entry.holders or [node], key=lambda name: name != node)[:BUILDERS]:
-                number = entry.number()
                 try:
-                    origin, nbytes = await self._ask(builder, "prepare", entry.key, number, payload)
+                    version: Version = await self._ask(builder, "prepare", entry.key, entry.number(), payload)
                     break
                 except SharedRPCError as error:
                     outcomes[builder] = error
@@ -388,11 +383,10 @@ class Directory:
                         return entry.change(None, outcomes, error)
             else:
                 return entry.change(None, outcomes, _failed("no node could build it", outcomes))
-            version = Version(number, origin)
             ready = [builder]
 
             async def prepare(name: str) -> None:
-                await self._transfer("receive_candidate", entry, name, version, nbytes, lambda: ready)
+                await self._transfer("receive_candidate", entry, name, version, lambda: ready)
                 ready.append(name)
 
             outcomes |= await self._each([name for name in entry.holders if name != builder], prepare, _PREPARE)
@@ -404,7 +398,7 @@ class Directory:
                 return entry.change(None, outcomes, _failed("no node could promote it", outcomes))
             change = entry.change(version, outcomes)
             for name in promoted:
-                self._hold(entry, name, version, nbytes)
+                self._hold(entry, name, version)
             return change
 
     async def _invalidate(self, entry: _Entry) -> Change:
@@ -424,7 +418,7 @@ class Directory:
         return dict(zip(names, await asyncio.gather(*map(limited, names), return_exceptions=True), strict=True))
 
     def _shown(self, entry: _Entry) -> dict[str, Any]:
-        key, number = entry.key, entry.version.number if entry.version is not None else None
+        key, version = entry.key, entry.version
         groups = [other.group for other in self._entries if (other.endpoint, other.cache_key) == (key.endpoint, key.cache_key)]
         facts = msgspec.structs.asdict(key.group)
         return {
@@ -432,9 +426,9 @@ class Directory:
             "cache_key": key.cache_key,
             "group": facts,
             "differs": [name for name in facts if len({getattr(group, name) for group in groups}) > 1],
-            "version": number,
-            "nbytes": entry.nbytes if number is not None else None,
-            "nodes": {node: version.number for node, version in sorted(entry.holders.items())},
+            "version": version.number if version is not None else None,
+            "nbytes": version.nbytes if version is not None else None,
+            "nodes": {node: held.number for node, held in sorted(entry.holders.items())},
             "building": entry.builder or None,
             "waiting": sorted(entry.waiting),
             "refreshing": entry.lock.locked(),

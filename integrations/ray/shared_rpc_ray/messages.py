@@ -37,13 +37,14 @@ class Key(msgspec.Struct, frozen=True, order=True):
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
-    """A build of a key: a number that grows, 0 for a build that no directory ordered, and the id of the object that was built.
+    """A build of a key: a number that grows, 0 for a build that no directory ordered, and the id and size of the built object.
 
     The origin distinguishes two builds of one number, which are possible if the directory was restarted while nodes were away.
     """
 
     number: int
     origin: str
+    nbytes: int
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -51,7 +52,6 @@ class Held(msgspec.Struct, frozen=True):
 
     version: Version
     object_id: str
-    nbytes: int
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -89,13 +89,12 @@ class Statement(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """The way of a version from a ``source`` to another node: its size and that of its parts, and what carries them.
+    """The way of a version from a ``source`` to another node: the size of its parts, and what carries them.
 
     ``again`` if an earlier attempt failed: the source is to put into the store again what it has put there.
     """
 
     source: str
-    nbytes: int
     part_nbytes: int
     mover: str
     again: bool
