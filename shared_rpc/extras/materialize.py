@@ -342,7 +342,7 @@ class _Block:
 
 def _refusal(error: Exception) -> CapabilityError | None:
     """Return an error for one that torch raised because a parameter is on the meta device; None for any other."""
-    if not any(word in str(error) for word in ("meta", "incompatible tensor type")):
+    if not re.search(r"\bmeta\b|incompatible tensor type", str(error)):
         return None
     torch_folder = os.path.dirname(torch.__file__)
     frames = [
