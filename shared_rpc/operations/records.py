@@ -53,9 +53,9 @@ class RecordOperations:
         if len(frame.fds) != len(header.segments):
             raise ProtocolError(f"the server answered {what} with {len(frame.fds)} descriptors")
         lease = yield from lent(ctx, _lent(message.object_id, message.generation), None)
-        segments = _segments([message.slabs.get(n, (info, 0))[0] for n, info in enumerate(header.segments)], frame)
-        read = {n: (header.segments[n], offset) for n, (_, offset) in message.slabs.items() if n < len(segments)}
-        parts = yield Work(functools.partial(_mapped, segments, server.server_id, parts=read))
+        within = {n: (header.segments[n], part.offset) for n, part in message.parts.items() if n < len(header.segments)}
+        segments = _segments([message.parts[n].slab if n in within else info for n, info in enumerate(header.segments)], frame)
+        parts = yield Work(functools.partial(_mapped, segments, server.server_id, parts=within))
         return cast(Exporting, ctx._record(header, parts, [lease], allocated=False))
 
     @carrying

@@ -80,6 +80,13 @@ _formats = msgspec.msgpack.Decoder(_Format)
 _headers = msgspec.msgpack.Decoder(RecordHeader)
 
 
+class SlabPart(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a slab, from ``offset`` on, that a segment of an exported record is."""
+
+    slab: SegmentInfo
+    offset: int
+
+
 class ExportObject(Message):
     """Request for :class:`Exported`: the record of an object, with a lease."""
 
@@ -90,13 +97,12 @@ class Exported(Message):
     """Exported record: the payload is its header, the descriptors of its segments are in the frame. The session has a lease
     on it.
 
-    ``slabs`` are, by the numbers of segments that are parts of slabs, the slabs whose descriptors are in the frame, and the
-    parts' offsets.
+    ``parts`` are, by the numbers of the segments, those that are parts of slabs; then the slab's descriptor is in the frame.
     """
 
     object_id: str
     generation: int
-    slabs: dict[int, tuple[SegmentInfo, int]] = msgspec.field(default_factory=dict)
+    parts: dict[int, SlabPart] = msgspec.field(default_factory=dict)
 
 
 class CheckRecord(Query[list[str]]):

@@ -16,7 +16,7 @@ from shared_rpc.protocol import exported as x
 from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.exported import FORMAT, RecordHeader
-from shared_rpc.protocol.records import Access, SegmentInfo
+from shared_rpc.protocol.records import Access
 from shared_rpc.protocol.specs import EndpointSpec
 from shared_rpc.protocol.values import decode_call
 from shared_rpc.server.generations import Generations
@@ -73,14 +73,14 @@ class Records:
         """
 
         def exported(stored: StoredObject) -> None:
-            header, slabs = self._header(caller.session, stored)
+            header, parts = self._header(caller.session, stored)
             owners = tuple(segment.owner for segment in stored.record.segments)
-            if not caller.reply(x.Exported(stored.object_id, stored.generation, slabs), header.to_bytes(), owners):
+            if not caller.reply(x.Exported(stored.object_id, stored.generation, parts), header.to_bytes(), owners):
                 self._state.release(caller.session, [stored.object_id])
 
         return self._tiers.serve(caller, lambda: self._state.stored(message.object_id), exported)
 
-    def _header(self, session: str, stored: StoredObject) -> tuple[RecordHeader, dict[int, tuple[SegmentInfo, int]]]:
+    def _header(self, session: str, stored: StoredObject) -> tuple[RecordHeader, dict[int, x.SlabPart]]:
         record = stored.record
         if not record.skeleton:
             raise CapabilityError(
@@ -88,7 +88,7 @@ class Records:
                 f"results lie in no shared memory. Serve the endpoints: SHARED_TENSOR_ROLE=server, or shared-rpc serve"
             )
         spec = self._state.registry.find(stored.endpoint)
-        table, infos, slabs = without_slabs(record.table, [segment.info for segment in record.segments])
+        table, infos, parts = without_slabs(record.table, [segment.info for segment in record.segments])
         here = installed_versions()
         header = RecordHeader(
             format=FORMAT,
@@ -114,7 +114,7 @@ class Records:
             if stored.listed and stored.cache_key is not None:
                 self._state.objects.lookup(stored.cache_key)  # this counts as an access
             self._state.leases.grant(session, stored.object_id)
-        return header, slabs
+        return header, parts
 
     def check(self, header: RecordHeader) -> list[str]:
         """Check a record, whatever its call; return for each of its segments the device that its bytes are to be on.

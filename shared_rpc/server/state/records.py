@@ -14,7 +14,7 @@ import msgspec
 from shared_rpc.errors import ConfigurationError, RecordError
 from shared_rpc.execution.endpoints import KEY_LIMIT, key_of
 from shared_rpc.protocol.buffers import ITEM_SIZES
-from shared_rpc.protocol.exported import RecordHeader
+from shared_rpc.protocol.exported import RecordHeader, SlabPart
 from shared_rpc.protocol.records import Access, BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec
 
@@ -171,25 +171,25 @@ def check_table(header: RecordHeader) -> None:
 
 def without_slabs(
     table: bytes | msgspec.Raw, segments: Sequence[SegmentInfo]
-) -> tuple[bytes, tuple[SegmentInfo, ...], dict[int, tuple[SegmentInfo, int]]]:
-    """Return a record's table and segments with the parts of slabs that are its own, as if they were segments; and by their
-    numbers the slabs, with the parts' offsets.
+) -> tuple[bytes, tuple[SegmentInfo, ...], dict[int, SlabPart]]:
+    """Return a record's table and segments with the parts of slabs that are its own, as if they were segments; and these parts,
+    by their numbers.
     """
-    slabs: dict[int, tuple[SegmentInfo, int]] = {}
+    parts: dict[int, SlabPart] = {}
     if not any(info.slab for info in segments):
-        return bytes(table), tuple(segments), slabs
+        return bytes(table), tuple(segments), parts
     found, infos = _tables.decode(table), list(segments)
     for number, info in enumerate(segments):
         within = [entry for entry in found.storages if entry.segment == number] if info.slab else []
         if within:
             start, end = min(entry.offset for entry in within), max(entry.offset + entry.nbytes for entry in within)
-            slabs[number] = info, start
+            parts[number] = SlabPart(info, start)
             infos[number] = msgspec.structs.replace(info, id=f"{info.name}-{start}", nbytes=end - start, slab=False)
     storages = tuple(
-        msgspec.structs.replace(entry, offset=entry.offset - slabs[entry.segment][1]) if entry.segment in slabs else entry
+        msgspec.structs.replace(entry, offset=entry.offset - parts[entry.segment].offset) if entry.segment in parts else entry
         for entry in found.storages
     )
-    return msgspec.msgpack.encode(msgspec.structs.replace(found, storages=storages)), tuple(infos), slabs
+    return msgspec.msgpack.encode(msgspec.structs.replace(found, storages=storages)), tuple(infos), parts
 
 
 def access_of(segments: Sequence[SegmentInfo]) -> Access:
