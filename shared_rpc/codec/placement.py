@@ -218,8 +218,8 @@ _Blocks = dict[torch.device, list[Block]]
 
 
 def _is_small(scan: Scan, rest: _Blocks, access: Access) -> bool:
-    """Return whether a value may lie in slabs. Weights may not, because they are moved between tiers one by one, nor what
-    processes map each for itself.
+    """Return whether a value may lie in slabs. Weights may not, because they are moved between tiers one by one, and memory
+    that each process maps or copies for itself may not.
     """
     return (
         access in ("read_write", "read")

@@ -586,7 +586,7 @@ class _Plan:
         raise CapabilityError(
             f"materialize(): {path}, of shape {tuple(value.shape)}, is {found}, and the constructor's is gone at the end: have "
             f"the model take it from the parameter in forward() or after the block, make it on a device of your choice, or "
-            f"clone() what is no parameter"
+            f"clone() a tensor that is no parameter"
         )
 
 

@@ -15,7 +15,7 @@ from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.protocol.records import Access
 
-#: Bytes of the largest result that lies in a slab, without what is copied for each process.
+#: Bytes of the largest result that lies in a slab; tensors that each process copies do not count.
 LARGEST = 1 << 20
 #: Bytes of the first slab of a device and an access, which is what a GPU's driver allocates at least; each further one has
 #: twice the size of the one before it, up to the last number.
@@ -38,7 +38,7 @@ class Slabs:
     def place(self, device: str, access: Access, sizes: Sequence[int]) -> tuple[MappingHold, list[int]]:
         """Return a slab, and the offsets in it for blocks of so many bytes, of at most :data:`LARGEST` together.
 
-        The caller keeps it mapped, by the answer and by what it puts there.
+        The returned hold keeps the slab mapped until tensors in it do.
 
         :param access: for all results in the slab.
         :raises CapabilityError: if the device has not enough memory for another slab.

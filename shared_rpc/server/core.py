@@ -369,7 +369,7 @@ class Core:
         stored.live = None
         stored.close()
         if any(self.objects.segment(segment.info.id) is None for segment in stored.record.segments):
-            self._executor.reclaim()  # else all of its memory is that of others too
+            self._executor.reclaim()  # otherwise other objects lie in all of its segments
         self._told.freed(stored)
         self.capacity.changed()
 

@@ -72,7 +72,7 @@ def test_what_is_counted_or_moved_has_a_segment_of_its_own(
 
 
 def test_an_export_has_the_result_alone(shared: Provider, device: str, base_path: str) -> None:
-    """Not what lies beside it; and it is adopted as any other record is."""
+    """No other result of the slab is exported, and another server adopts the record."""
     other = Provider(f"{base_path}-other", device=device)
     other.share("managed", managed=True)(shared.endpoints["managed"].function)
     with Server(shared), Client(shared.base_path, device=device) as client:

@@ -227,8 +227,8 @@ def test_constructors_that_do_more_with_a_weight(make: Callable[[], nn.Module], 
 
 def test_a_parametrisation_that_looks_at_the_weight() -> None:
     """``orthogonal`` checks what it has made of it, and there is nothing to check."""
-    told = r"test_materialize\.py:\d+ .* needs the values of a parameter.* after the block"
-    with pytest.raises(CapabilityError, match=told), materialize(nn.Linear(4, 4)):
+    expected = r"test_materialize\.py:\d+ .* needs the values of a parameter.* after the block"
+    with pytest.raises(CapabilityError, match=expected), materialize(nn.Linear(4, 4)):
         parametrizations.orthogonal(nn.Linear(4, 4))
 
 
@@ -242,7 +242,7 @@ class Asks(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("ask", "told"),
+    ("ask", "expected"),
     [
         (lambda it: it.layer.weight.norm().item(), r"test_materialize\.py:\d+ .* needs the values of a parameter"),
         (lambda it: it.layer.weight.tolist(), r"test_materialize\.py:\d+ .* needs the values of a parameter"),
@@ -258,11 +258,11 @@ class Asks(nn.Module):
         ),
     ],
 )
-def test_values_of_a_parameter_in_the_constructor(ask: Callable[[Any], object], told: str) -> None:
+def test_values_of_a_parameter_in_the_constructor(ask: Callable[[Any], object], expected: str) -> None:
     """There are none, and the error says where they are needed, or kept, and what to do."""
     source = nn.Linear(2, 2)
     kept = []  # what nobody keeps is no model
-    with pytest.raises(CapabilityError, match=told), materialize(source, rename={"*": "layer.*"}):
+    with pytest.raises(CapabilityError, match=expected), materialize(source, rename={"*": "layer.*"}):
         kept.append(Asks(ask))
 
 
@@ -307,8 +307,8 @@ def test_one_parameter_that_is_registered_twice() -> None:
 def test_tied_weights_that_the_source_has_twice() -> None:
     """They cannot both be had."""
     source = {"embed.weight": torch.ones(7, 4), "head.weight": torch.ones(7, 4)}
-    told = r"embed\.weight and head\.weight are one tensor in the model, and two in the source"
-    with pytest.raises(StateMismatchError, match=told), materialize(source):
+    expected = r"embed\.weight and head\.weight are one tensor in the model, and two in the source"
+    with pytest.raises(StateMismatchError, match=expected), materialize(source):
         model = Tied()
     del model
 
@@ -487,8 +487,8 @@ def test_an_own_parameter_whose_values_are_not_known(write: Callable[[nn.Linear]
             self.layer = nn.Linear(2, 2)
             write(self.layer)
 
-    told = r"layer\.weight is in own=, .* of Linear: do that after the block"
-    with pytest.raises(CapabilityError, match=told), materialize({}, own=["**"]):
+    expected = r"layer\.weight is in own=, .* of Linear: do that after the block"
+    with pytest.raises(CapabilityError, match=expected), materialize({}, own=["**"]):
         model = Written()
     del model
 

@@ -50,19 +50,17 @@ def test_small_values_lie_beside_each_other(device: str, slabs: Slabs, published
 
 
 @pytest.mark.parametrize(
-    ("make", "access"),
+    "make",
     [
-        (lambda device: torch.zeros(LARGEST + 1, dtype=torch.uint8, device=device), "read_write"),
-        (lambda device: [torch.zeros(LARGEST // 8, device=device), torch.zeros(LARGEST // 8 + 1, device=device)], "read_write"),
-        (lambda device: nn.Linear(2, 2, device=device), "read_write"),
+        lambda device: torch.zeros(LARGEST + 1, dtype=torch.uint8, device=device),
+        lambda device: [torch.zeros(LARGEST // 8, device=device), torch.zeros(LARGEST // 8 + 1, device=device)],
+        lambda device: nn.Linear(2, 2, device=device),
     ],
     ids=["large", "large-together", "weights"],
 )
-def test_what_has_segments_of_its_own(
-    device: str, slabs: Slabs, published: Published, make: Callable[[str], Any], access: str
-) -> None:
-    """What is worth moving to another tier by itself."""
-    one, other = (published(make(device), access, slabs=slabs) for _ in range(2))
+def test_values_with_segments_of_their_own(device: str, slabs: Slabs, published: Published, make: Callable[[str], Any]) -> None:
+    """Large values and weights are worth moving to another tier one by one."""
+    one, other = (published(make(device), slabs=slabs) for _ in range(2))
     assert not {segment.info.id for segment in one.segments} & {segment.info.id for segment in other.segments}
 
 
@@ -89,7 +87,7 @@ def test_a_full_slab_goes_with_the_last_value_in_it(device: str, slabs: Slabs, p
     assert len(MAPPINGS) == 2 and kept.tolist() == [1] * 4
     del kept
     MAPPINGS.drain()
-    assert len(MAPPINGS) == 1  # what is filled now
+    assert len(MAPPINGS) == 1  # the slab that is filled now
 
 
 def test_a_value_that_lies_in_a_slab_is_not_moved(device: str, slabs: Slabs, published: Published) -> None:

@@ -172,8 +172,9 @@ def check_table(header: RecordHeader) -> None:
 def without_slabs(
     table: bytes | msgspec.Raw, segments: Sequence[SegmentInfo]
 ) -> tuple[bytes, tuple[SegmentInfo, ...], dict[int, SlabPart]]:
-    """Return a record's table and segments with the parts of slabs that are its own, as if they were segments; and these parts,
-    by their numbers.
+    """Return a record's table and segments, with parts of slabs in place of slabs; and these parts, by their numbers.
+
+    A part goes from the first byte to the last one that the record uses.
     """
     parts: dict[int, SlabPart] = {}
     if not any(info.slab for info in segments):
