@@ -126,3 +126,16 @@ def test_a_device_without_memory_for_a_large_slab(
     monkeypatch.setattr(backend, "create", limited)
     records = [published(torch.zeros(LARGEST, dtype=torch.uint8, device=device), slabs=slabs) for _ in range(2)]
     assert [record.segments[0].info.nbytes for record in records] == [limit, limit]
+
+
+def test_a_reader_keeps_the_latest_slabs_mapped(device: str, slabs: Slabs, published: Published) -> None:
+    """The next result in one needs no mapping. The end of its session unmaps them."""
+    slabs.close()  # the maker keeps none, so that each value has another slab
+    for _ in range(6):
+        record = published(torch.ones(4, device=device), slabs=slabs)
+        MAPPINGS.keep_slab(record.segments[0].info)
+        record.close()
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == 4
+    MAPPINGS.release_slabs()
+    assert len(MAPPINGS) == 0
