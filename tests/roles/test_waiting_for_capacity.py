@@ -555,9 +555,10 @@ def test_a_result_that_nobody_waits_for_does_not_wait(
 
     server, holder = full(1), connect(device=device)
     with holder.call("model", 1, unit):
-        with pytest.raises(DeadlineExceeded):
-            connect(device=device, timeout=SHORTLY).call("slow", 2, unit)
+        with connect(device=device, timeout=SHORTLY) as caller, pytest.raises(DeadlineExceeded):
+            caller.call("slow", 2, unit)
         assert begun.is_set()
+        eventually(lambda: server.info()["connections"] == 1)  # the server knows that the caller gave up
         go.set()
         eventually(lambda: holder.get_server_info()["running"] == 0)
         assert in_line(server) == 0 and used(holder, device) == unit
