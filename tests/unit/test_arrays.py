@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import pickle
@@ -83,14 +82,6 @@ def test_each_rebuilt_object_has_its_own_writes(device: str, published: Callable
     one[0] = 1
     later = arrays_of(decode_result(record.skeleton, record.table, record.segments))[0]
     assert (one[0], other[0], later[0]) == (1, 0, 0)
-
-
-def test_copies_of_an_array_are_private(device: str, rebuilt: Rebuilt) -> None:
-    """deepcopy and pickle make memory of their own."""
-    value = rebuilt(beside_a_tensor(device, numpy.arange(LARGE)))
-    for again in (copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
-        arrays_of(again)[0][:] = 0
-    assert (arrays_of(value)[0] == numpy.arange(LARGE)).all()
 
 
 def test_read_only_arrays(device: str, rebuilt: Rebuilt) -> None:

@@ -11,7 +11,7 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
-from shared_rpc import AsyncClient, AsyncHandle, Handle
+from shared_rpc import AsyncHandle, Handle
 from shared_rpc.client.async_link import AsyncLink
 from shared_rpc.client.results import result_of
 from shared_rpc.client.steps import Request
@@ -44,16 +44,6 @@ def surface(kind: type) -> dict[str, str]:
 def test_both_handles_have_one_surface() -> None:
     """Every public name, parameter, default and annotation; what a coroutine returns is what the function returns."""
     assert surface(AsyncHandle) == surface(Handle)
-
-
-def test_all_operations_of_the_async_client_are_coroutines() -> None:
-    """But for what a finaliser calls, and what is entered or iterated over."""
-    plain = {name for name, member in inspect.getmembers(AsyncClient, inspect.isfunction) if not name.startswith("_")}
-    assert {name for name in plain if not inspect.iscoroutinefunction(getattr(AsyncClient, name))} == {
-        "refreshes",
-        "source",
-        "update",
-    }
 
 
 @pytest.mark.anyio

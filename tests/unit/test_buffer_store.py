@@ -265,13 +265,6 @@ def test_results_and_buffers_share_a_quota(limited: Buffers) -> None:
         limited.capacity.take({"cpu": 1}, totals={"cpu": TOTAL})
 
 
-def test_reservations_count(limited: Buffers) -> None:
-    """Several that are made at once do not all get the last bytes; what comes to nothing is given back."""
-    with limited.capacity.take({"cpu": 200}, totals={"cpu": TOTAL}), pytest.raises(ServerBusy):
-        limited.capacity.take({"cpu": 101}, totals={"cpu": TOTAL})
-    limited.capacity.take({"cpu": 300}, totals={"cpu": TOTAL})
-
-
 def test_idle_results_give_way(limited: Buffers) -> None:
     """The least recently used first, and no more of them than are in the way."""
     first, second = limited.add("f(1)"), limited.add("f(2)")

@@ -365,18 +365,11 @@ def test_an_object_that_can_go_nowhere_is_dropped(world: World) -> None:
 
 
 def test_pinned_objects_stay(world: World) -> None:
-    """Others go for it."""
-    world.put("x", {GPU: 50}, pinned=True)
+    """Others go for it, though they are not dropped as a pinned one without a lower tier would be."""
+    world.put("x", {GPU: 50}, below=(), pinned=True)
     world.put("y", {GPU: 50})
     world.ask("a", gpu=50)
-    assert world.going == [(["y"], "host")]
-
-
-def test_a_pinned_object_that_can_go_nowhere_is_not_dropped(world: World) -> None:
-    """The request waits for the other one."""
-    world.put("x", {GPU: 50}, below=(), pinned=True)
-    world.put("y", {GPU: 50}, below=(), active="b")
-    assert not world.ask("a", gpu=50).granted and world.dropped == []
+    assert world.going == [(["y"], "host")] and world.dropped == []
 
 
 @pytest.mark.parametrize(
@@ -544,22 +537,24 @@ def test_host_copies_are_spilled_to_files(worlds: Callable[..., World]) -> None:
     assert world.going == [(["x"], "host")] and waiting.begun
 
 
-def test_an_object_larger_than_the_host_goes_to_a_file(worlds: Callable[..., World]) -> None:
-    """And nothing else has to."""
+@pytest.mark.parametrize(
+    ("sizes", "below", "going"),
+    [
+        ([100], ("host", "file"), [(["0"], "file")]),
+        ([50, 50], ("host", "file"), [(["0"], "host"), (["1"], "file")]),
+        ([50, 50], ("host",), []),
+    ],
+    ids=["larger than the host", "the second of two", "nowhere for the second"],
+)
+def test_objects_that_do_not_fit_on_the_host_go_to_files(
+    worlds: Callable[..., World], sizes: list[int], below: tuple[Below, ...], going: list[Any]
+) -> None:
+    """Where there is no capacity for all of them below, none goes: the first alone would go for nothing."""
     world = worlds({GPU: 100}, host_limit=50)
-    world.put("cold", {GPU: 50}, "host")
-    world.put("x", {GPU: 100})
-    world.ask("a", gpu=50)
-    assert world.going == [(["x"], "file")]
-
-
-def test_the_second_of_two_evictions_goes_to_a_file_where_the_host_is_full(worlds: Callable[..., World]) -> None:
-    """Of two that go together, too."""
-    world = worlds({GPU: 100}, host_limit=50)
-    world.put("x", {GPU: 50})
-    world.put("y", {GPU: 50})
+    for number, nbytes in enumerate(sizes):
+        world.put(str(number), {GPU: nbytes}, below=below)
     world.ask("a", gpu=100)
-    assert world.going == [(["x"], "host"), (["y"], "file")]
+    assert world.going == going
 
 
 def test_the_copy_of_what_goes_is_kept(worlds: Callable[..., World]) -> None:
@@ -571,15 +566,6 @@ def test_the_copy_of_what_goes_is_kept(worlds: Callable[..., World]) -> None:
     assert world.going == [(["x"], "host"), (["y"], "host")]
     copies = [world.store.copies.get(one.record.segments[0].info.id, "host") for one in (kept, dropped)]
     assert copies[0] is not None and copies[1] is None
-
-
-def test_nothing_goes_where_the_host_has_no_capacity_for_all_of_it(worlds: Callable[..., World]) -> None:
-    """The first alone would go for nothing."""
-    world = worlds({GPU: 100}, host_limit=50)
-    world.put("x", {GPU: 50}, below=("host",))
-    world.put("y", {GPU: 50}, below=("host",))
-    world.ask("a", gpu=100)
-    assert world.moves == []
 
 
 def test_a_good_copy_takes_no_more(worlds: Callable[..., World]) -> None:

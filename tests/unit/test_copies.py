@@ -186,25 +186,18 @@ def test_a_file_that_is_too_short(nothing_left: None, spilled: Callable[..., tup
     assert caught.value.reason == "unreadable"
 
 
-def test_no_space_for_a_file(nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
-    """It is noticed before anything is copied, and the error says what to do."""
-    segment = filled(2 * PAGE)
+@pytest.mark.parametrize("sizes", [[2 * PAGE], [PAGE, 2 * PAGE]], ids=["first", "later"])
+def test_no_space_for_a_file(
+    nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory, sizes: list[int]
+) -> None:
+    """It is noticed before anything of a segment is copied, the copies of those before it are closed, and the error says what
+    to do.
+    """
+    segments = [filled(nbytes) for nbytes in sizes]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
     try:
-        with closing(segment), pytest.raises(CapabilityError, match=rf"{spill.path} has no space.*--spill-dir"):
-            MEMORY.lower([segment], "file", spill)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_later_segment_has_no_space(nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
-    """The copies of those before it are closed."""
-    segments = [filled(PAGE), filled(2 * PAGE)]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
-    try:
-        with pytest.raises(CapabilityError, match="has no space for"):
+        with pytest.raises(CapabilityError, match=rf"{spill.path} has no space.*--spill-dir"):
             MEMORY.lower(segments, "file", spill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

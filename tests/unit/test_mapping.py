@@ -384,39 +384,6 @@ def test_attaching_what_waits_to_be_unmapped(
     assert mapped().count(segment.info.id) == 0
 
 
-def test_many_threads(no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
-    """Threads that attach, lend, drop, drain and fail on the same segments leave nothing, and nobody waits for ever."""
-    made = segments(4)
-    (closed,) = segments(1)
-    closed.close()
-    problems: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for turn in range(150):
-                chosen = made[number % 3 : number % 3 + 2]
-                user = User()
-                with table.attach(chosen, keep=turn % 2 == 0) as mappings:
-                    table.keep_for((mapping, user) for mapping in mappings)
-                assert mappings[0].view()[0] == 0
-                with pytest.raises(ValueError, match="closed"), table.attach([made[3], closed]):
-                    pass
-                del user, mappings
-                if turn % 5 == number % 5:
-                    table.drain()
-        except BaseException as problem:
-            problems.append(problem)
-
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert problems == []
-    assert not any(thread.is_alive() for thread in threads)
-    eventually(lambda: table.drain() or len(table) == 0)
-
-
 # Finding.
 
 

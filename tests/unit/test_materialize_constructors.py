@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +96,6 @@ def test_sparse_tensors() -> None:
             model = Graph(persistent)
         assert torch.equal(model.matrix.to_dense(), torch.tensor([[0.0, 2.0], [2.0, 0.0]]))
         assert same_memory(model.matrix._values(), source.matrix._values()) is persistent
-
-
-def test_a_copy_of_what_was_built() -> None:
-    """A built model is an ordinary one: a deep copy has memory of its own."""
-    source = nn.BatchNorm1d(3)
-    with materialize(source):
-        model = nn.BatchNorm1d(3)
-    other = copy.deepcopy(model)
-    assert torch.equal(other.weight, source.weight)
-    assert not same_memory(other.weight, source.weight)
 
 
 # What callers may get wrong.

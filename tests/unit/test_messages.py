@@ -181,13 +181,6 @@ def test_a_field_of_another_type_is_refused(kind: type[Message], data: st.DataOb
             decode_message(Frame(number, 1, msgspec.msgpack.encode(items)))
 
 
-@given(st.integers(0, 255), st.binary(max_size=60))
-def test_garbage_is_a_protocol_error(kind: int, body: bytes) -> None:
-    """Whatever the bytes, a message or ProtocolError comes of them."""
-    with suppress(ProtocolError):
-        assert type(decode_message(Frame(kind, 1, body))) in KINDS
-
-
 @given(st.sampled_from(KINDS), st.lists(plain, max_size=6))
 def test_plain_data_of_another_shape_is_a_protocol_error(kind: type[Message], items: list[Any]) -> None:
     """The same for well-formed MessagePack."""

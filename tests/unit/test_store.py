@@ -170,45 +170,7 @@ def test_leaving_a_run_that_ended_drops_nothing() -> None:
     assert calls.join("f(1)", "third") is current
 
 
-@pytest.mark.parametrize("what", [{"key": "f(1)"}, {"endpoint": "f"}])
-def test_invalidation_detaches_a_run(what: dict[str, str]) -> None:
-    """Its waiters stay with it, it has no key to be cached under, and the next identical call starts anew."""
-    calls: RunTable[str] = RunTable()
-    run, other = opened(calls, "f", "f(1)", "first"), opened(calls, "g", "g(1)", "other")
-    assert calls.detach(**what) == 1
-    assert run.key is None and other.key == "g(1)"
-    assert calls.join("f(1)", "second") is None
-    fresh = opened(calls, "f", "f(1)", "second")
-    assert calls.close(run) == ["first"]
-    assert calls.join("f(1)", "third") is fresh
-    assert calls.detach(key="h(1)") == calls.detach(endpoint="h") == 0
-
-
 # Objects.
-
-
-def test_an_uncached_object_goes_with_its_last_lease(shelf: Shelf) -> None:
-    """And at once, if nobody ever held it."""
-    held = shelf.add(None, holders="ab")
-    shelf.release("a", held)
-    assert shelf.dropped == []
-    shelf.release("b", held)
-    assert shelf.dropped == [held]
-    unwanted = shelf.add(None)
-    assert shelf.dropped == [held, unwanted]
-    assert len(shelf.store) == 0
-
-
-def test_invalidation_leaves_leased_objects_to_their_holders(shelf: Shelf) -> None:
-    """They are found by key no more, and go with their last lease."""
-    stored = shelf.add("f(1)", holders="ab")
-    assert shelf.store.invalidate(endpoint="f") == 1
-    assert shelf.store.lookup("f(1)") is None and shelf.store.get(stored.object_id) is stored
-    assert shelf.store.invalidate(endpoint="f") == 0
-    shelf.release("a", stored)
-    assert shelf.dropped == []
-    shelf.release("b", stored)
-    assert shelf.dropped == [stored]
 
 
 def test_a_lease_is_no_idle_time(shelf: Shelf) -> None:
@@ -234,37 +196,6 @@ def test_the_least_recently_used_goes_first(budget: Shelf) -> None:
     assert budget.dropped == [second] and budget.store.nbytes == 300
     budget.add("f(4)", "one", "two")
     assert budget.dropped == [second, third, first] and budget.store.nbytes == 300
-
-
-def test_the_end_of_a_lease_is_a_use(budget: Shelf) -> None:
-    """What was held until now was used until now."""
-    held = budget.add("f(0)", holders="a")
-    idle = budget.add("f(1)")
-    budget.clock.time += 1000
-    budget.release("a", held)
-    budget.add("f(2)", "one", "two")
-    assert budget.dropped == [idle]
-
-
-def test_a_leased_object_is_never_evicted(budget: Shelf) -> None:
-    """The budget is exceeded rather than taken from those who work; it is kept to when they are done."""
-    held = [budget.add(f"f({number})", holders="a") for number in range(4)]
-    assert budget.dropped == [] and budget.store.nbytes == 400
-    unheld = budget.add("f(4)")
-    assert budget.dropped == [unheld]
-    budget.release("a", held[2])
-    assert budget.dropped == [unheld, held[2]] and budget.store.nbytes == 300
-
-
-def test_the_end_drops_everything_once(shelf: Shelf) -> None:
-    """Leased or not; a release that comes later finds nothing."""
-    objects = [shelf.add("f(1)"), shelf.add("f(2)", holders="a"), shelf.add(None, holders="a")]
-    shelf.store.clear()
-    shelf.store.clear()
-    assert shelf.dropped == objects and len(shelf.store) == shelf.store.nbytes == 0
-    assert shelf.release("a", objects[1])
-    assert shelf.dropped == objects
-    assert shelf.store.lookup("f(1)") is None and shelf.store.expire() is None
 
 
 def test_the_facts_are_those_of_the_contract(shelf: Shelf) -> None:
@@ -573,11 +504,12 @@ class CallModel(RuleBasedStateMachine):
             del self.waiting[waiter]
         self.told += expected
 
-    @rule(key=KEYS)
-    def detach(self, key: str) -> None:
-        """A call is invalidated: its runs go on without a key."""
-        runs = [run for run in self.runs if run.key == key]
-        assert self.calls.detach(key=key) == len(runs)
+    @rule(key=KEYS | st.none(), endpoint=st.sampled_from("fg"))
+    def detach(self, key: str | None, endpoint: str) -> None:
+        """A call, or all calls of an endpoint, are invalidated: their runs go on without a key."""
+        what = {"key": key} if key else {"endpoint": endpoint}
+        runs = [run for run in self.runs if run.key and (run.key == key or (not key and run.key[0] == endpoint))]
+        assert self.calls.detach(**what) == len(runs)
         assert all(run.key is None and run in self.calls for run in runs)
         self.not_joinable(*runs)
 

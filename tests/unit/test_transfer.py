@@ -421,7 +421,7 @@ def test_a_result_of_a_session_that_ended() -> None:
 
 @pytest.mark.gpu
 def test_a_thread_without_a_context_is_told_the_truth() -> None:
-    """The XXks for events of a context that is not current in its thread: work that goes on has not been done."""
+    """A thread may ask for an event of a context that is not current there: work that goes on has not been done."""
     backend = backend_for(device_id("cuda"))
     answers: list[bool] = []
     torch.cuda.synchronize()

@@ -7,7 +7,6 @@ import functools
 import importlib
 import logging
 import mmap
-import os
 import socket
 import sqlite3
 import sys
@@ -27,6 +26,7 @@ from torch.nn.utils import parametrizations
 
 from shared_rpc.codec.results import publish
 from shared_rpc.errors import CapabilityError
+from tests.kit.models import Locked
 from tests.kit.subjects import plus_one, quietly
 
 _opened: list[IO[Any]] = []
@@ -111,6 +111,18 @@ def _parametrised_graph() -> nn.Module:
     return parametrizations.weight_norm(graph, "gain")
 
 
+def _recursive_and_locked() -> Callable[..., Any]:
+    """A function whose first cell is still empty when it is looked at, and whose second is the reason for the failure."""
+    lock = threading.Lock()
+
+    def function() -> Any:
+        return absent, lock
+
+    if lock.locked():
+        absent = None
+    return function
+
+
 def _with_default(thing: Any) -> Callable[..., Any]:
     return lambda given=thing: given
 
@@ -153,7 +165,6 @@ class Raises:
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "text file": (_reading, "", "is an open file of this process: keep its path"),
     "binary file": (lambda: _open(__file__, "rb"), "", "is an open file of this process"),
-    "file to write": (lambda: _open(os.devnull, "w", encoding="utf-8"), "", "is an open file of this process"),
     "raw file": (lambda: _open(__file__, "rb", buffering=0), "", "is an open file of this process"),
     "temporary file": (_temporary, "", "is an open file of this process"),
     "file in a closure": (lambda: _closing_over(_reading()), ".<closure thing>", "is an open file of this process"),
@@ -174,11 +185,15 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
         ),
         "cannot pickle '_thread.",
     ),
+    "lock in a module": (Locked, ".layers.1.guard['of'][0]", "cannot pickle '_thread.lock' object"),
+    "generator": (lambda: (number for number in range(3)), "", "cannot pickle 'generator' object"),
+    "closure with an empty cell": (_recursive_and_locked, ".<closure lock>", "cannot pickle '_thread.lock' object"),
     "log handler": (logging.StreamHandler, ".lock", "cannot pickle '_thread.RLock' object"),
     "executor": (lambda: ThreadPoolExecutor(1), "._work_queue", "cannot pickle '_queue.SimpleQueue' object"),
     "weak reference": (lambda: weakref.ref(nn.Module()), "", "cannot pickle 'weakref.ReferenceType' object"),
     "context variable": (lambda: contextvars.ContextVar("variable"), "", "cannot pickle '_contextvars.ContextVar' object"),
     "scripted function": (lambda: _quiet(lambda: torch.jit.script(plus_one)), "", "is TorchScript"),
+    "scripted module": (lambda: _quiet(lambda: torch.jit.script(nn.Linear(2, 2))), "", "is TorchScript"),
     "traced function": (lambda: _quiet(lambda: torch.jit.trace(plus_one, torch.ones(1))), "", "is TorchScript"),
     "mkldnn module": (
         lambda: _quiet(lambda: nn.Sequential(importlib.import_module("torch.utils.mkldnn").to_mkldnn(nn.Linear(2, 2).eval()))),
@@ -198,6 +213,9 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "is an operator of torch: keep its name, and look it up in torch.ops",
     ),
     "overload": (lambda: torch.ops.aten.add.Tensor, "", "is an operator of torch: keep its name"),
+    "meta tensor": (lambda: torch.empty(2, device="meta"), "", "is on the meta device"),
+    "meta tensor in a list": (lambda: [torch.empty(2, device="meta")], "[0]", "is on the meta device"),
+    "lazy module": (lambda: _quiet(lambda: nn.LazyLinear(3)), ".weight", "run the module once"),
     "csr tensor": (
         lambda: _quiet(lambda: torch.eye(2).to_sparse_csr()),
         "",
