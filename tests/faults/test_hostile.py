@@ -97,6 +97,7 @@ def server(no_leaks: None, loop: None, provider: Provider, serve: Serve, good: C
 
     server = serve(max_workers=1)
     good.call("ones", 3)
+    good.create_buffer(1).release()  # starts the thread that makes memory
     before = account(server)
     yield server
     go.set()
@@ -314,6 +315,7 @@ def tensor_call(
     nbytes: int = 4096,
     device: str = "cpu",
     skeletons: tuple[int, ...] = (),
+    **places: list[int],
 ) -> m.Call:
     """Return a call of ``total`` with one tensor."""
     if table is ...:
@@ -326,6 +328,7 @@ def tensor_call(
         msgspec.Raw(msgspec.msgpack.encode(table)),
         [SegmentInfo("chosen by the client", nbytes, device)] * segments,
         list(skeletons),
+        **places,
     )
 
 
@@ -395,6 +398,22 @@ MISMATCHED = {
     "skeleton that is not there": tensor_call(skeletons=(5,)),
     "negative skeleton": tensor_call(skeletons=(-1, 1)),
 }
+#: Segments that are named: those that the server does not have, and places that are none of the message's segments.
+UNKNOWN = (tensor_call(kept=[0]), tensor_call(kept=[0], arenas=[0]), tensor_call(kept=[0], held=[3]))
+MISPLACED = (
+    *(tensor_call(kept=kept) for kept in ([1], [-1], [0, 1], [])),
+    tensor_call(segments=2, kept=[0, 0]),
+    *(tensor_call(kept=[0], arenas=[place]) for place in (5, -1)),
+)
+#: Buffers that cannot be, and the codes of their errors.
+NO_BUFFERS = (
+    (m.CreateBuffer((1 << 63) - 1), "capability"),
+    (m.CreateBuffer([1 << 62] * 64), "configuration"),
+    (m.CreateBuffer(1, device="y" * 100_000), "capability"),
+    (m.CreateBuffer(1, max_accesses=-5), "configuration"),
+    (m.CreateBuffer(True), "protocol"),
+    (m.GetBuffer("z" * 100_000), "buffer-not-found"),
+)
 #: Tables from which a tensor would be made that leaves the memory with which it came.
 UNFIT = [
     *(tensor_call(storage=StorageEntry(0, *place)) for place in ((4090, 16), (-16, 16), (16, -16), (1 << 62, 1 << 62))),
@@ -446,6 +465,9 @@ REFUSED: dict[str, Sent] = {
     **{name: Sent(call, "protocol", "do not match", memory=sealed_memory) for name, call in MISMATCHED.items()},
     **{f"table {number}": Sent(call, "codec capability", memory=sealed_memory) for number, call in enumerate(UNFIT)},
     **{name: Sent(tensor_call(), "capability", memory=make) for name, make in NO_MEMORY.items()},
+    **{f"unknown segment {number}": Sent(call, "segment-not-found") for number, call in enumerate(UNKNOWN)},
+    **{f"misplaced segment {number}": Sent(call, "protocol") for number, call in enumerate(MISPLACED)},
+    **{f"buffer {number}": Sent(message, code) for number, (message, code) in enumerate(NO_BUFFERS)},
     "no pickle": Sent(m.Call("total", [encode(SkeletonRef(0))], skeletons=[4]), "codec", payload=b"\x80\x05K."),
     "promote nothing": Sent(x.PromoteCandidate(""), "refresh"),
     "promote a long id": Sent(x.PromoteCandidate("x" * (7 << 20)), "refresh"),

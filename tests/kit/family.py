@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from shared_rpc.memory.mapping import MAPPINGS
 
@@ -158,14 +157,6 @@ def facts(kept: list[Any]) -> Any:
     return len({tensor.untyped_storage()._cdata for tensor in kept}), len(MAPPINGS), descriptors()
 
 
-def weigh(kept: list[Any]) -> int:
-    """The private bytes that reading all of what it has costs."""
-    before = private()
-    for tensor in kept:
-        tensor.sum()
-    return private() - before
-
-
 def call(kept: list[Any], base_path: str, device: str, endpoint: str) -> Any:
     """Call an endpoint with what it has: the answer, the bytes that were copied for it, and leases of its own."""
     from shared_rpc import Client
@@ -205,29 +196,6 @@ def fill(tensor: torch.Tensor) -> int:
     tensor.fill_(7)
     settle()
     return os.getpid()
-
-
-def put(rank: int, queue: Any, tensor: torch.Tensor, done: Any) -> None:
-    """Send a view back, and live until it was received."""
-    tensor.add_(1)
-    settle()
-    queue.put(tensor[2:])
-    done.wait()
-
-
-class Rows(Dataset[torch.Tensor]):
-    """The rows of a matrix."""
-
-    def __init__(self, matrix: torch.Tensor) -> None:
-        self.matrix = matrix
-
-    def __len__(self) -> int:
-        """How many."""
-        return len(self.matrix)
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        """One of them, not a copy."""
-        return self.matrix[number]
 
 
 def access(kept: list[Any]) -> str:

@@ -148,18 +148,6 @@ async def test_arguments_and_errors(client: AsyncClient) -> None:
     assert await client.ping() < 5
 
 
-async def test_cancelling_a_call(client: AsyncClient, server: Server, go: threading.Event) -> None:
-    """The server is told, no reply is left over, and the connection serves the next request."""
-    with anyio.move_on_after(0.05) as scope:
-        await client.call("hold", 1)
-    assert scope.cancelled_caught
-    assert await client.ping() < 5
-    assert server.info()["connections"] == 1
-    go.set()
-    await until(lambda: server.info()["running"] == 0)
-    assert (await client.call("hold", 2)).item() == 2
-
-
 async def test_cancelling_the_one_who_reads(client: AsyncClient, server: Server, go: threading.Event) -> None:
     """Another one who waits reads in its place."""
     results = []
@@ -205,15 +193,6 @@ async def test_cancelling_at_the_moment_of_the_reply(
     await client.ping()
     await until(lambda: server.info()["leases"] == 0 and server.info()["objects"] == 0)
     await until(lambda: open_fds() <= before)
-
-
-async def test_a_call_that_runs_out_of_time(server: Server) -> None:
-    """A timeout is one error, and leaves the connection in order."""
-    async with AsyncClient(socket_path=server.socket_path, timeout=0.05) as client:
-        with pytest.raises(DeadlineExceeded, match=r"hold\(\) took longer than its timeout"):
-            await client.call("hold", 1)
-        assert await client.ping() < 5
-        assert server.info()["connections"] == 1
 
 
 async def test_the_loop_goes_on_while_a_value_is_rebuilt(client: AsyncClient) -> None:
@@ -339,21 +318,3 @@ async def test_closing_a_client_that_waits(server: Server) -> None:
         await client.ping()
     await until(lambda: server.info()["leases"] == 0)
     await handle.release()
-
-
-async def test_nothing_is_left(client: AsyncClient, server: Server) -> None:
-    """Descriptors are as before after a hundred calls with memory."""
-    for _ in range(3):
-        await client.call("add", torch.ones(3), 1)
-    gc.collect()
-    before = open_fds()
-    for _ in range(100):
-        await client.call("add", torch.ones(3), 1)
-    gc.collect()
-    await until(lambda: open_fds() <= before)
-
-
-async def test_an_endpoint_that_ran_out_of_time(client: AsyncClient) -> None:
-    """What it says of that reaches its caller, whose own time is not over."""
-    with pytest.raises(DeadlineExceeded, match=r"^the oven took too long"):
-        await client.call("late")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from shared_rpc.errors import (
     CapabilityError,
     CodecError,
     ConfigurationError,
-    DeadlineExceeded,
     ProtocolError,
     ServerBusy,
 )
@@ -184,14 +182,6 @@ def test_a_buffer_is_what_was_asked_for(
         assert client.free_buffer(buffer)
 
 
-def test_an_endpoint_gets_the_memory_itself(client: Client) -> None:
-    """As what it made: named, and not copied."""
-    with client.create_buffer((4, 4), "float32", zero=True) as buffer:
-        client.call("add", buffer.value[1:3], 2.5)
-        assert buffer.value.sum().item() == 2.5 * 8
-        client.free_buffer(buffer)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 def test_memory_of_the_host_beside_a_gpu(client: Client, peer: Child, device: str) -> None:
@@ -208,19 +198,6 @@ def test_memory_of_the_host_beside_a_gpu(client: Client, peer: Child, device: st
 
 
 # Who may get it, and for how long.
-
-
-def test_somebody_sets_the_time(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By two hours, in either direction: what expires does so in its time, and what people see is the host's time."""
-    buffer = client.create_buffer(8, ttl=3600)
-    ends = client.get_object_info(buffer)["expires_at"]
-    real = time.time
-    for step in (7200.0, -7200.0):
-        monkeypatch.setattr(time, "time", lambda step=step: real() + step)
-        server.engine.ask(lambda core: core.buffers.table.expire())
-        info = client.get_object_info(buffer.object_id)
-        assert info["state"] == "listed"
-        assert info["expires_at"] == pytest.approx(ends + step, abs=60)
 
 
 def test_a_ttl_that_nobody_waits_for(client: Client, device: str) -> None:
@@ -294,15 +271,6 @@ def test_a_quota_in_bytes(limited: Connect, device: str, children: list[Child]) 
     client.create_buffer(2 * step).release()
 
 
-def test_a_quota_as_a_fraction(limited: Connect, device: str) -> None:
-    """Of all that the device has."""
-    client = limited(0.25)
-    (entry,) = [entry for entry in client.list_devices() if entry["id"] == device_id(device)]
-    assert entry["limit"] == int(entry["total"] * 0.25)
-    with pytest.raises(CapabilityError, match=f"are more than .*, {entry['limit']}: ask for less"):
-        client.create_buffer(entry["limit"] + 1)
-
-
 @on_the_host
 @pytest.mark.parametrize(
     ("quotas", "text"),
@@ -318,15 +286,6 @@ def test_quotas_that_cannot_be(shared: Provider, quotas: Any, text: str) -> None
     """The server does not start, and says which."""
     with pytest.raises(ConfigurationError, match=text):
         Server(shared, quotas=quotas).start()
-
-
-def test_more_than_there_is(client: Client, device: str) -> None:
-    """Without a quota the device's memory is the limit; the server goes on."""
-    total = facts_of(device_id(device)).total
-    for asked in (total + size(device), 1 << 62):
-        with pytest.raises(CapabilityError, match="more than the device's memory"):
-            client.create_buffer(asked)
-    client.create_buffer(10, ttl=60).release()
 
 
 @pytest.mark.gpu
@@ -401,44 +360,7 @@ def test_what_cannot_be_asked_for(client: Client, arguments: tuple[Any, ...], op
     assert client.get_server_info()["objects"] == 0
 
 
-@on_the_host
-@pytest.mark.parametrize(
-    ("message", "code"),
-    [
-        (m.CreateBuffer((1 << 63) - 1), "capability"),
-        (m.CreateBuffer([1] * 100_000), "protocol"),
-        (m.CreateBuffer([1 << 62] * 64), "configuration"),
-        (m.CreateBuffer(1, device="y" * 100_000), "capability"),
-        (m.CreateBuffer(1, max_accesses=-5), "configuration"),
-        (m.CreateBuffer(True), "protocol"),
-        (m.GetBuffer("z" * 100_000), "buffer-not-found"),
-    ],
-    ids=["absurd", "dimensions", "overflow", "device", "accesses", "bool", "id"],
-)
-def test_what_no_client_sends(client: Client, message: m.Message, code: str) -> None:
-    """It fails alone, in few words; nothing is made, and the connection goes on."""
-    with Raw(client.socket_path) as raw:
-        error = raw.ask(message)
-        assert isinstance(error, m.Error)
-        assert error.code == code and len(error.text) < 2000
-        assert isinstance(raw.ask(m.Ping()), m.Pong)
-    assert client.get_server_info()["objects"] == 0 and used(client) == 0
-
-
 # Giving up.
-
-
-@on_the_host
-def test_a_caller_that_gives_up(client: Client, connect: Connect, slow: list[int], go: threading.Event) -> None:
-    """What is made for it then is thrown away: nobody would know of it."""
-    hasty = connect(timeout=0.1)
-    with pytest.raises(DeadlineExceeded):
-        hasty.create_buffer(100)
-    assert client.ping() < 5  # the loop goes on while memory is made
-    go.set()
-    eventually(lambda: used(client) == 0)
-    assert client.get_server_info()["buffers"] == 0
-    hasty.list_devices()
 
 
 @on_the_host

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
 from collections.abc import Callable
@@ -16,9 +15,8 @@ import pytest
 import torch
 
 from shared_rpc import Provider, Server
-from shared_rpc.errors import CapabilityError, RemoteError, SharedRPCError
+from shared_rpc.errors import CapabilityError, RemoteError
 from shared_rpc.execution.in_process import InProcessExecutor
-from shared_rpc.execution.publishing import Publisher
 from shared_rpc.protocol import messages as m
 from tests.kit.apps import Connect, Serve
 from tests.kit.deep import deep
@@ -115,13 +113,6 @@ class Locked(Exception):
         self.lock = threading.Lock()
 
 
-class Mute(Exception):
-    """Cannot be printed."""
-
-    def __str__(self) -> str:
-        raise SystemExit("not even this")
-
-
 class Sticky(Exception):
     """Ends whoever pickles it."""
 
@@ -183,16 +174,6 @@ def test_an_exception_that_cannot_travel(
     assert message in caught.value.message
     assert "raise error()" in caught.value.traceback
     assert len(str(caught.value)) < 100_000
-
-
-def test_an_exception_that_cannot_be_printed(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """Whoever waits for it is told all the same."""
-    raiser(provider, Mute)
-    serve()
-    client = connect()
-    with pytest.raises(Mute):
-        client.call("fail")
-    client.ping()
 
 
 SCRIPT = """
@@ -294,21 +275,6 @@ def test_an_async_endpoint_whose_device_cannot_be_used(
             call("load")
 
 
-def test_a_result_that_no_thread_can_publish(
-    provider: Provider, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The caller of an async endpoint gets the error."""
-
-    @provider.share
-    async def load() -> torch.Tensor:
-        return torch.ones(1)
-
-    monkeypatch.setattr(Publisher, "elsewhere", Mock(side_effect=RuntimeError("can't start new thread")))
-    serve()
-    with pytest.raises(CapabilityError, match="can't start new thread"):
-        connect().call("load")
-
-
 def test_an_async_endpoint_that_stops_waiting_for_another(provider: Provider, serve: Serve, connect: Connect) -> None:
     """The other one goes on for those to come; nobody holds a lease that nobody asked for any more."""
     ready = asyncio.Event()
@@ -332,30 +298,6 @@ def test_an_async_endpoint_that_stops_waiting_for_another(provider: Provider, se
     with client.call("slow") as handle:
         assert handle.value.sum() == 4
     assert server.info()["builds"] == 2
-
-
-def test_an_interrupted_caller_in_the_server_leaves_no_lease(
-    provider: Provider, serve: Serve, go: threading.Event, begun: threading.Event
-) -> None:
-    """A call of the server's own process that is cancelled gives back what it never got."""
-
-    @provider.share(managed=True)
-    async def slow() -> torch.Tensor:
-        begun.set()
-        await anyio.to_thread.run_sync(go.wait)
-        return torch.ones(1)
-
-    server = serve()
-
-    async def impatient() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(slow(), 0.05)
-
-    asyncio.run(impatient())
-    assert begun.is_set()
-    go.set()
-    eventually(lambda: server.info()["objects"] == 1)
-    eventually(lambda: gc.collect() >= 0 and server.info()["leases"] == 0)
 
 
 # Waiters that leave.
@@ -394,17 +336,6 @@ def test_queued_work_that_nobody_waits_for_never_runs(
 
 
 # Endpoints and arguments.
-
-
-def test_an_argument_that_is_too_large_for_a_message(provider: Provider, serve: Serve, connect: Connect) -> None:
-    """The client says so before it sends anything, and says what to do."""
-    provider.share("see", cache=False)(lambda data: None)
-    server, client = serve(), connect()
-    client.ping()
-    with pytest.raises(SharedRPCError, match="large data travels as tensors"):
-        client.call("see", bytes(65 << 20))
-    client.ping()
-    assert server.info()["calls"] == 0
 
 
 def test_a_fingerprint_is_the_same_in_every_process() -> None:

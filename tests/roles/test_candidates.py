@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Generation, Handle
-from shared_rpc.errors import ConfigurationError, RefreshError
+from shared_rpc.errors import RefreshError
 from tests.kit.apps import App, at_once
 from tests.kit.processes import eventually
 
@@ -163,24 +163,6 @@ def test_a_call_does_not_join_a_preparation(app: App, load: Any, builds: Builds)
     assert (builds.count, number(handle)) == (2, 2)
     with pytest.raises(RefreshError, match="is later than candidate"):
         app.provider.promote(candidate)
-
-
-def test_a_failed_preparation_changes_nothing(app: App, load: Any, builds: Builds) -> None:
-    """The endpoint's own error arrives."""
-    present = load()
-    builds.fails = True
-    with pytest.raises(ZeroDivisionError, match="no weights today"):
-        app.provider.prepare("load")
-    builds.fails = False
-    assert present.is_current()
-    assert app.provider.promote(app.provider.prepare("load")).generation == 2
-
-
-def test_what_is_not_cached_has_no_candidates(app: App) -> None:
-    """As it has no generations."""
-    app.share("plain", cache=False)(lambda: torch.ones(1))
-    with pytest.raises(ConfigurationError, match="share it with cache=True"):
-        app.provider.prepare("plain")
 
 
 def test_an_unmanaged_endpoint_has_candidates(app: App, builds: Builds) -> None:

@@ -25,7 +25,6 @@ from shared_rpc.errors import (
 )
 from shared_rpc.operations import channels
 from tests.kit.apps import Serve
-from tests.kit.attacker import CONTAINER, needs_namespaces
 from tests.kit.deep import deep
 from tests.kit.interpreter import bits
 from tests.kit.processes import Child, open_fds, python
@@ -254,26 +253,6 @@ def test_a_killed_sender_is_seen_within_a_second(client: Client, peer: Callable[
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_a_maker_that_is_killed_before_it_sends(client: Client, elsewhere: Run, children: list[Child]) -> None:
-    """A reader that waits for the first message sees it too."""
-    maker = python(
-        """
-        import sys
-        from shared_rpc import Client
-        client = Client(device="cpu")
-        channel = client.create_channel("c", 4096)
-        print("made", flush=True)
-        sys.stdin.readline()
-        """
-    )
-    children.append(maker)
-    maker.expect("made")
-    threading.Timer(0.2, maker.process.kill).start()
-    with client.open_channel("c") as channel, pytest.raises(ChannelClosed, match=r"the maker .* was killed"):
-        channel.receive(timeout=20).__enter__()
-
-
-@pytest.mark.parametrize("device", ["cpu"])
 def test_closed_sides(client: Client) -> None:
     """The end of a sender ends the iteration; that of a reader is an error of the sender; a closed channel says so."""
     with client.create_channel("c", 4096) as channel, client.open_channel("c") as reader:
@@ -486,30 +465,6 @@ def test_a_forked_child_opens_its_own(client: Client, elsewhere: Run) -> None:
     channel.close()
     """
     assert elsewhere(code) == 7
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("device", ["cpu"])
-@needs_namespaces
-def test_a_reader_in_a_container(client: Client, children: list[Child]) -> None:
-    """It has user, pid and ipc namespaces of its own; its end is seen too."""
-    code = """
-import sys, torch
-from shared_rpc import Client
-channel = Client(device="cpu", connect_timeout=5).open_channel("c")
-with channel.receive(timeout=20) as message:
-    print("received", [name for name, _ in message], flush=True)
-sys.stdin.readline()
-"""
-    with client.create_channel("c", 4096) as channel:
-        reader = Child("-c", code, before=(*CONTAINER, "--ipc"), fresh=True)
-        children.append(reader)
-        channel.send({"x": torch.ones(1)}, timeout=30)
-        assert reader.expect("received") == "received ['x']"
-        reader.process.kill()
-        with pytest.raises(ChannelClosed, match="was killed"):
-            for _ in range(4):
-                channel.send({"x": torch.ones(1)}, timeout=10)
 
 
 @pytest.mark.anyio

@@ -119,25 +119,6 @@ def test_threads_do_not_keep_a_client(server: Server, make: Callable[[], Client]
     await_end(server)
 
 
-def test_a_client_that_failed(server: Server, make: Callable[[], Client]) -> None:
-    """An error that was caught keeps nothing once it is gone."""
-    client = make()
-    with pytest.raises(TypeError):
-        client.call("doubled")
-    dropped = weakref.ref(client)
-    del client
-    assert dropped() is None
-    await_end(server)
-
-
-def test_a_client_that_never_connected(base_path: str) -> None:
-    """There is nothing to end."""
-    client = Client(base_path, device="cpu")
-    dropped = weakref.ref(client)
-    del client
-    assert dropped() is None
-
-
 def test_a_client_that_could_not_be_made() -> None:
     """Its finaliser says nothing, with warnings as errors."""
     with pytest.raises(TypeError):

@@ -8,13 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import anyio
 import msgspec
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Client, Provider, Server
-from shared_rpc.errors import CapabilityError, DeadlineExceeded, ServerBusy
+from shared_rpc import Client, Provider, Server
+from shared_rpc.errors import CapabilityError, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
@@ -115,16 +114,6 @@ def test_memory_is_used_again(server: Server, client: Client) -> None:
     assert fds <= before[0] + 2  # what is given back in the background may need a connection of its own
 
 
-def test_chunks_go_back_without_another_call(server: Server, client: Client, device: str) -> None:
-    """An idle client tells the server of what it dropped; on a GPU, which its next call marks, a second after that."""
-    results = [client.call("full", 1.0) for _ in range(40)]
-    assert pools(server)["chunks"] == 40
-    results.clear()
-    if device == "cuda":
-        client.call("full", 2.0)
-    eventually(lambda: pools(server)["chunks"] <= 2)
-
-
 def test_a_result_that_cannot_be_mapped(server: Server, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its chunk goes back: that it was the first of its arena is no reason to keep it."""
 
@@ -146,14 +135,6 @@ def test_a_small_part_of_a_large_tensor(client: Client, device: str) -> None:
     assert torch.equal(client.call("doubled", matrix[:, 5:9:3][::100].T), matrix[:, 5:9:3][::100].T * 2)
     transfer = client._link.transfer
     assert transfer.arguments.nbytes <= 8 * MIB
-
-
-@pytest.mark.parametrize("offset", [0, 3, 99])
-def test_an_empty_tensor_uses_nothing(client: Client, device: str, offset: int) -> None:
-    """It may begin past the end of its storage, and the storage may have no memory at all."""
-    nothing = torch.empty(0, device=device).as_strided((0, 2), (1, 1), offset)
-    assert client.call("echo", nothing).shape == (0, 2)
-    assert client.call("echo", torch.ones(7, device=device)[5:5]).shape == (0,)
 
 
 def test_a_large_tensor_has_a_segment_of_its_own(server: Server, client: Client, device: str) -> None:
@@ -182,22 +163,6 @@ def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(
     for value in range(500):
         client.call("full", float(value), 1000)
     assert kept[0].unique().tolist() == [5.0]
-
-
-@pytest.mark.asyncio
-async def test_many_at_once(server: Server, device: str) -> None:
-    """Calls of one connection share the pools, and get each their own."""
-
-    async with AsyncClient(socket_path=server.socket_path, pool=SMALL) as client:
-
-        async def ask(value: float) -> None:
-            x = torch.full((100,), value, device=device)
-            for _ in range(10):
-                assert (await client.call("doubled", x)).unique().tolist() == [2 * value]
-
-        async with anyio.create_task_group() as tasks:
-            for value in range(20):
-                tasks.start_soon(ask, float(value))
 
 
 # Pools that are full.
@@ -230,14 +195,6 @@ def test_who_waits_gets_what_comes_back(client: Client, server: Server) -> None:
     assert got[0].unique().tolist() == [2.0]
 
 
-def test_dropped_results_make_room_at_once(client: Client) -> None:
-    """What was dropped and not told yet is told when the server asks for it."""
-    for _ in range(20):
-        results = [client.call("full", 1.0, MIB // 4) for _ in range(8)]
-        del results
-        assert client.call("full", 2.0, MIB // 4).unique().tolist() == [2.0]
-
-
 def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading.Event, device: str) -> None:
     """Who has it is told; when the calls that hold it end, there is memory again."""
     x = torch.ones(MIB // 4, device=device)
@@ -258,26 +215,6 @@ def test_a_full_pool_for_arguments(server: Server, client: Client, go: threading
     for call in (*calls, waiting):
         call.join(20)
     assert sorted(sums) == [MIB // 4] * 8 + [MIB // 2]
-
-
-def test_a_result_nobody_takes(
-    server: Server, client: Client, go: threading.Event, begun: threading.Event, device: str
-) -> None:
-    """A caller that gives up leaves no chunk behind, neither of the argument nor of the result."""
-    client.call("full", 1.0)
-    client._timeout = 0.2
-    with pytest.raises(DeadlineExceeded):
-        client.call("slow", torch.ones(1000, device=device))
-    client._timeout = 30.0
-    go.set()
-    transfer = client._link.transfer
-
-    def clean() -> bool:
-        client.call("full", 1.0)
-        return transfer.arguments.used == 0
-
-    eventually(clean if device == "cpu" else lambda: (torch.cuda.synchronize(), clean())[1] or True)
-    eventually(lambda: client.call("full", 1.0) is not None and pools(server)["chunks"] <= 40)
 
 
 # Deaths.
@@ -417,24 +354,6 @@ class TestHostile:
                 error = stranger.ask(in_arena(INFO, arenas=[0], kept=[0], chunks=[1]))
                 assert isinstance(error, m.Error)
                 assert error.code == "segment-not-found"
-
-    @pytest.mark.parametrize(
-        ("fields", "code"),
-        [
-            ({"arenas": [5], "kept": [0]}, "protocol"),
-            ({"arenas": [-1], "kept": [0]}, "protocol"),
-            ({"arenas": [0], "kept": [0]}, "segment-not-found"),
-            ({"held": [3], "kept": [0]}, "segment-not-found"),
-        ],
-        ids=["beyond", "negative", "unknown", "held"],
-    )
-    def test_arenas_that_are_none(self, server: Server, client: Client, fields: dict[str, Any], code: str) -> None:
-        """The call fails, and the connection goes on."""
-        with Raw(server.socket_path) as raw:
-            error = raw.ask(in_arena(INFO, **fields))
-            assert isinstance(error, m.Error)
-            assert error.code == code
-            assert isinstance(raw.ask(m.Ping()), m.Pong)
 
     def test_arenas_without_end(self, server: Server, client: Client) -> None:
         """A client cannot fill the server's table of descriptors with them."""

@@ -81,21 +81,6 @@ def test_a_refresh_makes_the_next_generation_current(app: App, builds: Builds) -
     assert (old.get_object_info()["current"], old.get_object_info()["generation"]) == (False, 1)
 
 
-def test_latest_is_another_handle(app: App, builds: Builds) -> None:
-    """The old one stays as it is, and each is released for itself."""
-    load = app.share("load", managed=True)(builds.build)
-    old = load()
-    same = old.latest()
-    assert (same.object_id, same is old, old.is_current()) == (old.object_id, False, True)
-    same.release()
-    load.refresh()
-    with old.latest() as new:
-        assert (type(new), new.generation, number(new.value), new.is_current()) == (Handle, 2, 2, True)
-        assert new.get_object_info()["leases"] == 1
-    assert (number(old.value), old.is_stale()) == (1, False)
-    assert old.latest().latest().generation == 2
-
-
 def test_a_stale_handle_is_not_current(app: App, builds: Builds) -> None:
     """Neither a released one, nor one whose object is gone; and what was invalidated has no latest one."""
     load = app.share("load", managed=True)(builds.build)

@@ -159,26 +159,6 @@ def test_object_info_is_asked_each_time(app: App) -> None:
         assert info == first | {"current": False}
 
 
-def test_info_of_an_object_that_is_gone(app: App) -> None:
-    """A refresh after the object went says so, and names the object."""
-
-    @app.share(managed=True, cache=False)
-    def load() -> torch.Tensor:
-        return torch.ones(1)
-
-    handle = load()
-    handle.release()
-
-    def refused() -> bool:
-        try:
-            handle.get_object_info()
-        except StaleHandleError as error:
-            return error.reason == "object_gone" and handle.object_id in str(error)
-        return False
-
-    eventually(refused)
-
-
 def test_tensors_outlive_the_provider(app: App) -> None:
     """``close`` makes handles stale, and leaves what was taken from them."""
 

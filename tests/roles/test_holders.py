@@ -67,13 +67,6 @@ def test_a_process_holds_an_object_until_it_is_killed(client: Client, holder: Ch
     eventually(lambda: client.holders(handle.object_id) == [mine])
 
 
-def test_nobody_holds_what_only_the_cache_keeps(client: Client) -> None:
-    """It is there all the same."""
-    with client.call("held") as handle:
-        assert len(client.holders(handle)) == 1
-    assert client.holders(handle.object_id) == []
-
-
 def test_what_is_not_there_has_no_holders(client: Client) -> None:
     """That is an error which says so, and not an empty list."""
     with pytest.raises(StaleHandleError, match="has no object 0123") as caught:

@@ -57,8 +57,8 @@ def listener() -> Listener:
 
 
 @pytest.fixture
-def client(provider: Provider, serve: Serve, connect: Connect) -> Client:
-    """A client of a server with a few endpoints."""
+def client(provider: Provider, serve: Serve, connect: Connect, go: threading.Event) -> Client:
+    """A client of a server with a few endpoints, which takes two tasks."""
 
     @provider.share(managed=True)
     def held(size: int) -> torch.Tensor:
@@ -68,7 +68,12 @@ def client(provider: Provider, serve: Serve, connect: Connect) -> Client:
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
 
-    serve()
+    @provider.share(concurrency="serialized", cache=False)
+    def wait() -> torch.Tensor:
+        go.wait()
+        return torch.zeros(1)
+
+    serve(max_tasks=2)
     return connect()
 
 
@@ -87,17 +92,8 @@ def test_a_call_is_told_from_beginning_to_end(client: Client, listener: Listener
     assert first.server_id == second.server_id == finished[0].server_id
 
 
-def test_a_call_whose_caller_gives_up(
-    provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
-) -> None:
+def test_a_call_whose_caller_gives_up(client: Client, connect: Connect, listener: Listener, go: threading.Event) -> None:
     """It is told once, as one that was left, though its run goes on."""
-
-    @provider.share
-    def wait() -> torch.Tensor:
-        go.wait()
-        return torch.zeros(1)
-
-    serve()
     with pytest.raises(errors.DeadlineExceeded):
         connect(timeout=0.05).call("wait")
     assert [event.outcome for event in listener.next(i.CallFinished)] == ["left"]
@@ -163,42 +159,22 @@ def test_a_task_tells_every_status(client: Client, listener: Listener) -> None:
     assert finished.outcome == "built"
 
 
-def test_a_task_that_is_cancelled_ends_its_call(
-    provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
-) -> None:
+def test_a_task_that_is_cancelled_ends_its_call(client: Client, listener: Listener) -> None:
     """Before it begins, too."""
-
-    @provider.share(concurrency="serialized", cache=False)
-    def wait() -> torch.Tensor:
-        go.wait()
-        return torch.zeros(1)
-
-    serve()
-    client = connect()
     client.submit("wait")
     assert client.cancel_task(client.submit("wait"))
     (finished,) = listener.next(i.CallFinished)
     assert (finished.outcome, finished.error) == ("failed", "task-cancelled")
 
 
-def test_a_submit_that_is_refused_ends_its_call(
-    provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
-) -> None:
+def test_a_submit_that_is_refused_ends_its_call(client: Client, listener: Listener) -> None:
     """The server has as many tasks as it takes: that is how the call ended."""
-
-    @provider.share(cache=False)
-    def wait() -> torch.Tensor:
-        go.wait()
-        return torch.zeros(1)
-
-    server = serve(max_tasks=1)
-    client = connect()
-    client.submit("wait")
+    client.submit("wait"), client.submit("wait")
     with pytest.raises(errors.ServerBusy):
         client.submit("wait")
     (finished,) = listener.next(i.CallFinished)
     assert (finished.outcome, finished.error) == ("failed", "server-busy")
-    assert server.info()["failures"] == client.get_statistics()["wait"]["errors"] == 1
+    assert client.get_server_info()["failures"] == client.get_statistics()["wait"]["errors"] == 1
 
 
 def test_a_build_whose_result_nobody_takes_has_finished(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,20 +28,6 @@ def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     provider.share("own", cache=False, managed=True)(lambda: torch.ones(3))
     provider.share("twice", cache=False)(lambda x: x * 2)
     return serve()
-
-
-def test_a_handle_that_is_dropped_while_another_thread_waits(server: Server, client: Client, go: threading.Event) -> None:
-    """Its lease goes back over the connection that the other one reads from."""
-    handles = [client.call("own") for _ in range(10)]
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.call, "wait")
-        eventually(lambda: server.info()["running"] == 1)
-        handles.clear()
-        gc.collect()
-        eventually(lambda: server.info()["leases"] == 0)
-        go.set()
-        waiting.result(20)
-    assert server.info()["connections"] == 1
 
 
 def test_threads_that_time_out_and_go_on(server: Server, client: Client, go: threading.Event) -> None:

@@ -70,11 +70,6 @@ def test_what_an_endpoint_logs_has_the_id_of_its_request(client: Client, stream:
     assert lines(stream, message="outside")[0]["request_id"] == "-"
 
 
-def test_an_error_without_a_server_has_no_id() -> None:
-    """There is no log to look into."""
-    assert errors.ConnectError("nobody is there").request_id == ""
-
-
 def test_importing_configures_no_logging() -> None:
     """Neither the root logger nor the library's own has a handler or a level, in whatever role."""
     child = python("""

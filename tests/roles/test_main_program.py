@@ -6,7 +6,6 @@ Each test runs as ``python app.py`` in the server role, as ``shared-rpc serve ap
 from __future__ import annotations
 
 import platform
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -76,27 +75,6 @@ def pooled(kind, method):
     context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(2, context) if kind == "executor" else context.Pool(2) as pool:
         return tensor(*pool.map(square, [1, 2, 3]))
-
-
-@provider.share(cache=False)
-def joblibbed(backend):
-    import joblib
-
-    return tensor(*joblib.Parallel(2, backend=backend)(joblib.delayed(square)(x) for x in (1, 2, 3)))
-
-
-@provider.share(cache=False)
-def loaded(method):
-    from torch.utils.data import DataLoader
-
-    return tensor(*(int(x) for x in DataLoader([1, 4, 9], num_workers=1, multiprocessing_context=method)))
-
-
-@provider.share(cache=False)
-def compiled(backend):
-    import torch
-
-    return torch.compile(lambda x: torch.relu(x) * 2 + x, backend=backend)(torch.ones(64))
 
 
 @provider.share(cache=False)
@@ -307,30 +285,6 @@ def test_pools_of_processes(served: Served, kind: str, method: str) -> None:
     assert served.ask("pooled", kind, method) == [1, 4, 9]
 
 
-@pytest.mark.parametrize("backend", ["loky", *deep("multiprocessing")])
-def test_pools_of_joblib(served: Served, backend: str) -> None:
-    """Each of its backends."""
-    assert served.ask("joblibbed", backend) == [1, 4, 9]
-
-
-@pytest.mark.parametrize(
-    ("served", "method"),
-    [("script", "spawn"), *deep(*((host, "fork") for host in HOSTS))],
-    indirect=["served"],
-)
-def test_data_loaders(served: Served, method: str) -> None:
-    """With a worker of their own."""
-    assert served.ask("loaded", method) == [1, 4, 9]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", *deep("inductor")])
-def test_compiled_functions(served: Served, backend: str) -> None:
-    """Compiled within the endpoint, by inductor too, which starts processes, where there is a C++ compiler."""
-    if backend == "inductor" and not shutil.which("g++"):
-        pytest.skip("inductor needs a C++ compiler")
-    assert served.ask("compiled", backend) == [3.0] * 64
-
-
 @pytest.mark.parametrize("what", ["executor", "thread", "processes", "subprocess"])
 def test_async_endpoints(served: Served, what: str) -> None:
     """They use the pools of their loop, pools of processes, and other programs."""
@@ -449,24 +403,6 @@ def test_an_exit_callback_of_the_main_code_runs_after_serving(script: Callable[.
         "endpoint at exit",
         "cleaned up",
     ]
-
-
-def test_a_forked_child_of_an_endpoint_ends_with_its_work(script: Callable[..., Served]) -> None:
-    """With ``sys.exit()``, which ends no more than the child, and does not serve."""
-    served = script(
-        """
-@provider.share(cache=False)
-def child():
-    import multiprocessing
-
-    process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(5,))
-    process.start()
-    process.join()
-    return tensor(process.exitcode)
-"""
-    )
-    assert served.ask("child") == [5]
-    assert served.end()[0] == 0
 
 
 def test_a_spawned_child_of_a_script_without_a_main_guard(script: Callable[..., Served]) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from shared_rpc import Client, Provider, Server, materialize
-from shared_rpc.errors import StaleHandleError
 from tests.kit.apps import Connect, Serve
 from tests.kit.models import Tied
 from tests.kit.processes import eventually
@@ -73,14 +71,6 @@ def test_a_model_keeps_its_lease(shared: Client) -> None:
     assert torch.equal(model.tied.embed.weight, expected)
 
 
-def test_a_released_handle(shared: Client) -> None:
-    """There is nothing to take from it."""
-    handle = shared.call("net")
-    handle.release()
-    with pytest.raises(StaleHandleError), materialize(handle):
-        raise AssertionError("the block is not entered")
-
-
 def test_training_leaves_read_only_memory_alone(shared: Client) -> None:
     """Gradients of a read-only source are this process's own."""
     with materialize(shared.call("net")):
@@ -103,9 +93,3 @@ def test_a_shared_gpu_model(base_path: str) -> None:
             model = nn.Linear(2048, 2048)
         assert torch.cuda.memory_allocated() == before
         assert torch.equal(model(x), expected)
-
-
-@pytest.fixture
-def transformers() -> Any:
-    """The library, where it is installed."""
-    return pytest.importorskip("transformers")

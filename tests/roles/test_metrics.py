@@ -316,16 +316,6 @@ def test_a_port_that_is_taken_stops_the_broker_before_it_begins(broker_app: Brok
     assert not Path(f"{broker_app.file}.loaded").exists()
 
 
-def test_a_server_that_cannot_listen_gives_the_port_back(provider: Provider, serve: Serve) -> None:
-    """Whoever comes next may have it."""
-    serve()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(errors.ConfigurationError, match="pid"):
-        Server(provider, metrics_port=port).start()
-    socket.create_server(("127.0.0.1", port)).close()
-
-
 def test_without_the_package_the_error_names_the_extra(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what to install."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)

@@ -112,16 +112,6 @@ class EndsItsReader(torch.nn.Linear):
         return sys.exit, ("unpickled",)
 
 
-def test_a_result_that_ends_whoever_rebuilds_it(client_of: Connect) -> None:
-    """It is one that cannot be rebuilt, as with any other error."""
-
-    def made() -> torch.nn.Module:
-        return EndsItsReader(2, 2)
-
-    with pytest.raises(CodecError, match="SystemExit: unpickled"):
-        client_of(made).call("made")
-
-
 def test_a_result_that_cannot_be_rebuilt_gives_its_lease_back(client_of: Connect, provider: Any) -> None:
     """Nobody has a handle that would."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from shared_rpc import Client, Provider
-from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, Serve
 from tests.kit.interpreter import Interpreter
 from tests.kit.models import Everything
@@ -106,20 +104,6 @@ def test_an_object_that_is_attached_again(device: str, get: Serve, elsewhere: El
     assert [elsewhere(write), elsewhere(write, 1)] == [0, 0]
     assert elsewhere('answer = kept.pop("writes")[0].item()') == 5
     elsewhere('kept.pop("writes")', 1)
-
-
-def test_memory_that_nobody_keeps_mapped(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """A client has the shared segment mapped, and not the one that it has copied."""
-    get(normed(device), tensors="parameters")
-    answer = elsewhere(
-        """
-        from shared_rpc.memory.mapping import MAPPINGS
-        before = len(MAPPINGS)
-        model = client.call("get")
-        answer = [len(MAPPINGS) - before, MAPPINGS.find(model[1].running_mean.data_ptr()) is None]
-        """
-    )
-    assert answer == [1, True]
 
 
 # In every role.
@@ -225,21 +209,3 @@ def test_a_fork_of_a_process_that_has_it(get: Serve, elsewhere: Elsewhere) -> No
         """
     )
     assert answer == [8, 0]
-
-
-# Ways to an object.
-
-
-def test_what_is_left_when_all_have_gone(device: str, get: Serve, client: Client) -> None:
-    """No mapping, and no object of the server's."""
-    get(normed(device), managed=True, cache=False, tensors="parameters")
-    gc.collect()
-    MAPPINGS.drain()
-    before = len(MAPPINGS)
-    with client.call("get") as handle:
-        assert handle.value[1].running_mean[0] == 0
-    del handle
-    gc.collect()
-    MAPPINGS.drain()
-    assert client.get_server_info()["objects"] == 0
-    assert len(MAPPINGS) <= before + 1  # the endpoint's own object lies in a segment

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 
 import anyio
 import anyio.lowlevel
@@ -23,11 +22,6 @@ from tests.kit.processes import eventually
 
 #: Seconds that two runs have to meet. Where they must not meet, this is what the test takes.
 MEETING = 0.2
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """:func:`eventually`, beside a loop that goes on."""
-    await anyio.to_thread.run_sync(eventually, condition)
 
 
 # The cache.
@@ -177,19 +171,6 @@ def test_identical_calls_in_flight_join_one_run(app: App) -> None:
         assert (info["builds"], info["joined"], info["cache_hits"]) == (1, 3, 1)
 
 
-def test_calls_that_are_not_cached_do_not_join(app: App) -> None:
-    """Without a key there is nothing to join by: both run."""
-    meeting = threading.Barrier(2, timeout=10)
-
-    @app.share(cache=False)
-    def load() -> torch.Tensor:
-        meeting.wait()
-        return torch.ones(4)
-
-    one, other = at_once(load, load)
-    assert not shares_memory(one, other)
-
-
 def test_without_singleflight_identical_calls_run_at_once(app: App) -> None:
     """``singleflight=False`` starts a run for each call; later calls find a result."""
     meeting, built = threading.Barrier(2, timeout=10), []
@@ -287,20 +268,6 @@ def test_async_endpoint_is_awaited(app: App) -> None:
     anyio.run(main)
 
 
-def test_async_exception_reaches_the_caller(app: App) -> None:
-    """What the body of an ``async def`` endpoint raises arrives with its own type."""
-
-    @app.share()
-    async def load() -> torch.Tensor:
-        raise LookupError("which model?")
-
-    async def main() -> None:
-        with pytest.raises(LookupError, match="which model"):
-            await load()
-
-    anyio.run(main)
-
-
 def test_async_endpoint_by_name(app: App) -> None:
     """``provider.call`` waits for its result, also in a thread that runs a loop, as every cell of a notebook does."""
 
@@ -316,46 +283,6 @@ def test_async_endpoint_by_name(app: App) -> None:
         return call()
 
     assert call() == anyio.run(main) == 2
-
-
-def test_giving_up_a_turn_leaves_it_to_others(app: App) -> None:
-    """A call that is cancelled while it waits for a serialized endpoint leaves the line, its order and its key alone."""
-    go, begun, inside, peak = threading.Event(), [], 0, 0
-
-    @app.share(concurrency="serialized")
-    async def load(number: int) -> torch.Tensor:
-        nonlocal inside, peak
-        begun.append(number)
-        inside += 1
-        peak = max(peak, inside)
-        await anyio.to_thread.run_sync(go.wait, 10)
-        inside -= 1
-        return torch.ones(number)
-
-    async def main() -> torch.Tensor:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(load, 1)
-            await until(lambda: begun == [1])
-            tasks.start_soon(load, 2)
-            await until(lambda: app.waiting() == 2)
-            async with anyio.create_task_group() as impatient:
-                impatient.start_soon(load, 3)
-                await until(lambda: app.waiting() == 3)
-                for _ in range(5):  # turns of other threads, in which its own begins to wait
-                    await until(lambda: True)
-                impatient.cancel_scope.cancel()
-                # A client's thread cannot be interrupted: there the call ends with its result, which nobody takes.
-                tasks.start_soon(anyio.to_thread.run_sync, go.set)
-        result: torch.Tensor = await load(3)
-        return result
-
-    assert torch.equal(anyio.run(main), torch.ones(3))
-    assert begun[:2] == [1, 2]
-    assert peak == 1
-    app.close()
-    eventually(
-        lambda: not any(thread.name.startswith("AnyIO worker") for thread in threading.enumerate()), what="no thread waits"
-    )
 
 
 # Endpoints that call endpoints.
@@ -447,13 +374,6 @@ def test_sync_call_on_the_server_s_loop(base_path: str) -> None:
 # The provider's own life.
 
 
-def test_endpoint_shared_after_the_first_call(app: App) -> None:
-    """A running server serves what is shared later."""
-    app.share("first")(lambda: torch.zeros(1))()
-    second = app.share("second")(lambda: torch.ones(1))
-    assert torch.equal(second(), torch.ones(1))
-
-
 def test_runtime_info(app: App) -> None:
     """``get_runtime_info`` tells the role, the device, how memory is shared, the process, and in two roles the server."""
     app.share("load")(lambda: torch.ones(1))()
@@ -479,15 +399,3 @@ def test_closed_provider_says_so(app: App, used: bool) -> None:
     for call in (load, load.invalidate, app.provider.get_runtime_info):
         with pytest.raises(ConfigurationError, match="this provider is closed"):
             call()
-
-
-def test_close_leaves_nothing(no_leaks: None, app: App) -> None:
-    """Descriptors and mappings are given back by ``close``, and by dropping what was handed out."""
-
-    @app.share(managed=True)
-    def load(size: int) -> torch.Tensor:
-        return torch.ones(size)
-
-    handles = [load(size) for size in range(1, 9)]
-    app.close()
-    del handles

@@ -98,19 +98,6 @@ def test_a_handle_that_is_garbage_in_every_role(provider: Provider, device: str)
     assert tensor.sum().item() == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("device", ["cuda"], indirect=True)
-def test_memory_of_the_host_beside_a_gpu_in_every_role(provider: Provider) -> None:
-    """A GPU's provider has the host's memory too; a GPU may be named as torch names it."""
-    with provider.create_buffer((4,), "float32", "cpu") as buffer:
-        assert buffer.value.device.type == "cpu"
-        provider.free_buffer(buffer)
-    for name in ("cuda:0", torch.device("cuda", 0), device_id("cuda:0")):
-        with provider.create_buffer(8, device=name) as buffer:
-            assert buffer.value.device == torch.device("cuda", 0)
-            provider.free_buffer(buffer)
-
-
 # The server's own process, and its clients.
 
 

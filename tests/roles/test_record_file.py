@@ -140,15 +140,6 @@ def test_a_truncated_file(there: Site, path: Path, left: float) -> None:
     assert there.client.list_objects() == []
 
 
-def test_a_longer_file(path: Path) -> None:
-    """Is not what was written either."""
-    with path.open("ab") as file:
-        file.write(b"\0")
-    with pytest.raises(RecordError, match=r"and \d+ were written") as caught:
-        FileRecord(path)
-    assert caught.value.reason == "damaged"
-
-
 def test_a_file_that_is_cut_while_it_is_read(there: Site, path: Path) -> None:
     """What was there when it was opened is gone: no read ends the process, and nothing is left."""
     with FileRecord(path) as record:

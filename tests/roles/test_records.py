@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,11 +26,8 @@ from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App, at_once
 from tests.kit.deep import deep
-from tests.kit.models import Everything, Tied
 from tests.kit.payloads import PAYLOADS, aliases, described, each_payload
 from tests.kit.processes import eventually
-
-Edit = Callable[..., RecordHeader]
 
 
 class Site:
@@ -174,16 +169,6 @@ def test_a_payload_arrives_as_it_was(here: Site, there: Site, name: str, endpoin
     ]
 
 
-@pytest.mark.parametrize("make", [Everything, Tied], ids=["everything", "tied"])
-def test_a_module_arrives_as_it_was(here: Site, there: Site, device: str, make: Callable[[str], nn.Module]) -> None:
-    """A class of the user's, and one weight in two places is one weight."""
-    here.box = make(device)
-    adopted(here, there, "boxed")
-    original, arrived = here.client.call("boxed"), there.client.call("boxed")
-    assert described(arrived) == described(original)
-    assert aliases(arrived) == aliases(original)
-
-
 def test_an_object_without_tensors_in_it_arrives(here: Site, there: Site) -> None:
     """A module with no parameters has no segments, and needs no allocated."""
     here.box = nn.ReLU()
@@ -259,20 +244,6 @@ def test_a_header_is_plain_data(here: Site) -> None:
     )
     assert header.fingerprint == here.client.list_endpoints()["load"]["fingerprint"]
     assert header.python.startswith("3.") and torch.__version__.startswith(header.torch)
-
-
-def test_a_record_that_is_dropped_gives_its_lease_back(here: Site) -> None:
-    """As a handle does that nobody has released."""
-    here.client.call("load", 3).release()
-    here.client.export(here.client.list_objects()[0]["object_id"])
-    gc.collect()
-    eventually(lambda: here.client.get_server_info()["leases"] == 0)
-
-
-def test_no_object_no_record(here: Site) -> None:
-    """An unknown id is an error, and leaves nothing behind."""
-    with pytest.raises(StaleHandleError):
-        here.client.export("0" * 24)
 
 
 def test_a_buffer_is_exported_on_its_terms(here: Site, there: Site) -> None:
@@ -354,35 +325,6 @@ def test_an_allocated_record_counts_against_the_quota(here: Site, sites: Callabl
         full.client.adopt(record)
         full.client.adopt(record)  # the earlier generation is dropped for it
     assert len(full.client.list_objects()) == 1
-
-
-def test_a_failed_allocation_frees_its_buffers(here: Site, sites: Callable[..., Site], device: str) -> None:
-    """If the second segment does not fit, the first one's buffer goes."""
-    import numpy as np
-
-    full = sites(quotas={device: 7 << 20})
-    here.box = {"array": np.zeros(5 << 20, "uint8"), "tensor": torch.zeros(5 << 20, dtype=torch.uint8, device=device)}
-    here.client.call("boxed")
-    if device == "cuda":
-        pytest.skip("arrays lie on the host, whose quota is another")
-    with here.client.export(here.client.list_objects()[0]["object_id"]) as record:
-        assert len(record.segments) == 2
-        with pytest.raises(ServerBusy):
-            full.client.allocate(record.header)
-    eventually(lambda: full.client.list_objects() == [])
-
-
-def test_an_allocated_record_of_another_client_is_not_adopted(here: Site, there: Site) -> None:
-    """Its memory is written by that one: who does not hold it cannot hand it over."""
-    handle = here.client.call("load", 3)
-    with (
-        here.client.export(handle) as record,
-        Client(there.base_path, device=there.device, timeout=30) as other,
-        carried(other, record) as allocated,
-    ):
-        with pytest.raises(BufferNotFound, match="none that this session holds"):
-            there.client.adopt(allocated)
-        assert other.adopt(allocated).generation == 1
 
 
 def test_a_record_without_buffers_is_not_adopted(here: Site, there: Site) -> None:
@@ -479,42 +421,6 @@ def test_a_run_in_flight_does_not_take_its_place(here: Site, there: Site) -> Non
     assert made.generation == 1
 
 
-# What is refused.
-
-
-@pytest.fixture
-def edited(here: Site) -> Iterator[Edit]:
-    """``edited(**fields)`` is the header of a record with other fields."""
-    with here.client.export(here.client.call("load", 3)) as record:
-        yield lambda **fields: msgspec.structs.replace(record.header, **fields)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "told"),
-    [
-        ("torch", "1.0.0", r"made with torch 1\.0\.0, and this server runs torch 2"),
-        ("shared_rpc", "9.9", r"made with shared-rpc 9\.9, and this server runs shared-rpc 0"),
-    ],
-)
-def test_other_versions_are_refused(there: Site, edited: Edit, field: str, value: str, told: str) -> None:
-    """Before any memory is made, and both are named."""
-    with pytest.raises(RecordError, match=told) as caught:
-        there.client.allocate(edited(**{field: value}))
-    assert caught.value.reason == "version"
-    assert there.client.list_objects() == []
-
-
-def test_other_formats_are_refused(edited: Edit) -> None:
-    """Whatever else is in them, and what is no header at all."""
-    data = msgspec.msgpack.encode({**msgspec.to_builtins(edited()), "format": 99, "new": 1})
-    with pytest.raises(RecordError, match="has format 99, and this release of shared-rpc reads format 1"):
-        RecordHeader.from_bytes(data)
-    for wrong in (b"", b"\xc1", b"\x80", edited().to_bytes()[:-3], b"\x81\xa6format\x01"):
-        with pytest.raises(RecordError, match="cannot read the header") as caught:
-            RecordHeader.from_bytes(wrong)
-        assert caught.value.reason == "malformed"
-
-
 # Every class.
 
 
@@ -571,28 +477,6 @@ def test_every_role_adopts(here: Site, app: App, device: str) -> None:
     assert built == [3]
 
 
-def test_a_coroutine_endpoint_s_caller_gets_what_was_adopted(here: Site, app: App, device: str) -> None:
-    """In the process that runs it too, where the call is awaited."""
-    if device == "cuda":
-        pytest.skip("the apps of the kit are on the host")
-
-    async def load(size: int = 4) -> nn.Module:
-        raise AssertionError("this is never built")
-
-    plain = app.share("plain")(load)
-    managed = app.share("managed", managed=True)(load)
-    with here.client.export(here.client.call("load", 3)) as record:
-        app.provider.adopt(record, "plain", 3)
-        app.provider.adopt(record, "managed", 3)
-
-    async def main() -> None:
-        assert (await plain(3)).weight.shape == (3, 3)
-        with await managed(3) as handle:
-            assert handle.value.weight.shape == (3, 3)
-
-    asyncio.run(main())
-
-
 def test_the_local_role_has_nothing_to_export(base_path: str) -> None:
     """What it has built lies in no shared memory: the error says what to do."""
     provider = Provider(base_path, execution_mode="local", device="cpu")
@@ -600,10 +484,3 @@ def test_the_local_role_has_nothing_to_export(base_path: str) -> None:
     with provider.call("load") as handle, pytest.raises(CapabilityError, match=r"local role.*SHARED_TENSOR_ROLE=server"):
         provider.export(handle)
     provider.close()
-
-
-def test_a_closed_socket(tmp_path: Path, here: Site) -> None:
-    """A record outlives its server: it is adopted by another one afterwards."""
-    with here.client.export(here.client.call("load", 3)) as record:
-        here.server.stop()
-        assert record.segments[0].tensor().numel() > 0

@@ -147,16 +147,6 @@ answer = got["name"]
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_conjugates_stay_conjugates(device: str, get: Serve, elsewhere: Run, client: Client) -> None:
-    """A view whose bits say how to read the memory is read in the same way elsewhere."""
-    get(torch.tensor([1 + 2j, 3 - 1j]))
-    value = client.call("get")
-    data = text_of(dumps([value.conj(), value.conj().imag]))
-    code = "conj, neg = pickle.loads(base64.b64decode(data)); answer = [str(conj.resolve_conj()[0].item()), neg.tolist()]"
-    assert elsewhere(code, data=data) == ["(1-2j)", [-2.0, 1.0]]
-
-
-@pytest.mark.parametrize("device", ["cpu"])
 def test_one_storage_and_one_lease_for_all_messages(device: str, provider: Provider, get: Serve, elsewhere: Run) -> None:
     """Rows in pickles of their own share a storage; the receiver's lease lasts as long as one of them, and ends with it."""
     get(torch.arange(40.0).reshape(4, 10), managed=True)

@@ -158,20 +158,6 @@ with client.call("weights", 1000) as handle:
     assert own(shared, "weights", 1000)[:3].tolist() == [1, 2, 3]
 
 
-def test_what_may_only_be_read(shared: Provider, device: str, children: list[Child]) -> None:
-    """The endpoint reads it where it is."""
-    child = client(
-        children,
-        device,
-        """
-with client.call("constants") as handle:
-    print("at", client.call("where", handle.value).tolist())
-""",
-    )
-    assert child.expect("at").split("at ")[1].strip() == str([own(shared, "constants").data_ptr()])
-    assert child.expect("copied").strip() == "copied 0"
-
-
 @pytest.mark.parametrize("endpoint", ["add_late", "add_later"])
 def test_what_an_endpoint_writes_is_there_when_it_has_ended(
     shared: Provider, device: str, children: list[Child], endpoint: str
@@ -256,31 +242,6 @@ def named(segment_id: str, kept: list[int], segments: int = 1, nbytes: int = 16)
 def encoded(table: TensorTable) -> msgspec.Raw:
     """As a message carries it."""
     return msgspec.Raw(msgspec.msgpack.encode(table))
-
-
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-@pytest.mark.parametrize(
-    ("message", "code", "text"),
-    [
-        (named("0123456789abcdef", [0]), "segment-not-found", "does not have the segments 0123456789abcdef any more"),
-        (named("x" * 1000, [0]), "segment-not-found", "x" * 100),
-        (named("", [0]), "segment-not-found", "does not have the segments"),
-        (named("", [1]), "protocol", "do not match its message"),
-        (named("", [-1]), "protocol", "do not match its message"),
-        (named("", [0, 0], segments=2), "protocol", "do not match its message"),
-        (named("", [0, 1]), "protocol", "do not match its message"),
-        (named("", []), "protocol", "do not match its message"),
-    ],
-    ids=["unknown", "long", "empty", "beyond", "negative", "twice", "more", "none"],
-)
-def test_names_that_mean_nothing(shared: Provider, connect: Connect, message: m.Call, code: str, text: str) -> None:
-    """The call fails, and the connection goes on."""
-    with connect() as good, Raw(good.socket_path) as raw:
-        error = raw.ask(message)
-        assert isinstance(error, m.Error)
-        assert error.code == code
-        assert text in error.text
-        assert isinstance(raw.ask(m.Ping()), m.Pong)
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)

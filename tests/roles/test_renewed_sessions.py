@@ -8,7 +8,6 @@ import logging
 import mmap
 import os
 import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -311,16 +310,6 @@ def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
     return handle
 
 
-def test_such_a_handle_is_suspended_in_the_next_session_too(client: Client, other: Client) -> None:
-    """It is resumed when that is asked for."""
-    handle = outdated(client, other)
-    lose(other, handle.object_id, client)
-    client.ping()
-    assert (handle.suspended, state(other, handle.object_id)) == (True, ("file", 1, 0))
-    handle.resume()
-    assert has_numbers(handle.value)
-
-
 def test_the_memory_of_such_a_handle_is_given_up(client: Client, other: Client) -> None:
     """When it is suspended, and not before: another handle of the object does not unmap what it has."""
     handle = outdated(client, other)
@@ -516,54 +505,3 @@ async def test_a_cancelled_request_leaves_no_handle_with_earlier_memory(
             assert handle.suspended
         await handle.resume()
         assert has_numbers(handle.value)
-
-
-#: Replaces the function that rebuilds results; the events that its thread sets, and waits for.
-Rebuild = Callable[[Callable[..., Any]], tuple[threading.Event, threading.Event]]
-
-
-@pytest.fixture
-def rebuild_in_thread(monkeypatch: pytest.MonkeyPatch) -> Rebuild:
-    """``rebuild_in_thread(function)`` has results rebuilt by a function, in a thread."""
-
-    def replace(function: Callable[..., Any]) -> tuple[threading.Event, threading.Event]:
-        begun, go = threading.Event(), threading.Event()
-
-        def wait(result: ReceivedResult, values: Any) -> Any:
-            begun.set()
-            assert go.wait(30)
-            return function(result, values)
-
-        monkeypatch.setattr(asynchronous, "_QUICK", 0)
-        monkeypatch.setattr(binding, "rebuild", wait)
-        return begun, go
-
-    return replace
-
-
-@pytest.mark.anyio
-async def test_a_lease_of_a_coroutine_that_was_lost_before_its_value_could_not_be_rebuilt(
-    broker: BrokerApp, other: Client, rebuild_in_thread: Rebuild
-) -> None:
-    """It is not released in the new session, which has a lease on the same object for another handle."""
-
-    def failing(result: ReceivedResult, values: Any) -> Any:
-        raise ValueError("it cannot be rebuilt")
-
-    async with AsyncClient(broker.base_path, device="cpu", timeout=30.0) as client:
-        handle = await client.call("load")
-        client._values.clear()
-        begun, go = rebuild_in_thread(failing)
-        async with anyio.create_task_group() as group:
-
-            async def call() -> None:
-                with pytest.raises(ValueError, match="it cannot be rebuilt"):
-                    await client.call("load")
-
-            group.start_soon(call)
-            await anyio.to_thread.run_sync(begun.wait, 30)
-            lose(other, handle.object_id, client)
-            await client.ping()
-            go.set()
-        await client.ping()
-        assert state(other, handle.object_id) == ("device", 1, 1)

@@ -166,7 +166,7 @@ def test_threads_share_one_session(server: Server, connect: Connect) -> None:
 def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect) -> None:
     """Wherever it meets them, every thread ends with an error that names the client, and nothing stays open."""
     for _ in range(5):
-        client = connect()
+        client = connect(connect_timeout=10.0)
         started = threading.Semaphore(0)
 
         def use(client: Client = client, started: threading.Semaphore = started) -> None:

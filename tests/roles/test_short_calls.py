@@ -14,11 +14,6 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.context import CURRENT_RUN
-from shared_rpc.errors import (
-    CapabilityError,
-    DeadlineExceeded,
-    ServerBusy,
-)
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.values import DtypeRef, encode
@@ -121,37 +116,6 @@ def test_results_of_every_size(client: Client, size: int) -> None:
     """Whether they need a thread or not; all are held, and stay as they were."""
     results = [client.call("afull", float(value), size) for value in range(3)]
     assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(3)]
-
-
-@KINDS
-def test_what_is_no_result_is_refused(client: Client, device: str, kind: str) -> None:
-    """A plain value is, and so is what the general way would refuse."""
-    with pytest.raises(CapabilityError, match="of type int without a tensor"):
-        client.call(f"{kind}plain", numbers(device))
-
-
-@KINDS
-def test_a_full_pool(server: Server, client: Client, kind: str) -> None:
-    """A result that does not fit into its pool waits, and others go on; it is told at its deadline who holds what."""
-    held = [client.call(f"{kind}full", 1.0, MIB // 4) for _ in range(7)]
-    client._timeout = 0.3
-    with pytest.raises(ServerBusy, match=r"[78] of results of a?full\(\) with"):
-        held.append(client.call(f"{kind}full", 1.0, MIB // 4))
-        client.call(f"{kind}full", 1.0, MIB // 4)
-    with Client(socket_path=server.socket_path, timeout=10, pool=SMALL) as other:
-        assert other.call(f"{kind}full", 3.0)[0] == 3
-    client._timeout = 30.0
-    del held[:2]
-    assert client.call(f"{kind}full", 4.0, MIB // 4)[0] == 4
-
-
-def test_a_caller_that_gives_up(client: Client, server: Server, begun: threading.Event) -> None:
-    """Its endpoint goes on, and ends with the server."""
-    client._timeout = 0.2
-    with pytest.raises(DeadlineExceeded):
-        client.call("patient")
-    assert begun.is_set()
-    assert server.info()["running"] == 1
 
 
 @pytest.mark.asyncio

@@ -23,7 +23,6 @@ from shared_rpc.errors import (
     ProtocolError,
     RecordError,
     RemoteError,
-    WorkerCrashed,
 )
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.processes import eventually
@@ -291,15 +290,6 @@ def test_an_endpoints_exception_passes_the_source_unread(
             call.result(10)
 
 
-def test_a_librarys_error_arrives_as_itself(source: Source, client: Client, threads: ThreadPoolExecutor) -> None:
-    """With what it has beside its message."""
-    call = threads.submit(client.call, "load")
-    source.fail(next(source), WorkerCrashed("the builder has gone", signal="SIGKILL"))
-    with pytest.raises(WorkerCrashed, match="the builder has gone") as caught:
-        call.result(10)
-    assert caught.value.signal == "SIGKILL"
-
-
 def test_a_record_that_does_not_fit_leaves_the_miss_open(
     source: Source, client: Client, model: Model, base_path: str, threads: ThreadPoolExecutor
 ) -> None:
@@ -394,15 +384,6 @@ def test_a_source_without_a_block_is_attached_by_its_first_step(
     call.result(10).release()
     source.close()
     eventually(lambda: client.get_server_info()["source"]["session"] is None)  # type: ignore[index]
-
-
-def test_a_step_after_the_end_does_not_attach_a_source(source: Source, client: Client) -> None:
-    """The iteration ends, though no step waited when the source was closed; another block attaches it again."""
-    source.close()
-    assert list(source) == []
-    assert client.get_server_info()["source"]["session"] is None  # type: ignore[index]
-    with source:
-        assert client.get_server_info()["source"]["session"] is not None  # type: ignore[index]
 
 
 def test_a_source_reports_what_people_see(source: Source, client: Client) -> None:

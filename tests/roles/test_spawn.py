@@ -225,26 +225,6 @@ def test_a_server_keeps_the_lock_until_it_has_ended(scripts: Scripts) -> None:
     assert not is_running(server)
 
 
-def test_the_lock_of_a_killed_process_blocks_nobody(scripts: Scripts) -> None:
-    """The kernel releases it."""
-    holder = scripts.run(
-        "-c",
-        f"""if True:
-            import sys
-            from shared_rpc.protocol.election import Election
-            election = Election({scripts.socket!r})
-            print("won", election.acquire())
-            sys.stdin.readline()
-        """,
-    )
-    assert holder.expect("won") == "won True"
-    waiting = scripts.run()
-    eventually(lambda: scripts.waits(waiting))
-    assert scripts.loads == []
-    holder.kill()
-    waiting.expect("attached")
-
-
 def test_one_that_starts_a_server_may_be_killed(scripts: Scripts) -> None:
     """The server goes on loading, others wait for it, and nobody starts a second one."""
     scripts.write(SLOW, ATTACH)
@@ -446,31 +426,6 @@ def test_children_attach(scripts: Scripts, method: str, expected: str) -> None:
     )
     assert scripts.run().expect("children:") == f"children: {expected} True"
     assert len(scripts.loads) == 1
-
-
-@pytest.mark.parametrize(("method", "name"), [("fork", "app.py"), ("spawn", "models.py")])
-def test_children_start_a_server(scripts: Scripts, method: str, name: str) -> None:
-    """One for all of them, where their parent needs none: so do the workers of a web server that starts them in this way."""
-    scripts.write(WORK, name=name)
-    main = f"""
-        if __name__ == "__main__":
-            context = multiprocessing.get_context({method!r})
-            queue = context.Queue()
-            children = [context.Process(target=work, args=(queue,)) for _ in range(3)]
-            for child in children:
-                child.start()
-            found = [queue.get(timeout=30) for _ in children]
-            for child in children:
-                child.join()
-            print("children:", *sorted(set(found)))
-    """
-    if name == "app.py":
-        scripts.write(WORK, main)
-    else:
-        scripts.write("import multiprocessing\nfrom models import work\n", main, app="")
-    told = scripts.run().expect("children:")
-    assert told.startswith("children: ('spawn', ") and told.count("(") == 1
-    assert [line.split()[1] for line in scripts.loads].count("server") == 1
 
 
 def test_one_that_comes_while_a_server_ends(scripts: Scripts) -> None:

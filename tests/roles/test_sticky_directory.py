@@ -15,11 +15,9 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.cli.discovery import live_servers
-from shared_rpc.cli.doctor import examine
 from shared_rpc.client import link as link_module
 from shared_rpc.client.starting import ServerStarter, log_path
 from shared_rpc.errors import ConfigurationError, ConnectError
-from shared_rpc.protocol.election import Election
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.server import listener as listener_module
 from shared_rpc.server.listener import bind_socket
@@ -125,12 +123,6 @@ def test_a_base_path_in_a_sticky_directory(sticky: Path, path: str) -> None:
     finally:
         os.umask(before)
     assert os.listdir(sticky) == ["s-cpu.sock.lock"]
-
-
-def test_doctor_is_content_with_it(sticky: Path) -> None:
-    """What a server takes, doctor does not call broken."""
-    (finding,) = (finding for finding in examine() if finding.what == "socket directory")
-    assert (finding.state, finding.found) == ("good", f"{sticky}, mode 1777")
 
 
 @needs_root
@@ -319,18 +311,6 @@ def test_a_dead_socket_of_another_user(path: str) -> None:
 
 
 @needs_root
-def test_a_starter_of_servers_meets_a_squatter(path: str, stranger: Callable[..., Child]) -> None:
-    """The spawn role starts nothing where another user listens."""
-    stranger(LISTENING.format(backlog=5)).expect("listening")
-    started: list[str] = []
-    with client(connect_timeout=5) as mine:
-        mine._summon = lambda *_: started.append("a server")
-        with pytest.raises(ConnectError, match=f"belongs to uid {NOBODY}, not to you"):
-            mine.ping()
-    assert not started
-
-
-@needs_root
 def test_other_users_sockets_are_not_listed(sticky: Path, path: str, stranger: Callable[..., Child]) -> None:
     """They are nobody's business, but where ours would be: that one is told."""
     elsewhere = LISTENING.format(backlog=5).replace("path", "path.replace('/s-', '/theirs-')")
@@ -408,23 +388,3 @@ def test_a_link_of_ones_own(sticky: Path, path: str) -> None:
     os.symlink(f"{sticky}/other.sock", path)
     with Server(Provider(device="cpu"), socket_path=f"{sticky}/other.sock"), client() as mine:
         mine.ping()
-
-
-@needs_root
-def test_a_lock_that_another_user_made_meanwhile(path: str) -> None:
-    """A server that ends goes without it."""
-    running = server()
-    running.start()
-    os.lchown(f"{path}.lock", NOBODY, NOBODY)
-    running.stop()
-
-
-def test_the_lock_of_an_election_is_private(path: str) -> None:
-    """Whoever could open it could hold it for ever."""
-    before = os.umask(0)
-    try:
-        election = Election(path)
-    finally:
-        os.umask(before)
-    election.close()
-    assert stat.S_IMODE(os.lstat(f"{path}.spawn").st_mode) == 0o600

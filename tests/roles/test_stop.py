@@ -86,19 +86,6 @@ def test_calls_with_memory_in_the_queue(hold: Callable[[int], torch.Tensor], ser
     os.close(fd)
 
 
-def test_calls_of_the_servers_own_process(hold: Callable[[int], torch.Tensor], serve: Serve, begun: threading.Event) -> None:
-    """They end like those of a client."""
-    server = serve()
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(hold, 1)
-        begun.wait(10)
-        stop(server)
-        with pytest.raises(ConnectionClosed, match=STOPPED):
-            call.result(timeout=5)
-    with pytest.raises(ConnectionClosed, match=f"{server.socket_path} was stopped"):
-        hold(1)
-
-
 def test_questions_at_the_moment_of_the_end(provider: Provider, serve: Serve) -> None:
     """Whatever a thread of the server's process asks just then, it gets an answer or an error."""
     provider.share("ones", cache=False)(lambda: torch.ones(1))
@@ -195,16 +182,6 @@ def test_an_endpoint_that_stops_its_server(provider: Provider, serve: Serve, con
     with suppress(ConnectionClosed) if is_async else pytest.raises(ConnectionClosed):
         connect().call("end")
     eventually(lambda: not server.running and not server.busy)
-
-
-def test_stopping_what_does_not_run(provider: Provider) -> None:
-    """Before the start, and again: nothing happens."""
-    server = Server(provider)
-    server.stop()
-    with server:
-        server.stop()
-        server.stop()
-    assert not server.running
 
 
 # Processes.

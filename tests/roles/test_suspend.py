@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +11,10 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Server
-from shared_rpc.errors import ConnectError, HandleSuspended, SharedRPCError, StaleHandleError
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle
+from shared_rpc.errors import ConnectError, HandleSuspended, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
-from tests.kit.apps import App, Connect
+from tests.kit.apps import App
 from tests.kit.brokers import BrokerApp, module_broker
 from tests.kit.kernel_maps import rights
 from tests.kit.processes import Child, eventually, python
@@ -95,14 +94,6 @@ def test_what_a_suspended_handle_still_does(app: App, load: Callable[[], Handle[
     assert (has_numbers(latest.value), handle.suspended, latest.suspended) == (True, True, False)
     handle.release()
     assert (handle.suspended, handle.released, has_numbers(latest.value)) == (False, True, True)
-
-
-def test_a_suspended_handle_makes_a_ticket(client: Client) -> None:
-    """A ticket names the object and needs none of its memory."""
-    handle = client.call("load")
-    handle.suspend()
-    with client.open_ticket(handle.ticket()) as opened:
-        assert has_numbers(opened.value)
 
 
 def test_a_released_handle_is_neither_suspended_nor_resumed(load: Callable[[], Handle[torch.Tensor]]) -> None:
@@ -248,20 +239,6 @@ def test_a_call_that_makes_another_value_has_it_over_the_same_memory(client: Cli
     assert has_numbers(second)
 
 
-def test_a_call_without_a_lease_has_the_memory_too(client: Client) -> None:
-    """The value of an unmanaged endpoint is there again, though the handle of a ticket for it is suspended."""
-    value = client.call("get")
-    (info,) = [each for each in client.list_objects() if each["endpoint"] == "get"]
-    handle = client.call("load")
-    ticket = handle.ticket()
-    del handle
-    assert ticket.endpoint == "load"
-    exported = client.export(info["object_id"])
-    assert bytes(exported.segments[0].buffer()[:16]) == bytes(torch.arange(2).numpy().tobytes())
-    exported.close()
-    assert has_numbers(value)
-
-
 def test_an_export_reads_a_suspended_object(client: Client) -> None:
     """The record has a lease of its own, and is mapped where the object was; with its end the memory goes again."""
     handle = client.call("load")
@@ -306,19 +283,6 @@ def test_a_handle_whose_lease_has_ended_is_not_suspended(no_leaks: None, broker_
     with handle.active():
         pass
     assert (handle.suspended, has_numbers(value)) == (False, True)
-
-
-def test_a_handle_of_a_server_that_is_gone_is_not_suspended(
-    provider: Any, serve: Callable[..., Server], connect: Connect
-) -> None:
-    """The server cannot be asked whether it keeps the memory."""
-    provider.share("load", managed=True, access="read")(lambda: torch.arange(SIZE))
-    server = serve()
-    handle = connect().call("load")
-    server.stop()
-    with pytest.raises(SharedRPCError):
-        handle.suspend()
-    assert (handle.suspended, has_numbers(handle.value)) == (False, True)
 
 
 def test_a_forked_child_leaves_a_suspended_object_alone(broker: BrokerApp, children: list[Child]) -> None:
@@ -391,91 +355,7 @@ async def test_a_cancelled_block_gives_the_memory_up(async_client: AsyncClient) 
         assert (handle.suspended, is_mapped(value), (await handle.get_object_info())["active"]) == (True, False, 0)
 
 
-class Gate:
-    """A lock that is taken when the test lets it: who maps memory waits there."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self.reached, self.open = threading.Event(), threading.Event()
-
-    def __enter__(self) -> None:
-        self.reached.set()
-        assert self.open.wait(30)
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-async def cancelled_while_mapping(operation: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cancel an operation that has the memory from the server, and maps it."""
-    with monkeypatch.context() as patch:
-        gate = Gate(MAPPINGS.changing)
-        patch.setattr(MAPPINGS, "changing", gate)
-        async with anyio.create_task_group() as group:
-            group.start_soon(operation)
-            while not gate.reached.is_set():
-                await anyio.lowlevel.checkpoint()
-            group.cancel_scope.cancel()
-            gate.open.set()
-
-
-async def settles(handle: AsyncHandle[Any], **expected: int) -> None:
-    """The server soon tells this of the object."""
-    with anyio.fail_after(10):
-        while {name: (await handle.get_object_info())[name] for name in expected} != expected:  # type: ignore[literal-required]
-            await anyio.lowlevel.checkpoint()
-
-
-@pytest.mark.anyio
-async def test_a_cancelled_call_for_a_suspended_object(async_client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease goes back, and the object is suspended as before."""
-    async with async_client as client, await client.call("load") as handle:
-        value = handle.value
-        await handle.suspend()
-        await cancelled_while_mapping(lambda: client.call("load"), monkeypatch)
-        await settles(handle, leases=1, active=0)
-        eventually(lambda: not is_mapped(value))
-        await handle.resume()
-        assert has_numbers(value)
-
-
 # Threads of one client.
-
-
-def test_handles_of_one_object_in_many_threads(client: Client) -> None:
-    """Threads that call, suspend, resume and release find the right bytes while they have an active handle."""
-    failures: list[object] = []
-
-    def work(number: int) -> None:
-        try:
-            for turn in range(25):
-                handle = client.call("load", turn % 2)
-                if not has_numbers(handle.value):
-                    failures.append("other bytes after a call")
-                handle.suspend()
-                with handle.active() as value:
-                    if not has_numbers(value):
-                        failures.append("other bytes in a block")
-                if (turn + number) % 3:
-                    handle.resume()
-                    if not has_numbers(handle.value):
-                        failures.append("other bytes after resume()")
-                handle.release()
-        except BaseException as error:
-            failures.append(error)
-
-    kept = client.call("load", 0)
-    kept.suspend()
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    eventually(lambda: active(kept) == 0)
-    kept.resume()
-    assert has_numbers(kept.value)
 
 
 def test_a_process_that_touches_suspended_memory_ends_alone(broker: BrokerApp, client: Client) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server
-from shared_rpc.errors import HandleSuspended, ServerBusy
+from shared_rpc.errors import ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, module_broker
@@ -86,18 +86,6 @@ def test_a_module_comes_back_with_what_the_process_has_of_its_own(client: Client
     handle.resume()
     with torch.no_grad():
         assert torch.equal(module(torch.ones(4, 300)), before)
-
-
-def test_a_call_resumes_an_evicted_object(client: Client) -> None:
-    """It is restored for the call, and the suspended value is there again: the same one."""
-    handle = client.call("load")
-    value = handle.value
-    handle.suspend()
-    evict(client, handle.object_id)
-    again = client.call("load")
-    assert again.value is value and has_numbers(value)
-    with pytest.raises(HandleSuspended):
-        _ = handle.value
 
 
 def test_memory_without_a_handle_is_not_mixed_up_with_the_restored(client: Client) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
-from shared_rpc.errors import TaskError
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -129,41 +128,6 @@ def test_a_process_is_killed_while_it_waits(
     assert [client.wait_for_task(task_id, 10).tolist() for task_id in ids.values()] == [[1] * 4, [2] * 4]
 
 
-def test_a_process_is_killed_in_a_call_that_has_not_begun(
-    server: Server, client: Client, children: list[Child], go: threading.Event, begun: threading.Event, ran: list[int]
-) -> None:
-    """The task behind it is dropped: nobody else has asked for it."""
-    first = client.submit("task", 1)
-    assert begun.wait(10)
-    caller = python(f"{CLIENT}\nclient._run(fetch('task', (2,), {{}}, 'cpu'))")
-    children.append(caller)
-    eventually(lambda: statuses(client) == ["running", "pending"])
-    caller.kill()
-    eventually(lambda: statuses(client) == ["running", "cancelled"], seconds=1)
-    go.set()
-    client.wait_for_task(first, 10)
-    assert client.call("task", 3).tolist() == [3] * 4
-    assert ran == [1, 3]
-
-
-def test_a_process_is_killed_with_what_it_fetched(
-    server: Server, client: Client, children: list[Child], go: threading.Event
-) -> None:
-    """Its lease goes back, and the task does not take it up again."""
-    go.set()
-    task_id = client.submit("managed", 7)
-    holder = python(f"{CLIENT}\nclient._run(fetch_task('{task_id}', None, False)).close()\nprint('held')\nsignal.pause()")
-    children.append(holder)
-    holder.expect("held")
-    (stored,) = client.list_objects()
-    assert [who["pid"] for who in stored["holders"]] == [holder.pid]
-    holder.kill()
-    eventually(lambda: kept(server) == (0, 0), seconds=1)
-    with pytest.raises(TaskError) as caught:
-        client.wait_for_task(task_id, 10)
-    assert caught.value.reason == "released"
-
-
 # Many who wait.
 
 
@@ -228,26 +192,6 @@ def test_those_who_only_look(server: Server, client: Client, go: threading.Event
         with client.get_task_result(ids[0]) as handle:
             assert handle.value.tolist() == client.get_task_result(ids[1]).tolist() == [7] * 4
     eventually(lambda: kept(server) == (0, 0))
-
-
-def test_a_crowd_that_goes_away(server: Server, client: Client, go: threading.Event, begun: threading.Event) -> None:
-    """Whether they take their wait back or hang up, nothing of them stays, and the task is not touched."""
-    task_id = client.submit("held", 7)
-    assert begun.wait(10)
-    before = account(server)
-    with ExitStack() as stack:
-        raws = [stack.enter_context(Raw(server.socket_path)) for _ in range(100)]
-        for raw in raws:
-            for number in (2, 3):
-                raw.say(m.WaitTask(task_id), number)
-        eventually(lambda: watchers(server) == 200)
-        for raw in raws:
-            answer = raw.ask(m.Cancel(), 3)
-            assert isinstance(answer, m.Error) and answer.code == "deadline-exceeded"
-        assert watchers(server) == 100
-    eventually(lambda: all(now <= before[name] for name, now in account(server).items()), what=f"{before} again")
-    go.set()
-    assert client.wait_for_task(task_id, 10).tolist() == [7] * 4
 
 
 def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:

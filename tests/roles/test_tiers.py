@@ -21,7 +21,6 @@ from shared_rpc.client.steps import Request, ask
 from shared_rpc.errors import (
     CapabilityError,
     ConfigurationError,
-    ConnectionClosed,
     EndpointNotFound,
     RecordError,
     ServerBusy,
@@ -34,7 +33,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.catalogue import decode_message
 from shared_rpc.server.core import Core
-from tests.kit.apps import Connect, Serve, shares_memory
+from tests.kit.apps import Connect, Serve
 from tests.kit.closings import late_closings
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw
@@ -393,16 +392,6 @@ def test_a_revision_that_is_written_while_the_bytes_are_copied_makes_another_cop
     assert moved["copied"] == 2 * moved["nbytes"]
 
 
-def test_what_a_client_wrote_without_update_is_not_lost(client: Client) -> None:
-    """An object that clients can write to is copied at every eviction."""
-    for number in range(3):
-        with client.call("model", 4) as handle:
-            handle.value.fill_(number)
-        assert client.evict("model")[0]["copied"] > 0
-        with client.call("model", 4) as handle:
-            assert handle.value.tolist() == [number] * 4
-
-
 def test_a_copy_is_made_with_the_build(client: Client, lowering: Gate) -> None:
     """In the background: the object is there before. Its eviction copies nothing, until an update makes the copy old."""
     client.call("ahead", 4).release()
@@ -479,19 +468,6 @@ def test_a_superseded_cold_object_stays_with_its_holder(client: Client, raw: Raw
     assert reply.segments[0].name == reply.segments[0].id.partition(".")[0] and reply.segments[0].id.endswith(".1")
 
 
-def test_a_quota_is_kept_to_by_restores(shared: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:
-    """An object for which there is no capacity stays cold, and the next one to ask gets it."""
-    serve(spill_dir=tmp_path, quotas={"cpu": 8192})
-    client = connect()
-    object_id = cold(client, 1024)
-    with client.create_buffer(8192):
-        with pytest.raises(ServerBusy, match="8192 are in use"):
-            client.call("model", 1024)
-        assert client.get_object_info(object_id)["tier"] == "file"
-    with client.call("model", 1024) as handle:
-        assert handle.object_id == object_id
-
-
 def test_a_damaged_file_has_the_object_built_again(client: Client, server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Its bytes are not used. Whoever asks by a call gets a new object, and the log says why."""
     object_id = cold(client)
@@ -538,36 +514,11 @@ def test_a_full_disk_leaves_the_object_where_it_is(client: Client) -> None:
     assert len(client.evict("model")) == 1
 
 
-def test_a_server_that_stops_tells_those_who_wait_for_a_restore(
-    client: Client, server: Server, raising: Gate, threads: ThreadPoolExecutor
-) -> None:
-    """And does not wait for the copying thread."""
-    cold(client)
-    answer = threads.submit(client.call, "model", 1000)
-    assert raising.begun.wait(30)
-    server.stop()
-    with pytest.raises(ConnectionClosed):
-        answer.result()
-    raising.open.set()
-
-
 def test_a_restored_object_is_an_argument_by_reference(client: Client) -> None:
     """The endpoint maps the memory that clients have now."""
     cold(client, 10, "frozen")
     with client.call("frozen", 10) as handle:
         assert client.call("total", handle.value).item() == 45
-
-
-def test_the_servers_own_process_gets_the_restored_memory(server: Server, shared: Provider, client: Client) -> None:
-    """It had the endpoint's own value before; from now on it maps the object as any other process."""
-    with shared.call("model", 10) as handle:
-        object_id = handle.object_id
-        with pytest.raises(ServerBusy, match=f"in use by pid {os.getpid()}"):
-            shared.evict(object_id)
-    assert [move["tier"] for move in shared.evict(object_id)] == ["file"]
-    with shared.call("model", 10) as handle, client.call("model", 10) as other:
-        assert handle.object_id == other.object_id == object_id
-        assert shares_memory(handle.value, other.value)
 
 
 def test_a_coroutine_on_the_servers_loop_does_not_wait_for_a_cold_object(

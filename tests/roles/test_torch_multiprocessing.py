@@ -135,23 +135,6 @@ def test_a_module_is_the_same_in_a_child(device: str, get: Serve, elsewhere: Els
     assert answer == [True, True, True, [True, True, False], False, 3, True]
 
 
-@pytest.mark.parametrize("device", ["cpu"])
-def test_nobody_pays_for_what_is_sent(get: Serve, elsewhere: Elsewhere) -> None:
-    """Neither the sender nor the receiver has private memory for 64 MiB of weights."""
-    get(torch.ones(16 << 20))
-    answer = elsewhere(
-        """
-        weights = client.call("get")
-        weights.sum()
-        with peer("forkserver") as child:
-            before = family.private()
-            child.call(family.keep, weights)
-            answer = [family.private() - before, child.call(family.weigh)]
-        """
-    )
-    assert max(answer) < 16 << 20
-
-
 def test_a_view_comes_back_as_the_senders_own(device: str, get: Serve, elsewhere: Elsewhere) -> None:
     """Sent to a child and back, in messages of their own, views are views of the storage that is there already."""
     get(matrix(device))
@@ -170,66 +153,7 @@ def test_a_view_comes_back_as_the_senders_own(device: str, get: Serve, elsewhere
     assert answer == [[0, 40, 80, 120], True]
 
 
-def test_a_child_sends_it_to_its_sibling(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """What was received can be sent on, by another method, though its first sender is not asked."""
-    get(matrix(device))
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        with peer("forkserver", value) as one, peer("forkserver") as other:
-            other.call(family.keep, one.call(family.first)[3])
-            other.call(family.write, 0, 5)
-            answer = [value[3].unique().tolist(), one.call(family.facts)[:2], other.call(family.facts)[:2]]
-        """
-    )
-    assert answer == [[5], [1, 1], [1, 1]]
-
-
 # Ways to send.
-
-
-@pytest.mark.parametrize("strategy", [*deep("file_descriptor"), "file_system"])
-def test_every_sharing_strategy(device: str, get: Serve, elsewhere: Elsewhere, strategy: str) -> None:
-    """How torch shares its own memory is not how this is shared."""
-    get(matrix(device))
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        before, default = value.data_ptr(), mp.get_sharing_strategy()
-        mp.set_sharing_strategy(strategy)
-        try:
-            with peer("forkserver", value) as child:
-                child.call(family.keep, value[2])
-                child.call(family.write, 1, 5)
-                answer = [value.data_ptr() == before, value[2].unique().tolist(), child.call(family.facts)[:2]]
-        finally:
-            mp.set_sharing_strategy(default)
-        """,
-        strategy=strategy,
-    )
-    assert answer == [True, [5], [1, 1]]
-
-
-@pytest.mark.parametrize("kind", ["Queue", *deep("SimpleQueue")])
-def test_queues(device: str, get: Serve, elsewhere: Elsewhere, kind: str) -> None:
-    """A child puts what it has written to, and its parent gets its own memory back; torch.multiprocessing starts it."""
-    get(matrix(device))
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        before = value.data_ptr()
-        context = mp.get_context("forkserver")
-        queue, done = getattr(context, kind)(), context.Event()
-        running = mp.start_processes(family.put, (queue, value, done), 1, join=False, start_method="forkserver")
-        back = queue.get()
-        done.set()
-        while not running.join():
-            pass
-        answer = [value.data_ptr() - before, back.data_ptr() - before, back[0, 0].item()]
-        """,
-        kind=kind,
-    )
-    assert answer == [0, 80, 21]
 
 
 @pytest.mark.parametrize("kind", ["Pool", *deep("torch.Pool", "ProcessPoolExecutor")])
@@ -257,52 +181,6 @@ def test_pools(device: str, get: Serve, elsewhere: Elsewhere, kind: str) -> None
     assert answer == [0, 40, [0, 10, 20, 7]]
 
 
-@pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_data_loaders(request: pytest.FixtureRequest, device: str, get: Serve, elsewhere: Elsewhere, method: str) -> None:
-    """Workers have the data set's tensors in place; rows come back as views, and batches as new tensors."""
-    if device == "cuda" and method == "fork":
-        pytest.skip("CUDA does not work in a forked child")
-    get(matrix(device))
-    answer = elsewhere(
-        """
-        from torch.utils.data import DataLoader
-
-        value = client.call("get")
-        before = value.data_ptr()
-        rows = family.Rows(value)
-        single = DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context=method)
-        batched = DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context=method)
-        answer = [
-            [row.data_ptr() - before for row in single],
-            [batch[:, 0].tolist() for batch in batched],
-            value.data_ptr() - before,
-        ]
-        """,
-        method=method,
-    )
-    assert answer == [[0, 40, 80, 120], [[0, 10], [20, 30]], 0]
-
-
-@pytest.mark.parametrize("device", ["cpu"])
-def test_a_forked_child_sends_what_it_has_inherited(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """It has the mapping and its descriptor, and what its parent gets is its own."""
-    get(matrix(device))
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        before = value.data_ptr()
-        with peer("fork", value) as child, peer("forkserver") as other:
-            child.call(family.write, 0, 3)
-            row = child.call(family.first)[1]
-            answer = [row.data_ptr() - before, row.unique().tolist(), value.data_ptr() - before]
-            other.call(family.keep, row)
-            other.call(family.write, 0, 4)
-            answer += [child.call(family.first)[:, 0].tolist()]
-        """
-    )
-    assert answer == [40, [3], 0, [3, 4, 3, 3]]
-
-
 def test_more_segments_than_a_child_inherits(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
     """260 objects of their own arrive in one child; a fork server takes fewer than 256 descriptors."""
     provider.share("number")(lambda number: torch.full((2,), float(number), device=device))
@@ -321,59 +199,6 @@ def test_more_segments_than_a_child_inherits(device: str, provider: Provider, se
 
 
 # Kinds of tensors.
-
-
-@pytest.mark.parametrize(
-    ("make", "part"),
-    [
-        (lambda device: nn.Parameter(torch.ones(3, device=device)), "value"),
-        (lambda device: torch.eye(3, device=device).to_sparse(), "value._values()"),
-    ],
-    ids=["parameter", "sparse"],
-)
-def test_tensors_of_every_layout(
-    device: str, get: Serve, elsewhere: Elsewhere, make: Callable[[str], torch.Tensor], part: str
-) -> None:
-    """What torch's multiprocessing takes apart is shared in its parts."""
-    get(make(device))
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        before = eval(part).data_ptr()
-        with peer("forkserver") as child:
-            back = child.call(family.same, value)
-            mine, value = value, back
-            answer = [
-                eval(part).data_ptr() == before,
-                type(back) is type(mine),
-                back.requires_grad == mine.requires_grad,
-                bits(back.to_dense()) == bits(mine.to_dense()) if back.layout != torch.strided else bits(back) == bits(mine),
-            ]
-            value = mine
-            answer.append(eval(part).data_ptr() == before)
-        """,
-        part=part,
-    )
-    assert answer == [True] * 5
-
-
-def test_subclasses(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """A subclass that pickles itself keeps its class, its attributes and its memory."""
-    from tests.kit.models import Marked
-
-    value = torch.ones(3, device=device).as_subclass(Marked)
-    value.mark = "box"
-    get(value)
-    answer = elsewhere(
-        """
-        value = client.call("get")
-        before = value.data_ptr()
-        with peer("forkserver") as child:
-            back = child.call(family.same, value)
-            answer = [type(back).__name__, back.mark, back.data_ptr() == before]
-        """
-    )
-    assert answer == ["Marked", "box", True]
 
 
 def test_what_lies_elsewhere_is_sent_as_ever(device: str, get: Serve, elsewhere: Elsewhere) -> None:
@@ -464,25 +289,18 @@ def test_an_argument_that_an_endpoint_shares_and_returns(provider: Provider, ser
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-@pytest.mark.parametrize("way", ["pickle", "deepcopy", *deep("torch.save", "joblib")])
+@pytest.mark.parametrize("way", ["pickle", *deep("joblib")])
 def test_copies_leave_the_sender_alone(device: str, get: Serve, elsewhere: Elsewhere, way: str) -> None:
     """Whatever copies by value makes a copy, and the original stays shared."""
     get(matrix(device))
     answer = elsewhere(
         """
-        import copy, io, pickle
+        import pickle
 
         value = client.call("get")
         before = value.data_ptr()
         if way == "pickle":
             copied = pickle.loads(pickle.dumps(value))
-        elif way == "deepcopy":
-            copied = copy.deepcopy(value)
-        elif way == "torch.save":
-            file = io.BytesIO()
-            torch.save(value, file)
-            file.seek(0)
-            copied = torch.load(file)
         else:
             from joblib import Parallel, delayed
             from joblib.externals.loky import get_reusable_executor

@@ -19,7 +19,6 @@ from shared_rpc.errors import (
     StaleHandleError,
     UpdateInterrupted,
 )
-from shared_rpc.memory.revisions import Page, new_page
 from tests.kit.apps import App, Serve, at_once
 from tests.kit.processes import Child, python
 
@@ -335,22 +334,6 @@ print('after it', handle.revision, flush=True)
         assert handle.revision == 2
 
 
-def test_a_page_goes_with_its_object(server: Server, client: Client) -> None:
-    """The server's descriptor is closed when the object is dropped; one that is gone has no page."""
-    with client.call("load") as handle:
-        assert handle.revision == 0
-        (stored,) = server.engine.ask(lambda core: list(core.objects))
-        assert stored.page is not None and not stored.page.closed
-        client.invalidate_call_cache("load")
-        unseen = client.call("load")
-    assert stored.page.closed
-    client.invalidate_call_cache("load")
-    client.release(unseen.object_id)  # the handle does not know
-    with pytest.raises(StaleHandleError, match="has no object"):
-        _ = unseen.revision
-    unseen.release()
-
-
 # In coroutines.
 
 
@@ -388,15 +371,6 @@ async def test_updating_in_coroutines(server: Server, client: Client) -> None:
             async with other.update(handle):
                 scope.cancel()
         assert await handle.wait_revision(0) == 6
-
-
-# The page itself.
-
-
-@pytest.fixture
-def page() -> Iterator[Page]:
-    """A page of revision 0."""
-    yield Page(new_page(), [], "one")
 
 
 # On a GPU.

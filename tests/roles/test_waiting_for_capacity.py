@@ -68,134 +68,124 @@ def shared(base_path: str, device: str, builds: list[int]) -> Provider:
     return provider
 
 
-@pytest.fixture
-def full(shared: Provider, device: str, unit: int) -> Iterator[Callable[..., Server]]:
-    """``full(units, **options)`` starts a server with capacity for so many of the smallest segments."""
-    servers: list[Server] = []
+class Full:
+    """A server whose device is full soon, its clients, and requests that wait for capacity."""
 
-    def start(units: int, **options: Any) -> Server:
-        server = Server(shared, **{"quotas": {device: units * unit}, "when_full": "evict", **options})
-        servers.append(server.start())
-        return server
+    def __init__(self, shared: Provider, unit: int, connect: Connect, threads: ThreadPoolExecutor, stack: ExitStack) -> None:
+        self.device = device_id(str(shared.device))
+        self._shared, self._unit, self._connect, self._threads, self._stack = shared, unit, connect, threads, stack
 
-    yield start
-    for server in servers:
-        server.stop()
+    def start(self, units: int, clients: int = 1, **options: Any) -> list[Client]:
+        """Serve with capacity for so many of the smallest segments; some clients."""
+        options = {"quotas": {self.device: units * self._unit}, "when_full": "evict", **options}
+        self.server = self._stack.enter_context(Server(self._shared, **options))
+        return [self.client() for _ in range(clients)]
 
+    def client(self, **options: Any) -> Client:
+        """One more."""
+        return self._connect(device=self._shared.device, **options)
 
-@pytest.fixture
-def ask(threads: ThreadPoolExecutor) -> Callable[..., Future[Any]]:
-    """``ask(server, function, *args)`` calls in a thread, and returns when the request waits for capacity."""
+    def session(self) -> HoldingSession:
+        """A session that says what a test wants said."""
+        return self._stack.enter_context(HoldingSession(self.server.socket_path))
 
-    def call(server: Server, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        before = in_line(server)
-        answer = threads.submit(function, *args, **kwargs)
-        eventually(lambda: in_line(server) > before or answer.done())
+    def waiting(self) -> int:
+        """How many requests wait for capacity."""
+        return self.server.engine.ask(lambda core: len(core.capacity))
+
+    def ask(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call in a thread, and return when the request waits for capacity."""
+        before = self.waiting()
+        answer = self._threads.submit(function, *args)
+        eventually(lambda: self.waiting() > before or answer.done())
         assert not answer.done(), answer.exception() or "it did not wait"
         return answer
 
-    return call
+    def used(self) -> int:
+        """The bytes of the device that objects take, or that are set aside for them."""
+        with self.client() as client:
+            return next(info["used"] for info in client.list_devices() if info["id"] == self.device)
 
 
-def in_line(server: Server) -> int:
-    """How many requests wait for capacity."""
-    return server.engine.ask(lambda core: len(core.capacity))
+@pytest.fixture
+def full(shared: Provider, unit: int, connect: Connect, threads: ThreadPoolExecutor) -> Iterator[Full]:
+    """A server that is not started yet."""
+    with ExitStack() as stack:
+        yield Full(shared, unit, connect, threads, stack)
 
 
-def used(client: Client, device: str) -> int:
-    """The bytes of a device that objects take, or that are set aside for them."""
-    return next(info["used"] for info in client.list_devices() if info["id"] == device_id(device))
-
-
-def test_a_result_waits_for_capacity(
-    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
-) -> None:
+def test_a_result_waits_for_capacity(full: Full, unit: int) -> None:
     """It is kept when another client releases what it holds; that is dropped for it."""
-    server, holder, client = full(1), connect(device=device), connect(device=device)
+    holder, client = full.start(1, 2)
     first = holder.call("model", 1, unit)
-    answer = ask(server, client.call, "model", 2, unit)
+    answer = full.ask(client.call, "model", 2, unit)
     first.release()
     with answer.result(30) as second:
         assert second.value[0].item() == 2
-    assert used(client, device) == unit
+    assert full.used() == unit
 
 
-def test_a_buffer_waits_for_capacity(
-    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
-) -> None:
+def test_a_buffer_waits_for_capacity(full: Full, unit: int) -> None:
     """No memory is made for it before."""
-    server, holder, client = full(1), connect(device=device), connect(device=device)
+    holder, client = full.start(1, 2)
     first = holder.create_buffer(unit)
-    answer = ask(server, client.create_buffer, unit)
-    assert used(client, device) == unit
+    answer = full.ask(client.create_buffer, unit)
+    assert full.used() == unit
     first.release()
     answer.result(30).release()
 
 
-def test_the_error_of_a_deadline_names_who_holds_what(
-    full: Callable[..., Server], connect: Connect, device: str, unit: int
-) -> None:
+def test_the_error_of_a_deadline_names_who_holds_what(full: Full, unit: int) -> None:
     """Processes, objects and bytes, and what to do."""
-    full(2)
-    holder, client = connect(device=device), connect(device=device, timeout=SHORTLY)
+    [holder], client = full.start(2), full.client(timeout=SHORTLY)
     with holder.call("model", 1, 2 * unit) as handle:
         for request in (lambda: client.call("model", 2, unit), lambda: client.create_buffer(unit)):
             with pytest.raises(ServerBusy) as caught:
                 request()
             text = str(caught.value)
-            assert f"{unit} bytes on {device_id(device)} wait for capacity: {2 * unit} is the quota" in text
+            assert f"{unit} bytes on {full.device} wait for capacity: {2 * unit} is the quota" in text
             assert f"{2 * unit} bytes are object {handle.object_id} of model(), which pid {os.getpid()} uses" in text
             assert "Suspend or release" in text
 
 
-def test_whoever_gives_up_leaves_nothing(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+def test_whoever_gives_up_leaves_nothing(full: Full, unit: int) -> None:
     """Neither its place in line, nor its result, nor bytes that are set aside."""
-    server, holder, client = full(1), connect(device=device), connect(device=device, timeout=SHORTLY)
+    [holder], client = full.start(1), full.client(timeout=SHORTLY)
     with holder.call("model", 1, unit):
         with pytest.raises(ServerBusy):
             client.call("model", 2, unit)
         with pytest.raises(ServerBusy):
             client.create_buffer(unit)
-        assert in_line(server) == 0 and used(holder, device) == unit
+        assert full.waiting() == 0 and full.used() == unit
         assert [info["cache_key"] for info in holder.list_objects()] == [f"model(number=1, nbytes={unit})"]
     assert client.get_server_info()["running"] == 0
 
 
-def test_a_result_is_built_again_when_there_is_capacity(
-    full: Callable[..., Server],
-    connect: Connect,
-    ask: Callable[..., Future[Any]],
-    builds: list[int],
-    device: str,
-    unit: int,
-) -> None:
+def test_a_result_is_built_again_when_there_is_capacity(full: Full, builds: list[int], unit: int) -> None:
     """What it took the last time is set aside before its endpoint runs."""
-    server, holder, client = full(1), connect(device=device), connect(device=device)
+    holder, client = full.start(1, 2)
     client.call("dropped", 1, unit).release()
     first = holder.call("dropped", 2, unit)
-    answer = ask(server, client.call, "dropped", 1, unit)
+    answer = full.ask(client.call, "dropped", 1, unit)
     assert builds == [1, 2]
     first.release()
     with answer.result(30):
         assert builds == [1, 2, 1]
 
 
-def test_a_build_that_waits_for_capacity_is_left(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+def test_a_build_that_waits_for_capacity_is_left(full: Full, unit: int) -> None:
     """Its endpoint does not run; one that is serialized lets the next run begin."""
-    server, holder = full(2), connect(device=device)
-    client = connect(device=device, timeout=SHORTLY)
+    [holder], client = full.start(2), full.client(timeout=SHORTLY)
     client.call("line", 1, 2 * unit).release()
     with holder.call("model", 2, unit):
         with pytest.raises(ServerBusy):
             client.call("line", 1, 2 * unit)
         with client.call("line", 3, unit) as handle:
             assert handle.value[0].item() == 3
-    assert in_line(server) == 0
+    assert full.waiting() == 0
 
 
-def test_a_failing_build_gives_its_capacity_back(
-    full: Callable[..., Server], connect: Connect, shared: Provider, device: str, unit: int
-) -> None:
+def test_a_failing_build_gives_its_capacity_back(full: Full, shared: Provider, unit: int) -> None:
     """What was set aside for it."""
     good = [True]
 
@@ -203,34 +193,31 @@ def test_a_failing_build_gives_its_capacity_back(
     def sometimes(nbytes: int) -> torch.Tensor:
         if not good[0]:
             raise ValueError("no luck")
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return torch.zeros(nbytes, dtype=torch.uint8, device=shared.device)
 
-    full(1)
-    client = connect(device=device)
+    [client] = full.start(1)
     client.call("sometimes", unit).release()
     client.invalidate_endpoint_cache("sometimes")
     good[0] = False
     with pytest.raises(ValueError, match="no luck"):
         client.call("sometimes", unit)
-    assert used(client, device) == 0
+    assert full.used() == 0
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["before its build", "after its build"])
-def test_a_task_tells_which_capacity_it_waits_for(
-    full: Callable[..., Server], connect: Connect, device: str, unit: int, built: bool
-) -> None:
+def test_a_task_tells_which_capacity_it_waits_for(full: Full, unit: int, built: bool) -> None:
     """And who has it; without a deadline it goes on waiting, until there is capacity."""
-    server, holder, client = full(1), connect(device=device), connect(device=device)
+    holder, client = full.start(1, 2)
     if built:
         client.call("dropped", 2, unit).release()
     handle = holder.call("model", 1, unit)
     task_id = client.submit("dropped", 2, unit)
-    eventually(lambda: in_line(server) == 1)
+    eventually(lambda: full.waiting() == 1)
     other = client.submit("dropped", 3, unit)
-    eventually(lambda: in_line(server) == 2)
+    eventually(lambda: full.waiting() == 2)
     info = client.get_task_status(task_id)
     assert info.status == ("pending" if built else "running")
-    assert f"{unit} bytes on {device_id(device)} wait for capacity: {unit} is the quota" in str(info.waits_for)
+    assert f"{unit} bytes on {full.device} wait for capacity: {unit} is the quota" in str(info.waits_for)
     assert f"{unit} bytes are object {handle.object_id} of model(), which pid {os.getpid()} uses" in str(info.waits_for)
     listed = {info.task_id: info.waits_for for info in client.list_tasks()}
     assert listed[task_id] == info.waits_for
@@ -243,38 +230,29 @@ def test_a_task_tells_which_capacity_it_waits_for(
 
 
 @pytest.mark.parametrize("kind", ["known", "cold"])
-def test_a_task_that_waits_for_capacity_is_cancelled_at_once(
-    full: Callable[..., Server], connect: Connect, device: str, unit: int, tmp_path: Path, kind: str
-) -> None:
+def test_a_task_that_waits_for_capacity_is_cancelled_at_once(full: Full, unit: int, tmp_path: Path, kind: str) -> None:
     """Whether it would be built then, or its result restored; it waits no more."""
-    server, client = full(1, spill_dir=str(tmp_path)), connect(device=device)
+    [client] = full.start(1, spill_dir=str(tmp_path))
     endpoint = "dropped" if kind == "known" else "model"
     client.call(endpoint, 2, unit).release()
     with client.call("model", 1, unit) as first:
         task_id = client.submit(endpoint, 2, unit)
-        eventually(lambda: in_line(server) == 1)
+        eventually(lambda: full.waiting() == 1)
         assert "which pid" in str(client.get_task_status(task_id).waits_for)
         assert client.cancel_task(task_id)
         assert client.get_task_status(task_id).status == "cancelled"
-        assert in_line(server) == 0
+        assert full.waiting() == 0
         with pytest.raises(TaskCancelled):
             client.wait_for_task(task_id)
         assert client.get_object_info(first.object_id)["tier"] == "device"
 
 
-def test_a_run_that_cannot_be_started_when_its_turn_comes(
-    full: Callable[..., Server],
-    connect: Connect,
-    ask: Callable[..., Future[Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    unit: int,
-) -> None:
+def test_a_run_that_cannot_be_started_when_its_turn_comes(full: Full, monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
     """Whoever waited for capacity gets the error, and the memory is there for others."""
-    server, holder, client = full(1), connect(device=device), connect(device=device)
+    holder, client = full.start(1, 2)
     client.call("dropped", 2, unit).release()
     first = holder.call("dropped", 1, unit)
-    answer = ask(server, client.call, "dropped", 2, unit)
+    answer = full.ask(client.call, "dropped", 2, unit)
 
     def fail(*_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -290,21 +268,13 @@ def test_a_run_that_cannot_be_started_when_its_turn_comes(
         assert handle.value[0].item() == 2
 
 
-def test_calls_join_a_result_that_waits(
-    full: Callable[..., Server],
-    connect: Connect,
-    ask: Callable[..., Future[Any]],
-    threads: ThreadPoolExecutor,
-    builds: list[int],
-    device: str,
-    unit: int,
-) -> None:
+def test_calls_join_a_result_that_waits(full: Full, threads: ThreadPoolExecutor, builds: list[int], unit: int) -> None:
     """They are the same run still, and it is built once."""
-    server, holder, client, other = full(1), *(connect(device=device) for _ in range(3))
+    holder, client, other = full.start(1, 3)
     first = holder.call("model", 1, unit)
-    answer = ask(server, client.call, "model", 2, unit)
+    answer = full.ask(client.call, "model", 2, unit)
     joined = threads.submit(other.call, "model", 2, unit)
-    eventually(lambda: server.engine.ask(lambda core: sum(len(run.waiters) for run in core.runs.calls)) == 2)
+    eventually(lambda: full.server.engine.ask(lambda core: sum(len(run.waiters) for run in core.runs.calls)) == 2)
     client.close()
     assert answer.exception(30) is not None
     first.release()
@@ -312,41 +282,35 @@ def test_calls_join_a_result_that_waits(
         assert builds == [1, 2]
 
 
-def test_the_server_stops_though_requests_wait(
-    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
-) -> None:
+def test_the_server_stops_though_requests_wait(full: Full, unit: int) -> None:
     """They are told, and their results are gone."""
-    server, holder = full(1), connect(device=device)
+    [holder] = full.start(1)
     first = holder.call("model", 1, unit)
-    answers = [
-        ask(server, connect(device=device).call, "model", 2, unit),
-        ask(server, connect(device=device).create_buffer, unit),
-    ]
-    server.stop()
+    answers = [full.ask(full.client().call, "model", 2, unit), full.ask(full.client().create_buffer, unit)]
+    full.server.stop()
     assert all(answer.exception(30) is not None for answer in answers)
     first.release()
 
 
-def test_a_caller_of_the_server_itself_waits_too(
-    full: Callable[..., Server], connect: Connect, shared: Provider, ask: Callable[..., Future[Any]], device: str, unit: int
-) -> None:
+def test_a_caller_of_the_server_itself_waits_too(full: Full, shared: Provider, unit: int) -> None:
     """Without a deadline, until there is capacity."""
-    server, holder = full(1), connect(device=device)
+    [holder] = full.start(1)
     first = holder.call("model", 1, unit)
-    answer = ask(server, shared.call, "model", 2, unit)
+    answer = full.ask(shared.call, "model", 2, unit)
     first.release()
     answer.result(30).release()
 
 
-def test_a_server_that_refuses_does_so_at_once(full: Callable[..., Server], connect: Connect, device: str, unit: int) -> None:
+def test_a_server_that_refuses_does_so_at_once(full: Full, unit: int) -> None:
     """As without the option: cached objects that nobody holds are dropped, and nothing waits."""
-    server, client = full(1, when_full="refuse"), connect(device=device, timeout=None)
+    full.start(1, when_full="refuse")
+    client = full.client(timeout=None)
     client.call("model", 1, unit).release()
     with client.call("model", 2, unit) as handle:
         for request in (lambda: client.call("model", 3, unit), lambda: client.create_buffer(unit)):
             with pytest.raises(ServerBusy, match=f"{unit} bytes .*quota .* is {unit}, and {unit}"):
                 request()
-        assert in_line(server) == 0 and [info["object_id"] for info in client.list_objects()] == [handle.object_id]
+        assert full.waiting() == 0 and [info["object_id"] for info in client.list_objects()] == [handle.object_id]
 
 
 @pytest.mark.parametrize(
@@ -359,30 +323,13 @@ def test_a_server_that_refuses_does_so_at_once(full: Callable[..., Server], conn
     ],
     ids=str,
 )
-def test_options_that_cannot_be(full: Callable[..., Server], options: dict[str, Any], text: str) -> None:
+def test_options_that_cannot_be(full: Full, options: dict[str, Any], text: str) -> None:
     """The server does not start, and says why."""
     with pytest.raises(ConfigurationError, match=text):
-        full(1, **options)
+        full.start(1, **options)
 
 
 # With a lower tier.
-
-
-@pytest.fixture
-def tiers(full: Callable[..., Server], tmp_path: Path) -> Callable[..., Server]:
-    """``tiers(units, **options)`` starts a server that evicts to files too."""
-
-    def start(units: int, **options: Any) -> Server:
-        return full(units, **{"spill_dir": tmp_path, **options})
-
-    return start
-
-
-@pytest.fixture
-def sessions() -> Iterator[Callable[[Server], HoldingSession]]:
-    """``sessions(server)`` is a new session that says what a test wants said."""
-    with ExitStack() as stack:
-        yield lambda server: stack.enter_context(HoldingSession(server.socket_path))
 
 
 def tier_of(client: Client, object_id: str) -> str:
@@ -396,108 +343,66 @@ def made(client: Client, number: int, nbytes: int, endpoint: str = "model") -> s
         return str(handle.object_id)
 
 
-def test_a_suspended_object_is_evicted_and_resumed(
-    tiers: Callable[..., Server], connect: Connect, sessions: Callable[[Server], HoldingSession], device: str, unit: int
-) -> None:
+def test_a_suspended_object_is_evicted_and_resumed(full: Full, tmp_path: Path, unit: int) -> None:
     """By whoever needs the memory; the session that resumes it waits until there is capacity again."""
-    server = tiers(1)
-    client, session = connect(device=device), sessions(server)
+    [client], session = full.start(1, spill_dir=tmp_path), full.session()
     object_id = made(client, 1, unit)
     session.hold(object_id)
     session.suspend(object_id)
     with client.call("model", 2, unit):
         assert tier_of(client, object_id) != "device"
         session.begin_resume(object_id)
-        eventually(lambda: in_line(server) == 1)
+        eventually(lambda: full.waiting() == 1)
     assert isinstance(session.heard(), t.Resumed) and tier_of(client, object_id) == "device"
 
 
-def test_a_restore_waits_for_capacity(
-    tiers: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
-) -> None:
+def test_a_restore_waits_for_capacity(full: Full, tmp_path: Path, unit: int) -> None:
     """And is left when its caller does not wait any more."""
-    server = tiers(1)
-    client, holder = connect(device=device), connect(device=device)
+    client, holder = full.start(1, 2, spill_dir=tmp_path)
     object_id = made(client, 1, unit)
     with holder.call("model", 2, unit):
         with pytest.raises(ServerBusy, match=f"object .* of model.*which pid {os.getpid()} uses"):
-            connect(device=device, timeout=SHORTLY).restore(object_id)
-        assert in_line(server) == 0
-        answer = ask(server, client.restore, object_id)
+            full.client(timeout=SHORTLY).restore(object_id)
+        assert full.waiting() == 0
+        answer = full.ask(client.restore, object_id)
     assert [move["object_id"] for move in answer.result(30)] == [object_id]
 
 
-def test_a_call_waits_until_its_object_is_restored(
-    tiers: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], builds: list[int], device: str, unit: int
-) -> None:
+def test_a_call_waits_until_its_object_is_restored(full: Full, builds: list[int], tmp_path: Path, unit: int) -> None:
     """It is not built again."""
-    server = tiers(1)
-    client, holder = connect(device=device), connect(device=device)
+    client, holder = full.start(1, 2, spill_dir=tmp_path)
     made(client, 1, unit)
     second = holder.call("model", 2, unit)
-    answer = ask(server, client.call, "model", 1, unit)
+    answer = full.ask(client.call, "model", 1, unit)
     second.release()
     with answer.result(30) as first:
         assert first.value.unique().tolist() == [1] and builds == [1, 2]
 
 
-def test_a_new_user_of_an_object_stands_behind_those_who_wait(
-    tiers: Callable[..., Server],
-    connect: Connect,
-    sessions: Callable[[Server], HoldingSession],
-    ask: Callable[..., Future[Any]],
-    device: str,
-    unit: int,
-) -> None:
-    """The object comes to rest, and comes back for the new user; who uses it already may ask for it again."""
-    server = tiers(1)
-    client, user, late = connect(device=device), connect(device=device), sessions(server)
-    other, object_id = made(client, 2, unit), made(client, 1, unit)
-    handle = user.call("model", 1, unit)
-    late.hold(object_id)
-    late.suspend(object_id)
-    answer = ask(server, client.call, "model", 2, unit)
-    late.begin_resume(object_id)
-    eventually(lambda: in_line(server) == 2)
-    newcomer = ask(server, connect(device=device).call, "model", 1, unit)
-    user.call("model", 1, unit).release()
-    handle.release()
-    with answer.result(30) as restored:
-        assert restored.object_id == other and restored.value.unique().tolist() == [2]
-        assert tier_of(client, object_id) != "device" and not newcomer.done()
-    assert isinstance(late.heard(), t.Resumed)
-    with newcomer.result(30) as again:
-        assert again.object_id == object_id
-
-
-def test_a_full_disk_is_named(
-    full: Callable[..., Server], connect: Connect, device: str, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named(full: Full, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an object cannot leave, the error of who waits says why; the object is as it was."""
-    server = full(1, spill_dir=tmp_path, host_quota=0)
+    full.start(1, spill_dir=tmp_path, host_quota=0)
 
     def fail(*args: Any) -> None:
         raise CapabilityError("no space left for the file")
 
     monkeypatch.setattr(SpillDirectory, "create", fail)
-    client = connect(device=device, timeout=SHORTLY)
+    client = full.client(timeout=SHORTLY)
     object_id = made(client, 1, unit)
     with pytest.raises(ServerBusy, match=f"object {object_id} .*no space left"):
         client.create_buffer(unit)
-    assert tier_of(client, object_id) == "device" and in_line(server) == 0
+    assert tier_of(client, object_id) == "device" and full.waiting() == 0
     monkeypatch.undo()
-    connect(device=device).create_buffer(unit).release()
+    full.client().create_buffer(unit).release()
 
 
 def test_the_calls_of_an_endpoint_that_runs_go_first(
-    tiers: Callable[..., Server],
-    connect: Connect,
+    full: Full,
     shared: Provider,
-    ask: Callable[..., Future[Any]],
     threads: ThreadPoolExecutor,
     begun: threading.Event,
     go: threading.Event,
-    device: str,
+    tmp_path: Path,
     unit: int,
 ) -> None:
     """Those who wait may wait for what it uses: it is not held up by them, be its objects on the device or below."""
@@ -510,40 +415,31 @@ def test_the_calls_of_an_endpoint_that_runs_go_first(
             with shared.call("model", 2, nbytes) as second:
                 return first.value + second.value
 
-    server = tiers(3)
-    client = connect(device=device)
+    [client] = full.start(3, spill_dir=tmp_path)
     for number in (1, 2, 3):
         made(client, number, unit)
     client.evict(made(client, 2, unit))
     built = threads.submit(client.call, "both", unit)
     begun.wait(30)
-    large = ask(server, connect(device=device).create_buffer, 3 * unit)
+    large = full.ask(full.client().create_buffer, 3 * unit)
     go.set()
     large.result(30).release()
     with built.result(30) as handle:
         assert handle.value.unique().tolist() == [3]
 
 
-def test_what_only_the_cache_kept_gives_way_when_it_is_invalidated(
-    full: Callable[..., Server], connect: Connect, ask: Callable[..., Future[Any]], device: str, unit: int
-) -> None:
+def test_what_only_the_cache_kept_gives_way_when_it_is_invalidated(full: Full, unit: int) -> None:
     """A pinned result, which would not have gone."""
-    server, holder, client = full(2), connect(device=device), connect(device=device)
+    holder, client = full.start(2, 2)
     client.call("pinned", unit).release()
     with holder.call("model", 1, unit):
-        answer = ask(server, connect(device=device).create_buffer, unit)
+        answer = full.ask(full.client().create_buffer, unit)
         client.invalidate_endpoint_cache("pinned")
         answer.result(30).release()
 
 
 def test_a_result_that_nobody_waits_for_does_not_wait(
-    full: Callable[..., Server],
-    connect: Connect,
-    shared: Provider,
-    begun: threading.Event,
-    go: threading.Event,
-    device: str,
-    unit: int,
+    full: Full, shared: Provider, begun: threading.Event, go: threading.Event, unit: int
 ) -> None:
     """Its caller gave up while it was being built: it is kept if there is capacity, and dropped if not."""
 
@@ -551,14 +447,14 @@ def test_a_result_that_nobody_waits_for_does_not_wait(
     def slow(number: int, nbytes: int) -> torch.Tensor:
         begun.set()
         go.wait(30)
-        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
+        return torch.full((nbytes,), number, dtype=torch.uint8, device=shared.device)
 
-    server, holder = full(1), connect(device=device)
+    [holder] = full.start(1)
     with holder.call("model", 1, unit):
-        with connect(device=device, timeout=SHORTLY) as caller, pytest.raises(DeadlineExceeded):
+        with full.client(timeout=SHORTLY) as caller, pytest.raises(DeadlineExceeded):
             caller.call("slow", 2, unit)
         assert begun.is_set()
-        eventually(lambda: server.info()["connections"] == 1)  # the server knows that the caller gave up
+        eventually(lambda: full.server.info()["connections"] == 1)  # the server knows that the caller gave up
         go.set()
         eventually(lambda: holder.get_server_info()["running"] == 0)
-        assert in_line(server) == 0 and used(holder, device) == unit
+        assert full.waiting() == 0 and full.used() == unit
