@@ -76,6 +76,26 @@ def manager(make_manager: Callable[..., ServiceManager]) -> ServiceManager:
     return make_manager()
 
 
+@pytest.fixture
+def broker(manager: ServiceManager) -> Child:
+    """The first broker of the service."""
+    return manager.start()
+
+
+@pytest.fixture
+def client(app: BrokerApp, broker: Child) -> Client:
+    """A client that waits for the next broker."""
+    return app.connect(connect_timeout=20)
+
+
+def restart(broker: Child, manager: ServiceManager, objects: int | None = None, *options: str) -> Child:
+    """Kill a broker, when so many objects are in the store, and start the next one."""
+    if objects is not None:
+        manager.expect(lambda: len(manager.objects()) == objects)
+    broker.kill()
+    return manager.start(*options)
+
+
 def loaded(client: Any) -> bool:
     """Whether a worker of the current broker has loaded the app."""
     return any(worker["state"] == "ready" for worker in client.get_server_info()["workers"])
@@ -84,14 +104,6 @@ def loaded(client: Any) -> bool:
 def ids(client: Any) -> dict[str, str]:
     """The ids of objects, by what their cache keys begin with."""
     return {str(info["cache_key"]): info["object_id"] for info in client.list_objects()}
-
-
-def replace_killed(broker: Child, manager: ServiceManager, gate: Path) -> None:
-    """Kill a broker that has one object in the store, and start the next one, whose workers wait at the gate."""
-    manager.expect(lambda: len(manager.objects()) == 1)
-    gate.touch()
-    broker.kill()
-    manager.start()
 
 
 def test_a_broker_that_is_told_to_end(app: BrokerApp, manager: ServiceManager) -> None:
@@ -109,7 +121,8 @@ def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: 
     with torch.no_grad():
         model.weight[0, 0] = 42
     facts = client.list_objects()[0]
-    replace_killed(broker, manager, gate)
+    gate.touch()
+    restart(broker, manager, 1)
     other = app.connect()
     attached, after = other.call("model"), other.get_server_info()
     assert attached.weight[0, 0] == 42
@@ -141,16 +154,13 @@ def test_a_broker_that_is_killed(app: BrokerApp, manager: ServiceManager, gate: 
     assert [info["generation"] for info in other.list_objects() if info["cache_key"] == facts["cache_key"]] == [2]
 
 
-def test_killed_again_and_again(app: BrokerApp, manager: ServiceManager) -> None:
+def test_killed_again_and_again(manager: ServiceManager, broker: Child, client: Client) -> None:
     """What was recovered is kept as what was made; and nothing piles up, in the store or among descriptors."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     client.call("model")
     client.call("model", 9)
     counts = []
     for size in (9, 10, 10):
-        broker.kill()
-        broker = manager.start()
+        broker = restart(broker, manager)
         assert client.call("model", size).weight[0, 0] == size
         eventually(lambda: loaded(client))
         counts.append((sorted(name.partition("-")[0] for name in manager.names()), _memfds(broker.pid)))
@@ -163,10 +173,10 @@ def _memfds(pid: int) -> int:
 
 
 @pytest.mark.asyncio
-async def test_handles_and_their_leases(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+async def test_handles_and_their_leases(
+    app: BrokerApp, manager: ServiceManager, gate: Path, broker: Child, client: Client
+) -> None:
     """A client that meets the next broker takes its leases again: handles stay live, and go back as ever."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     async with AsyncClient(app.base_path, device="cpu", connect_timeout=20) as other:
         mine, again, theirs = client.call("held"), client.call("held"), await other.call("held", 5)
         await anyio.Path(gate).touch()
@@ -182,31 +192,25 @@ async def test_handles_and_their_leases(app: BrokerApp, manager: ServiceManager,
         assert client.get_server_info()["leases"] == 0
 
 
-def test_a_handle_of_what_was_not_listed(app: BrokerApp, manager: ServiceManager) -> None:
+def test_a_handle_of_what_was_not_listed(manager: ServiceManager, broker: Child, client: Client) -> None:
     """Only what the cache lists is stored: an object that handles alone kept went with the broker, and says so."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     handle = client.call("held")
     manager.expect(lambda: len(manager.objects()) == 1)
     client.invalidate_endpoint_cache("held")
     assert not handle.is_stale()
     manager.expect(lambda: not manager.objects() and not manager.names("segment-"))
-    broker.kill()
-    manager.start()
+    restart(broker, manager)
     with pytest.raises(errors.StaleHandleError) as stale:
         client.ensure_handle_live(handle)
     assert stale.value.reason == "object_gone"
     assert handle.value.sum() == 28
 
 
-def test_tasks_of_the_broker_that_was(app: BrokerApp, manager: ServiceManager) -> None:
+def test_tasks_of_the_broker_that_was(manager: ServiceManager, broker: Child, client: Client) -> None:
     """Tasks are not stored. Their ids never come again, though the server's does."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     earlier = client.submit("model")
     client.wait_for_task(earlier)
-    broker.kill()
-    manager.start()
+    restart(broker, manager)
     with pytest.raises(errors.TaskError) as unknown:
         client.get_task_status(earlier)
     assert unknown.value.reason == "unknown"
@@ -266,16 +270,13 @@ def test_dropped_objects_leave_the_store(app: BrokerApp, manager: ServiceManager
     assert ids(client) == kept
 
 
-def test_revisions_across_restarts(app: BrokerApp, manager: ServiceManager) -> None:
+def test_revisions_across_restarts(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
     """Handles of before and after have one page over one memory: one writes at a time, and each sees what the other wrote."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     before = client.call("held")
     with client.update(before) as value:
         value.fill_(1.0)
     for _ in range(2):
-        broker.kill()
-        broker = manager.start()
+        broker = restart(broker, manager)
         other = app.connect(connect_timeout=20)
         after = other.call("held")
         assert (after.object_id, after.revision) == (before.object_id, before.revision)
@@ -308,18 +309,15 @@ def test_memory_that_objects_share(app: BrokerApp, manager: ServiceManager) -> N
     client.invalidate_call_cache("model")
     manager.expect(lambda: len(manager.objects()) == 1)
     assert len(manager.names("segment-")) == 2
-    broker.kill()
-    manager.start()
+    restart(broker, manager)
     assert client.call("both")[0].weight[0, 0] == 4
     assert client.get_server_info()["builds"] == 0
     client.invalidate_endpoint_cache("both")
     manager.expect(lambda: not manager.names("segment-"))
 
 
-def test_buffers(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+def test_buffers(app: BrokerApp, manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
     """They are recovered with what is left of their terms, and leave the store when nobody can get them any more."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     plain, counted = client.create_buffer(8, "uint8"), client.create_buffer((2, 2), "float32", max_accesses=3)
     brief = client.create_buffer(16, ttl=3600)
     gone = client.create_buffer(16)
@@ -329,8 +327,7 @@ def test_buffers(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
     client.free_buffer(gone)
     manager.expect(lambda: len(manager.objects()) == len(manager.names("segment-")) == 3)
     gate.touch()
-    broker.kill()
-    manager.start()
+    restart(broker, manager)
     other = app.connect()
     assert other.get_buffer(plain.object_id).value.tolist() == [7] * 8
     assert other.get_object_info(brief)["expires_at"] == pytest.approx(ends, abs=1)
@@ -346,10 +343,8 @@ def test_buffers(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
     manager.expect(lambda: len(manager.objects()) == len(manager.names("segment-")) == 1)
 
 
-def test_a_ttl_that_passes_while_no_broker_runs(app: BrokerApp, manager: ServiceManager) -> None:
+def test_a_ttl_that_passes_while_no_broker_runs(app: BrokerApp, manager: ServiceManager, broker: Child, client: Client) -> None:
     """It counts from the buffer's making: the next broker has it no more."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     buffer = client.create_buffer(16, ttl=0.5)
     manager.expect(lambda: len(manager.objects()) == 1)
     sigstop(broker.pid)
@@ -363,10 +358,8 @@ def test_a_ttl_that_passes_while_no_broker_runs(app: BrokerApp, manager: Service
 
 
 @pytest.mark.parametrize("how", ["its value is cut off", "its segment is not there", "its page is not there", "no provider"])
-def test_an_object_that_cannot_be_recovered(app: BrokerApp, manager: ServiceManager, how: str) -> None:
+def test_an_object_that_cannot_be_recovered(manager: ServiceManager, how: str, broker: Child, client: Client) -> None:
     """It is logged and leaves the store; the rest is as ever."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     with client.call("held") as handle, client.call("held", 1 << 19):
         assert handle.revision == 0  # now it has a page
     manager.expect(lambda: len(manager.objects()) == 2 and len(manager.names("page-")) == 1)
@@ -398,10 +391,8 @@ def _memfd(data: bytes) -> int:
     return fd
 
 
-def test_a_state_of_another_version(app: BrokerApp, manager: ServiceManager) -> None:
+def test_a_state_of_another_version(manager: ServiceManager, broker: Child, client: Client) -> None:
     """It is logged, and leaves the store with all that it named, and with what another program stored."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     client.call("model")
     manager.expect(lambda: len(manager.objects()) == 1)
     broker.kill()
@@ -426,8 +417,7 @@ def test_a_store_that_is_full(app: BrokerApp, make_manager: Callable[..., Servic
     for size in (2, 3, 4):
         client.call("model", size)
     assert "keeps at most 5 descriptors" in broker.expect_error("service manager")
-    broker.kill()
-    manager.start()
+    restart(broker, manager)
     assert list(ids(client)) == ["model(size=2)", "model(size=3)"]
     manager.expect(lambda: len(manager.objects()) == 2)
     assert client.call("model", 3).weight[0, 0] == 3
@@ -456,16 +446,13 @@ def test_when_it_is_ready(app: BrokerApp, manager: ServiceManager, gate: Path) -
     manager.expect(lambda: manager.was_told("STATUS=1 objects can be attached; the app is loaded"))
 
 
-def test_an_app_that_cannot_be_loaded_any_more(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+def test_an_app_that_cannot_be_loaded_any_more(manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
     """The next broker attaches what there is, and says why nothing is built; a reload mends it."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     client.call("model")
     manager.expect(lambda: len(manager.objects()) == 1)
     broken = Path(f"{gate}-broken")
     broken.touch()
-    broker.kill()
-    manager.start()
+    restart(broker, manager)
     assert client.call("model").weight[0, 0] == 4
     with pytest.raises(errors.WorkerCrashed, match="LookupError: no such checkpoint"):
         client.call("model", 9)
@@ -502,10 +489,8 @@ def test_code_that_changed_meanwhile(app: BrokerApp, manager: ServiceManager) ->
 
 
 @pytest.mark.parametrize("how", ["by the manager", *deep("by a client")])
-def test_a_reload(app: BrokerApp, manager: ServiceManager, how: str) -> None:
+def test_a_reload(app: BrokerApp, manager: ServiceManager, how: str, broker: Child, client: Client) -> None:
     """The manager is told of its begin and its end, and the endpoints as they are now are those that a restart knows."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     client.call("model")
     manager.expect(lambda: manager.was_told("READY=1") and len(manager.objects()) == 1)
     manager.told.clear()
@@ -524,9 +509,7 @@ def test_a_reload(app: BrokerApp, manager: ServiceManager, how: str) -> None:
     usec = next(int(line.partition("=")[2]) for line in manager.told if line.startswith("MONOTONIC_USEC="))
     assert 0 <= time.monotonic_ns() // 1000 - usec < 60e6
     client.call("later")
-    manager.expect(lambda: len(manager.objects()) == 2)
-    broker.kill()
-    manager.start()
+    restart(broker, manager, 2)
     assert client.call("later").item() == 1
     assert client.get_server_info()["builds"] == 0
 
@@ -544,10 +527,8 @@ def test_a_reload_that_fails(app: BrokerApp, manager: ServiceManager, gate: Path
     assert client.call("model").weight[0, 0] == 4
 
 
-def test_a_broker_that_is_stopped(app: BrokerApp, manager: ServiceManager, gate: Path) -> None:
+def test_a_broker_that_is_stopped(manager: ServiceManager, gate: Path, broker: Child, client: Client) -> None:
     """The manager is told, the socket stays its own, and what is stored stays for the next start."""
-    broker = manager.start()
-    client = app.connect(connect_timeout=20)
     client.call("model")
     buffer = client.create_buffer(16)
     manager.expect(lambda: len(manager.objects()) == 2)
@@ -634,8 +615,7 @@ def test_a_provider_that_is_served_no_more(app: BrokerApp, manager: ServiceManag
         manager.expect(lambda: len(manager.objects()) == 3)
         app.write()
         for buffers in (1, 0):
-            broker.kill()
-            broker = manager.start()
+            broker = restart(broker, manager)
             eventually(lambda: loaded(client))
             manager.expect(lambda buffers=buffers: len(manager.objects()) == 1 + buffers)
             if buffers:
@@ -730,7 +710,8 @@ def test_a_cold_object_survives_a_broker_that_is_killed(
         object_id = handle.object_id
     client.evict(object_id)
     manager.expect(lambda: tiers(manager) == ["file"] and kinds(manager) == ["object", "segment", "state"])
-    replace_killed(broker, manager, gate)
+    gate.touch()
+    restart(broker, manager, 1)
     other = app.connect()
     assert other.get_object_info(object_id)["tier"] == "file"
     assert not loaded(other)
@@ -752,7 +733,8 @@ def test_a_suspended_object_is_resumed_at_the_next_broker(
             raw.ask(m.Hold([object_id]))
         raw.ask(t.Suspend([object_id]))
         client.evict(object_id)
-        replace_killed(broker, manager, gate)
+        gate.touch()
+        restart(broker, manager, 1)
     with Raw(manager.path) as raw:
         assert raw.ask(m.Hold([object_id])) == m.Held([object_id])
         assert raw.ask(t.Suspend([object_id])) == m.Count(1)
