@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import anyio
@@ -37,7 +37,7 @@ from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.brokers import BrokerApp, is_running
 from tests.kit.deep import deep
 from tests.kit.gpu_memory import bytes_of, write
-from tests.kit.processes import eventually, sigstop
+from tests.kit.processes import eventually, links_of, sigstop
 
 MIB = 1 << 20
 
@@ -183,11 +183,7 @@ def filled(driver: str) -> Iterator[Callable[..., Segment]]:
 
 def descriptors() -> int:
     """How many this process has of memory and of nameless files. A broker opens others when it likes."""
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum(link.startswith(("/memfd:", "/dev/nvidia")) or "/spill/" in link for link in links)
+    return sum(link.startswith(("/memfd:", "/dev/nvidia")) or "/spill/" in link for link in links_of())
 
 
 def settled(before: int) -> None:

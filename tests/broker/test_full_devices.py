@@ -10,8 +10,8 @@ import pytest
 
 from shared_rpc import Client
 from tests.kit.brokers import BrokerApp
+from tests.kit.deep import repetitions
 from tests.kit.processes import Child, eventually, python
-from tests.kit.repetitions import repetitions
 
 MIB = 1 << 20
 
@@ -29,7 +29,7 @@ def more(number):
 IN_TURNS = """
 import sys
 from shared_rpc import Client
-from tests.kit.holding import HoldingSession
+from tests.kit.raw import HoldingSession
 
 with Client(device="cpu", timeout=300.0) as client, HoldingSession(client.socket_path, 300.0) as session:
     models = []
@@ -51,7 +51,7 @@ with Client(device="cpu", timeout=300.0) as client, HoldingSession(client.socket
 HOLDER = """
 import sys
 from shared_rpc import Client
-from tests.kit.holding import HoldingSession
+from tests.kit.raw import HoldingSession
 
 with Client(device="cpu", timeout=120.0) as client, HoldingSession(client.socket_path, 120.0) as session:
     with client.call("weights", NUMBER) as handle:

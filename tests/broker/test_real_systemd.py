@@ -19,8 +19,8 @@ import torch
 
 from shared_rpc import Client, errors
 from tests.kit.brokers import APP
+from tests.kit.deep import repetitions
 from tests.kit.processes import eventually
-from tests.kit.repetitions import repetitions
 
 SYSTEMD = next((path for path in ("/usr/lib/systemd/systemd", "/lib/systemd/systemd") if os.path.exists(path)), "")
 UNITS = Path(__file__).parent.parent.parent / "examples" / "deploy"

@@ -22,7 +22,7 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from tests.kit.brokers import APP, BrokerApp
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, sigstop
+from tests.kit.processes import Child, eventually, links_of, sigstop
 from tests.kit.raw import Raw
 from tests.kit.service_manager import ServiceManager
 
@@ -169,7 +169,7 @@ def test_killed_again_and_again(manager: ServiceManager, broker: Child, client: 
 
 def _memfds(pid: int) -> int:
     """Pieces of host memory that a process has open."""
-    return sum("memfd:" in os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd"))
+    return sum("memfd:" in link for link in links_of(pid))
 
 
 @pytest.mark.asyncio

@@ -16,7 +16,6 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from shared_rpc.scripts.listing import stop_zygotes
 from shared_rpc.zygote.wire import Lost, framed, receive
 from tests.kit.attacker import STRANGER, needs_another_uid
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, sigstop
+from tests.kit.processes import Child, eventually, links_of, sigstop
 from tests.kit.scripts import RUN, Place
 
 pytestmark = pytest.mark.timeout(300)
@@ -240,16 +239,6 @@ def test_a_module_beside_the_script_takes_precedence(place: Place, name: str) ->
 
 
 # Descriptors, users, sockets.
-
-
-def links_of(pid: int) -> list[str]:
-    """Return what a process has open."""
-    found = []
-    with suppress(OSError):  # it has ended
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):  # it has closed this one meanwhile
-                found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return found
 
 
 def test_many_descriptors_are_passed_on(place: Place) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from tests.docs.test_deploy import DASHBOARD, DEPLOY, read_yaml
+from tests.kit.deep import repetitions
 from tests.kit.processes import Child, eventually
-from tests.kit.repetitions import repetitions
 
 pytestmark = pytest.mark.skipif(
     not repetitions(0, 1) or shutil.which("prometheus") is None,

@@ -22,8 +22,8 @@ from shared_rpc.extras.verification.app import true_size
 from shared_rpc.extras.verification.checks import CHECKS, Check, Outcome
 from shared_rpc.extras.verification.stage import CannotRun, Interrupted, Stage, marked, memory_of, segment_bytes, size
 from shared_rpc.extras.verify import SCHEMA, Report, Settings, verify
+from tests.kit.deep import repetitions
 from tests.kit.processes import PYTHONPATH, eventually
-from tests.kit.repetitions import repetitions
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -23,10 +23,9 @@ from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS, MappingTable
 from shared_rpc.protocol.frames import FrameDecoder, encode_frame
-from tests.kit.deep import deep
+from tests.kit.deep import deep, repetitions
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.processes import Child, eventually, open_fds, python
-from tests.kit.repetitions import repetitions
 
 # Descriptors that are dropped with the frames of an operation are closed by finalisers, which warn.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")

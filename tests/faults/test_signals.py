@@ -14,10 +14,9 @@ import pytest
 
 from shared_rpc import errors
 from tests.kit.brokers import BrokerApp, begun
-from tests.kit.deep import deep
+from tests.kit.deep import deep, repetitions
 from tests.kit.forks import start_zygote, stop_zygote
 from tests.kit.processes import Child, eventually
-from tests.kit.repetitions import repetitions
 
 #: Of each kind; a thousand in all.
 STORMS = repetitions(3, 250)

@@ -13,8 +13,8 @@ import torch
 
 from shared_rpc import errors
 from tests.kit.brokers import BrokerApp, is_running, worker_pids
+from tests.kit.deep import repetitions
 from tests.kit.processes import Child, eventually, python
-from tests.kit.repetitions import repetitions
 
 #: Elements of every tensor here: segments of their own, and pages enough for a torn write to be seen.
 SIZE = 1 << 18

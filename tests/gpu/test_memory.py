@@ -20,8 +20,7 @@ from shared_rpc.protocol.records import Access, Mechanism
 from tests.kit import segment_peer
 from tests.kit.bound_host import BACKEND
 from tests.kit.conformance import BackendConformance
-from tests.kit.kernel_maps import rights
-from tests.kit.processes import Child, python
+from tests.kit.processes import Child, python, rights
 from tests.kit.raw import F_ADD_SEALS, F_SEAL_SHRINK
 
 #: linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE

@@ -12,8 +12,6 @@ from shared_rpc import Client, Provider, Server, SharedFunction
 from shared_rpc.provider.loopback import LoopbackRuntime
 from tests.kit.deep import deep
 
-__all__ = ["EACH_ROLE", "ROLES", "App", "Connect", "Serve", "at_once", "shares_memory"]
-
 ROLES = ("local", "server", "client")
 #: For fixtures: a server's own process runs what the two others run.
 EACH_ROLE = ("local", "client", *deep("server"))

@@ -24,24 +24,8 @@ from shared_rpc.protocol import generations as g
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS
 from shared_rpc.protocol.frames import encode_frame
-from tests.kit.processes import Child, python
+from tests.kit.processes import Child
 from tests.kit.raw import Raw, frame_of, sealed_memory
-
-__all__ = [
-    "STRANGER",
-    "Bystander",
-    "as_uid",
-    "common_directory",
-    "descriptors_of_half_frames",
-    "half_frames",
-    "in_namespaces",
-    "long_lists",
-    "needs_another_uid",
-    "needs_namespaces",
-    "print_worst_pings",
-    "unread_answers",
-    "waiters",
-]
 
 #: A uid without an account, which is not the kernel's overflow uid either.
 STRANGER = 23456
@@ -213,25 +197,3 @@ def waiters(path: str, connections: int = 4, count: int = 10_000) -> Iterator[li
         for raw in made:
             raw.close()
         yield []
-
-
-#: Attacks by their names, as code in which ``path`` is a server's socket.
-ATTACKS = {
-    "half frames of 64 MiB on 8 connections": "half_frames(path)",
-    "4,048 descriptors of half frames": "descriptors_of_half_frames(path)",
-    "9,000 results that are not read": "unread_answers(path, 'each')",
-    "9,000 times one result that is not read": "unread_answers(path, 'model', same=True)",
-    "requests of 16 MiB, all lists": "long_lists(path)",
-    "4 clients with 10,000 pending requests that hang up": "waiters(path)",
-}
-
-
-def print_worst_pings(client: Client, path: str) -> None:
-    """Print how long a client waits for a ping at the most, in milliseconds, while another process attacks the server."""
-    for name, attack in ATTACKS.items():
-        code = f"import time\nfrom tests.kit.attacker import *\npath = {path!r}\nwith {attack}:\n    time.sleep(1)\n"
-        with Bystander(client) as bystander:
-            child = python(code)
-            _, errors = child.process.communicate(timeout=300)
-            assert not child.process.returncode, errors
-        print(f"{bystander.worst * 1e3:6.0f} ms  {name}", *bystander.errors, flush=True)

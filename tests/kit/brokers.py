@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import pytest
 
 from shared_rpc import Client
 from shared_rpc.settings import ServeOptions
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, links_of
 
 #: How an app is served: in the server role, by a broker, or in one process with its server, as arguments of Python.
 HOSTS = {
@@ -196,11 +196,7 @@ def is_running(pid: int) -> bool:
 
 def memory_of(pid: int) -> int:
     """How many descriptors of memory and of spilled files a process has, without a broker's state."""
-    links = []
-    for number in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/{pid}/fd/{number}"))
-    return sum((link.startswith("/memfd:") and "state" not in link) or "/spill/" in link for link in links)
+    return sum((link.startswith("/memfd:") and "state" not in link) or "/spill/" in link for link in links_of(pid))
 
 
 def fds_of(pid: int) -> int:

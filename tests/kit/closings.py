@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shared_rpc.memory.closing import CLOSER
-
-__all__ = ["FILE", "LARGE", "hook", "late_closings"]
+from tests.kit.processes import links_of
 
 #: The variable with the file's path.
 FILE = "SHARED_RPC_TEST_CLOSINGS"
@@ -26,21 +25,10 @@ def hook(event: object) -> None:
     """Nothing: the server imports this module with it."""
 
 
-def _links() -> list[str]:
-    """What the descriptors of this process open."""
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except OSError:  # the directory's own
-            continue
-    return links
-
-
 def _reported(number: int) -> None:
     try:
         link = os.readlink(f"/proc/self/fd/{number}")
-        if "memfd:shared-rpc-" in link and os.fstat(number).st_size >= LARGE and _links().count(link) == 1:
+        if "memfd:shared-rpc-" in link and os.fstat(number).st_size >= LARGE and links_of().count(link) == 1:
             with open(os.environ[FILE], "a") as file:
                 file.write(f"{threading.current_thread().name}\n")
     finally:

@@ -18,8 +18,6 @@ from shared_rpc.cli.app import main
 from tests.kit.forks import run
 from tests.kit.processes import PYTHONPATH
 
-__all__ = ["MODULE", "Ran", "cli", "spawn"]
-
 MODULE = ("-m", "shared_rpc.cli")
 
 

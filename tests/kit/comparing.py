@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["compare", "describe", "differences"]
 
 #: What is looked at by its text alone.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum, type)

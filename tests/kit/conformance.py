@@ -23,8 +23,6 @@ from shared_rpc.memory.segments import Backend, Segment
 from tests.kit import segment_peer
 from tests.kit.processes import Child, eventually, open_fds
 
-__all__ = ["BackendConformance", "Peer"]
-
 
 class Peer(Child):
     """A :mod:`tests.kit.segment_peer`, and our end of its socket."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-__all__ = ["new_fd", "nothing_leaks"]
+from tests.kit.processes import links_of
 
 _NAME = "counted"
 
@@ -19,15 +19,10 @@ def new_fd() -> int:
 @contextmanager
 def nothing_leaks() -> Iterator[None]:
     """Fail where one of :func:`new_fd` is left open; closing one twice fails by itself."""
-    before = _open_here()
+
+    def count() -> int:  # by name: what other tests left behind may be closed at any moment
+        return sum(link.startswith(f"/memfd:{_NAME} ") for link in links_of())
+
+    before = count()
     yield
-    assert _open_here() == before
-
-
-def _open_here() -> int:
-    # By name: what other tests left behind may be closed at any moment.
-    count = 0
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            count += os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME} ")
-    return count
+    assert count() == before

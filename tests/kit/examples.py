@@ -16,8 +16,6 @@ from shared_rpc import Client
 from tests.kit.brokers import is_running
 from tests.kit.processes import ROOT, Child, eventually
 
-__all__ = ["Example", "descendants", "importing", "private_bytes"]
-
 
 class Example:
     """A folder of ``examples/``, a base path of its own, and the processes that were started. They are ended with the block.

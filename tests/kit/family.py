@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shared_rpc.memory.mapping import MAPPINGS
+from tests.kit.processes import links_of
 
 
 def segments() -> list[str]:
@@ -23,13 +24,7 @@ def segments() -> list[str]:
 
 def descriptors() -> int:
     """The descriptors of this process that keep host segments."""
-    links = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-        except FileNotFoundError:
-            continue
-    return sum("memfd:shared-rpc" in link for link in links)
+    return sum("memfd:shared-rpc" in link for link in links_of())
 
 
 def private() -> int:

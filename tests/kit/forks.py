@@ -28,7 +28,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import msgspec
@@ -41,8 +40,6 @@ from shared_rpc.zygote.wire import PADDING
 from tests.kit import leaving
 from tests.kit.pages import collapse
 from tests.kit.subreaper import adopting, fork_for_subreaper
-
-__all__ = ["DRIVER", "NO_FORK_WARNING", "PYTHONPATH", "ROOT", "Popen", "run", "start_zygote", "stop_zygote"]
 
 ROOT = Path(__file__).parent.parent.parent
 #: A variable that has workers use the driver that is made of host memory, also those without an app that would install it.
@@ -80,7 +77,6 @@ MODULES = (
 _READ_EARLY = ("PYTHON", "LD_", "OMP_NUM_THREADS", "MALLOC_", "LC_", "LANG")
 #: These are carried out in a fork, or read when they are needed: a driver of Ray sets the last one.
 _CARRIED_OUT = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONBREAKPOINT"})
-_PR_GET_CHILD_SUBREAPER = 37
 #: How the code of children begins that :mod:`multiprocessing` starts, but for its tracker of resources.
 _SPAWNED = ("from multiprocessing.spawn ", "from multiprocessing.forkserver ")
 #: What is to be the last at the end of a fork is registered before all that imports register.
@@ -127,7 +123,7 @@ class _Zygote:
         data = msgspec.msgpack.encode(request)
         folder = os.open(cwd or ".", os.O_PATH | os.O_CLOEXEC)
         try:
-            with self._lock, _adopting():
+            with self._lock, adopting():
                 socket.send_fds(self._socket, [struct.pack("!I", len(data))], [*fds, folder])
                 self._socket.sendall(data)
                 (told,) = struct.unpack("!i", _exactly(self._socket, 4))
@@ -140,21 +136,6 @@ class _Zygote:
     def close(self) -> None:
         """End it."""
         self._socket.close()
-
-
-class _adopting:
-    """:func:`adopting`, which leaves this process a subreaper where it was one."""
-
-    def __enter__(self) -> None:
-        already = ctypes.c_int()
-        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(already), 0, 0, 0)
-        self._context = None if already.value else adopting()
-        if self._context is not None:
-            self._context.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._context is not None:
-            self._context.__exit__(kind, error, trace)
 
 
 _zygote: _Zygote | None = None
@@ -393,10 +374,7 @@ class _Born:
         elif request.group >= 0:
             os.setpgid(0, request.group)
         os.fchdir(self._folder)
-        detaches = request.nested and "--detach" in words
-        kept = [self._nest()] if request.nested and not detaches else []
-        if detaches:
-            self._nest_when_detached()
+        kept = [self._nest()] if request.nested else []
         streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=request.unbuffered) for _ in range(3)]
         sys.stdin, sys.stdout, sys.stderr = streams
         own = (
@@ -459,19 +437,6 @@ class _Born:
         multiprocessing.util.spawnv_passfds = _spawn
         os.execv, os.posix_spawn = _exec, _spawn_zygote
         return number
-
-    def _nest_when_detached(self) -> None:
-        """Do so in the process that a broker goes on in, which has the children."""
-        fork = os.fork
-
-        def fork_and_nest() -> int:
-            os.fork = fork
-            pid = fork()
-            if pid == 0:
-                self._nest()
-            return pid
-
-        os.fork = fork_and_nest
 
 
 _execv = os.execv

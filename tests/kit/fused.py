@@ -25,8 +25,6 @@ from torch.nn import functional
 sys.path.append(str(Path(__file__).parent.parent.parent / "integrations" / "vllm"))
 from shared_rpc_vllm.binding import WithoutWeights, bind, refuse_meta
 
-__all__ = ["Decoder", "build", "generate", "stepper", "weights_of"]
-
 VOCABULARY, WIDTH, HEADS, EXPERTS, INNER, LENGTH, LAYERS = 97, 64, 4, 4, 96, 24, 2
 
 

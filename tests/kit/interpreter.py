@@ -15,7 +15,6 @@ from tests.kit.processes import Child
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Interpreter", "bits"]
 
 _MARK = "answer: "
 

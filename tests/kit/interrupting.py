@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NoReturn
 
-__all__ = ["Interrupted", "interrupted_at", "points_of", "raising_handler"]
-
 #: The instructions after which CPython looks whether a handler is to run (3.11 to 3.14, by their names in `dis`).
 _LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 #: What a RESUME after an await or a `yield from` has for an argument, at least: there it does not look.

@@ -9,8 +9,6 @@ from typing import Any
 
 from shared_rpc import Client
 
-__all__ = ["FAITHLESS", "KNOWN_TOKEN", "PROGRAM", "TOKEN", "command_of", "source_of"]
-
 #: A token for sources that a test starts itself, and what the server runs first to take it for its own.
 TOKEN = "the token of the tests"
 KNOWN_TOKEN = f"from shared_rpc.server import sources; sources.make_token = lambda: {TOKEN!r}"

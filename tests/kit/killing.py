@@ -19,8 +19,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Killing", "called", "watch"]
-
 
 class _Reached(msgspec.Struct):
     """The process that ends, and the step."""

@@ -16,8 +16,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["noted", "register", "spare_what_there_is"]
-
 #: The exit code of this process, once its program has ended with one.
 _code: int | None = None
 

@@ -11,8 +11,8 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 from shared_rpc.protocol.catalogue import decode_message
 from tests.kit.brokers import BrokerApp, memory_of
-from tests.kit.holding import HoldingSession
 from tests.kit.processes import eventually
+from tests.kit.raw import HoldingSession
 
 #: The app of a broker whose GPUs are :data:`tests.kit.fake_driver.GPUS`; ``watching`` is code of its workers.
 APP = """

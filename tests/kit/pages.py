@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-__all__ = ["collapse"]
-
 _LARGE = 2 << 20
 #: From Linux 6.1 on, whatever is set for transparent huge pages; before that it is an error, and pages stay small.
 _MADV_COLLAPSE = 25

@@ -16,8 +16,6 @@ from tests.kit.deep import deep
 from tests.kit.interpreter import bits
 from tests.kit.models import Tied
 
-__all__ = ["PAYLOADS", "aliases", "any_payload", "described", "each_payload", "tensors_in"]
-
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),

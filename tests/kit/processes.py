@@ -15,7 +15,7 @@ from typing import IO
 
 from tests.kit.forks import NO_FORK_WARNING, PYTHONPATH, ROOT, Popen
 
-__all__ = ["PYTHONPATH", "ROOT", "Child", "eventually", "open_fds", "python"]
+__all__ = ["PYTHONPATH", "ROOT", "Child", "eventually", "links_of", "open_fds", "python", "rights"]
 
 
 class Child:
@@ -126,6 +126,26 @@ def sigstop(pid: int) -> None:
     eventually(stopped, 30.0, f"pid {pid} stopped")
 
 
+def links_of(pid: int | str = "self") -> list[str]:
+    """What the descriptors of a process are of, as the kernel names it; nothing of a process that has ended."""
+    found = []
+    with suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                found.append(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return found
+
+
 def open_fds() -> int:
     """How many descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def rights(address: int) -> str:
+    """How the kernel has an address of this process mapped, as ``"rw-s"``; ``""`` if it has not."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(each, 16) for each in line.split()[0].split("-"))
+            if begin <= address < end:
+                return line.split()[1]
+    return ""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import urllib.request
 
-__all__ = ["Scrape", "scrape"]
-
 
 class Scrape:
     """One answer: samples by name and labels."""

@@ -15,8 +15,6 @@ from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
 from tests.kit import forks
 from tests.kit.processes import PYTHONPATH, Child
 
-__all__ = ["RUN", "WAITS", "Outcome", "Place"]
-
 #: The words for ``shared-rpc run``, behind the interpreter.
 RUN = ("-m", "shared_rpc.cli", "run")
 #: How a script begins that waits for a line, or a signal: by ``line()`` in place of ``sys.stdin.readline()``. A signal between

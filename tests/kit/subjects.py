@@ -19,8 +19,6 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.kit.models import Everything, Marked, Scaled, Tied
 
-__all__ = ["SUBJECTS", "Subject", "quietly"]
-
 
 class Subject(NamedTuple):
     """A kind of value.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from shared_rpc.zygote.process import fork, is_readable
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 def fork_for_subreaper() -> int:
@@ -73,12 +73,13 @@ def _fork_between(writing: int) -> bool:
 def adopting() -> Iterator[None]:
     """Have this process become the parent of processes below it whose parent ends meanwhile; see prctl(2).
 
-    Not for longer than needed: a process that adopts another must wait for its end.
+    Not for longer than needed, unless it is a subreaper already: a process that adopts another must wait for its end.
     """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl, already = ctypes.CDLL(None, use_errno=True).prctl, ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(already), 0, 0, 0)
     if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "this process cannot become a subreaper (PR_SET_CHILD_SUBREAPER)")
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, already.value, 0, 0, 0)

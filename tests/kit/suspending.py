@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["APP", "SIZE", "has_numbers"]
-
 #: Elements of its tensors.
 SIZE = 5000
 

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import textwrap
-from contextlib import suppress
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from shared_rpc.server.joiner import check_cluster
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import is_running
 from tests.kit.joiners import FAITHLESS, PROGRAM, command_of
-from tests.kit.processes import Child, eventually
+from tests.kit.processes import Child, eventually, links_of
 
 
 @pytest.fixture
@@ -96,11 +95,7 @@ def test_a_joiner_ends_with_a_script_that_is_killed(base_path: str, faithless: s
 
 def pipes_of(pid: int) -> set[str]:
     """The pipes that a process has."""
-    found = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(OSError):
-            found.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return {link for link in found if link.startswith("pipe:")}
+    return {link for link in links_of(pid) if link.startswith("pipe:")}
 
 
 def test_a_joiner_that_does_not_end_is_killed(provider: Provider, serve: Serve, connect: Connect, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import random
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,9 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations import binding
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, module_broker
-from tests.kit.deep import deep
+from tests.kit.deep import deep, repetitions
 from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
-from tests.kit.links import break_off
 from tests.kit.processes import Child, eventually, python
-from tests.kit.repetitions import repetitions
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 #: Bytes of an object, in pages.
@@ -49,6 +48,13 @@ with Client(device="cpu") as client, client.call("load") as handle:
         handle.value.add_(1)
         print("written, to", handle.value[0].item(), flush=True)
 """
+
+
+def break_off(client: Client | AsyncClient) -> None:
+    """Have the connection of a client break: neither side has closed it on purpose."""
+    link = client._link
+    assert link is not None, "the client is not connected"
+    link._socket.sock.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture(scope="module")

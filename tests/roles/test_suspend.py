@@ -16,8 +16,7 @@ from shared_rpc.errors import ConnectError, HandleSuspended, StaleHandleError
 from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import App
 from tests.kit.brokers import BrokerApp, module_broker
-from tests.kit.kernel_maps import rights
-from tests.kit.processes import Child, eventually, python
+from tests.kit.processes import Child, eventually, python, rights
 from tests.kit.suspending import APP, SIZE, has_numbers
 
 

@@ -20,8 +20,8 @@ from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import tiers as t
 from tests.kit.apps import Connect
-from tests.kit.holding import HoldingSession
 from tests.kit.processes import eventually
+from tests.kit.raw import HoldingSession
 
 #: The device first: what its driver opens once is no leak.
 pytestmark = pytest.mark.usefixtures("device", "no_leaks")

@@ -19,7 +19,7 @@ from shared_rpc.memory.closing import CLOSER, LARGE
 from shared_rpc.memory.segments import Segment
 from shared_rpc.server.state.descriptors import Descriptors
 from tests.kit.closings import late_closings
-from tests.kit.processes import ROOT
+from tests.kit.processes import ROOT, links_of
 
 
 class Closes(list[tuple[int, str]]):
@@ -64,14 +64,7 @@ def printed_by(program: str) -> str:
 
 def is_open(link: str) -> bool:
     """Whether this process has a descriptor of what a link in /proc named."""
-    return any(_read(number) == link for number in os.listdir("/proc/self/fd"))
-
-
-def _read(number: str | int) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:
-        return ""
+    return link in links_of()
 
 
 def test_large_memory_is_closed_by_another_thread(spared: None, closes: Closes) -> None:
@@ -129,7 +122,7 @@ def test_all_is_closed_at_the_end_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(CLOSER, "wait", lambda: (free.set(), wait()))
         with CLOSER.spare_this_thread():
             segment = HOST.create(LARGE)
-            link = _read(segment.fileno())
+            link = os.readlink(f"/proc/self/fd/{segment.fileno()}")
             segment.close()
             assert is_open(link)
         assert not is_open(link)
@@ -142,15 +135,10 @@ import os, sys
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.closing import CLOSER, LARGE
 from tests.kit.closings import late_closings
+from tests.kit.processes import links_of
 
 def memory():
-    return sorted(link for link in map(read, os.listdir("/proc/self/fd")) if "memfd:shared-rpc-" in link)
-
-def read(number):
-    try:
-        return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:
-        return ""
+    return sorted(link for link in links_of() if "memfd:shared-rpc-" in link)
 
 with CLOSER.spare_this_thread(), late_closings():
     for _ in range(2):

@@ -17,8 +17,7 @@ from shared_rpc.memory.mapping import Mapping, MappingTable
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access
 from tests.kit.bound_host import BoundHost
-from tests.kit.kernel_maps import rights
-from tests.kit.processes import open_fds
+from tests.kit.processes import open_fds, rights
 
 Make = Callable[..., Segment]
 Use = Callable[[list[Segment], str], tuple[Any, list[Mapping]]]
