@@ -7,7 +7,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
 
 from shared_rpc import Provider
 from shared_rpc.errors import CapabilityError
@@ -127,24 +126,3 @@ def test_a_quota_counts_arrays(provider: Provider, serve: Serve, connect: Connec
     serve(quotas={"cpu": 1 << 20})
     with pytest.raises(CapabilityError, match="are more than"):
         connect(device=device).call("get")
-
-
-# Packed weights.
-
-
-def dynamic(kind: torch.dtype) -> nn.Module:
-    """A module whose weights are packed for this processor."""
-    from torch.ao.quantization import quantize_dynamic
-
-    return quantize_dynamic(nn.Sequential(nn.Linear(256, 256), nn.LSTM(256, 64)), {nn.Linear, nn.LSTM}, dtype=kind)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-def test_packed_weights_count_alike_in_every_role(every_app: list[App]) -> None:
-    """Beside other memory they are no part of what is shared, in the local role as in the others."""
-    sizes = set()
-    for app in every_app:
-        held = app.share("held", managed=True)(lambda: State(1, {"module": dynamic(torch.qint8), "t": torch.ones(3)}))
-        with held() as handle:
-            sizes.add(handle.get_object_info()["nbytes"])
-    assert sizes == {12}

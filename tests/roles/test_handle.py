@@ -141,24 +141,6 @@ def test_object_info(app: App) -> None:
     assert 1.7e9 < created <= accessed
 
 
-def test_object_info_is_asked_each_time(app: App) -> None:
-    """What changes is told as it is now, and what never changes stays, whatever the caller does to an earlier answer."""
-
-    @app.share(managed=True)
-    def load() -> torch.Tensor:
-        return torch.ones(1)
-
-    handle = load()
-    first = handle.get_object_info()
-    handle.get_object_info().clear()
-    load().release()
-    assert handle.get_object_info()["last_accessed_at"] > first.pop("last_accessed_at")
-    assert load.invalidate() == 1
-    for info in (handle.get_object_info(), handle.get_object_info(refresh=True)):
-        del info["last_accessed_at"]
-        assert info == first | {"current": False}
-
-
 def test_tensors_outlive_the_provider(app: App) -> None:
     """``close`` makes handles stale, and leaves what was taken from them."""
 

@@ -96,23 +96,15 @@ async def awaited(what):
 
 
 @provider.share(cache=False)
-def started(what):
-    import asyncio, subprocess, threading
+def started():
+    import subprocess, threading
 
-    if what == "subprocess":
-        run = subprocess.run([sys.executable, "-c", "print(1 + 3)"], stdout=-1, preexec_fn=lambda: None)
-        return tensor(int(run.stdout))
-    if what == "asyncio.run":
-
-        async def main():
-            return await asyncio.to_thread(square, 2)
-
-        return tensor(asyncio.run(main()))
     found = []
     thread = threading.Thread(target=lambda: found.append(square(2)))
     thread.start()
     thread.join()
-    return tensor(*found)
+    run = subprocess.run([sys.executable, "-c", "print(1 + 3)"], stdout=-1, preexec_fn=lambda: None)
+    return tensor(*found, int(run.stdout))
 
 
 @provider.share(cache=False)
@@ -291,10 +283,9 @@ def test_async_endpoints(served: Served, what: str) -> None:
     assert served.ask("awaited", what) == [4]
 
 
-@pytest.mark.parametrize("what", ["thread", "subprocess", "asyncio.run"])
-def test_threads_and_programs(served: Served, what: str) -> None:
-    """An endpoint starts them, and loops of its own."""
-    assert served.ask("started", what) == [4]
+def test_threads_and_programs(served: Served) -> None:
+    """An endpoint starts them."""
+    assert served.ask("started") == [4, 4]
 
 
 def test_a_forked_child_does_not_wait_for_the_servers_signals(served: Served) -> None:

@@ -187,25 +187,3 @@ def test_sent_back_as_an_argument(device: str, provider: Provider, serve: Serve,
         """
     )
     assert (seen, answer, model[1].running_mean[0].item()) == ({"same": True, "mean": 6}, [9, 6], 0)
-
-
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_a_fork_of_a_process_that_has_it(get: Serve, elsewhere: Elsewhere) -> None:
-    """A child's writes to a parameter are seen by its parent, and those to any other tensor are not."""
-    get(normed(), tensors="parameters")
-    answer = elsewhere(
-        """
-        import os, warnings
-        model = client.call("get")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pid = os.fork()
-        if not pid:
-            model[0].weight.fill_(8)
-            model[1].running_mean.fill_(8)
-            os._exit(0)
-        os.waitpid(pid, 0)
-        answer = [model[0].weight[0, 0].item(), model[1].running_mean[0].item()]
-        """
-    )
-    assert answer == [8, 0]

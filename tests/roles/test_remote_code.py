@@ -126,25 +126,3 @@ def test_what_came_can_be_saved_and_loaded_again(client: Interpreter, folder: Pa
         folder=str(tmp_path / "saved"),
     )
     assert answer == [["config.json", "configuration_remote.py", "modeling_remote.py"], True, True, "RemoteModel"]
-
-
-@pytest.mark.deep
-def test_code_that_a_client_loads_itself_is_its_own(client: Interpreter, folder: Path, repository: Path) -> None:
-    """A class that came does not stand in the way of the same code, loaded before or after it."""
-    answer = client.run(
-        """
-        from transformers import AutoConfig, AutoModel
-
-        def own():
-            config = AutoConfig.from_pretrained(repository, trust_remote_code=True)
-            return type(AutoModel.from_config(config, trust_remote_code=True))
-
-        came = type(client.call("load"))
-        first = own()
-        answer = [came.__module__ == first.__module__, came is first, own() is first, type(client.call("load")) is first]
-        """,
-        base_path=str(folder / "s"),
-        device="cpu",
-        repository=str(repository),
-    )
-    assert answer == [True, False, True, False]

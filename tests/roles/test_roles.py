@@ -275,59 +275,30 @@ def test_a_script_that_fails_does_not_serve(script: Callable[..., Path], start: 
     assert "serving at" not in errors
 
 
-@pytest.mark.parametrize("used", ["provider.get_runtime_info()", *deep("pass")])
-@pytest.mark.parametrize("method", ["spawn", "os.fork", *deep("fork")])
-def test_children_of_a_server_do_not_serve(
-    script: Callable[..., Path], start: Callable[..., Child], connect: Connect, method: str, used: str
-) -> None:
-    """A process that the main code starts ends when its own work is done; the socket stays its parent's."""
-    if method == "os.fork":
-        begin = """
-            pid = os.fork()
-            if pid == 0:
-                sys.exit(0)
-            print("child ended:", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        """
-    else:
-        begin = f"""
-            process = multiprocessing.get_context({method!r}).Process(target=work)
-            process.start()
-            process.join()
-            print("child ended:", process.exitcode)
-        """
-    main = f"""
-        import multiprocessing
-
-        def work():
-            print("work:", provider.execution_mode)
-
-        if __name__ == "__main__":
-            {used}
-    """
-    server = start(script(textwrap.dedent(main) + textwrap.indent(textwrap.dedent(begin), "    ")), "server")
-    assert server.expect("child ended:") == "child ended: 0"
-    server.expect_error("serving at")
-    assert connect().get_server_info()["pid"] == server.pid
-    assert end(server)[0] == 0
-
-
-@pytest.mark.parametrize("method", ["os.fork", "spawn", *deep("fork")])
-def test_children_of_a_server_are_its_clients(script: Callable[..., Path], start: Callable[..., Child], method: str) -> None:
-    """A worker that the server's script starts calls its functions, and gets the memory its parent has."""
-    if method == "os.fork":
-        begin = """
+#: How the script of a server starts a worker, and learns its exit code.
+WORKERS = {
+    "os.fork": """
             pid = os.fork()
             if pid == 0:
                 work()
-                os._exit(0)
-            os.waitpid(pid, 0)
-        """
-    else:
-        begin = f"""
-            process = multiprocessing.get_context({method!r}).Process(target=work)
+                sys.exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """,
+    "multiprocessing": """
+            process = multiprocessing.get_context(METHOD).Process(target=work)
             process.start()
             process.join()
-        """
+            code = process.exitcode
+    """,
+}
+
+
+@pytest.mark.parametrize("method", ["os.fork", "spawn", *deep("fork")])
+def test_children_of_a_server_are_its_clients(
+    script: Callable[..., Path], start: Callable[..., Child], connect: Connect, method: str
+) -> None:
+    """A worker that the server's script starts gets the memory its parent has; it ends with its work, and does not serve."""
+    begin = WORKERS["os.fork"] if method == "os.fork" else WORKERS["multiprocessing"].replace("METHOD", repr(method))
     main = """
         import multiprocessing
 
@@ -340,12 +311,13 @@ def test_children_of_a_server_are_its_clients(script: Callable[..., Path], start
             mine = ones(3)
     """
     after = """
-            print("parent:", provider.execution_mode, mine.tolist(), flush=True)
+            print("parent:", provider.execution_mode, mine.tolist(), code, flush=True)
     """
     server = start(script(main + begin + after), "server")
     assert server.expect("child:") == "child: client [1.0, 1.0, 1.0]"
-    assert server.expect("parent:") == "parent: server [7.0, 7.0, 7.0]"
+    assert server.expect("parent:") == "parent: server [7.0, 7.0, 7.0] 0"
     server.expect_error("serving at")
+    assert connect().get_server_info()["pid"] == server.pid
     assert end(server)[0] == 0
 
 

@@ -213,53 +213,26 @@ def test_a_timeout_keeps_the_session(
 
 
 def test_a_forked_child_has_a_session_of_its_own(server: Server, client: Client, children: list[Child]) -> None:
-    """Its own leases, and its end, are no business of its parent's."""
-    parent = python(
-        HOLDER
-        + """
-hold()
-pid = os.fork()
-if pid == 0:
-    hold()
-    print("child holds", os.getpid())
-    sys.stdin.readline()
-    os._exit(0)
-os.waitpid(pid, 0)
-client.ping()
-print("child gone")
-sys.stdin.readline()
-"""
-    )
-    children.append(parent)
-    child = int(parent.expect("child holds").split()[-1])
-    assert holders(client) == sorted([parent.pid, child])
-    parent.tell("end, child")
-    parent.expect("child gone")
-    assert holders(client) == [parent.pid]
-    parent.tell("end, parent")
-    parent.process.wait()
-    eventually(lambda: holders(client) == [], seconds=1)
-
-
-def test_a_forked_child_does_not_keep_its_parents_session(server: Server, client: Client, children: list[Child]) -> None:
-    """When the parent is killed its leases go back, though a child of it lives."""
+    """It has leases of its own, and does not keep those of its parent, which go when that is killed."""
     parent = python(
         HOLDER
         + """
 hold()
 if os.fork() == 0:
+    hold()
+    print("child holds", os.getpid())
     sys.stdin.readline()
     os._exit(0)
-print("forked")
 signal.pause()
 """
     )
     children.append(parent)
-    parent.expect("forked")
-    assert holders(client) == [parent.pid]
+    child = int(parent.expect("child holds").split()[-1])
+    assert holders(client) == sorted([parent.pid, child])
     os.kill(parent.pid, signal.SIGKILL)
+    eventually(lambda: holders(client) == [child], seconds=1)
+    parent.tell("end, child")
     eventually(lambda: holders(client) == [], seconds=1)
-    parent.tell("end")
 
 
 def test_a_fork_while_another_thread_connects(base_path: str, children: list[Child]) -> None:

@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server
 from shared_rpc.cli.discovery import live_servers
 from shared_rpc.client import link as link_module
-from shared_rpc.client.starting import ServerStarter, log_path
+from shared_rpc.client.starting import ServerStarter
 from shared_rpc.errors import ConfigurationError, ConnectError
 from shared_rpc.protocol.peers import Peer
 from shared_rpc.server import listener as listener_module
@@ -86,6 +87,14 @@ def stranger(path: str, children: list[Child]) -> Callable[..., Child]:
 
 
 @pytest.fixture
+def squatter(stranger: Callable[..., Child]) -> Child:
+    """Another user's program that listens where servers of this test would."""
+    child = stranger(LISTENING.format(backlog=5))
+    child.expect("listening")
+    return child
+
+
+@pytest.fixture
 def everybody_is_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel says of each server that it is another user's, without another user."""
     monkeypatch.setattr(link_module, "peer_of", lambda sock: Peer(4711, os.geteuid() + 1, 0))
@@ -105,6 +114,20 @@ def server() -> Server:
 def client(**options: float) -> Client:
     """A client there that does not wait for a server."""
     return Client(device="cpu", **{"connect_timeout": 0.0, "timeout": 30.0, **options})
+
+
+def ping(kind: str, **options: float) -> None:
+    """Ask a server there, by a client of that kind."""
+
+    async def ask() -> None:
+        async with AsyncClient(device="cpu", **options) as other:
+            await other.ping()
+
+    if kind == "asyncio":
+        anyio.run(ask)
+    else:
+        with client(**options) as mine:
+            mine.ping()
 
 
 # It works.
@@ -153,48 +176,16 @@ def test_a_sticky_directory_of_a_third_user(sticky: Path) -> None:
         server().start()
 
 
-def test_a_server_is_started_there(sticky: Path, path: str, children: list[Child]) -> None:
-    """The spawn role's lock and log may lie there too."""
-    app = sticky.parent / f"{sticky.name}.py"
-    app.write_text(
-        "import torch\nfrom shared_rpc import Client, Provider\nprovider = Provider(device='cpu', execution_mode='spawn')\n"
-        "@provider.share\ndef ones(size: int) -> torch.Tensor:\n    return torch.ones(size)\n"
-        "if __name__ == '__main__':\n    print('got', ones(2).tolist())\n"
-        "    with Client(device='cpu') as client:\n        client.stop_server()\n"
-    )
-    try:
-        child = Child(str(app), has_workers=True)
-        children.append(child)
-        assert child.expect("got") == "got [1.0, 1.0]"
-        assert child.close()[0] == 0
-    finally:
-        app.unlink()
-    assert stat.S_IMODE(os.lstat(log_path(path)).st_mode) == 0o600
-
-
 # Somebody else listens.
 
 
 @needs_root
 @pytest.mark.parametrize("kind", ["blocking", *deep("asyncio")])
-def test_a_client_says_nothing_to_a_squatter(path: str, stranger: Callable[..., Child], kind: str) -> None:
+def test_a_client_says_nothing_to_a_squatter(path: str, squatter: Child, kind: str) -> None:
     """It listens there first: it hears nothing, and the error, which comes at once, names it and the ways out."""
-    import anyio
-
-    squatter = stranger(LISTENING.format(backlog=5))
-    squatter.expect("listening")
-
-    async def ask() -> None:
-        async with AsyncClient(device="cpu", connect_timeout=600) as other:
-            await other.ping()
-
     text = rf"{path} belongs to uid {NOBODY}, not to you \(uid 0\): it is pid {squatter.pid}; choose another base_path"
     with pytest.raises(ConnectError, match=text):
-        if kind == "asyncio":
-            anyio.run(ask)
-        else:
-            with client(connect_timeout=600) as mine:
-                mine.ping()
+        ping(kind, connect_timeout=600.0)
     assert squatter.expect("heard") == "heard b''"
 
 
@@ -226,22 +217,11 @@ while True:
 @pytest.mark.parametrize("when", ["asked", "at once"])
 def test_the_answer_of_another_user_is_not_taken(path: str, children: list[Child], kind: str, when: str) -> None:
     """Though a process of this user listens there: who answers counts. What comes before it is asked for is nobody's."""
-    import anyio
-
     squatter = as_uid(ANSWERS_AS_STRANGER, path, when, before=ANSWERS)
     children.append(squatter)
     squatter.expect("listening")
-
-    async def ask() -> None:
-        async with AsyncClient(device="cpu", connect_timeout=0.0) as other:
-            await other.ping()
-
     with pytest.raises(ConnectError, match=rf"{path} belongs to uid ({attacker.STRANGER}|65534).*, not to you \(uid 0\)"):
-        if kind == "asyncio":
-            anyio.run(ask)
-        else:
-            with client() as mine:
-                mine.ping()
+        ping(kind, connect_timeout=0.0)
 
 
 def test_a_client_does_not_wait_for_a_stranger_to_go(sticky: Path, everybody_is_a_stranger: None) -> None:
@@ -253,10 +233,8 @@ def test_a_client_does_not_wait_for_a_stranger_to_go(sticky: Path, everybody_is_
 
 
 @needs_root
-def test_a_server_names_the_squatter(path: str, stranger: Callable[..., Child]) -> None:
+def test_a_server_names_the_squatter(path: str, squatter: Child) -> None:
     """Whose socket it is, who serves it, and what to do."""
-    squatter = stranger(LISTENING.format(backlog=5))
-    squatter.expect("listening")
     text = (
         rf"{path} belongs to uid {NOBODY}, not 0, and is served by pid {squatter.pid} of uid {NOBODY}: "
         r"have that user remove it, or choose another base_path \(SHARED_TENSOR_BASE_PATH\)"

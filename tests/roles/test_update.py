@@ -290,25 +290,6 @@ def test_a_killed_writer(client: Client, peer: Child) -> None:
         assert handle.wait_revision(2) == 4
 
 
-def test_a_killed_writer_s_children(client: Client, peer: Child) -> None:
-    """Neither a process it forked in the block nor one it started keeps the update going."""
-    order = (
-        "import os, subprocess, time; update = client.update(handle); update.__enter__(); "
-        "sleeper = subprocess.Popen(['sleep', '60']); forked = os.fork() or time.sleep(60); "
-        "print('pids', forked, sleeper.pid, flush=True)"
-    )
-    pids = [int(pid) for pid in ask(peer, order, "pids").split()]
-    try:
-        with client.call("load") as handle:
-            peer.process.kill()
-            peer.process.wait()
-            with pytest.raises(UpdateInterrupted):
-                handle.wait_revision(2, timeout=10)
-    finally:
-        for pid in pids:
-            os.kill(pid, 9)
-
-
 def test_a_forked_child_that_leaves_the_block(client: Client, peer: Child) -> None:
     """Ends nobody's update but its own: the parent's goes on."""
     code = """
