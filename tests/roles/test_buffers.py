@@ -340,9 +340,7 @@ def test_the_devices(client: Client, device: str) -> None:
     ("arguments", "options", "text"),
     [
         ((-1,), {}, "a buffer of -1 bytes"),
-        (((10**30,),), {}, "less than"),
         ((1, "tensor"), {}, "dtype='tensor' is no dtype of a buffer"),
-        (((1, "2"),), {}, "neither a number of bytes nor a shape"),
         ((1,), {"device": "disk"}, "device='disk'"),
         ((1,), {"device": "GPU-1"}, "allocates no memory on GPU-1: use one of cpu"),
         ((1,), {"ttl": 0}, "ttl=0"),

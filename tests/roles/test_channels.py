@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from shared_rpc.errors import (
     DeadlineExceeded,
     ProtocolError,
 )
+from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations import channels
 from tests.kit.apps import Serve
 from tests.kit.deep import deep
@@ -182,37 +184,21 @@ def test_what_is_in_a_slot_stays_until_the_block_ends(client: Client) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_every_reader_gets_everything(client: Client, elsewhere: Run) -> None:
+def test_every_reader_gets_everything(client: Client) -> None:
     """A slot is filled again when all readers have acknowledged it; a third one is refused."""
-    with client.create_channel("c", 4096, readers=2) as channel:
-        got: list[Any] = []
-
-        def receive() -> None:
-            with client.open_channel("c") as reader:
-                got.extend(dict(message)["x"].item() for message in reader)
-
-        reader = threading.Thread(target=receive)
-        sender = threading.Thread(target=lambda: [channel.send({"x": torch.tensor(number)}) for number in range(50)])
-        reader.start()
-        sender.start()
-        code = """
-        got = []
-        with client.open_channel("c") as channel, client.open_channel("c") as third:
-            for number in range(50):
-                with channel.receive(timeout=20) as message:
-                    got += [tensor.item() for _, tensor in message]
-            try:
-                with third.receive(timeout=20):
-                    pass
-            except Exception as error:
-                answer = [got, str(error)]
-        """
-        theirs, refused = elsewhere(code)
-        sender.join()
-        channel.close()
-        reader.join()
-    assert got == theirs == list(range(50))
-    assert "2 readers already" in refused
+    with client.create_channel("c", 4096, slots=1, readers=2) as channel:
+        readers = [client.open_channel("c") for _ in range(3)]
+        for number in range(20):
+            channel.send({"x": torch.tensor(number)}, timeout=5)
+            for reader in readers[:2]:
+                with pytest.raises(DeadlineExceeded):
+                    channel.send({}, timeout=0)
+                with reader.receive(timeout=5) as message:
+                    assert [tensor.item() for _, tensor in message] == [number]
+        with pytest.raises(ConfigurationError, match="2 readers already"):
+            readers[2].receive(timeout=5).__enter__()
+        for reader in readers:
+            reader.close()
 
 
 # Ends.
@@ -328,43 +314,20 @@ def test_the_servers_end_is_not_the_channels(base_path: str, provider: Provider,
 
 
 @pytest.mark.parametrize("device", ["cpu"])
-def test_ten_thousand_messages_keep_nothing(client: Client, elsewhere: Run) -> None:
-    """Descriptors, mappings and memory of both sides are what they were after the first messages."""
-    code = """
-    from tests.kit.processes import open_fds
-    from shared_rpc.memory.mapping import MAPPINGS
-    from tests.kit.family import private
-    import gc
-
-    target = {"x": torch.zeros(1000), "y": torch.zeros(10)}
-    def facts():
-        gc.collect()
-        return [open_fds(), len(MAPPINGS), private()]
-    with client.open_channel("c") as channel:
-        for number, message in enumerate(channel):
-            message.copy_to(target)
-            if number == 1000:
-                before = facts()
-        answer = [number, before, facts()]
-    """
-    with client.create_channel("c", 1 << 16) as channel:
-        fds: list[int] = []
-
-        def send() -> None:
-            tensors = {"x": torch.ones(1000), "y": torch.ones(10)}
-            for number in range(10_000):
-                channel.send(tensors, number)
-                if number in (1000, 9999):
-                    fds.append(open_fds())
-            channel.close()
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        last, before, after = elsewhere(code)
-        sender.join()
-    assert last == 9999
-    assert after[:2] == before[:2] and fds[0] == fds[1]
-    assert after[2] - before[2] < 1 << 20
+def test_many_messages_keep_nothing(client: Client) -> None:
+    """Descriptors and mappings of both sides are what they were after the first messages."""
+    tensors = {"x": torch.ones(1000), "y": torch.ones(10)}
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    counts = []
+    with client.create_channel("c", 1 << 16) as channel, client.open_channel("c") as reader:
+        for number in range(3000):
+            channel.send(tensors, number)
+            with reader.receive(timeout=5) as message:
+                message.copy_to(targets)
+            if number in (1000, 2999):
+                gc.collect()
+                counts.append((open_fds(), len(MAPPINGS)))
+    assert counts[0] == counts[1]
 
 
 # Names, places, kinds.

@@ -319,31 +319,18 @@ def test_endpoints_may_nest_deeper_than_there_are_threads(app: App) -> None:
     assert tower(50).item() == 50
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_endpoint_that_needs_itself(app: App, is_async: bool) -> None:
+def test_endpoint_that_needs_itself(app: App) -> None:
     """A call that would wait for itself, directly or not, is an error that names it, not a deadlock."""
-    if is_async:
 
-        @app.share()
-        async def load(size: int) -> torch.Tensor:
-            result: torch.Tensor = await app.inside["helper"](size)
-            return result
+    @app.share()
+    def load(size: int) -> torch.Tensor:
+        result: torch.Tensor = app.inside["helper"](size)
+        return result
 
-        @app.share()
-        async def helper(size: int) -> torch.Tensor:
-            result: torch.Tensor = await app.inside["load"](size)
-            return result
-    else:
-
-        @app.share()
-        def load(size: int) -> torch.Tensor:
-            result: torch.Tensor = app.inside["helper"](size)
-            return result
-
-        @app.share()
-        def helper(size: int) -> torch.Tensor:
-            result: torch.Tensor = app.inside["load"](size)
-            return result
+    @app.share()
+    def helper(size: int) -> torch.Tensor:
+        result: torch.Tensor = app.inside["load"](size)
+        return result
 
     with pytest.raises(ConfigurationError, match=r"load\(size=2\) calls itself while it is being built"):
         app.provider.call("load", 2)
