@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from anyio import current_time, move_on_after
 
-from shared_rpc import Client, Handle, Provider, Server
+from shared_rpc import AsyncClient, Client, Handle, Provider, Server
 from shared_rpc.errors import ConnectionClosed, DeadlineExceeded, StaleHandleError
 from tests.kit.apps import Connect, Serve
 from tests.kit.processes import Child, eventually, python
@@ -187,6 +189,42 @@ def test_closing_a_client_that_many_threads_use(server: Server, connect: Connect
 
 
 # Calls that end early.
+
+
+def test_threads_that_time_out_and_go_on(server: Server, client: Client, go: threading.Event) -> None:
+    """A storm of calls that end early beside calls that are answered: each thread has its own answers, and nothing is left."""
+
+    def work(number: int) -> None:
+        for turn in range(20):
+            if (turn + number) % 4:
+                with client.call("own", number + 1) as handle:
+                    assert handle.value.shape == (number + 1,)
+            else:
+                with pytest.raises(DeadlineExceeded):
+                    client.wait_for_task(task_id, 0.01)
+
+    task_id = client.submit("slow", 1)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    go.set()
+    client.wait_for_task(task_id).release()
+    eventually(lambda: server.info()["leases"] == 0)
+    link = client._link
+    assert link is not None and not link._exchanges.under_way and not link._waiting and link._reader is None
+    assert server.info()["connections"] == 1
+
+
+@pytest.mark.anyio
+async def test_a_coroutine_that_is_cancelled_waits_for_nothing(server: Server, go: threading.Event) -> None:
+    """A server that is stuck does not hold it up."""
+    async with AsyncClient(socket_path=server.socket_path) as client:
+        await client.ping()
+        engine = server.engine
+        engine.post(lambda: time.sleep(1.0))
+        begin = current_time()
+        with move_on_after(0.1):
+            await client.ping()
+        assert current_time() - begin < 0.6
 
 
 def test_a_timeout_keeps_the_session(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shared_rpc import Client, Provider, Server, progress
+from shared_rpc.errors import DeadlineExceeded
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.catalogue import NUMBERS
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
@@ -55,6 +56,11 @@ def shared(provider: Provider, go: threading.Event, begun: threading.Event, ran:
     provider.share("managed", cache=False, managed=True)(held)
     provider.share("task", cache=False, execution="task", concurrency="serialized")(held)
     provider.share("managed_task", cache=False, managed=True, execution="task")(held)
+
+    @provider.share(cache=False)
+    def fails() -> None:
+        raise ValueError("a negative number")
+
     return provider
 
 
@@ -236,3 +242,46 @@ def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connec
         # About a megabyte in the server, and what the kernel takes: half a kilobyte for each.
         assert waits < told.total() < count * waits // 2
         assert isinstance(silent.ask(m.GetTask(task_id), 1000), m.TaskIs)
+
+
+# Waiting for a task without taking its result: who deploys weights maps none.
+
+
+def test_a_watched_task_is_left_to_others(server: Server, client: Client, go: threading.Event) -> None:
+    """Its end is told, with every change before it; this process has no lease, and the result is there for who wants it."""
+    seen: list[TaskInfo] = []
+    task_id = client.submit("managed", 7)
+    for timeout in (0, 0.05):
+        with pytest.raises(DeadlineExceeded):
+            client.watch_task(task_id, timeout)
+    ended = client.watch_task(task_id, 10, lambda info: (seen.append(info), go.set()))
+    assert (ended.status, seen[-1]) == (TaskStatus.COMPLETED, ended)
+    assert kept(server) == (1, 1)  # the task's own
+    assert client.watch_task(task_id) == client.get_task_status(task_id)
+    with client.get_task_result(task_id) as handle:
+        assert handle.value.tolist() == [7] * 4
+
+
+def test_a_watcher_needs_no_torch(server: Server, go: threading.Event) -> None:
+    """Nothing is rebuilt in its process."""
+    go.set()
+    child = python(
+        """
+        import sys
+        from shared_rpc import Client
+        with Client(device="cpu") as client:
+            print("it is", client.watch_task(client.submit("managed", 7)).status.value, "torch" in sys.modules)
+        """,
+        fresh=True,
+    )
+    assert child.expect("it is") == "it is completed False"
+    assert child.close() == (0, "")
+
+
+def test_a_failed_task_is_told_and_not_raised(server: Server, client: Client) -> None:
+    """Whoever wants its exception asks for the result."""
+    task_id = client.submit("fails")
+    ended = client.watch_task(task_id, 10)
+    assert (ended.status, ended.error_type) == (TaskStatus.FAILED, "ValueError")
+    with pytest.raises(ValueError, match="a negative number"):
+        client.get_task_result(task_id)
