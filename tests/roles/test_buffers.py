@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anyio
 import pytest
 import torch
 
 from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider, Server
+from shared_rpc.client.steps import Request
 from shared_rpc.codec import results
 from shared_rpc.errors import (
     BufferNotFound,
@@ -26,7 +29,9 @@ from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import socket as socket_module
-from tests.kit.apps import Connect
+from shared_rpc.provider.loopback import _LocalCaller
+from tests.kit.apps import EACH_ROLE, Connect
+from tests.kit.descriptors import new_fd, nothing_leaks
 from tests.kit.processes import Child, eventually, python
 from tests.kit.raw import Raw
 
@@ -57,6 +62,11 @@ def shared(device: str, no_leaks: None, base_path: str) -> Provider:
     @provider.share(cache=False)
     def add(target: torch.Tensor, number: float) -> None:
         target += number
+
+    @provider.share(cache=False)
+    def itself(buffer_id: str) -> torch.Tensor:
+        with provider.get_buffer(buffer_id) as buffer:
+            return buffer.value
 
     return provider
 
@@ -125,7 +135,7 @@ def reason(client: Client, buffer_id: str) -> str:
     return caught.value.reason
 
 
-def used(client: Client, device: str = "cpu") -> int:
+def used(client: Client | Provider, device: str = "cpu") -> int:
     """Bytes of a device that the server's objects take."""
     (found,) = [entry["used"] for entry in client.list_devices() if entry["id"] == device_id(device)]
     return int(found)
@@ -438,3 +448,100 @@ def test_the_same_with_coroutines(client: Client, device: str) -> None:
         eventually(lambda: client.get_server_info()["objects"] == 0)
 
     anyio.run(work)
+
+
+# By way of a provider: the same in every role.
+
+
+@pytest.fixture(params=EACH_ROLE)
+def provider(request: pytest.FixtureRequest, device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
+    """A provider in each role; a client's server is another one in this process."""
+    provider = Provider(base_path, execution_mode=request.param, device=device, server_startup_timeout=0)
+    owner = Provider(base_path, execution_mode="server", device=device)
+    if request.param == "client":
+        Server(owner).start()
+    yield provider
+    provider.close()
+    owner.close()
+
+
+def test_an_answer_of_this_process_that_cannot_be_made() -> None:
+    """Where one descriptor cannot be copied, the copies of those before it are closed."""
+    caller = _LocalCaller(cast(Any, None), Request(m.Ping(), "a test"))
+    fd = new_fd()
+    with nothing_leaks(), pytest.raises(OSError, match="Bad file descriptor"):
+        caller.reply(m.Pong(), owners=cast(Any, (SimpleNamespace(number=fd), SimpleNamespace(number=-1))))
+    os.close(fd)
+
+
+def test_a_buffer_in_every_role(provider: Provider, device: str) -> None:
+    """It is a tensor as it was asked for, in a handle; whoever gets it by its id gets the same one, as often as it may."""
+    with provider.create_buffer((2, 3), torch.float32, zero=True, ttl=60, max_accesses=1) as buffer:
+        assert isinstance(buffer, Handle)
+        assert (tuple(buffer.value.shape), buffer.value.dtype, buffer.value.device.type) == ((2, 3), torch.float32, device)
+        assert not buffer.value.any()
+        info = buffer.get_object_info()
+        assert (info["kind"], info["state"], info["leases"], info["accesses_left"]) == ("buffer", "listed", 1, 1)
+        assert used(provider, device) == size(device)
+        with provider.get_buffer(buffer.object_id) as same:
+            assert same.value is buffer.value
+        with pytest.raises(BufferNotFound) as caught:
+            provider.get_buffer(buffer.object_id)
+        assert caught.value.reason == "exhausted"
+        assert not buffer.is_stale()
+    eventually(lambda: used(provider, device) == 0)
+
+
+def test_a_handle_that_is_garbage_in_every_role(provider: Provider, device: str) -> None:
+    """Its lease goes back, and with a freed buffer the memory; a tensor that was taken from it keeps the mapping."""
+    buffer = provider.create_buffer((4,), "float32", zero=True)
+    tensor = buffer.value
+    assert (provider.free_buffer(buffer), provider.free_buffer(buffer.object_id)) == (True, False)
+    del buffer
+    gc.collect()
+    eventually(lambda: used(provider, device) == 0)
+    assert tensor.sum().item() == 0
+
+
+def settle(device: str) -> None:
+    """Wait until what was written on a GPU is there for others."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def test_a_server_s_own_buffer_is_its_clients_too(server: Server, shared: Provider, client: Client, device: str) -> None:
+    """Both sides have the same memory, whoever made it."""
+    for maker, other in ((shared, client), (client, shared)):
+        with maker.create_buffer((8,), "float32") as mine, other.get_buffer(mine.object_id) as theirs:
+            mine.value.fill_(3)
+            settle(device)
+            assert theirs.value.sum().item() == 24
+            assert {holder["pid"] for holder in client.list_objects()[0]["holders"]} == {os.getpid()}
+            assert other.free_buffer(mine.object_id)
+    eventually(lambda: client.get_server_info()["objects"] == 0)
+
+
+def test_an_endpoint_uses_its_server_s_buffers(server: Server, shared: Provider, client: Client, device: str) -> None:
+    """It gets one by its id, and may return the memory itself: what a client writes there is seen by all."""
+    with shared.create_buffer((8,), "float32", zero=True) as buffer:
+        returned = client.call("itself", buffer.object_id)
+        returned.add_(1)
+        settle(device)
+        assert buffer.value.tolist() == [1.0] * 8
+        shared.call("add", buffer.value[2:4], 6.0)
+        settle(device)
+        assert returned.tolist() == [1.0, 1.0, 7.0, 7.0, 1.0, 1.0, 1.0, 1.0]
+        shared.free_buffer(buffer)
+
+
+@on_the_host
+@pytest.mark.parametrize("provider", ["local", "server"], indirect=True)
+def test_on_the_event_loop_of_endpoints(provider: Provider) -> None:
+    """An async endpoint would wait for itself: it is told what to do."""
+
+    @provider.share(cache=False)
+    async def careless() -> None:
+        provider.create_buffer(100)
+
+    with pytest.raises(ConfigurationError, match=r"create_buffer\(\) was called on the server's event loop"):
+        anyio.run(careless)

@@ -27,7 +27,7 @@ APP = """
 import os
 import sys
 
-from shared_rpc import Provider
+from shared_rpc import Provider, progress
 
 provider = Provider(device="cpu")
 
@@ -125,6 +125,41 @@ def forked():
     same = os.read(read, 1) == b"y"
     os.kill(pid, signal.SIGTERM)
     return tensor(same, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def fork_child(how, path):
+    tensor(0)  # torch is imported before
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        progress(1, 2)
+        if how == "raise":
+            raise SystemExit(5)
+        if how == "os._exit":
+            os._exit(7)
+    return pid
+
+
+@provider.share(cache=False)
+def fork(how, path):
+    return tensor(fork_child(how, path))
+
+
+@provider.share(cache=False)
+async def fork_async(how, path):
+    import asyncio
+
+    await asyncio.sleep(0)
+    pid = fork_child(how, path)
+    if pid == 0 and how == "await":
+        await asyncio.sleep(0)
+    return tensor(pid)
+
+
+@provider.share(cache=False)
+def code(pid):
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return tensor(os.waitstatus_to_exitcode(status) if ended else -1000)
 
 
 @provider.share(cache=False)
@@ -291,6 +326,39 @@ def test_threads_and_programs(served: Served) -> None:
 def test_a_forked_child_does_not_wait_for_the_servers_signals(served: Served) -> None:
     """It has the handlers of a main program's child, and ends by them, as pools of multiprocessing want."""
     assert served.ask("forked") == [True, -signal.SIGTERM]
+
+
+def code_of(served: Served, pid: int) -> int:
+    """Wait for the end of a child that an endpoint has forked; return its exit code."""
+    codes: list[int] = []
+
+    def ended() -> bool:
+        codes.extend(served.ask("code", pid))
+        return codes[-1] != -1000
+
+    eventually(ended, 10.0, f"the end of the fork {pid}")
+    return codes[-1]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "how"),
+    [("fork", "return"), ("fork", "raise"), *(("fork_async", how) for how in ("return", "raise", "await"))],
+)
+def test_a_fork_that_leaves_its_endpoint_exits_with_a_message(served: Served, tmp_path: Path, endpoint: str, how: str) -> None:
+    """Its parent goes on, with connections from before and later."""
+    written = tmp_path / "written"
+    [pid] = served.ask(endpoint, how, str(written))
+    assert code_of(served, pid) == 1
+    assert f"endpoint {endpoint!r} forked this process (pid {pid})" in written.read_text()
+    with Client(socket_path=served.client.socket_path, device="cpu") as later:
+        later.ping()
+
+
+@pytest.mark.parametrize("endpoint", ["fork", "fork_async"])
+def test_a_fork_that_calls_os_exit_has_its_code(served: Served, tmp_path: Path, endpoint: str) -> None:
+    """It never returns to the endpoint's caller."""
+    [pid] = served.ask(endpoint, "os._exit", str(tmp_path / "written"))
+    assert code_of(served, pid) == 7
 
 
 def test_what_is_registered_runs_at_the_end(serve: Callable[..., Served]) -> None:
