@@ -27,20 +27,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from shared_rpc.client.exported import ExportedRecord, RecordBytes, SegmentBytes
+from shared_rpc.client.exported import ExportedRecord, RecordBytes
 from shared_rpc.errors import RecordError
-from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.file_reader import (
+from shared_rpc.memory.file_parts import (
     DIGEST,
     PART,
     Part,
     PartError,
+    carrier_of,
     digest,
     place_in,
     read_exactly,
     read_parts,
-    sink_to,
     write_exactly,
+    write_parts,
 )
 from shared_rpc.memory.revisions import Page
 from shared_rpc.protocol.exported import RecordHeader
@@ -139,7 +139,7 @@ def write(record: RecordBytes, path: str | os.PathLike[str], *, still: Callable[
     layout = _Layout(len(header), record.header.segments)
     try:
         with _drafted(name, layout.nbytes) as fd:
-            digests = b"".join([_write_part(fd, part, record.segments[part.segment]) for part in layout.parts])
+            digests = b"".join(_write_parts(fd, layout, record))
             begin = _MAGIC + _COUNTS.pack(len(header), len(layout.parts))
             write_exactly(fd, memoryview(b"".join([begin, digest(begin, header, digests), header, digests])), 0)
             os.fsync(fd)
@@ -193,19 +193,34 @@ def _drafted(name: str, nbytes: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _write_part(fd: int, part: _Part, segment: SegmentBytes) -> bytes:
-    """Write a part, and return its digest. It is copied first: others may write to the memory."""
-    end = part.start + part.nbytes
-    if segment.info.device == "cpu":
-        data = memoryview(bytearray(segment.buffer()[part.start : end]))
-        return _write_data(fd, part, data)
-    copied = segment.tensor()[part.start : end].cpu()
-    return _write_data(fd, part, HOST.view(copied.data_ptr(), part.nbytes))
+def _write_parts(fd: int, layout: _Layout, record: RecordBytes) -> list[bytes]:
+    """Write the segments, and return the digests of their parts."""
+    for segment in record.segments:
+        segment.synchronize()  # what this process has begun to write
+    digests = [b""] * len(layout.parts)
+    numbers = {part.offset: part.number for part in layout.parts}
+
+    def done(part: Part, found: bytes) -> None:
+        digests[numbers[part.offset]] = found
+
+    try:
+        for device, parts in _by_device(fd, layout, record).items():
+            write_parts(parts, carrier_of(device), done)
+    except PartError as error:
+        raise error.problem or error from None
+    return digests
 
 
-def _write_data(fd: int, part: _Part, data: memoryview) -> bytes:
-    write_exactly(fd, data, part.offset)
-    return digest(data)
+def _by_device(fd: int, layout: _Layout, record: RecordBytes, digests: bytes = b"") -> dict[str, list[Part]]:
+    """Return the parts of the file with their places in a record's memory, by the device of that."""
+    found: dict[str, list[Part]] = {}
+    for part in layout.parts:
+        segment = record.segments[part.segment]
+        mapping = segment._mapped().mapping
+        expected = digests[part.number * DIGEST : (part.number + 1) * DIGEST]
+        place = place_in(mapping, segment._offset + part.start)
+        found.setdefault(mapping.info.device, []).append(Part(fd, part.offset, part.nbytes, *place, expected))
+    return found
 
 
 class _FileSegment:
@@ -266,16 +281,9 @@ class FileRecord(RecordBytes):
 
         :raises RecordError: if they are not those that were written.
         """
-        by_device: dict[str, list[Part]] = {}
-        for part in self._layout.parts:
-            mapping = target.segments[part.segment]._mapped().mapping
-            expected = self._digests[part.number * DIGEST : (part.number + 1) * DIGEST]
-            by_device.setdefault(mapping.info.device, []).append(
-                Part(self._fd, part.offset, part.nbytes, *place_in(mapping, part.start), expected)
-            )
         try:
-            for device, parts in by_device.items():
-                read_parts(parts, sink_to(device), _nothing)
+            for device, parts in _by_device(self._fd, self._layout, target, self._digests).items():
+                read_parts(parts, carrier_of(device), lambda _: None)
         except PartError as error:
             if error.problem is not None and error.problem.errno:
                 raise RecordError(
@@ -286,10 +294,6 @@ class FileRecord(RecordBytes):
                 f"not those that were written. Export it again",
                 reason="damaged",
             ) from None
-
-
-def _nothing(_: Part) -> None:
-    """Take a part that was read, for which nobody waits."""
 
 
 def _check_file(path: str, status: os.stat_result) -> None:

@@ -24,7 +24,7 @@ from shared_rpc.context import progress, raise_if_cancelled
 from shared_rpc.errors import CheckpointError
 from shared_rpc.memory.arena import pack
 from shared_rpc.memory.devices import device_id, torch_device
-from shared_rpc.memory.file_reader import READERS, Part, PartError, place_in, read_parts, sink_to
+from shared_rpc.memory.file_parts import THREADS, Part, PartError, carrier_of, place_in, read_parts
 from shared_rpc.memory.mapping import MAPPINGS, Mapping
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def load(
     device: str = "auto",
     *,
     wanted: Callable[[str], bool] | None = None,
-    readers: int = READERS,
+    readers: int = THREADS,
 ) -> dict[str, torch.Tensor]:
     """Load the tensors of a checkpoint, by name, into new memory that this process may share.
 
@@ -270,7 +270,7 @@ def _read(parts: dict[Part, StoredTensor], device: str, readers: int) -> None:
 
     progress(0, total, str(next(iter(parts.values())).file) if parts else "")
     try:
-        read_parts(list(parts), sink_to(device), count, readers)
+        read_parts(list(parts), carrier_of(device), count, readers)
     except PartError as error:
         tensor, problem = parts[error.part], error.problem
         if problem is None or problem.errno:

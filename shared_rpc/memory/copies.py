@@ -12,22 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.file_reader import (
-    DIGEST,
-    PART,
-    STEP,
-    Part,
-    PartError,
-    Sink,
-    host_sink,
-    read_exactly,
-    read_parts,
-    write_exactly,
-)
+from shared_rpc.memory.file_parts import DIGEST, PART, Carrier, Part, PartError, host_carrier, read_parts, write_parts
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
 
@@ -160,55 +148,30 @@ def copy_on_host(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
     :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written.
     :raises CopyCancelled: if it is not wanted any more.
     """
-    made: list[Written] = []
-    parts: dict[Part, CopyOrder] = {}
-    with closing_all(made):
+    made: dict[int, Written] = {}
+    read: dict[Part, CopyOrder] = {}
+    written: dict[Part, CopyOrder] = {}
+    with closing_all(made.values()):
         for order in orders:
             target = order.target.duplicate() if order.target is not None else _host_segment(order.wanted)
-            made.append(Written(target, b""))
-            if order.source.info.mechanism == "file":
-                parts |= dict.fromkeys(parts_of(order, 0, target.fileno()), order)
-            else:
-                made[-1] = Written(target, _copy(order, target, steps))
-        if parts:
-            with writing(next(iter(parts.values())).wanted):
-                read_files(parts, host_sink, steps)
-        for order, (target, _) in zip(orders, made, strict=True):
+            made[id(order)] = Written(target, b"")
+            memory = order.source if order.wanted.mechanism == "file" else target
+            parts = written if order.wanted.mechanism == "file" else read
+            parts |= dict.fromkeys(parts_of(order, target, 0, memory.fileno()), order)
+        write_files(written, made, host_carrier, steps)
+        if read:
+            with writing(next(iter(read.values())).wanted):
+                read_files(read, host_carrier, steps)
+        for order in orders:
             if order.wanted.mechanism == "memfd" and order.target is None:
-                HOST.seal(target.fileno(), order.wanted.access)
-    return made
+                HOST.seal(made[id(order)].segment.fileno(), order.wanted.access)
+    return [made[id(order)] for order in orders]
 
 
 def _host_segment(wanted: SegmentInfo) -> Segment:
     segment = HOST.create(wanted.nbytes)
     segment.info = wanted
     return segment
-
-
-def _copy(order: CopyOrder, target: Segment, steps: Steps) -> bytes:
-    """Copy the bytes of host memory in steps; return the digests of its parts, if they go to a file."""
-    nbytes = order.wanted.nbytes
-    buffer = memoryview(bytearray(min(STEP, nbytes)))
-    to_file = target.info.mechanism == "file"
-    digests: list[bytes] = []
-    for start in range(0, nbytes, PART):
-        end = min(start + PART, nbytes)
-        found = xxhash.xxh3_128()
-        for offset in range(start, end, len(buffer)):
-            piece = buffer[: min(len(buffer), end - offset)]
-            with reading(order.source):
-                read_exactly(order.source.fileno(), piece, offset)
-            # Of the very bytes that are written: others may write to the memory at the same time.
-            found.update(piece)
-            with writing(order.wanted):
-                write_exactly(target.fileno(), piece, offset)
-        digests.append(found.digest())
-        if to_file and (end == nbytes or end % FLUSHED == 0):
-            # What the disk refuses is noticed while the memory is still there.
-            with writing(order.wanted):
-                os.fdatasync(target.fileno())
-        steps.count(end - start)
-    return b"".join(digests) if to_file else b""
 
 
 @contextmanager
@@ -235,30 +198,31 @@ def writing(wanted: SegmentInfo) -> Iterator[None]:
         ) from error
 
 
-def parts_of(order: CopyOrder, target: int, into: int = -1) -> list[Part]:
-    """Return the parts of a file, for a GPU's address or an offset in host memory."""
+def parts_of(order: CopyOrder, target: Segment, place: int, memory: int = -1) -> list[Part]:
+    """Return the parts of the file that an order copies from or to, for a GPU's address or an offset in host memory."""
     nbytes = order.wanted.nbytes
+    file = target if order.wanted.mechanism == "file" else order.source
     return [
         Part(
-            order.source.fileno(),
+            file.fileno(),
             start,
             min(PART, nbytes - start),
-            target + start,
-            into,
+            place + start,
+            memory,
             order.digest[number * DIGEST : (number + 1) * DIGEST],
         )
         for number, start in enumerate(range(0, nbytes, PART))
     ]
 
 
-def read_files(parts: Mapping[Part, CopyOrder], sink: Callable[[], AbstractContextManager[Sink]], steps: Steps) -> None:
+def read_files(parts: Mapping[Part, CopyOrder], carrier: Callable[[], AbstractContextManager[Carrier]], steps: Steps) -> None:
     """Read the parts of copies in files, each with the order that it belongs to.
 
     :raises RecordError: if a copy cannot be read, or does not have the bytes that were written.
     :raises CopyCancelled: if the copies are not wanted any more.
     """
     try:
-        read_parts(list(parts), sink, lambda part: steps.count(part.nbytes))
+        read_parts(list(parts), carrier, lambda part: steps.count(part.nbytes))
     except PartError as error:
         part, order = error.part, parts[error.part]
         if error.problem is not None:
@@ -269,3 +233,45 @@ def read_files(parts: Mapping[Part, CopyOrder], sink: Callable[[], AbstractConte
             f"{part.offset + part.nbytes} are not those that were written",
             reason="damaged",
         ) from None
+
+
+def write_files(
+    parts: Mapping[Part, CopyOrder],
+    made: dict[int, Written],
+    carrier: Callable[[], AbstractContextManager[Carrier]],
+    steps: Steps,
+) -> None:
+    """Write copies to files, each part with the order that it belongs to, until the disk has them.
+
+    :param made: the files, by the id of their orders; they get their digests.
+    :raises CapabilityError: if the disk refuses something.
+    :raises CopyCancelled: if the copies are not wanted any more.
+    """
+    digests: dict[Part, bytes] = {}
+    unflushed = 0
+
+    def done(part: Part, digest: bytes) -> None:
+        nonlocal unflushed
+        digests[part] = digest
+        unflushed += part.nbytes
+        if unflushed >= FLUSHED:
+            unflushed = 0
+            flush(parts[part])
+        steps.count(part.nbytes)
+
+    def flush(order: CopyOrder) -> None:
+        with writing(order.wanted):
+            os.fdatasync(made[id(order)].segment.fileno())
+
+    try:
+        write_parts(list(parts), carrier, done)
+    except PartError as error:
+        with writing(parts[error.part].wanted):
+            raise error.problem or error from None
+    by_order: dict[int, list[bytes]] = {}
+    for part, order in parts.items():
+        by_order.setdefault(id(order), []).append(digests[part])
+    for number, found in by_order.items():
+        made[number] = Written(made[number].segment, b"".join(found))
+    for order in {id(order): order for order in parts.values()}.values():
+        flush(order)  # what the disk refuses is noticed while the memory is still there

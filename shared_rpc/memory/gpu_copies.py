@@ -7,7 +7,6 @@ mapping it takes as long as copying it (measured on an H200: 0.3 s for 8 GiB).
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,16 +19,15 @@ from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.cuda import DriverError
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import (
-    FLUSHED,
     CopyOrder,
     Steps,
     Written,
     closing_all,
     parts_of,
     read_files,
-    writing,
+    write_files,
 )
-from shared_rpc.memory.file_reader import PART, Part, digest, sink_to, write_exactly
+from shared_rpc.memory.file_parts import Part, carrier_of
 from shared_rpc.memory.gpu_streams import PORTABLE, STREAMS, Stream, gpu, streams_of
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Mechanism, SegmentInfo
@@ -81,45 +79,41 @@ class GpuCopies:
     def _copy_all(self, orders: Sequence[CopyOrder], uuid: str, made: dict[int, Written], steps: Steps) -> None:
         """Make the segments of one GPU."""
         try:
-            with streams_of(uuid, PART) as streams:
-                files = [order for order in orders if order.source.info.mechanism == "file"]
-                self._read(files, uuid, streams[0], made, steps)
-                others = [order for order in orders if order not in files]
+            with streams_of(uuid) as streams:
+                reads = [order for order in orders if order.source.info.mechanism == "file"]
+                read_files(self._parts(reads, uuid, streams[0], made, steps), carrier_of(uuid), steps)
+                writes = [order for order in orders if order.wanted.mechanism == "file"]
+                write_files(self._parts(writes, uuid, streams[0], made, steps), made, carrier_of(uuid), steps)
+                others = [order for order in orders if order not in (*reads, *writes)]
                 for number, order in enumerate(others):
-                    self._copy(order, uuid, streams, number % STREAMS, made, steps)
+                    self._copy(order, uuid, streams[number % STREAMS], made, steps)
                 for number in range(STREAMS):
                     streams[(len(others) + number) % STREAMS].finish()
         except DriverError as error:
             raise CapabilityError(f"cannot copy memory of GPU {uuid}: {error}") from error
 
-    def _copy(
-        self, order: CopyOrder, uuid: str, streams: Sequence[Stream], number: int, made: dict[int, Written], steps: Steps
-    ) -> None:
+    def _copy(self, order: CopyOrder, uuid: str, stream: Stream, made: dict[int, Written], steps: Steps) -> None:
         """Make one segment, and queue its bytes."""
-        stream = streams[number]
         stream.finish()
         steps.check()
         target = self._target(order, uuid, made)
-        if target.info.mechanism == "file":
-            memory = self._map(order.source, uuid, stream, keep=False)
-            made[id(order)] = Written(target, _to_file(order, memory, target, streams, steps))
-        else:
-            nbytes = order.wanted.nbytes
-            with _mapping_a_copy(order):
-                source = self._map(order.source, uuid, stream, keep=True)
-            into = self._map(target, uuid, stream, keep=True)
-            stream.copy(into, source, nbytes)
-            stream.then(functools.partial(steps.count, nbytes))
+        with _mapping_a_copy(order):
+            source = self._map(order.source, uuid, stream, keep=True)
+        into = self._map(target, uuid, stream, keep=True)
+        stream.copy(into, source, order.wanted.nbytes)
+        stream.then(functools.partial(steps.count, order.wanted.nbytes))
 
-    def _read(self, orders: Sequence[CopyOrder], uuid: str, stream: Stream, made: dict[int, Written], steps: Steps) -> None:
-        """Make the segments of files."""
+    def _parts(
+        self, orders: Sequence[CopyOrder], uuid: str, stream: Stream, made: dict[int, Written], steps: Steps
+    ) -> dict[Part, CopyOrder]:
+        """Make what is ordered of files or of segments; return the parts, whose memory is mapped until the stream finishes."""
         parts: dict[Part, CopyOrder] = {}
         for order in orders:
             steps.check()
-            memory = self._map(self._target(order, uuid, made), uuid, stream, keep=False)
-            parts |= dict.fromkeys(parts_of(order, memory), order)
-        read_files(parts, sink_to(uuid), steps)
-        stream.finish()
+            target = self._target(order, uuid, made)
+            memory = order.source if order.wanted.mechanism == "file" else target
+            parts |= dict.fromkeys(parts_of(order, target, self._map(memory, uuid, stream, keep=False)), order)
+        return parts
 
     def _target(self, order: CopyOrder, uuid: str, made: dict[int, Written]) -> Segment:
         """Return the segment that an order's bytes go to."""
@@ -254,32 +248,3 @@ def _map_host_memory(segment: Segment, uuid: str) -> _Mapped:
         HOST.unmap(address, nbytes)
 
     return _Mapped(address, unmap)
-
-
-def _parts(nbytes: int) -> list[tuple[int, int]]:
-    return [(start, min(start + PART, nbytes)) for start in range(0, nbytes, PART)]
-
-
-def _to_file(order: CopyOrder, memory: int, target: Segment, streams: Sequence[Stream], steps: Steps) -> bytes:
-    """Write memory to a file; return the digests of its parts. While one part is written, the next one comes."""
-    parts, digests = _parts(order.wanted.nbytes), []
-
-    def fetch(number: int) -> None:
-        start, end = parts[number]
-        stream = streams[number % STREAMS]
-        stream.copy(stream.buffer.address, memory + start, end - start)
-
-    fetch(0)
-    for number, (start, end) in enumerate(parts):
-        stream = streams[number % STREAMS]
-        stream.wait()
-        if number + 1 < len(parts):
-            fetch(number + 1)
-        piece = stream.buffer.view[: end - start]
-        digests.append(digest(piece))
-        with writing(order.wanted):
-            write_exactly(target.fileno(), piece, start)
-            if end == parts[-1][1] or end % FLUSHED == 0:
-                os.fdatasync(target.fileno())
-        steps.count(end - start)
-    return b"".join(digests)

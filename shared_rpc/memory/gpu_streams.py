@@ -95,7 +95,7 @@ class Stream:
 
 
 @contextmanager
-def streams_of(uuid: str, nbytes: int) -> Iterator[list[Stream]]:
+def streams_of(uuid: str, nbytes: int = 0) -> Iterator[list[Stream]]:
     """Yield streams of a GPU, whose context is current in the block, with buffers of so many bytes."""
     with gpu(uuid).current(), relaxed_captures(), ExitStack() as stack:
         streams = []
@@ -105,27 +105,47 @@ def streams_of(uuid: str, nbytes: int) -> Iterator[list[Stream]]:
         yield streams
 
 
-class _GpuSink:
-    """The way of a file's bytes to a GPU: while those in one buffer are copied there, the other one is filled."""
+class _GpuCarrier:
+    """The way between files and a GPU: while the bytes in one buffer are copied by the GPU, the other one is used."""
 
-    def __init__(self, streams: list[Stream]) -> None:
+    def __init__(self, streams: list[Stream], step: int) -> None:
         self._streams = deque(streams)
+        self._step = step
 
     def buffer(self) -> memoryview:
         self._streams.rotate()
         self._streams[0].wait()
         return self._streams[0].buffer.view
 
-    def write(self, target: int, _: int, data: memoryview) -> None:
-        self._streams[0].copy(target, self._streams[0].buffer.address, len(data))
+    def store(self, place: int, _: int, data: memoryview, /) -> None:
+        self._streams[0].copy(place, self._streams[0].buffer.address, len(data))
 
     def finish(self) -> None:
         for stream in self._streams:
             stream.wait()
 
+    def pieces(self, place: int, _: int, nbytes: int, /) -> Iterator[memoryview]:
+        coming: deque[tuple[Stream, int]] = deque()
+        for start in range(0, nbytes, self._step):
+            self._streams.rotate()
+            stream, size = self._streams[0], min(self._step, nbytes - start)
+            stream.copy(stream.buffer.address, place + start, size)
+            coming.append((stream, size))
+            if len(coming) == STREAMS:
+                yield self._copied(*coming.popleft())
+        while coming:
+            yield self._copied(*coming.popleft())
+
+    def _copied(self, stream: Stream, nbytes: int) -> memoryview:
+        stream.wait()
+        return stream.buffer.view[:nbytes]
+
 
 @contextmanager
-def gpu_sink(uuid: str, nbytes: int) -> Iterator[_GpuSink]:
-    """Yield a sink to a GPU, whose memory is mapped for writing, with buffers of so many bytes."""
-    with streams_of(uuid, nbytes) as streams:
-        yield _GpuSink(streams)
+def gpu_carrier(uuid: str, step: int) -> Iterator[_GpuCarrier]:
+    """Yield the way between files and a GPU, whose memory is mapped, for writing where files are read.
+
+    :param step: bytes that are carried at a time.
+    """
+    with streams_of(uuid, step) as streams:
+        yield _GpuCarrier(streams, step)

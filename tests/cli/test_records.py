@@ -125,7 +125,7 @@ def test_an_interrupted_import_leaves_nothing(client: Client, exported: Path, ch
     child = python(f"""
         import sys, time
         from shared_rpc.extras import record_file  # before the next, so that the head of the file is read as ever
-        from shared_rpc.memory import file_reader
+        from shared_rpc.memory import file_parts
 
         def slowly(*_):
             if not begun:
@@ -133,8 +133,8 @@ def test_an_interrupted_import_leaves_nothing(client: Client, exported: Path, ch
             time.sleep(0.2)
 
         begun = []
-        file_reader.read_exactly = slowly
-        file_reader.STEP = 4
+        file_parts.read_exactly = slowly
+        file_parts.STEP = 4
         from shared_rpc.cli.app import main
         sys.argv = ["shared-rpc", "objects", "import", {str(exported)!r}]
         main()

@@ -13,19 +13,22 @@ import torch
 from shared_rpc import Client, Provider, Server
 from shared_rpc.codec.storages import whole_tensor
 from shared_rpc.errors import CapabilityError
+from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.copies import CopyOrder, Steps, copy_on_host, ignore_progress
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import Pool, PoolOptions
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
+from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import Access, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.values import TensorRef, encode
 from tests.kit.apps import Serve
+from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.raw import Raw, sealed_memory
 
 NBYTES = 8192
+MEMORY = BlockingMemory(DeviceMemory("cpu"))
 
 
 @pytest.fixture
@@ -134,10 +137,10 @@ def sent(request: pytest.FixtureRequest, published: Callable[..., Record]) -> It
                 yield found[0].descriptor.fileno()
         else:
             segment = stack.enter_context(HOST.create(NBYTES))
-            (made,) = copy_on_host(
-                [CopyOrder(segment, segment.info.incarnation(1))], Steps(NBYTES, ignore_progress, lambda: False)
-            )
-            yield stack.enter_context(made.segment).fileno()
+            [copy] = MEMORY.lower([segment], "file", SpillDirectory(str(request.getfixturevalue("tmp_path"))))
+            stack.callback(copy.close)
+            [made] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
+            yield stack.enter_context(made).fileno()
 
 
 def test_a_client_cannot_seal_what_others_write_to(sent: int) -> None:

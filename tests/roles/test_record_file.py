@@ -302,18 +302,17 @@ def test_an_object_that_is_written_to_is_of_one_revision(
 ) -> None:
     """An update in the middle of an export begins it anew; one that never rests is an error."""
     handle = here.client.call("model")
-    write_part, updates = record_file._write_part, iter(range(10))
+    write_parts, updates = record_file._write_parts, iter(range(10))
     times = 1
 
-    def write(*arguments: Any) -> bytes:
+    def write(*arguments: Any) -> list[bytes]:
         number = next(updates)
         if number < times:
             with here.client.update(handle) as value:
                 value[0].weight.fill_(7 + number)
-        return write_part(*arguments)
+        return write_parts(*arguments)
 
-    monkeypatch.setattr(record_file, "_write_part", write)
-    monkeypatch.setattr(record_file, "PART", 64 << 20)
+    monkeypatch.setattr(record_file, "_write_parts", write)
     save(here.client, handle.object_id, path)
     with FileRecord(path) as record:
         there.client.adopt(record)

@@ -15,7 +15,7 @@ from shared_rpc import Progress, Provider
 from shared_rpc.errors import CheckpointError, TaskCancelled
 from shared_rpc.extras import safetensors
 from shared_rpc.extras.safetensors import load
-from shared_rpc.memory import file_reader
+from shared_rpc.memory import file_parts
 from shared_rpc.memory.records import Record
 from tests.kit.apps import Connect, Serve
 from tests.kit.models import net, raw
@@ -61,7 +61,7 @@ def test_a_cancelled_task_stops_reading(
     """Its memory is given back, and nobody reads on."""
     monkeypatch.setattr(safetensors, "_PART", 100)
     begun, go_on = threading.Event(), threading.Event()
-    read = file_reader.read_exactly
+    read = file_parts.read_exactly
     offsets: list[int] = []
 
     def slowly(fd: int, piece: memoryview, offset: int) -> None:
@@ -71,7 +71,7 @@ def test_a_cancelled_task_stops_reading(
         time.sleep(0.02)  # a slow disk
         read(fd, piece, offset)
 
-    monkeypatch.setattr(file_reader, "read_exactly", slowly)
+    monkeypatch.setattr(file_parts, "read_exactly", slowly)
     shared(provider, file)
     serve()
     client = connect()

@@ -15,7 +15,7 @@ from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.copies import LowerCopy
-from shared_rpc.memory.file_reader import PART
+from shared_rpc.memory.file_parts import PART
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from tests.kit import fake_driver
