@@ -628,48 +628,6 @@ def test_a_forked_child_is_told_nothing(server: Server, client: Client) -> None:
     assert child.close()[0] == 0
 
 
-@pytest.fixture
-def gpu_app(base_path: str) -> Iterator[Any]:
-    """A server on the GPU, and a client of it in this process."""
-    provider = Provider(base_path, device="cuda", execution_mode="server")
-    with Server(provider) as server, Client(socket_path=server.socket_path) as client:
-        yield provider, server, client
-
-
-@pytest.mark.whole_gpu
-@pytest.mark.gpu
-def test_generations_on_a_gpu(gpu_app: tuple[Provider, Server, Client]) -> None:
-    """The device's memory of an old generation is free once its last holder has let go."""
-    provider, server, client = gpu_app
-    numbers = itertools.count(1)
-    provider.share("load", managed=True)(lambda: torch.full((64 << 20,), next(numbers), dtype=torch.uint8, device="cuda"))
-    old = client.call("load")
-    size = server.info()["nbytes"]
-
-    def renew() -> None:
-        nonlocal old
-        client.refresh("load")
-        new = old.latest()
-        assert int(old.value.unique()) + 1 == int(new.value.unique())
-        old.release()
-        old = new
-        gc.collect()
-        assert server.info()["nbytes"] == size
-
-    def free() -> int:
-        MAPPINGS.drain()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info()[0]
-
-    for _ in range(2):  # the first use of kernels and streams takes memory of the device
-        renew()
-    before = free()
-    renew()
-    eventually(lambda: free() >= before, what=f"{before} bytes are free again")
-    old.release()
-
-
 # Candidates: generations that are there, and nobody's until they are promoted.
 
 
@@ -818,16 +776,6 @@ def test_a_call_does_not_join_a_preparation(app: App, load: Any, gated: GatedBui
     assert (gated.count, number_of(handle)) == (2, 2)
     with pytest.raises(RefreshError, match="is later than candidate"):
         app.provider.promote(candidate)
-
-
-def test_an_unmanaged_endpoint_has_candidates(app: App, gated: GatedBuilds) -> None:
-    """Though its calls get no handles."""
-    plain = app.share("plain")(gated.build)
-    first = plain()
-    with app.provider.prepare("plain") as candidate:
-        assert float(plain()[0]) == 1
-        made: Generation = app.provider.promote(candidate)
-    assert (made.generation, float(plain()[0]), float(first[0])) == (2, 2, 1)
 
 
 def test_a_candidate_is_attached_to_by_its_ticket(base_path: str, gated: GatedBuilds) -> None:

@@ -141,21 +141,6 @@ def test_object_info(app: App) -> None:
     assert 1.7e9 < created <= accessed
 
 
-def test_tensors_outlive_the_provider(app: App) -> None:
-    """``close`` makes handles stale, and leaves what was taken from them."""
-
-    @app.share(managed=True)
-    def load() -> torch.Tensor:
-        return torch.ones(4)
-
-    handle = load()
-    kept = handle.value
-    app.close()
-    assert handle.is_stale()
-    assert torch.equal(kept, torch.ones(4))
-    handle.release()
-
-
 @pytest.mark.parametrize("attempt", [pickle.dumps, *deep(copy.copy, copy.deepcopy)])
 def test_handle_stays_in_its_process(app: App, attempt: Callable[[Any], object]) -> None:
     """A handle is a lease of this process: it is neither pickled nor copied, and the error says what to do."""

@@ -194,14 +194,6 @@ def test_views_among_the_arguments_see_each_others_writes(endpoints: Endpoints, 
 # What is kept stays as it is, whatever is called meanwhile.
 
 
-def test_results_that_are_kept_stay(endpoints: Endpoints, ask: Ask) -> None:
-    """The memory of a result is nobody else's while the client has it."""
-    results = [ask("echo", [filled(number, endpoints.device), filled(-number, endpoints.device, 3)]) for number in range(30)]
-
-    for number, (large, small) in enumerate(results):
-        assert large.eq(number).all() and small.eq(-number).all()
-
-
 def gradient_over(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """What a graph over a tensor computes later."""
     weight = torch.ones_like(tensor, requires_grad=True)

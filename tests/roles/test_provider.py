@@ -72,29 +72,6 @@ def test_failure_is_not_cached(app: App) -> None:
     assert torch.equal(load(), torch.ones(1))
 
 
-def test_call_with_a_tensor_is_not_cached(app: App) -> None:
-    """A tensor has no key: such calls run every time, unless a template leaves it out."""
-    added, looked_up = [], []
-
-    @app.share()
-    def add(x: torch.Tensor) -> torch.Tensor:
-        added.append(1)
-        return x + 1
-
-    @app.share(cache_format_key="{layer}")
-    def look_up(x: torch.Tensor, layer: int) -> torch.Tensor:
-        looked_up.append(layer)
-        return x + layer
-
-    x = torch.ones(2)
-    assert torch.equal(add(x), torch.full((2,), 2.0))
-    assert torch.equal(add(x), torch.full((2,), 2.0))
-    assert torch.equal(look_up(x, 2), torch.full((2,), 3.0))
-    assert torch.equal(look_up(x * 9, 2), torch.full((2,), 3.0))
-    assert (len(added), looked_up) == (2, [2])
-    assert add.invalidate(x) == 0
-
-
 def test_results_go_at_once(app: App) -> None:
     """Nothing in the library is in a cycle with them: their memory does not wait for the collector."""
     load = app.share("load", cache=False)(lambda: torch.ones(4))

@@ -24,7 +24,7 @@ from shared_rpc.errors import (
 )
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.mapping import MAPPINGS
-from tests.kit.apps import App, at_once
+from tests.kit.apps import App
 from tests.kit.deep import deep
 from tests.kit.payloads import PAYLOADS, aliases, described, each_payload
 from tests.kit.processes import eventually
@@ -399,26 +399,6 @@ def test_an_uncached_object_needs_a_call(here: Site, there: Site) -> None:
             there.client.adopt(record, "load", 3, 4)
         assert there.client.adopt(record, "load", 3).generation == 1
     eventually(lambda: there.client.get_server_info()["buffers"] == 0)
-
-
-def test_a_run_in_flight_does_not_take_its_place(here: Site, there: Site) -> None:
-    """It began before the record came: its waiters get what it builds, and later callers what was adopted."""
-    there.go = threading.Event()
-
-    def adopt() -> Generation:
-        eventually(lambda: there.built == ["load 3"])
-        handle = here.client.call("load", 3)
-        handle.value.weight.data.fill_(9)
-        with here.client.export(handle) as record:
-            made = there.client.adopt(record)
-        assert (there.client.call("load", 3).value.weight == 9).all()  # the cache answers, whatever is under way
-        there.go.set()
-        return made
-
-    waited, made = at_once(lambda: there.client.call("load", 3), adopt)
-    assert (waited.value.weight == 1).all() and not waited.is_current()
-    assert there.client.call("load", 3).object_id == made.object_id
-    assert made.generation == 1
 
 
 # Every class.

@@ -330,16 +330,6 @@ def test_the_memory_of_such_a_handle_is_given_up(client: Client, other: Client) 
     assert (has_numbers(value), new.suspended, handle.suspended) == (True, True, False)
 
 
-def test_a_call_has_the_present_memory_beside_such_a_handle(client: Client, other: Client) -> None:
-    """The suspended one has it when it is resumed."""
-    handle = outdated(client, other)
-    new = client.call("load")
-    new.value.add_(1)
-    assert handle.suspended
-    handle.resume()
-    assert torch.equal(handle.value, torch.arange(SIZE) + 1)
-
-
 def test_memory_that_is_not_replaced_in_one_step(client: Client, other: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of GPUs, which kernels may use: the process has it replaced when it resumes the handle."""
     handle = client.call("load")

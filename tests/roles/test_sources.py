@@ -309,23 +309,6 @@ def test_a_record_that_does_not_fit_leaves_the_miss_open(
     assert client.get_server_info()["buffers"] == 0
 
 
-def test_a_room_answers_a_miss_without_a_copy(
-    source: Source, source_client: Client, client: Client, base_path: str, threads: ThreadPoolExecutor
-) -> None:
-    """It is written by the source's client; its memory is the object's, and the room is closed."""
-    with other_server(base_path) as elsewhere, elsewhere.call("load", 1024) as there, elsewhere.export(there) as record:
-        call = threads.submit(client.call, "load", 1024)
-        miss = next(source)
-        room = source_client.allocate(record.header)
-        for target, segment in zip(room.segments, record.segments, strict=True):
-            target.buffer()[:] = segment.buffer()
-        before = client.get_server_info()["nbytes"]
-        with source.adopt(miss, room), call.result(10) as handle:
-            assert room.closed and torch.equal(handle.value, there.value)
-            info = client.get_server_info()
-            assert (info["nbytes"], info["buffers"], info["objects"]) == (before, 0, 1)
-
-
 def test_an_object_that_becomes_current_answers_the_misses_of_its_call(
     source: Source, source_client: Client, client: Client, base_path: str, threads: ThreadPoolExecutor
 ) -> None:

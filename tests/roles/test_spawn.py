@@ -16,8 +16,6 @@ import pytest
 from shared_rpc import Client
 from shared_rpc.client.starting import log_path
 from shared_rpc.errors import ConnectError
-from shared_rpc.memory.devices import device_id, device_tag
-from shared_rpc.settings import socket_path
 from tests.kit.brokers import is_running
 from tests.kit.processes import Child, eventually
 
@@ -170,26 +168,6 @@ def test_a_second_run_attaches(scripts: Scripts) -> None:
     assert scripts.run().expect("attached") == "attached [1.0, 1.0, 1.0, 1.0] 1"
     assert scripts.run().expect("attached") == "attached [2.0, 2.0, 2.0, 2.0] 1"
     assert [line.split()[1] for line in scripts.loads] == ["server"]
-
-
-@pytest.mark.gpu
-def test_a_second_run_attaches_to_a_gpu(scripts: Scripts, base_path: str) -> None:
-    """What the first process wrote to the GPU's memory is there, though that process has ended and no client was left."""
-    scripts.socket = socket_path(base_path, device_tag(device_id("cuda")))
-    on_gpu = APP.replace('device="cpu"', 'device="cuda"').replace("torch.zeros(4)", 'torch.zeros(4, device="cuda")')
-    script = """
-        if __name__ == "__main__":
-            import torch
-            found = weights()
-            found += 1
-            torch.cuda.synchronize()
-            print("attached", found.tolist(), provider.get_runtime_info()["server"]["builds"], flush=True)
-    """
-    scripts.write(script, app=on_gpu)
-    for expected in ("attached [1.0, 1.0, 1.0, 1.0] 1", "attached [2.0, 2.0, 2.0, 2.0] 1"):
-        child = scripts.run()
-        assert child.expect("attached") == expected
-        assert child.close() == (0, "")
 
 
 def test_the_server_is_nobodys_child(scripts: Scripts) -> None:

@@ -266,34 +266,6 @@ def test_every_way_to_an_object_restores_it(client: Client, way: str) -> None:
     assert found.sum() == 45
 
 
-def test_the_result_of_a_task_is_evicted_until_it_is_fetched(
-    client: Client, connect: Connect, raising: Gate, threads: ThreadPoolExecutor
-) -> None:
-    """A task has nothing mapped. All who fetch it at the same time get it."""
-    task_id = client.submit("own", 10)
-    eventually(lambda: client.get_task_status(task_id).status == "completed")
-    object_id = client.list_objects()[0]["object_id"]
-    assert client.get_object_info(object_id)["active"] == 0
-    client.evict(object_id)
-    fetched = [threads.submit(each.wait_for_task, task_id) for each in (client, connect())]
-    eventually(lambda: client.get_object_info(object_id)["leases"] == 3)
-    raising.open.set()
-    assert [each.result().sum() for each in fetched] == [45, 45]
-    eventually(lambda: client.list_objects() == [])
-
-
-def test_a_buffer_is_evicted_and_got_again(client: Client, connect: Connect) -> None:
-    """With what was written into it."""
-    with client.create_buffer(4096, keep=True) as handle:
-        handle.value.fill_(7)
-        object_id = handle.object_id
-    client.evict(object_id)
-    with connect().get_buffer(object_id) as handle:
-        assert handle.value.sum() == 7 * 4096
-    client.free_buffer(object_id)
-    assert client.list_objects() == []
-
-
 def test_a_cold_room_is_not_adopted(client: Client, raw: Raw) -> None:
     """Whoever suspended it has to resume it first."""
     with client.call("model", 10) as handle, client.export(handle) as record:
@@ -446,14 +418,6 @@ def test_a_cold_object_is_invalidated(client: Client, server: Server) -> None:
     assert client.list_objects() == [] and client.get_server_info()["descriptors"]["used"] == 0
     with client.call("model", 1000) as handle:
         assert handle.object_id != object_id
-
-
-def test_a_cold_object_is_refreshed(client: Client) -> None:
-    """Without being restored: nobody needs its bytes for that. It goes with its last holder."""
-    object_id = cold(client, 10)
-    generation = client.refresh("model", 10)
-    assert (generation.previous_id, generation.generation) == (object_id, 2)
-    assert [info["object_id"] for info in client.list_objects()] == [generation.object_id]
 
 
 def test_a_superseded_cold_object_stays_with_its_holder(client: Client, raw: Raw) -> None:
