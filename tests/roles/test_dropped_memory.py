@@ -29,10 +29,6 @@ provider = Provider(device="cpu")
 @provider.share
 def weights(number):
     return torch.full(({LARGE},), number, dtype=torch.uint8)
-
-@provider.share(idle_ttl=0.01)
-def brief():
-    return torch.zeros({LARGE}, dtype=torch.uint8)
 """
 
 
@@ -42,35 +38,10 @@ def invalidate(client: Client) -> None:
     client.invalidate_endpoint_cache("weights")
 
 
-def refresh(client: Client) -> None:
-    """Another generation takes its place."""
-    client.call("weights", 1)
-    client.refresh("weights", 1)
-
-
-def promote(client: Client) -> None:
-    """A candidate does."""
-    client.call("weights", 1)
-    with client.prepare("weights", 1) as candidate:
-        client.promote(candidate)
-
-
 def evict(client: Client) -> None:
     """A later object needs the memory."""
     client.call("weights", 1)
     client.call("weights", 2)
-
-
-def expire(client: Client) -> None:
-    """Nobody has used it for its ``idle_ttl``."""
-    client.call("brief")
-
-
-def free(client: Client) -> None:
-    """A buffer is freed that nobody holds."""
-    buffer = client.create_buffer(LARGE, keep=True)
-    buffer.release()
-    client.free_buffer(buffer.object_id)
 
 
 def release(client: Client) -> None:
@@ -85,7 +56,7 @@ def end_session(client: Client) -> None:
     del buffer
 
 
-@pytest.mark.parametrize("drop", [invalidate, end_session, *deep(refresh, promote, evict, expire, free, release)])
+@pytest.mark.parametrize("drop", [invalidate, end_session, *deep(evict, release)])
 def test_a_broker_s_loop_closes_no_large_memory(
     drop: Callable[[Client], None],
     base_path: str,

@@ -210,12 +210,6 @@ def test_what_ddp_writes(ranks: Callable[..., list[Child]]) -> None:
     assert -signal.SIGSEGV in [child.process.returncode for child in children]
 
 
-def test_what_ddp_writes_of_buffers(ranks: Callable[..., list[Child]]) -> None:
-    """Without the first broadcast, the buffers are broadcast in every forward pass."""
-    children = ranks(SAME_START, ", init_sync=False")
-    assert -signal.SIGSEGV in [ended(child)[0] for child in children]
-
-
 @pytest.mark.parametrize(
     ("way_out", "options"),
     [(IGNORE, ""), (SAME_START, ", init_sync=False, broadcast_buffers=False")],
