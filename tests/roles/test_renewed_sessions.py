@@ -19,7 +19,7 @@ import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import AsyncClient, Client, Handle, Provider
+from shared_rpc import AsyncClient, AsyncHandle, Client, Handle, Provider
 from shared_rpc.client import asynchronous, blocking
 from shared_rpc.client.base import Turn
 from shared_rpc.client.results import ReceivedResult, rebuild
@@ -101,6 +101,18 @@ def evict(other: Client, object_id: str) -> None:
     assert moved["tier"] == "file"
 
 
+def lose_and_evict(other: Client, handle: Handle[Any] | AsyncHandle[Any], client: Client | AsyncClient) -> None:
+    """Break the client's connection, and evict its object to a file meanwhile."""
+    lose(other, handle.object_id, client)
+    evict(other, handle.object_id)
+
+
+def write(other: Client, *args: int) -> None:
+    """Add one to what all have of an object."""
+    with other.call("load", *args) as theirs:
+        theirs.value.add_(1)
+
+
 def state(other: Client, object_id: str) -> tuple[str, int, int]:
     """Its tier, and how many sessions have it, and have it active."""
     info = other.get_object_info(object_id)
@@ -124,8 +136,7 @@ def test_an_active_handle_has_the_present_memory(client: Client, other: Client, 
     (first,) = mapped(handle)
     seen = {first}
     for _ in range(2):
-        lose(other, handle.object_id, client)
-        evict(other, handle.object_id)
+        lose_and_evict(other, handle, client)
         if restored:
             other.restore(handle.object_id)
         client.ping()
@@ -144,8 +155,7 @@ def test_processes_see_what_each_other_writes(
     """After the first one's session was lost; what it wrote in between is lost, and a warning says so."""
     handle = client.call("load")
     value = handle.value
-    lose(other, handle.object_id, client)
-    evict(other, handle.object_id)
+    lose_and_evict(other, handle, client)
     second = writer()
     second.tell("write")
     assert second.expect("written") == "written, to 1"
@@ -166,8 +176,7 @@ def test_memory_for_reading_is_replaced_without_a_warning(
 ) -> None:
     """It has the same bytes: nothing is lost."""
     handle = client.call("load_read_only")
-    lose(other, handle.object_id, client)
-    evict(other, handle.object_id)
+    lose_and_evict(other, handle, client)
     with caplog.at_level(logging.INFO, "shared_rpc"):
         client.ping()
     assert has_numbers(handle.value)
@@ -184,13 +193,11 @@ def test_memory_of_an_earlier_restore_is_known(client: Client, other: Client) ->
     handle.value.add_(1)
     client.ping()
     assert torch.equal(handle.value, torch.arange(SIZE) + 1)
-    lose(other, handle.object_id, client)
-    evict(other, handle.object_id)
+    lose_and_evict(other, handle, client)
     other.restore(handle.object_id)
     client.ping()
-    with other.call("load") as theirs:
-        theirs.value.add_(1)
-        assert torch.equal(handle.value, torch.arange(SIZE) + 2)
+    write(other)
+    assert torch.equal(handle.value, torch.arange(SIZE) + 2)
 
 
 def test_many_handles_and_clients_of_a_process(broker: BrokerApp, client: Client, other: Client) -> None:
@@ -247,8 +254,7 @@ def test_a_handle_is_suspended_where_its_object_has_no_capacity(
     """The request that met the new session succeeds. The process keeps the earlier memory, and has the present one later."""
     handle = client.call("load")
     value = handle.value
-    lose(other, handle.object_id, client)
-    evict(other, handle.object_id)
+    lose_and_evict(other, handle, client)
     buffer = other.create_buffer(2 * CAPACITY)
     client.ping()
     assert (handle.suspended, state(other, handle.object_id), has_numbers(value)) == (True, ("file", 1, 0), True)
@@ -261,8 +267,7 @@ def test_a_handle_is_suspended_where_its_object_has_no_capacity(
     buffer.release()
     with handle.active() as again:
         assert again is value
-        with other.call("load") as theirs:
-            theirs.value.add_(1)
+        write(other)
         assert torch.equal(value, torch.arange(SIZE) + 1)
     assert (handle.suspended, state(other, handle.object_id)) == (False, ("device", 1, 1))
 
@@ -289,8 +294,7 @@ async def test_a_request_waits_for_capacity_for_a_while(
         return await answer if inspect.isawaitable(answer) else answer
 
     handle = await done(client.call("load"))
-    lose(other, handle.object_id, client)
-    evict(other, handle.object_id)
+    lose_and_evict(other, handle, client)
     buffer = other.create_buffer(CAPACITY)
     await done(client.ping())
     assert (handle.suspended, has_numbers(handle._value)) == (True, True)
@@ -308,8 +312,7 @@ async def test_a_request_waits_for_capacity_for_a_while(
 def outdated(client: Client, other: Client) -> Handle[torch.Tensor]:
     """A handle that is suspended because its object had no capacity, which it has now."""
     handle = client.call("load")
-    lose(other, handle.object_id, client)
-    evict(other, handle.object_id)
+    lose_and_evict(other, handle, client)
     with other.create_buffer(2 * CAPACITY):
         client.ping()
     assert handle.suspended
@@ -334,15 +337,13 @@ def test_memory_that_is_not_replaced_in_one_step(client: Client, other: Client, 
     """As that of GPUs, which kernels may use: the process has it replaced when it resumes the handle."""
     handle = client.call("load")
     value = handle.value
-    lose(other, handle.object_id, client)
-    evict(other, handle.object_id)
+    lose_and_evict(other, handle, client)
     other.restore(handle.object_id)
     monkeypatch.setattr(type(HOST), "replaces", False)
     client.ping()
     assert (handle.suspended, has_numbers(value)) == (True, True)
     handle.resume()
-    with other.call("load") as theirs:
-        theirs.value.add_(1)
+    write(other)
     assert torch.equal(value, torch.arange(SIZE) + 1)
 
 
@@ -359,15 +360,13 @@ def test_a_session_that_is_lost_while_a_handle_is_resumed(client: Client, other:
     def perform(step: Step) -> Any:
         if isinstance(step, Work) and not maps:
             maps.append(step)
-            lose(other, handle.object_id, client)
-            evict(other, handle.object_id)
+            lose_and_evict(other, handle, client)
             client.ping()
         return client._perform(turn, step)
 
     drive(awakened(client, handle), perform)
     assert state(other, handle.object_id) == ("device", 1, 1)
-    with other.call("load") as theirs:
-        theirs.value.add_(1)
+    write(other)
     assert torch.equal(value, torch.arange(SIZE) + 1)
 
 
@@ -381,8 +380,7 @@ def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, ot
     def lose_and_evict() -> None:
         client.ping()
         handle.resume()
-        lose(other, handle.object_id, client)
-        evict(other, handle.object_id)
+        lose_and_evict(other, handle, client)
 
     def is_present() -> bool:
         client.ping()
@@ -464,15 +462,13 @@ async def test_a_client_of_coroutines_has_the_present_memory(broker: BrokerApp, 
         handle, asleep = await client.call("load", 1), await client.call("load", 2)
         value, address = handle.value, handle.value.data_ptr()
         await asleep.suspend()
-        lose(other, handle.object_id, client)
-        evict(other, handle.object_id)
+        lose_and_evict(other, handle, client)
         evict(other, asleep.object_id)
         async with anyio.create_task_group() as group:
             for _ in range(4):
                 group.start_soon(client.ping)
         assert (state(other, handle.object_id), state(other, asleep.object_id)) == (("device", 1, 1), ("file", 1, 0))
-        with other.call("load", 1) as theirs:
-            theirs.value.add_(1)
+        write(other, 1)
         assert (value.data_ptr(), torch.equal(value, torch.arange(SIZE) + 1)) == (address, True)
         assert (handle.suspended, asleep.suspended) == (False, True)
         await asleep.resume()
@@ -489,8 +485,7 @@ async def test_a_cancelled_request_leaves_no_handle_with_earlier_memory(
     other = broker_app.connect()
     async with AsyncClient(broker_app.base_path, device="cpu", timeout=30.0) as client:
         handle = await client.call("load")
-        lose(other, handle.object_id, client)
-        evict(other, handle.object_id)
+        lose_and_evict(other, handle, client)
         with other.create_buffer(CAPACITY):
             async with anyio.create_task_group() as group:
                 lost = client._link

@@ -379,6 +379,28 @@ def test_a_call_waits_until_its_object_is_restored(full: Full, builds: list[int]
         assert first.value.unique().tolist() == [1] and builds == [1, 2]
 
 
+def test_a_new_user_of_an_object_stands_behind_those_who_wait(full: Full, tmp_path: Path, unit: int) -> None:
+    """The object comes to rest, and comes back for the new user; who uses it already may ask for it again."""
+    client, user = full.start(1, 2, spill_dir=tmp_path)
+    late = full.session()
+    other, object_id = made(client, 2, unit), made(client, 1, unit)
+    handle = user.call("model", 1, unit)
+    late.hold(object_id)
+    late.suspend(object_id)
+    answer = full.ask(client.call, "model", 2, unit)
+    late.begin_resume(object_id)
+    eventually(lambda: full.waiting() == 2)
+    newcomer = full.ask(full.client().call, "model", 1, unit)
+    user.call("model", 1, unit).release()
+    handle.release()
+    with answer.result(30) as restored:
+        assert restored.object_id == other and restored.value.unique().tolist() == [2]
+        assert tier_of(client, object_id) != "device" and not newcomer.done()
+    assert isinstance(late.heard(), t.Resumed)
+    with newcomer.result(30) as again:
+        assert again.object_id == object_id
+
+
 def test_a_full_disk_is_named(full: Full, unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an object cannot leave, the error of who waits says why; the object is as it was."""
     full.start(1, spill_dir=tmp_path, host_quota=0)
