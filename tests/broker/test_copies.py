@@ -39,6 +39,8 @@ from tests.kit.deep import deep
 from tests.kit.gpu_memory import bytes_of, write
 from tests.kit.processes import eventually, links_of, sigstop
 
+Filled = Callable[..., Segment]
+
 MIB = 1 << 20
 
 #: An app that needs no torch.
@@ -193,7 +195,7 @@ def settled(before: int) -> None:
 
 
 @pytest.mark.parametrize("to", ["host", "file"])
-def test_bytes_come_back(copier: Copier, filled: Callable[..., Segment], spill: SpillDirectory, to: str) -> None:
+def test_bytes_come_back(copier: Copier, filled: Filled, spill: SpillDirectory, to: str) -> None:
     """By way of a worker, with progress; nothing is left in the broker."""
     segments = [filled(2 * MIB), filled(6 * MIB), filled(4 * MIB)]
     expected = [bytes_of(segment) for segment in segments]
@@ -210,9 +212,7 @@ def test_bytes_come_back(copier: Copier, filled: Callable[..., Segment], spill: 
     settled(before)
 
 
-def test_more_segments_than_one_request_takes(
-    copier: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_segments_than_one_request_takes(copier: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame has a limited number of descriptors."""
     monkeypatch.setattr(broker_memory, "_SEGMENTS", 2)
     segments = [filled() for _ in range(5)]
@@ -223,9 +223,7 @@ def test_more_segments_than_one_request_takes(
         one.close()
 
 
-def test_host_memory_of_the_object_stays_with_the_broker(
-    copier: Copier, filled: Callable[..., Segment], spill: SpillDirectory
-) -> None:
+def test_host_memory_of_the_object_stays_with_the_broker(copier: Copier, filled: Filled, spill: SpillDirectory) -> None:
     """Only what is on the GPU goes to a worker."""
     with closing(backend_for("cpu").create(4096)) as on_host:
         write(on_host, b"host")
@@ -237,7 +235,7 @@ def test_host_memory_of_the_object_stays_with_the_broker(
             one.close()
 
 
-def test_a_copy_outlives_the_worker_that_made_it(copier: Copier, filled: Callable[..., Segment]) -> None:
+def test_a_copy_outlives_the_worker_that_made_it(copier: Copier, filled: Filled) -> None:
     """A broker without CUDA keeps the host memory by its descriptor; the next worker makes a segment of it."""
     segment = filled()
     [copy] = copier.memory.lower([segment], "host")
@@ -253,7 +251,7 @@ def test_a_copy_outlives_the_worker_that_made_it(copier: Copier, filled: Callabl
     copy.close()
 
 
-def test_a_closed_copy_is_unmapped(driver: str, copier: Copier, filled: Callable[..., Segment]) -> None:
+def test_a_closed_copy_is_unmapped(driver: str, copier: Copier, filled: Filled) -> None:
     """In the worker, so that the host has its memory back."""
     if driver != "fake":
         pytest.skip("the kernel does not list mappings of CUDA's by their memory")
@@ -271,9 +269,7 @@ def test_a_closed_copy_is_unmapped(driver: str, copier: Copier, filled: Callable
     eventually(lambda: mappings() == 0, what="no mapping of the copy")
 
 
-def test_a_worker_that_is_killed(
-    copier: Copier, filled: Callable[..., Segment], held: Path, driver: str, threads: ThreadPoolExecutor
-) -> None:
+def test_a_worker_that_is_killed(copier: Copier, filled: Filled, held: Path, driver: str, threads: ThreadPoolExecutor) -> None:
     """Another process makes its copies, nothing is left of it, and the next worker copies."""
     segments = [filled() for _ in range(4)]
     before = descriptors()
@@ -297,7 +293,7 @@ def test_a_worker_that_is_killed(
 
 def test_memory_that_one_who_was_given_up_may_write_to_is_left_alone(
     serve: Callable[..., Copier],
-    filled: Callable[..., Segment],
+    filled: Filled,
     monkeypatch: pytest.MonkeyPatch,
     threads: ThreadPoolExecutor,
 ) -> None:
@@ -323,7 +319,7 @@ def test_memory_that_one_who_was_given_up_may_write_to_is_left_alone(
         assert bytes_of(again) == bytes_of(segment) != written
 
 
-def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Callable[..., Segment], held: Path) -> None:
+def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Filled, held: Path) -> None:
     """The worker closes and unmaps what it made, and copies as before."""
     segments = [filled() for _ in range(4)]
     before = descriptors()
@@ -340,7 +336,7 @@ def test_a_cancelled_copy_stops_its_worker(copier: Copier, filled: Callable[...,
 
 
 def test_a_worker_that_makes_no_step(
-    copier: Copier, filled: Callable[..., Segment], held: Path, monkeypatch: pytest.MonkeyPatch, driver: str
+    copier: Copier, filled: Filled, held: Path, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
     """Whoever waits is told, and does not wait for ever."""
     if driver != "fake":
@@ -353,7 +349,7 @@ def test_a_worker_that_makes_no_step(
     held.unlink()
 
 
-def test_a_full_gpu_is_told(copier: Copier, filled: Callable[..., Segment]) -> None:
+def test_a_full_gpu_is_told(copier: Copier, filled: Filled) -> None:
     """The worker's error is the broker's, and the copy stays good."""
     segment = filled()
     [copy] = copier.memory.lower([segment], "host")
@@ -366,7 +362,7 @@ def test_a_full_gpu_is_told(copier: Copier, filled: Callable[..., Segment]) -> N
 
 
 @pytest.mark.parametrize("mechanism", ["host_vmm", *deep("memfd")])
-def test_a_copy_that_cannot_be_mapped_is_lost(copier: Copier, filled: Callable[..., Segment], mechanism: Mechanism) -> None:
+def test_a_copy_that_cannot_be_mapped_is_lost(copier: Copier, filled: Filled, mechanism: Mechanism) -> None:
     """Its descriptor is that of no such memory: an object is dropped for that, so that it can be built again."""
     segment = filled()
     [copy] = copier.memory.lower([segment], "host")
@@ -388,7 +384,7 @@ def bare(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> Copier:
 
 
 @pytest.mark.parametrize("to", ["file", *deep("host")])
-def test_a_bare_worker_copies(bare: Copier, filled: Callable[..., Segment], spill: SpillDirectory, to: str) -> None:
+def test_a_bare_worker_copies(bare: Copier, filled: Filled, spill: SpillDirectory, to: str) -> None:
     """As any worker does, and it is none of those that serve the app."""
     serving, segments = bare.workers, [filled(2 * MIB), filled(6 * MIB)]
     before = descriptors()
@@ -405,7 +401,7 @@ def test_a_bare_worker_copies(bare: Copier, filled: Callable[..., Segment], spil
     assert sum(bare.broker._measures().numbers["workers"].values()) == len(serving)
 
 
-def test_a_bare_worker_allocates(bare: Copier, driver: str, filled: Callable[..., Segment]) -> None:
+def test_a_bare_worker_allocates(bare: Copier, driver: str, filled: Filled) -> None:
     """Memory of a GPU, while no worker of the app can."""
     device = filled().info.device
     with bare.memory.allocate(device, 2 * MIB) as segment:
@@ -418,9 +414,7 @@ def test_no_worker_is_started_to_be_asked_for_free_memory(bare: Copier, driver: 
     assert bare.bare is None
 
 
-def test_a_bare_worker_that_is_not_used_ends(
-    bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bare_worker_that_is_not_used_ends(bare: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next order starts another one."""
     monkeypatch.setattr(supervisor, "_UNUSED", 0.2)
     bare.memory.lower([filled()], "host")[0].close()
@@ -432,7 +426,7 @@ def test_a_bare_worker_that_is_not_used_ends(
 
 def test_a_bare_worker_in_use_does_not_end(
     bare: Copier,
-    filled: Callable[..., Segment],
+    filled: Filled,
     held: Path,
     driver: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -457,7 +451,7 @@ def test_a_bare_worker_in_use_does_not_end(
 
 @pytest.mark.deep
 def test_bare_workers_that_end_at_once_are_not_started_without_a_pause(
-    bare: Copier, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch
+    bare: Copier, filled: Filled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each order starts two, each after a longer pause, and fails with how the last one ended."""
     pauses: list[int] = []

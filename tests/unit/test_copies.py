@@ -23,6 +23,10 @@ from shared_rpc.memory.spill import SpillDirectory
 from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.processes import open_fds
 
+Filled = Callable[..., Segment]
+
+Spilled = Callable[..., tuple[Segment, LowerCopy]]
+
 PAGE = HOST.granularity
 MEMORY = BlockingMemory(DeviceMemory("cpu"))
 
@@ -50,7 +54,7 @@ def filled() -> Iterator[Callable[..., Segment]]:
 
 
 @pytest.fixture
-def spilled(filled: Callable[..., Segment], spill: SpillDirectory) -> Iterator[Callable[..., tuple[Segment, LowerCopy]]]:
+def spilled(filled: Filled, spill: SpillDirectory) -> Iterator[Callable[..., tuple[Segment, LowerCopy]]]:
     """``spilled(nbytes)`` is host memory, and its copy in a file."""
     with ExitStack() as stack:
 
@@ -85,7 +89,7 @@ def digests_of(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("nbytes", [PAGE, PART, PART + 3 * PAGE])
-def test_bytes_come_back(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]], nbytes: int) -> None:
+def test_bytes_come_back(nothing_left: None, spilled: Spilled, nbytes: int) -> None:
     """Those of a last part that is smaller too."""
     segment, copy = spilled(nbytes)
     assert (copy.tier, copy.segment.info.mechanism, copy.segment.info.nbytes) == ("file", "file", nbytes)
@@ -97,7 +101,7 @@ def test_bytes_come_back(nothing_left: None, spilled: Callable[..., tuple[Segmen
         assert not os.path.sameopenfile(again.fileno(), segment.fileno())
 
 
-def test_segments_come_back_in_their_order(nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+def test_segments_come_back_in_their_order(nothing_left: None, filled: Filled, spill: SpillDirectory) -> None:
     """And each is what it is told to be."""
     segments = [filled(count * PAGE) for count in (3, 1, 2)]
     copies = MEMORY.lower(segments, "file", spill)
@@ -110,9 +114,7 @@ def test_segments_come_back_in_their_order(nothing_left: None, filled: Callable[
 
 
 @pytest.mark.parametrize(("access", "writable"), [("read_write", True), ("read", False), ("copy", False)])
-def test_memory_is_sealed_as_it_was(
-    nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]], access: str, writable: bool
-) -> None:
+def test_memory_is_sealed_as_it_was(nothing_left: None, spilled: Spilled, access: str, writable: bool) -> None:
     """What is shared for reading cannot be mapped for writing after it has come back either."""
     segment, copy = spilled(PAGE, access)
     [again] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
@@ -124,7 +126,7 @@ def test_memory_is_sealed_as_it_was(
                 HOST.map(again.fileno(), PAGE, "read_write")
 
 
-def test_a_copy_comes_back_twice(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]]) -> None:
+def test_a_copy_comes_back_twice(nothing_left: None, spilled: Spilled) -> None:
     """It stays as it is: memory that was made of it can be written to."""
     segment, copy = spilled(PAGE)
     [first] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
@@ -134,7 +136,7 @@ def test_a_copy_comes_back_twice(nothing_left: None, spilled: Callable[..., tupl
         assert bytes_of(second) == bytes_of(segment) != bytes_of(first)
 
 
-def test_host_memory_is_its_own_copy_on_the_host(nothing_left: None, filled: Callable[..., Segment]) -> None:
+def test_host_memory_is_its_own_copy_on_the_host(nothing_left: None, filled: Filled) -> None:
     """For objects of a GPU with something in host memory: nothing is copied."""
     segment = filled(PAGE)
     [copy] = MEMORY.lower([segment], "host")
@@ -146,7 +148,7 @@ def test_host_memory_is_its_own_copy_on_the_host(nothing_left: None, filled: Cal
     segment.close()
 
 
-def test_progress_is_told_in_bytes(nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+def test_progress_is_told_in_bytes(nothing_left: None, filled: Filled, spill: SpillDirectory) -> None:
     """Of all segments together, up to their sum."""
     told: list[tuple[int, int]] = []
     segments = [filled(PART + PAGE), filled(PAGE)]
@@ -159,16 +161,14 @@ def test_progress_is_told_in_bytes(nothing_left: None, filled: Callable[..., Seg
     assert len(done) == 3 and done == sorted(done) and done[-1] == total
 
 
-def test_a_copy_that_is_not_wanted_any_more(
-    nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory, tmp_path: Path
-) -> None:
+def test_a_copy_that_is_not_wanted_any_more(nothing_left: None, filled: Filled, spill: SpillDirectory, tmp_path: Path) -> None:
     """It ends between two steps, and leaves nothing."""
     with closing(filled(2 * PART)) as segment:
         assert MEMORY.cancelled([segment], "file", spill) == [PART]
 
 
 @pytest.mark.parametrize("place", [0, PART, 2 * PART - 1], ids=["first", "second", "last-byte"])
-def test_damage_is_noticed(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]], place: int) -> None:
+def test_damage_is_noticed(nothing_left: None, spilled: Spilled, place: int) -> None:
     """The error says where; nothing is made of a damaged file."""
     segment, copy = spilled(2 * PART)
     os.pwrite(copy.segment.fileno(), bytes([os.pread(copy.segment.fileno(), 1, place)[0] ^ 1]), place)
@@ -178,7 +178,7 @@ def test_damage_is_noticed(nothing_left: None, spilled: Callable[..., tuple[Segm
     assert caught.value.reason == "damaged"
 
 
-def test_a_file_that_is_too_short(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]]) -> None:
+def test_a_file_that_is_too_short(nothing_left: None, spilled: Spilled) -> None:
     """As after an error of its disk."""
     segment, copy = spilled(2 * PAGE)
     os.ftruncate(copy.segment.fileno(), PAGE)
@@ -188,9 +188,7 @@ def test_a_file_that_is_too_short(nothing_left: None, spilled: Callable[..., tup
 
 
 @pytest.mark.parametrize("sizes", [[2 * PAGE], [PAGE, 2 * PAGE]], ids=["first", "later"])
-def test_no_space_for_a_file(
-    nothing_left: None, filled: Callable[..., Segment], spill: SpillDirectory, sizes: list[int]
-) -> None:
+def test_no_space_for_a_file(nothing_left: None, filled: Filled, spill: SpillDirectory, sizes: list[int]) -> None:
     """It is noticed before anything of a segment is copied, the copies of those before it are closed, and the error says what
     to do.
     """
@@ -206,13 +204,13 @@ def test_no_space_for_a_file(
             segment.close()
 
 
-def test_no_directory(nothing_left: None, filled: Callable[..., Segment]) -> None:
+def test_no_directory(nothing_left: None, filled: Filled) -> None:
     """The error names the option."""
     with closing(filled(PAGE)) as segment, pytest.raises(CapabilityError, match="--spill-dir"):
         MEMORY.lower([segment], "file")
 
 
-def test_files_have_no_name(nothing_left: None, spilled: Callable[..., tuple[Segment, LowerCopy]], tmp_path: Path) -> None:
+def test_files_have_no_name(nothing_left: None, spilled: Spilled, tmp_path: Path) -> None:
     """Nobody else can open them, or give them one."""
     _, copy = spilled(PAGE)
     assert os.listdir(tmp_path) == []

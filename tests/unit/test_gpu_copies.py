@@ -23,6 +23,8 @@ from tests.kit.blocking_memory import BlockingMemory
 from tests.kit.gpu_memory import bytes_of, settle, write
 from tests.kit.processes import eventually, open_fds
 
+Filled = Callable[..., Segment]
+
 MIB = 1 << 20
 
 
@@ -95,9 +97,7 @@ def filled(gpus: tuple[str, ...], nothing_left: None) -> Iterator[Callable[..., 
 
 @pytest.mark.parametrize("to", ["host", "file"])
 @pytest.mark.parametrize("nbytes", [2 * MIB, PART + 2 * MIB, 2 * PART + 4 * MIB])
-def test_bytes_come_back(
-    memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory, to: str, nbytes: int
-) -> None:
+def test_bytes_come_back(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str, nbytes: int) -> None:
     """From host memory and from a file, to memory of its own."""
     segment = filled(nbytes)
     [copy] = memory.lower([segment], to, spill)
@@ -113,7 +113,7 @@ def test_bytes_come_back(
     copy.close()
 
 
-def test_host_memory_of_an_earlier_copy_is_written_again(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
+def test_host_memory_of_an_earlier_copy_is_written_again(memory: BlockingMemory, filled: Filled) -> None:
     """Where it is mapped: the second copy is the first one's memory, and makes none."""
     segments = [filled(2 * MIB), filled(4 * MIB)]
     copies = memory.lower(segments, "host")
@@ -132,7 +132,7 @@ def test_host_memory_of_an_earlier_copy_is_written_again(memory: BlockingMemory,
         one.close()
 
 
-def test_up_in_two_steps(memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+def test_up_in_two_steps(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
     """A file becomes host memory, and that a segment."""
     segment = filled(PART + 2 * MIB)
     [host] = memory.lower([segment], "host")
@@ -145,7 +145,7 @@ def test_up_in_two_steps(memory: BlockingMemory, filled: Callable[..., Segment],
         one.close()
 
 
-def test_many_segments(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
+def test_many_segments(memory: BlockingMemory, filled: Filled) -> None:
     """Each comes back as itself, and progress is told of all."""
     told: list[tuple[int, int]] = []
     segments = [filled(2 * MIB * count) for count in (1, 3, 2, 1, 4)]
@@ -163,7 +163,7 @@ def test_many_segments(memory: BlockingMemory, filled: Callable[..., Segment]) -
 
 
 def test_segments_of_two_gpus_and_of_the_host(
-    gpus: tuple[str, ...], memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory
+    gpus: tuple[str, ...], memory: BlockingMemory, filled: Filled, spill: SpillDirectory
 ) -> None:
     """As an object has them that is on several devices: each is copied in its own way."""
     if len(gpus) < 2:
@@ -185,7 +185,7 @@ def mapped(memory: BlockingMemory, count: int) -> None:
     assert len(memory.gpu_copies) == count
 
 
-def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
+def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: BlockingMemory, filled: Filled) -> None:
     """Mapping takes as long as copying. Whoever else has the copy may close it before."""
     segment = filled(2 * MIB)
     [copy] = memory.lower([segment], "host")
@@ -200,7 +200,7 @@ def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: BlockingMemor
     mapped(memory, 0)
 
 
-def test_a_copy_that_another_process_has_made(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
+def test_a_copy_that_another_process_has_made(memory: BlockingMemory, filled: Filled) -> None:
     """As after a restart: it is mapped when it is needed, and unmapped with the copy."""
     segment = filled(2 * MIB)
     [copy] = memory.lower([segment], "host")
@@ -214,16 +214,14 @@ def test_a_copy_that_another_process_has_made(memory: BlockingMemory, filled: Ca
 
 
 @pytest.mark.parametrize("to", ["host", "file"])
-def test_a_copy_that_is_not_wanted_any_more(
-    memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory, to: str
-) -> None:
+def test_a_copy_that_is_not_wanted_any_more(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
     """It ends between two steps, and nothing is left or mapped."""
     segments = [filled(2 * MIB) for _ in range(4)]
     assert memory.cancelled(segments, to, spill) == [2 * MIB]
     assert len(memory.gpu_copies) == 0
 
 
-def test_damage_is_noticed(memory: BlockingMemory, filled: Callable[..., Segment], spill: SpillDirectory) -> None:
+def test_damage_is_noticed(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
     """Before a GPU's segment is made of it."""
     segment = filled(PART + 2 * MIB)
     [copy] = memory.lower([segment], "file", spill)
@@ -233,7 +231,7 @@ def test_damage_is_noticed(memory: BlockingMemory, filled: Callable[..., Segment
         memory.raise_([copy], [segment.info.incarnation(1)])
 
 
-def test_a_full_gpu(memory: BlockingMemory, filled: Callable[..., Segment]) -> None:
+def test_a_full_gpu(memory: BlockingMemory, filled: Filled) -> None:
     """The copy is as it was, and the next attempt can succeed."""
     import msgspec
 
@@ -249,7 +247,7 @@ def test_a_full_gpu(memory: BlockingMemory, filled: Callable[..., Segment]) -> N
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_where_the_driver_makes_no_host_memory(
-    memory: BlockingMemory, filled: Callable[..., Segment], monkeypatch: pytest.MonkeyPatch, pinned: bool
+    memory: BlockingMemory, filled: Filled, monkeypatch: pytest.MonkeyPatch, pinned: bool
 ) -> None:
     """The kernel's is a copy like any other, also where the driver does not pin it."""
     from cuda.bindings import driver
@@ -281,9 +279,7 @@ def test_where_the_driver_makes_no_host_memory(
     copy.close()
 
 
-def test_a_host_without_memory_is_told(
-    fake: fake_driver.Driver, memory: BlockingMemory, filled: Callable[..., Segment]
-) -> None:
+def test_a_host_without_memory_is_told(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled) -> None:
     """The kernel is not asked then: it would have to end a process for memory that is written later."""
     segment = filled(2 * MIB)
     fake.refuses["cuMemCreate"] = fake_driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
@@ -293,9 +289,7 @@ def test_a_host_without_memory_is_told(
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamSynchronize", "cuMemMap"])
-def test_a_driver_that_fails(
-    fake: fake_driver.Driver, memory: BlockingMemory, filled: Callable[..., Segment], call: str
-) -> None:
+def test_a_driver_that_fails(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled, call: str) -> None:
     """The error names it and the GPU; nothing is left."""
     segment = filled(2 * MIB)
     fake.refuses[call] = fake_driver.CUresult.CUDA_ERROR_INVALID_VALUE

@@ -22,6 +22,8 @@ from tests.kit.interrupting import Interrupted
 from tests.kit.processes import eventually
 from tests.kit.raw import Raw, frame_of
 
+Ask = Callable[..., Future[Reply]]
+
 
 @pytest.fixture
 def ends() -> Iterator[tuple[BlockingLink, Raw]]:
@@ -62,7 +64,7 @@ def ask(link: BlockingLink) -> Iterator[Callable[..., Future[Reply]]]:
         link.close()
 
 
-def test_answers_in_another_order(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
+def test_answers_in_another_order(ask: Ask, raw: Raw) -> None:
     """The first thread reads for the others, and is answered last."""
     asked = [ask() for _ in range(3)]
     for number in (3, 2, 1):
@@ -70,9 +72,7 @@ def test_answers_in_another_order(ask: Callable[..., Future[Reply]], raw: Raw) -
         assert asked[number - 1].result(20).message == m.Count(number)
 
 
-def test_a_reader_with_its_answer_hands_the_reading_over(
-    ask: Callable[..., Future[Reply]], raw: Raw, link: BlockingLink
-) -> None:
+def test_a_reader_with_its_answer_hands_the_reading_over(ask: Ask, raw: Raw, link: BlockingLink) -> None:
     """When it has its answer, to one that waits; when none is left, none reads."""
     asked = [ask() for _ in range(3)]
     for number in (1, 2, 3):
@@ -81,7 +81,7 @@ def test_a_reader_with_its_answer_hands_the_reading_over(
     eventually(lambda: link._reader is None and not link._waiting)
 
 
-def test_a_reader_that_runs_out_of_time(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
+def test_a_reader_that_runs_out_of_time(ask: Ask, raw: Raw) -> None:
     """Another thread reads on, and its answer comes."""
     hurried, patient = ask(0.1), ask()
     with pytest.raises(DeadlineExceeded, match="is stuck"):
@@ -90,7 +90,7 @@ def test_a_reader_that_runs_out_of_time(ask: Callable[..., Future[Reply]], raw: 
     assert patient.result(20).message == m.Pong()
 
 
-def test_a_thread_that_waits_runs_out_of_time(ask: Callable[..., Future[Reply]], raw: Raw, link: BlockingLink) -> None:
+def test_a_thread_that_waits_runs_out_of_time(ask: Ask, raw: Raw, link: BlockingLink) -> None:
     """The reader goes on, and what comes for the other one later is nobody's."""
     patient, hurried = ask(), ask(0.1)
     with pytest.raises(DeadlineExceeded):
@@ -101,7 +101,7 @@ def test_a_thread_that_waits_runs_out_of_time(ask: Callable[..., Future[Reply]],
     assert not link._exchanges.owed
 
 
-def test_a_reader_that_a_signal_handler_interrupts(ask: Callable[..., Future[Reply]], raw: Raw, link: BlockingLink) -> None:
+def test_a_reader_that_a_signal_handler_interrupts(ask: Ask, raw: Raw, link: BlockingLink) -> None:
     """Its request is withdrawn, and a thread that waits reads on."""
     waiting: list[Future[Reply]] = []
 
@@ -145,7 +145,7 @@ def test_a_signal_handler_that_asks_too(raw: Raw, link: BlockingLink) -> None:
     assert [answer.message for answer in answers] == [m.Count(2), m.Count(1)]
 
 
-def test_a_callback_that_takes_its_time(ask: Callable[..., Future[Reply]], raw: Raw, go: threading.Event) -> None:
+def test_a_callback_that_takes_its_time(ask: Ask, raw: Raw, go: threading.Event) -> None:
     """Its thread does not read meanwhile: the others have their answers."""
     slow, other = ask(on_event=lambda info: go.wait(20)), ask()
     raw.say(m.TaskUpdate(TaskInfo("t", "endpoint", TaskStatus.RUNNING, 0.0)), 1)
@@ -156,7 +156,7 @@ def test_a_callback_that_takes_its_time(ask: Callable[..., Future[Reply]], raw: 
     assert slow.result(20).message == m.Pong()
 
 
-def test_half_a_frame(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
+def test_half_a_frame(ask: Ask, raw: Raw) -> None:
     """Neither the deadline of who reads it nor those of others wait for its end, which is read by the next one."""
     begin = time.monotonic()
     asked = [ask(0.1), ask(0.1)]
@@ -171,9 +171,7 @@ def test_half_a_frame(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
     assert third.result(20).message == m.Pong()
 
 
-def test_a_message_that_is_posted_while_another_thread_reads(
-    ask: Callable[..., Future[Reply]], raw: Raw, link: BlockingLink
-) -> None:
+def test_a_message_that_is_posted_while_another_thread_reads(ask: Ask, raw: Raw, link: BlockingLink) -> None:
     """It is sent at once, and nobody waits for an answer."""
     asked = ask()
     assert isinstance(raw.hear(), m.Ping)
@@ -194,7 +192,7 @@ def test_a_post_to_a_server_that_does_not_read(raw: Raw, link: BlockingLink) -> 
     eventually(lambda: not link._socket.unsent)
 
 
-def test_a_large_request_beside_one_that_waits(raw: Raw, link: BlockingLink, ask: Callable[..., Future[Reply]]) -> None:
+def test_a_large_request_beside_one_that_waits(raw: Raw, link: BlockingLink, ask: Ask) -> None:
     """Its own thread writes it, though another one reads."""
     first = ask()
     with ThreadPoolExecutor(1) as pool:
@@ -207,7 +205,7 @@ def test_a_large_request_beside_one_that_waits(raw: Raw, link: BlockingLink, ask
     first.result(20)
 
 
-def test_the_end_of_the_connection_wakes_all(ask: Callable[..., Future[Reply]], raw: Raw) -> None:
+def test_the_end_of_the_connection_wakes_all(ask: Ask, raw: Raw) -> None:
     """Whoever reads, and whoever waits."""
     asked = [ask() for _ in range(3)]
     raw.close()
@@ -216,7 +214,7 @@ def test_the_end_of_the_connection_wakes_all(ask: Callable[..., Future[Reply]], 
             each.result(20)
 
 
-def test_closing_wakes_all(ask: Callable[..., Future[Reply]], link: BlockingLink) -> None:
+def test_closing_wakes_all(ask: Ask, link: BlockingLink) -> None:
     """The reader closes the socket."""
     asked = [ask() for _ in range(3)]
     link.close("that was all")

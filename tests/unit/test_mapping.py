@@ -24,6 +24,8 @@ from shared_rpc.memory.segments import Segment
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import Child, eventually, python
 
+MakeSegments = Callable[[int], list[Segment]]
+
 
 class User:
     """Something that lives over mapped memory."""
@@ -121,7 +123,7 @@ def test_creating_what_cannot_be_mapped_leaves_nothing(no_leaks: None, table: Ma
     assert len(table) == 0
 
 
-def test_a_segment_is_mapped_once(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+def test_a_segment_is_mapped_once(table: MappingTable, segments: MakeSegments) -> None:
     """Whoever attaches the same segment, also through another descriptor, gets the same mapping."""
     (segment,) = segments(1)
     with (
@@ -133,7 +135,7 @@ def test_a_segment_is_mapped_once(table: MappingTable, segments: Callable[[int],
         assert mapped().count(segment.info.id) == 1
 
 
-def test_each_access_has_its_mapping(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+def test_each_access_has_its_mapping(table: MappingTable, segments: MakeSegments) -> None:
     """A segment that is mapped for writing is mapped again for a consumer that may only read."""
     (segment,) = segments(1)
     with closing(segment.duplicate("read")) as readable, table.attach([segment, readable]) as [writer, reader]:
@@ -142,7 +144,7 @@ def test_each_access_has_its_mapping(table: MappingTable, segments: Callable[[in
         assert bytes(reader.view()[:2]) == b"rw"
 
 
-def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
     """With ``keep`` the memory can be published again; also where it was mapped before without."""
     first, second = segments(2)
     with table.attach([second]) as [plain]:
@@ -156,7 +158,7 @@ def test_keep_holds_a_descriptor(no_leaks: None, table: MappingTable, segments: 
 
 
 def test_mappings_keep_a_part_of_all_descriptors(
-    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]], monkeypatch: pytest.MonkeyPatch
+    no_leaks: None, table: MappingTable, segments: MakeSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in four of those that a process may have open, others when those are gone; what is to be published has its own."""
     monkeypatch.setattr(mapping_module.resource, "getrlimit", lambda which: (12, 12))
@@ -169,7 +171,7 @@ def test_mappings_keep_a_part_of_all_descriptors(
         assert all(mapping.descriptor is not None for mapping in mappings)
 
 
-def test_pools_keep_no_descriptor(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+def test_pools_keep_no_descriptor(table: MappingTable, segments: MakeSegments) -> None:
     """Nobody else may be told of an arena."""
     with table.attach(segments(2), pooled=(1,)) as [plain, arena]:
         assert plain.descriptor is not None
@@ -192,9 +194,7 @@ def test_a_kept_export_descriptor_goes_with_its_mapping(table: MappingTable, mon
 # Coming back.
 
 
-def test_received_memory_is_kept_while_it_is_held(
-    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]
-) -> None:
+def test_received_memory_is_kept_while_it_is_held(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
     """What another process handed on is mapped as what is there already, and gone with its last holder."""
     (segment,) = segments(1)
     with table.attach([segment], owner="server") as [mapping]:
@@ -219,9 +219,7 @@ def test_a_maker_receives_its_own_mapping(no_leaks: None, table: MappingTable) -
 # Failing.
 
 
-def test_attach_failing_midway_leaves_nothing(
-    no_leaks: None, table: MappingTable, segments: Callable[[int], list[Segment]]
-) -> None:
+def test_attach_failing_midway_leaves_nothing(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
     """Where one segment of several cannot be mapped, those before it are let go and the error says why."""
     good, other = segments(2)
     with closing(HOST.create(1)) as short:
@@ -232,7 +230,7 @@ def test_attach_failing_midway_leaves_nothing(
     assert mapped().count(good.info.id) == 0
 
 
-def test_attach_failing_midway_keeps_what_others_use(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+def test_attach_failing_midway_keeps_what_others_use(table: MappingTable, segments: MakeSegments) -> None:
     """A failed attach takes no mapping away from those who had it before."""
     good, closed = segments(2)
     closed.close()
@@ -256,9 +254,7 @@ class Equal(User):
 
 
 @pytest.mark.parametrize("kind", [User, Equal])
-def test_a_mapping_stays_for_its_last_user(
-    table: MappingTable, segments: Callable[[int], list[Segment]], kind: type[User]
-) -> None:
+def test_a_mapping_stays_for_its_last_user(table: MappingTable, segments: MakeSegments, kind: type[User]) -> None:
     """It goes with the last object that it was lent to, not before; they count one by one."""
     (segment,) = segments(1)
     users = [kind(), kind()]
@@ -273,7 +269,7 @@ def test_a_mapping_stays_for_its_last_user(
 
 
 def test_a_finaliser_unmaps_nothing(
-    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]], finalizer_held: threading.Event
+    table: MappingTable, device: Device, segments: MakeSegments, finalizer_held: threading.Event
 ) -> None:
     """The end of the last user only enqueues: with the finaliser thread busy, the memory is still mapped after it."""
     (segment,) = segments(1)
@@ -292,7 +288,7 @@ def test_a_finaliser_unmaps_nothing(
 
 
 def test_a_mapping_may_be_used_again_before_it_is_undone(
-    table: MappingTable, segments: Callable[[int], list[Segment]], finalizer_held: threading.Event
+    table: MappingTable, segments: MakeSegments, finalizer_held: threading.Event
 ) -> None:
     """A mapping whose last user is gone but which is attached again in time stays as it is."""
     (segment,) = segments(1)
@@ -309,7 +305,7 @@ def test_a_mapping_may_be_used_again_before_it_is_undone(
 
 
 def test_the_finaliser_thread_is_woken_once_for_many_mappings(
-    table: MappingTable, segments: Callable[[int], list[Segment]], monkeypatch: pytest.MonkeyPatch
+    table: MappingTable, segments: MakeSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that drops one object after another submits one job, which comes later and unmaps whatever is unused then."""
     jobs: list[tuple[Callable[[], object], float]] = []
@@ -327,9 +323,7 @@ def test_the_finaliser_thread_is_woken_once_for_many_mappings(
     assert len(table) == 0
 
 
-def test_the_device_is_waited_for_before_unmapping(
-    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]
-) -> None:
+def test_the_device_is_waited_for_before_unmapping(table: MappingTable, device: Device, segments: MakeSegments) -> None:
     """A queued kernel may still use the memory: first wait, then unmap everything that waits with it."""
     user = User()
     with table.attach(segments(2)) as mappings:
@@ -341,9 +335,7 @@ def test_the_device_is_waited_for_before_unmapping(
     assert device.events == ["synchronize", "unmap", "unmap"]
 
 
-def test_a_device_that_the_process_works_on_is_left_alone(
-    table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]
-) -> None:
+def test_a_device_that_the_process_works_on_is_left_alone(table: MappingTable, device: Device, segments: MakeSegments) -> None:
     """No thread of the library touches a GPU by itself; the next safe point unmaps, in the thread that reaches it."""
     device.unmaps_in_background = False
     user = User()
@@ -360,7 +352,7 @@ def test_a_device_that_the_process_works_on_is_left_alone(
 
 
 def test_attaching_what_waits_to_be_unmapped(
-    no_leaks: None, table: MappingTable, device: Device, segments: Callable[[int], list[Segment]]
+    no_leaks: None, table: MappingTable, device: Device, segments: MakeSegments
 ) -> None:
     """A segment whose old mapping cannot be undone yet is mapped anew, and both are undone in the end."""
     device.unmaps_in_background = device.idle = False
@@ -387,7 +379,7 @@ def test_attaching_what_waits_to_be_unmapped(
 # Finding.
 
 
-def test_find_names_mapping_and_offset(table: MappingTable, segments: Callable[[int], list[Segment]]) -> None:
+def test_find_names_mapping_and_offset(table: MappingTable, segments: MakeSegments) -> None:
     """Every address of a mapping is found, from its first byte to its last, and none outside."""
     with table.attach(segments(5)) as mappings:
         for mapping in mappings:
