@@ -28,7 +28,6 @@ from shared_rpc.protocol.records import EMPTY_TABLE
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo, TaskStatus
 from tests.kit.descriptors import new_fd, nothing_leaks
-from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 from tests.kit.raw import frame_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -226,43 +225,6 @@ def test_an_end_anywhere(chosen: list[Plan], end: int, data: st.DataObject) -> N
             reply.frame.close()
         assert not connection.exchanges.under_way and not connection.exchanges.owed
         connection.close()
-
-
-@pytest.mark.parametrize("act", ["take", "abandon", "owe"])
-def test_a_signal_handler_that_raises_anywhere(act: str) -> None:
-    """At each instruction a descriptor is in the buffers or in the request's frame, and goes with them."""
-
-    def begin() -> tuple[Connection, Exchange]:
-        connection = Connection()
-        exchange = connection.ask()
-        stream = frame_of(changed(1), exchange.number) + frame_of(result("a", managed=True), exchange.number, fds=2)
-        connection.buffers.feed(stream, [new_fd(), new_fd()])
-        return connection, exchange
-
-    def run() -> None:
-        if act == "owe":
-            connection.exchanges.abandon(exchange)
-        connection.exchanges.deliver()
-        if act == "abandon":
-            connection.exchanges.abandon(exchange)
-        elif act == "take":
-            connection.exchanges.reply(exchange)
-
-    def end() -> None:
-        if exchange.request.frame is not None:
-            exchange.request.frame.close()
-        connection.close()
-
-    with nothing_leaks():
-        connection, exchange = begin()
-        points = points_of(run)
-        end()
-        assert points > 20
-        for point in range(1, points + 1):
-            connection, exchange = begin()
-            with raising_handler(Interrupted):
-                interrupted_at(point, run)
-            end()
 
 
 # The handshake.

@@ -26,9 +26,8 @@ from shared_rpc.protocol.frames import (
     Limits,
     encode_frame,
 )
-from shared_rpc.protocol.socket import FrameBuffers, FrameSocket
+from shared_rpc.protocol.socket import FrameSocket
 from tests.kit.descriptors import new_fd, nothing_leaks
-from tests.kit.interrupting import Interrupted, interrupted_at, points_of, raising_handler
 
 
 @dataclass
@@ -289,25 +288,3 @@ def test_a_message_that_is_refused_leaves_the_socket_good() -> None:
         assert frame is not None and (frame.kind, frame.request_id) == (encode_message(m.Ping())[0], 2)
         sender.close()
         receiver.close()
-
-
-def test_an_interrupted_frame_leaves_no_descriptor_to_the_next_one() -> None:
-    """Wherever a signal handler raises: the next frame has its own descriptors alone, and closing leaves none."""
-    fd, buffers = new_fd(), FrameBuffers()
-
-    def queue() -> None:
-        buffers.queue(m.Ping(), 1, b"payload", [fd])
-
-    with nothing_leaks():
-        points = points_of(queue)
-        buffers.close()
-        assert points >= 3
-        for point in range(1, points + 1):
-            buffers = FrameBuffers()
-            with raising_handler(Interrupted):
-                interrupted_at(point, queue)
-            queued = buffers.queued_fds
-            buffers.queue(m.Ping(), 2)
-            assert buffers.queued_fds == queued
-            buffers.close()
-    os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
@@ -434,32 +435,17 @@ def test_tag_and_kind_come_from_the_id() -> None:
     assert (device_tag(uuid), device_kind(uuid)) == ("01234567", "cuda")
 
 
-def test_no_descriptor_to_be_had(no_leaks: None, children: list[Child]) -> None:
+def test_attaching_needs_no_descriptor(no_leaks: None, table: MappingTable, segments: MakeSegments) -> None:
     """A mapping shares the descriptor that the segment came with: at the limit of open files an attach works as ever."""
-    child = python(
-        """
-        import os, resource
-        from shared_rpc.memory.mapping import MappingTable
-        from shared_rpc.memory.backends.host import HOST
-        table = MappingTable()
-        segments = [HOST.create(1) for _ in range(3)]
-        before = os.listdir("/proc/self/fd")
-        highest = max(map(int, before))
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limit[1]))
-        with table.attach(segments, keep=True) as mappings:
-            for segment in segments:
-                segment.close()
-            kept = [mapping.segment.fileno() for mapping in mappings]
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-            print("kept:", len(set(kept)), os.listdir("/proc/self/fd") == before)
-        left = [fd for fd in kept if os.path.exists(f"/proc/self/fd/{fd}")]
-        print("left:", sum("memfd:shared-rpc-" in os.readlink(f"/proc/self/fd/{fd}") for fd in left))
-        """
-    )
-    children.append(child)
-    assert child.expect("kept:") == "kept: 3 True"
-    assert child.expect("left:") == "left: 0"
+    made = segments(3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        with table.attach(made, keep=True) as mappings:
+            kept = {mapping.segment.fileno() for mapping in mappings}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert kept == {segment.fileno() for segment in made}
 
 
 def test_fork_keeps_mappings_with_their_descriptors(children: list[Child]) -> None:
