@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -82,31 +81,20 @@ def tied(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
 def containers(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
     """Parameters outside of modules."""
 
-    def make(value: float, *, parameter: bool) -> torch.Tensor:
-        tensor = torch.full((3,), float(value), device=device)
-        return nn.Parameter(tensor) if parameter else tensor
+    def pair(value: float) -> list[torch.Tensor]:
+        return [nn.Parameter(torch.full((3,), value, device=device)), torch.full((3,), -value, device=device)]
 
-    value = {
-        "dict": make(1, parameter=True),
-        "dict tensor": make(2, parameter=False),
-        "list": [make(3, parameter=True), make(4, parameter=False)],
-        "state": State(1, {"mine": make(5, parameter=True), "other": make(6, parameter=False)}),
-        "slotted": [Slotted(make(7, parameter=True)), Slotted(make(8, parameter=False))],
-    }
-    return (
-        value,
-        lambda one: {
-            "dict": one["dict"],
-            "dict tensor": one["dict tensor"],
-            "list": one["list"][0],
-            "list tensor": one["list"][1],
-            "state": one["state"].moments["mine"],
-            "state tensor": one["state"].moments["other"],
-            "slot": one["slotted"][0].tensor,
-            "slot tensor": one["slotted"][1].tensor,
-        },
-        {"dict", "list", "state", "slot"},
-    )
+    def tensors_of(one: Any) -> Tensors:
+        slots = [slotted.tensor for slotted in one["slots"]]
+        found = {"a list": one["list"], "a dataclass": one["state"].moments["pair"], "slots": slots}
+        return {
+            f"{kind} in {place}": tensors[number]
+            for place, tensors in found.items()
+            for number, kind in enumerate(("parameter", "tensor"))
+        }
+
+    value = {"list": pair(1.0), "state": State(1, {"pair": pair(2.0)}), "slots": [Slotted(tensor) for tensor in pair(3.0)]}
+    return value, tensors_of, {"parameter in a list", "parameter in a dataclass", "parameter in slots"}
 
 
 def subclasses(device: str) -> tuple[Any, Callable[[Any], Tensors], set[str]]:
@@ -239,20 +227,6 @@ def test_writes_to_private_tensors_are_seen_by_nobody(device: str, published: Pu
     after = digests(tensors_of(one))
     assert {place for place in after if after[place] == before[place]} == shared
     assert before == digests(tensors_of(value)) == digests(tensors_of(other)) == digests(tensors_of(later))
-
-
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)
-def test_private_storages_that_overlap(published: Published) -> None:
-    """Two storages over one array are over one copy, which the one keeps when the other has gone."""
-    array = numpy.arange(64, dtype=numpy.float32)
-    whole, part = (torch.from_numpy(one) for one in (array, array[8:24]))
-    copied = attach(published([whole, part], tensors="parameters"))
-    copied[0][8] = -1
-    assert copied[1][0] == -1
-    last = copied.pop()
-    del copied
-    gc.collect()
-    assert last.tolist() == [-1, *range(9, 24)]
 
 
 def test_a_private_tensor_is_an_ordinary_one(device: str, published: Published) -> None:

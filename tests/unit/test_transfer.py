@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
 
 import msgspec
 import pytest
@@ -33,6 +32,7 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import EMPTY_TABLE
+from tests.kit.processes import links_of
 
 
 class Gpu(MemfdBackend):
@@ -99,169 +99,153 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.fixture
-def told() -> list[list[int]]:
-    """What the server was told, message by message."""
-    return []
+class Idle:
+    """A client that has dropped results of a server's pool on a GPU, and says nothing by itself.
+
+    :ivar told: what the server was told, message by message.
+    """
+
+    def __init__(self, clock: Clock, pool: Pool) -> None:
+        self.clock, self.gpu, self._pool = clock, Gpu(), pool
+        self.told: list[list[int]] = []
+        self.transfer = ClientTransfer(PoolOptions(), lambda _, chunks: self.told.append(chunks))
+
+    def drop(self) -> list[int]:
+        """Get as many results as are marked together, and drop them: their chunks."""
+        return lend(self.transfer.references, self._pool, self.gpu)
+
+    def request(self) -> list[int]:
+        """What a request takes along, and what is done while the server works: there the GPU is marked."""
+        chunks = self.transfer.returned()
+        self.transfer.poll()
+        return chunks
 
 
 @pytest.fixture
-def transfer(clock: Clock, told: list[list[int]]) -> Iterator[ClientTransfer]:
+def idle(clock: Clock) -> Iterator[Idle]:
     """The client's side of a session."""
-    with closing(ClientTransfer(PoolOptions(), lambda _, chunks: told.append(chunks))) as transfer:
-        yield transfer
+    with closing(Pool(PoolOptions(), "the server's pool")) as pool:
+        idle = Idle(clock, pool)
+        with closing(idle.transfer):
+            yield idle
 
 
 @pytest.fixture
 def gpu() -> Gpu:
-    """What the server's pool lies on."""
+    """What chunks lie on."""
     return Gpu()
 
 
-@pytest.fixture
-def drop(transfer: ClientTransfer, gpu: Gpu) -> Iterator[Callable[[], list[int]]]:
-    """``drop()`` has the client get as many results as are marked together, and drop them: their chunks."""
-    with closing(Pool(PoolOptions(), "the server's pool")) as pool:
-
-        def get_and_drop() -> list[int]:
-            chunks = pool.acquire("cpu", [16] * chunk_references._BATCH, "a test")
-            chunks[0].arena.mapping.backend = gpu
-            storages: list[Any] = []
-            for chunk in chunks:
-                storages.append(torch.zeros(4).untyped_storage())
-                transfer.references.acquire(chunk.number, 16, chunk.arena.mapping, [storages[-1]])
-            return [chunk.number for chunk in chunks]
-
-        yield get_and_drop
+def lend(references: ChunkReferences, pool: Pool, gpu: Gpu) -> list[int]:
+    """Use as many chunks as are marked together, and end: their numbers."""
+    chunks = pool.acquire("cpu", [16] * chunk_references._BATCH, "a test")
+    chunks[0].arena.mapping.backend = gpu
+    storages = [torch.zeros(4).untyped_storage() for _ in chunks]
+    for chunk, storage in zip(chunks, storages, strict=True):
+        references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
+    return [chunk.number for chunk in chunks]
 
 
-def request(transfer: ClientTransfer) -> list[int]:
-    """What a request takes along, and what is done while the server works: there the GPU is marked."""
-    chunks = transfer.returned()
-    transfer.poll()
-    return chunks
-
-
-def test_a_silent_client_asks_the_gpu(
-    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
-) -> None:
+def test_a_silent_client_asks_the_gpu(idle: Idle) -> None:
     """What waits for the GPU alone goes back about a second after the last request, not with the next one."""
-    numbers = drop()
-    clock.advance(0.1)  # the first look, which comes soon after the drop
-    assert request(transfer) == []
-    gpu.done = True
-    clock.advance(0.9)
-    assert told == []
-    clock.advance(0.2)
-    assert [sorted(message) for message in told] == [sorted(numbers)]
-    assert clock.jobs == []
+    numbers = idle.drop()
+    idle.clock.advance(0.1)  # the first look, which comes soon after the drop
+    assert idle.request() == []
+    idle.gpu.done = True
+    idle.clock.advance(0.9)
+    assert idle.told == []
+    idle.clock.advance(0.2)
+    assert [sorted(message) for message in idle.told] == [sorted(numbers)]
+    assert idle.clock.jobs == []
 
 
-def test_a_gpu_that_works_on_is_asked_again(
-    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
-) -> None:
+def test_a_gpu_that_works_on_is_asked_again(idle: Idle) -> None:
     """About once in a second, until it is done; it is marked once, and by the request."""
-    drop()
-    request(transfer)
-    gpu.asked = 0
-    clock.advance(5.5)
-    assert (told, gpu.marked, 4 <= gpu.asked <= 7) == ([], 1, True)
-    gpu.done = True
-    clock.advance(1.1)
-    assert len(told) == 1
-    clock.advance(60)
-    assert (len(told), clock.jobs) == (1, [])
+    idle.drop()
+    idle.request()
+    idle.gpu.asked = 0
+    idle.clock.advance(5.5)
+    assert (idle.told, idle.gpu.marked, 4 <= idle.gpu.asked <= 7) == ([], 1, True)
+    idle.gpu.done = True
+    idle.clock.advance(1.1)
+    assert len(idle.told) == 1
+    idle.clock.advance(60)
+    assert (len(idle.told), idle.clock.jobs) == (1, [])
 
 
-def test_a_client_that_asks_is_left_alone(
-    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
-) -> None:
+def test_a_client_that_asks_is_left_alone(idle: Idle) -> None:
     """Its own requests bring the chunks back; nothing is sent beside them."""
-    numbers = drop()
-    clock.advance(0.1)
+    numbers = idle.drop()
+    idle.clock.advance(0.1)
     for _ in range(4):
-        assert request(transfer) == []
-        clock.advance(0.24)
-    gpu.done = True
-    clock.advance(0.24)  # more than a second after the first request, and less than that after the last one
-    assert sorted(request(transfer)) == sorted(numbers)
-    clock.advance(60)
-    assert (told, clock.jobs) == ([], [])
+        assert idle.request() == []
+        idle.clock.advance(0.24)
+    idle.gpu.done = True
+    idle.clock.advance(0.24)  # more than a second after the first request, and less than that after the last one
+    assert sorted(idle.request()) == sorted(numbers)
+    idle.clock.advance(60)
+    assert (idle.told, idle.clock.jobs) == ([], [])
 
 
-def test_silence_on_a_gpu_that_is_not_to_be_marked(
-    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
-) -> None:
+def test_silence_on_a_gpu_that_is_not_to_be_marked(idle: Idle) -> None:
     """What no request has marked waits for one: another thread might be capturing a CUDA graph."""
-    numbers = drop()
-    gpu.done = True
-    clock.advance(60)
-    assert (told, gpu.marked) == ([], 0)
-    request(transfer)
-    assert sorted(request(transfer)) == sorted(numbers)
+    numbers = idle.drop()
+    idle.gpu.done = True
+    idle.clock.advance(60)
+    assert (idle.told, idle.gpu.marked) == ([], 0)
+    idle.request()
+    assert sorted(idle.request()) == sorted(numbers)
 
 
-def test_a_server_that_cannot_be_told(
-    transfer: ClientTransfer, gpu: Gpu, clock: Clock, monkeypatch: pytest.MonkeyPatch, drop: Callable[[], list[int]]
-) -> None:
+def test_a_server_that_cannot_be_told(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chunks are kept for the next request."""
-    numbers = drop()
-    request(transfer)
-    gpu.done = True
+    numbers = idle.drop()
+    idle.request()
+    idle.gpu.done = True
 
     def gone(transfer: ClientTransfer, chunks: list[int]) -> None:
         raise ConnectionClosed("it was stopped")
 
-    monkeypatch.setattr(transfer, "_flush", gone)
-    clock.advance(10)
-    assert sorted(request(transfer)) == sorted(numbers)
+    monkeypatch.setattr(idle.transfer, "_flush", gone)
+    idle.clock.advance(10)
+    assert sorted(idle.request()) == sorted(numbers)
 
 
-def test_a_session_that_has_ended_asks_nobody(
-    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
-) -> None:
+def test_a_session_that_has_ended_asks_nobody(idle: Idle) -> None:
     """Neither the GPU nor the server."""
-    drop()
-    request(transfer)
-    transfer.close()
-    gpu.done, gpu.asked = True, 0
-    clock.advance(10)
-    assert (told, gpu.asked, clock.jobs) == ([], 0, [])
+    idle.drop()
+    idle.request()
+    idle.transfer.close()
+    idle.gpu.done, idle.gpu.asked = True, 0
+    idle.clock.advance(10)
+    assert (idle.told, idle.gpu.asked, idle.clock.jobs) == ([], 0, [])
 
 
-def test_a_server_that_needs_memory_is_answered_at_once(
-    transfer: ClientTransfer, gpu: Gpu, clock: Clock, told: list[list[int]], drop: Callable[[], list[int]]
-) -> None:
+def test_a_server_that_needs_memory_is_answered_at_once(idle: Idle) -> None:
     """Another thread waits for the GPU, and returns the chunks that it may still use."""
-    numbers = drop()
-    transfer.waiting = 1
-    assert transfer.out_of_memory().chunks == []
-    assert not gpu.done
-    clock.advance(1)
-    assert gpu.done and sorted(itertools.chain(*told)) == sorted(numbers)
+    numbers = idle.drop()
+    idle.transfer.waiting = 1
+    assert idle.transfer.out_of_memory().chunks == []
+    assert not idle.gpu.done
+    idle.clock.advance(1)
+    assert idle.gpu.done and sorted(itertools.chain(*idle.told)) == sorted(numbers)
 
 
-def test_memory_that_a_call_waits_for_is_returned_again(
-    transfer: ClientTransfer,
-    clock: Clock,
-    told: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    drop: Callable[[], list[int]],
-) -> None:
+def test_memory_that_a_call_waits_for_is_returned_again(idle: Idle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the server did not get it the first time: the call that waits may be the last request."""
-    transfer.waiting = 1
+    idle.transfer.waiting = 1
     refusals = [ConnectionClosed("no more files can be opened")] * (2 * chunk_references._BATCH)
 
     def flush(transfer: ClientTransfer, chunks: list[int]) -> None:
         if refusals:
             raise refusals.pop()
-        told.append(chunks)
+        idle.told.append(chunks)
 
-    monkeypatch.setattr(transfer, "_flush", flush)
-    numbers = drop()
-    clock.advance(10)
-    assert [sorted(message) for message in told] == [sorted(numbers)]
-    assert clock.jobs == []
+    monkeypatch.setattr(idle.transfer, "_flush", flush)
+    numbers = idle.drop()
+    idle.clock.advance(10)
+    assert [sorted(message) for message in idle.told] == [sorted(numbers)]
+    assert idle.clock.jobs == []
 
 
 # The server's side.
@@ -276,20 +260,11 @@ def serving(clock: Clock) -> Iterator[ServerTransfer]:
     clock.advance(1)
 
 
-def lend(transfer: ServerTransfer, references: ChunkReferences, pool: Pool, gpu: Gpu) -> None:
-    """Have an endpoint use as many chunks as are marked together, and end."""
-    chunks = pool.acquire("cpu", [16] * chunk_references._BATCH, "a test")
-    chunks[0].arena.mapping.backend = gpu
-    storages = [torch.zeros(4).untyped_storage() for _ in chunks]
-    for chunk, storage in zip(chunks, storages, strict=True):
-        references.acquire(chunk.number, 16, chunk.arena.mapping, [storage])
-
-
 def test_arguments_that_a_client_waits_for_are_waited_for(serving: ServerTransfer, gpu: Gpu, clock: Clock) -> None:
     """Chunks that were marked when their endpoint ended are returned though no other endpoint runs."""
     told: list[int] = []
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
-        lend(serving, serving.references, pool, gpu)
+        lend(serving.references, pool, gpu)
         serving.poll()
         assert serving.references.fenced
         serving.await_chunks(lambda: told.append(len(serving.returned())))
@@ -302,7 +277,7 @@ def test_arguments_on_a_gpu_that_is_captured_are_looked_for_again(serving: Serve
     told: list[int] = []
     gpu.captures = True
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
-        lend(serving, serving.references, pool, gpu)
+        lend(serving.references, pool, gpu)
         serving.await_chunks(lambda: told.append(len(serving.returned())))
         clock.advance(1)
         assert not told
@@ -317,7 +292,7 @@ def test_arguments_that_another_endpoint_finds_free(serving: ServerTransfer, gpu
     told: list[int] = []
     gpu.captures = True
     with closing(Pool(PoolOptions(), "the client's pool")) as pool:
-        lend(serving, serving.references, pool, gpu)
+        lend(serving.references, pool, gpu)
         serving.poll()
         serving.await_chunks(lambda: told.append(len(serving.returned())))
         clock.advance(0)
@@ -336,7 +311,7 @@ def test_results_that_are_dropped_as_another_one_begins_to_wait(
     async def story() -> None:
         frees = serving.results.frees
         retried = asyncio.Event()
-        lend(serving, serving.own, serving.results, gpu)
+        lend(serving.own, serving.results, gpu)
         serving.park("a result", retried.set, frees)
         clock.advance(1)
         gpu.captures = False
@@ -364,21 +339,15 @@ def answer(arena: Segment) -> tuple[m.Result, Frame]:
 
 def descriptors(arena: Segment) -> int:
     """Return how many descriptors this process has of an arena."""
-    own = os.fstat(arena.fileno()).st_ino
-    found = 0
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found += os.stat(f"/proc/self/fd/{number}").st_ino == own
-        except OSError:
-            continue
-    return found
+    return links_of().count(os.readlink(f"/proc/self/fd/{arena.fileno()}"))
 
 
 @pytest.mark.parametrize("meanwhile", ["another connection brings it too", "the session ends"])
 def test_an_arena_that_comes_while_another_thread_works(
-    transfer: ClientTransfer, arena: Segment, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+    idle: Idle, arena: Segment, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
     """One descriptor of it is kept while the session lasts, and none afterwards; no segment is dropped unclosed."""
+    transfer = idle.transfer
     message, frame = answer(arena)
     other, its = answer(arena)
     before = descriptors(arena)
