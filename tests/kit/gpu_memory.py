@@ -7,6 +7,7 @@ from typing import Any
 
 from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.backends.choice import backend_for
+from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.segments import Segment
 from tests.kit.processes import eventually
 
@@ -31,11 +32,6 @@ def bytes_of(segment: Segment) -> bytes:
 
 
 def _copy(segment: Segment, data: bytes | None, offset: int) -> bytes:
-    from cuda.bindings import driver
-
-    from shared_rpc.memory.backends.cuda import check
-    from shared_rpc.memory.backends.host import HOST
-
     backend: Any = backend_for(segment.info.device, segment.info.mechanism)
     size = len(data) if data is not None else segment.info.nbytes
     address = backend.map(segment.fileno(), segment.info.nbytes, "read_write")
@@ -46,6 +42,10 @@ def _copy(segment: Segment, data: bytes | None, offset: int) -> bytes:
         found = bytes(view)
         HOST.unmap(address, segment.info.nbytes)
         return found
+    from cuda.bindings import driver
+
+    from shared_rpc.memory.backends.cuda import check
+
     with backend.current():
         staging = int(check(driver.cuMemHostAlloc(size, 0)))
         view = HOST.view(staging, size)

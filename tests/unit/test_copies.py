@@ -1,4 +1,7 @@
-"""Copies of host memory in files, and back: the same bytes, or an error that leaves nothing behind."""
+"""Copies of memory in lower tiers, and back: the same bytes, or an error that leaves nothing behind.
+
+A GPU's memory is that of CUDA's driver, and that of one which is made of host memory.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,51 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import xxhash
 
 from shared_rpc.errors import CapabilityError, ConfigurationError, RecordError
 from shared_rpc.execution.device_memory import DeviceMemory
+from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.memory.file_parts import DIGEST, PART, STEP, Part, host_carrier, read_parts
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
+from tests.kit import fake_driver
 from tests.kit.blocking_memory import BlockingMemory
-from tests.kit.processes import open_fds
+from tests.kit.gpu_memory import bytes_of, settle, write
+from tests.kit.processes import eventually, open_fds
 
 Filled = Callable[..., Segment]
 
-Spilled = Callable[..., tuple[Segment, LowerCopy]]
-
 PAGE = HOST.granularity
-MEMORY = BlockingMemory(DeviceMemory("cpu"))
+MIB = 1 << 20
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+on_host = pytest.mark.parametrize("devices", ["cpu"], indirect=True)
+on_gpus = pytest.mark.parametrize("devices", ["fake", CUDA], indirect=True)
+
+
+@pytest.fixture
+def fake() -> Iterator[fake_driver.Driver]:
+    """The driver of host memory, as the library's modules meet it."""
+    with fake_driver.installed() as state:
+        yield state
+
+
+@pytest.fixture(params=["cpu", "fake", CUDA])
+def devices(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The host, or the GPUs of a driver."""
+    if request.param == "cpu":
+        return ("cpu",)
+    if request.param == "fake":
+        request.getfixturevalue("fake")
+    from shared_rpc.memory.backends.cuda import visible_gpus
+
+    return visible_gpus()
 
 
 @pytest.fixture
@@ -37,50 +65,56 @@ def spill(tmp_path: Path) -> SpillDirectory:
     return SpillDirectory(str(tmp_path))
 
 
+def create(device: str, nbytes: int) -> Segment:
+    """Make memory of a device that can be copied."""
+    return backend_for(device, *(["vmm"] if device != "cpu" else [])).create(nbytes)
+
+
 @pytest.fixture
-def filled() -> Iterator[Callable[..., Segment]]:
-    """``filled(nbytes, access)`` is host memory with bytes that no other has."""
+def memory(devices: tuple[str, ...], spill: SpillDirectory) -> BlockingMemory:
+    """The memory of a server of the first device."""
+    made = BlockingMemory(DeviceMemory(devices[0]))
+    # What a driver opens for the first copy, and keeps, is there before a test counts.
+    for device in devices[:2]:
+        with closing(create(device, 1)) as segment:
+            for to in ("host", "file") if device != "cpu" else ("file",):
+                [copy] = made.lower([segment], to, spill)
+                made.raise_([copy], [segment.info])[0].close()
+                copy.close()
+    settle()
+    return made
+
+
+@pytest.fixture
+def nothing_left(memory: BlockingMemory) -> Iterator[None]:
+    """Fails if descriptors or mappings remain. Request it before what opens them."""
+
+    def known() -> dict[str, int]:
+        gc.collect()
+        settle()
+        return fake_driver.STATE.counts()  # of CUDA's driver nobody counts
+
+    before, fds = known(), open_fds()
+    yield
+    assert known() == before
+    assert open_fds() <= fds
+
+
+@pytest.fixture
+def filled(devices: tuple[str, ...], nothing_left: None) -> Iterator[Filled]:
+    """``filled(nbytes, access, number)`` is memory of a device with bytes that no other has."""
     with ExitStack() as stack:
 
-        def filled(nbytes: int, access: str = "read_write") -> Segment:
-            segment = HOST.create(nbytes)
+        def filled(nbytes: int, access: str = "read_write", number: int = 0) -> Segment:
+            segment = create(devices[number], nbytes)
             stack.callback(segment.close)
-            os.pwrite(segment.fileno(), os.urandom(nbytes), 0)
-            if access != "read_write":
-                HOST.seal(segment.fileno())
-            return segment.duplicate(access)
+            write(segment, os.urandom(nbytes))
+            if access == "read_write":
+                return segment
+            HOST.seal(segment.fileno())
+            return stack.enter_context(closing(segment.duplicate(access)))
 
         yield filled
-
-
-@pytest.fixture
-def spilled(filled: Filled, spill: SpillDirectory) -> Iterator[Callable[..., tuple[Segment, LowerCopy]]]:
-    """``spilled(nbytes)`` is host memory, and its copy in a file."""
-    with ExitStack() as stack:
-
-        def spilled(nbytes: int, access: str = "read_write") -> tuple[Segment, LowerCopy]:
-            segment = filled(nbytes, access)
-            stack.callback(segment.close)
-            [copy] = MEMORY.lower([segment], "file", spill)
-            stack.callback(copy.close)
-            return segment, copy
-
-        yield spilled
-
-
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Fails if descriptors remain. Request it before what opens them."""
-    gc.collect()
-    before = open_fds()
-    yield
-    gc.collect()
-    assert open_fds() == before
-
-
-def bytes_of(segment: Segment) -> bytes:
-    """Those of host memory or of a file."""
-    return os.pread(segment.fileno(), segment.info.nbytes, 0)
 
 
 def digests_of(data: bytes) -> bytes:
@@ -88,37 +122,83 @@ def digests_of(data: bytes) -> bytes:
     return b"".join(xxhash.xxh3_128_digest(data[start : start + PART]) for start in range(0, len(data), PART))
 
 
-@pytest.mark.parametrize("nbytes", [PAGE, PART, PART + 3 * PAGE])
-def test_bytes_come_back(nothing_left: None, spilled: Spilled, nbytes: int) -> None:
-    """Those of a last part that is smaller too."""
-    segment, copy = spilled(nbytes)
-    assert (copy.tier, copy.segment.info.mechanism, copy.segment.info.nbytes) == ("file", "file", nbytes)
-    assert copy.digest == digests_of(bytes_of(segment))
-    [again] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
-    with closing(again):
-        assert again.info == segment.info.incarnation(1)
-        assert bytes_of(again) == bytes_of(segment)
-        assert not os.path.sameopenfile(again.fileno(), segment.fileno())
+WAYS = [("cpu", "file"), ("fake", "host"), ("fake", "file")]
+WAYS += [pytest.param("cuda", to, marks=pytest.mark.gpu) for to in ("host", "file")]
 
 
-def test_segments_come_back_in_their_order(nothing_left: None, filled: Filled, spill: SpillDirectory) -> None:
-    """And each is what it is told to be."""
-    segments = [filled(count * PAGE) for count in (3, 1, 2)]
-    copies = MEMORY.lower(segments, "file", spill)
+@pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
+@pytest.mark.parametrize("nbytes", [2 * MIB, PART + 2 * MIB])
+def test_bytes_come_back(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str, nbytes: int) -> None:
+    """From host memory and from a file, to memory of its own, as often as they are wanted: the copy stays as it is."""
+    segment = filled(nbytes)
+    [copy] = memory.lower([segment], to, spill)
+    expected = bytes_of(segment)
+    assert (copy.tier, copy.segment.info.nbytes) == (to, segment.info.nbytes)
+    if to == "file":
+        assert (copy.segment.info.mechanism, copy.digest) == ("file", digests_of(expected))
+    else:
+        assert (copy.segment.info.mechanism, copy.segment.info.device) == ("host_vmm", segment.info.device)
+    assert copy.segment.info.id != segment.info.id
+    write(segment, b"changed")
+    for number in (1, 2):
+        [again] = memory.raise_([copy], [segment.info.incarnation(number)])
+        with closing(again):
+            assert again.info == segment.info.incarnation(number)
+            assert bytes_of(again) == expected
+            write(again, b"changed")
+    copy.close()
+
+
+@pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
+def test_many_segments(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
+    """Each comes back as itself, and progress is told in bytes of all."""
+    told: list[tuple[int, int]] = []
+    segments = [filled(2 * MIB * count) for count in (1, 3, 2, 1, 4)]
+    total = sum(segment.info.nbytes for segment in segments)
+    copies = memory.lower(segments, to, spill, lambda done, of: told.append((done, of)))
     infos = [segment.info.incarnation(number) for number, segment in enumerate(segments)]
-    again = MEMORY.raise_(copies, infos)
+    again = memory.raise_(copies, infos)
     assert [one.info for one in again] == infos
     assert [bytes_of(one) for one in again] == [bytes_of(one) for one in segments]
-    for one in (*copies, *again, *segments):
+    assert [of for _, of in told] == [total] * 5
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1] == (total, total)
+    for one in (*copies, *again):
         one.close()
 
 
+@pytest.mark.parametrize(("devices", "to"), WAYS, indirect=["devices"])
+def test_a_copy_that_is_not_wanted_any_more(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, to: str) -> None:
+    """It ends between two steps, and nothing is left or mapped."""
+    segments = [filled(2 * MIB) for _ in range(4)]
+    assert memory.cancelled(segments, to, spill) == [2 * MIB]
+    assert to == "file" or len(memory.gpu_copies) == 0
+
+
+@pytest.mark.parametrize("place", [PART + 7, PART + 2 * MIB - 1], ids=["inside", "last-byte"])
+def test_damage_is_noticed(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, place: int) -> None:
+    """The error says where; nothing is made of a damaged file."""
+    segment = filled(PART + 2 * MIB)
+    [copy] = memory.lower([segment], "file", spill)
+    os.pwrite(copy.segment.fileno(), bytes([os.pread(copy.segment.fileno(), 1, place)[0] ^ 1]), place)
+    with closing(copy), pytest.raises(RecordError, match=f"bytes {PART} to {PART + 2 * MIB} are not") as caught:
+        memory.raise_([copy], [segment.info.incarnation(1)])
+    assert caught.value.reason == "damaged"
+
+
+# Of the host.
+
+
+@on_host
 @pytest.mark.parametrize(("access", "writable"), [("read_write", True), ("read", False), ("copy", False)])
-def test_memory_is_sealed_as_it_was(nothing_left: None, spilled: Spilled, access: str, writable: bool) -> None:
+def test_memory_is_sealed_as_it_was(
+    memory: BlockingMemory, filled: Filled, spill: SpillDirectory, access: str, writable: bool
+) -> None:
     """What is shared for reading cannot be mapped for writing after it has come back either."""
-    segment, copy = spilled(PAGE, access)
-    [again] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
-    with closing(again):
+    segment = filled(PAGE, access)
+    [copy] = memory.lower([segment], "file", spill)
+    [again] = memory.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again), closing(copy):
         if writable:
             HOST.unmap(HOST.map(again.fileno(), PAGE, "read_write"), PAGE)
         else:
@@ -126,69 +206,32 @@ def test_memory_is_sealed_as_it_was(nothing_left: None, spilled: Spilled, access
                 HOST.map(again.fileno(), PAGE, "read_write")
 
 
-def test_a_copy_comes_back_twice(nothing_left: None, spilled: Spilled) -> None:
-    """It stays as it is: memory that was made of it can be written to."""
-    segment, copy = spilled(PAGE)
-    [first] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
-    os.pwrite(first.fileno(), b"changed", 0)
-    [second] = MEMORY.raise_([copy], [segment.info.incarnation(2)])
-    with closing(first), closing(second):
-        assert bytes_of(second) == bytes_of(segment) != bytes_of(first)
-
-
-def test_host_memory_is_its_own_copy_on_the_host(nothing_left: None, filled: Filled) -> None:
+@on_host
+def test_host_memory_is_its_own_copy_on_the_host(memory: BlockingMemory, filled: Filled) -> None:
     """For objects of a GPU with something in host memory: nothing is copied."""
     segment = filled(PAGE)
-    [copy] = MEMORY.lower([segment], "host")
-    [again] = MEMORY.raise_([copy], [segment.info.incarnation(1)])
+    [copy] = memory.lower([segment], "host")
+    [again] = memory.raise_([copy], [segment.info.incarnation(1)])
     with closing(again), closing(copy.segment):
         assert copy.tier == "host"
         assert again.info == segment.info.incarnation(1)
         assert os.path.sameopenfile(again.fileno(), segment.fileno())
-    segment.close()
 
 
-def test_progress_is_told_in_bytes(nothing_left: None, filled: Filled, spill: SpillDirectory) -> None:
-    """Of all segments together, up to their sum."""
-    told: list[tuple[int, int]] = []
-    segments = [filled(PART + PAGE), filled(PAGE)]
-    total = PART + 2 * PAGE
-    for copy in MEMORY.lower(segments, "file", spill, lambda done, of: told.append((done, of))):
-        copy.close()
-    for segment in segments:
-        segment.close()
-    done = [done for done, of in told if of == total]
-    assert len(done) == 3 and done == sorted(done) and done[-1] == total
-
-
-def test_a_copy_that_is_not_wanted_any_more(nothing_left: None, filled: Filled, spill: SpillDirectory, tmp_path: Path) -> None:
-    """It ends between two steps, and leaves nothing."""
-    with closing(filled(2 * PART)) as segment:
-        assert MEMORY.cancelled([segment], "file", spill) == [PART]
-
-
-@pytest.mark.parametrize("place", [0, PART, 2 * PART - 1], ids=["first", "second", "last-byte"])
-def test_damage_is_noticed(nothing_left: None, spilled: Spilled, place: int) -> None:
-    """The error says where; nothing is made of a damaged file."""
-    segment, copy = spilled(2 * PART)
-    os.pwrite(copy.segment.fileno(), bytes([os.pread(copy.segment.fileno(), 1, place)[0] ^ 1]), place)
-    start = place // PART * PART
-    with pytest.raises(RecordError, match=f"{segment.info.name}.*bytes {start} to {start + PART} are not") as caught:
-        MEMORY.raise_([copy], [segment.info.incarnation(1)])
-    assert caught.value.reason == "damaged"
-
-
-def test_a_file_that_is_too_short(nothing_left: None, spilled: Spilled) -> None:
+@on_host
+def test_a_file_that_is_too_short(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
     """As after an error of its disk."""
-    segment, copy = spilled(2 * PAGE)
+    segment = filled(2 * PAGE)
+    [copy] = memory.lower([segment], "file", spill)
     os.ftruncate(copy.segment.fileno(), PAGE)
-    with pytest.raises(RecordError, match=f"ends after {PAGE} bytes") as caught:
-        MEMORY.raise_([copy], [segment.info.incarnation(1)])
+    with closing(copy), pytest.raises(RecordError, match=f"ends after {PAGE} bytes") as caught:
+        memory.raise_([copy], [segment.info.incarnation(1)])
     assert caught.value.reason == "unreadable"
 
 
+@on_host
 @pytest.mark.parametrize("sizes", [[2 * PAGE], [PAGE, 2 * PAGE]], ids=["first", "later"])
-def test_no_space_for_a_file(nothing_left: None, filled: Filled, spill: SpillDirectory, sizes: list[int]) -> None:
+def test_no_space_for_a_file(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, sizes: list[int]) -> None:
     """It is noticed before anything of a segment is copied, the copies of those before it are closed, and the error says what
     to do.
     """
@@ -197,25 +240,25 @@ def test_no_space_for_a_file(nothing_left: None, filled: Filled, spill: SpillDir
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
     try:
         with pytest.raises(CapabilityError, match=rf"{spill.path} has no space.*--spill-dir"):
-            MEMORY.lower(segments, "file", spill)
+            memory.lower(segments, "file", spill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        for segment in segments:
-            segment.close()
 
 
-def test_no_directory(nothing_left: None, filled: Filled) -> None:
+@on_host
+def test_no_directory(memory: BlockingMemory, filled: Filled) -> None:
     """The error names the option."""
-    with closing(filled(PAGE)) as segment, pytest.raises(CapabilityError, match="--spill-dir"):
-        MEMORY.lower([segment], "file")
+    with pytest.raises(CapabilityError, match="--spill-dir"):
+        memory.lower([filled(PAGE)], "file")
 
 
-def test_files_have_no_name(nothing_left: None, spilled: Spilled, tmp_path: Path) -> None:
+@on_host
+def test_files_have_no_name(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, tmp_path: Path) -> None:
     """Nobody else can open them, or give them one."""
-    _, copy = spilled(PAGE)
+    [copy] = memory.lower([filled(PAGE)], "file", spill)
     assert os.listdir(tmp_path) == []
     fd = copy.segment.fileno()
-    with pytest.raises(OSError, match="No such file"):
+    with closing(copy), pytest.raises(OSError, match="No such file"):
         os.link(f"/proc/self/fd/{fd}", tmp_path / "named", src_dir_fd=fd, follow_symlinks=True)
     assert len(copy.digest) == DIGEST
 
@@ -227,10 +270,171 @@ def test_files_have_no_name(nothing_left: None, spilled: Spilled, tmp_path: Path
         ("missing", "it is no directory: create it first"),
     ],
 )
-def test_a_directory_that_cannot_be_used(nothing_left: None, tmp_path: Path, path: str, why: str) -> None:
+def test_a_directory_that_cannot_be_used(tmp_path: Path, path: str, why: str) -> None:
     """It is refused at once, with the reason."""
     with pytest.raises(ConfigurationError, match=why):
         SpillDirectory(str(tmp_path / path))
+
+
+# Of a GPU.
+
+
+@on_gpus
+def test_host_memory_of_an_earlier_copy_is_written_again(memory: BlockingMemory, filled: Filled) -> None:
+    """Where it is mapped: the second copy is the first one's memory, and makes none."""
+    segments = [filled(2 * MIB), filled(4 * MIB)]
+    copies = memory.lower(segments, "host")
+    for segment in segments:
+        write(segment, os.urandom(segment.info.nbytes))
+    into = {segment.info.id: copy.segment for segment, copy in zip(segments, copies, strict=True)}
+    mapped = len(memory.gpu_copies)
+    later = memory.lower(segments, "host", into=into)
+    assert [one.segment.info for one in later] == [one.segment.info for one in copies]
+    assert len(memory.gpu_copies) == mapped
+    for one in copies:
+        one.close()
+    again = memory.raise_(later, [segment.info.incarnation(1) for segment in segments])
+    assert [bytes_of(one) for one in again] == [bytes_of(segment) for segment in segments]
+    for one in (*later, *again):
+        one.close()
+
+
+@on_gpus
+def test_up_in_two_steps(memory: BlockingMemory, filled: Filled, spill: SpillDirectory) -> None:
+    """A file becomes host memory, and that a segment."""
+    segment = filled(PART + 2 * MIB)
+    [host] = memory.lower([segment], "host")
+    [file] = memory.lower([host.segment], "file", spill)
+    [up] = memory.raise_([file], [host.segment.info.incarnation(1)])
+    back = LowerCopy(up, "host")
+    [again] = memory.raise_([back], [segment.info.incarnation(1)])
+    assert bytes_of(again) == bytes_of(segment)
+    for one in (host, file, back, again):
+        one.close()
+
+
+@on_gpus
+def test_segments_of_two_gpus_and_of_the_host(
+    devices: tuple[str, ...], memory: BlockingMemory, filled: Filled, spill: SpillDirectory
+) -> None:
+    """As an object has them that is on several devices: each is copied in its own way."""
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    with closing(backend_for("cpu").create(4096)) as on_host:
+        write(on_host, b"host")
+        segments = [filled(2 * MIB), on_host, filled(4 * MIB, number=1)]
+        for to in ("host", "file"):
+            copies = memory.lower(segments, to, spill)
+            again = memory.raise_(copies, [segment.info.incarnation(1) for segment in segments])
+            assert [bytes_of(one) for one in again] == [bytes_of(one) for one in segments]
+            for one in (*copies, *again):
+                one.close()
+
+
+def mapped(memory: BlockingMemory, count: int) -> None:
+    """Check how many copies are mapped, as soon as those that are closed are unmapped."""
+    eventually(lambda: len(memory.gpu_copies) <= count, what=f"{count} copies mapped")
+    assert len(memory.gpu_copies) == count
+
+
+@on_gpus
+def test_host_memory_stays_mapped_until_its_copy_is_closed(memory: BlockingMemory, filled: Filled) -> None:
+    """Mapping takes as long as copying. Whoever else has the copy may close it before."""
+    segment = filled(2 * MIB)
+    [copy] = memory.lower([segment], "host")
+    mapped(memory, 1)
+    for _ in range(2):
+        lent = LowerCopy(copy.segment.duplicate(), "host")
+        memory.raise_([lent], [segment.info.incarnation(1)])[0].close()
+        lent.close()
+        settle()
+        mapped(memory, 1)
+    copy.close()
+    mapped(memory, 0)
+
+
+@on_gpus
+def test_a_copy_that_another_process_has_made(memory: BlockingMemory, filled: Filled) -> None:
+    """As after a restart: it is mapped when it is needed, and unmapped with the copy."""
+    segment = filled(2 * MIB)
+    [copy] = memory.lower([segment], "host")
+    kept = LowerCopy(Segment.owning(copy.segment.info, os.dup(copy.segment.fileno())), "host")
+    copy.close()
+    mapped(memory, 0)
+    memory.raise_([kept], [segment.info.incarnation(1)])[0].close()
+    mapped(memory, 1)
+    kept.close()
+    mapped(memory, 0)
+
+
+@on_gpus
+def test_a_full_gpu(memory: BlockingMemory, filled: Filled) -> None:
+    """The copy is as it was, and the next attempt can succeed."""
+    segment = filled(2 * MIB)
+    [copy] = memory.lower([segment], "host")
+    large = msgspec.structs.replace(segment.info, id="0", nbytes=1 << 50)
+    with pytest.raises(CapabilityError, match=rf"cannot allocate {1 << 50} bytes on GPU {segment.info.device}"):
+        memory.raise_([copy], [large])
+    [again] = memory.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again), closing(copy):
+        assert bytes_of(again) == bytes_of(segment)
+
+
+@on_gpus
+@pytest.mark.parametrize("pinned", [True, False])
+def test_where_the_driver_makes_no_host_memory(
+    memory: BlockingMemory, filled: Filled, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    """The kernel's is a copy like any other, also where the driver does not pin it."""
+    from cuda.bindings import driver
+
+    create = driver.cuMemCreate
+
+    def refuse(size: int, allocation: Any, flags: int) -> tuple[Any, ...]:
+        if allocation.location.type == driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA:
+            return driver.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
+        return create(size, allocation, flags)
+
+    monkeypatch.setattr(driver, "cuMemCreate", refuse)
+    if not pinned:
+        monkeypatch.setattr(driver, "cuMemHostRegister", lambda *_: (driver.CUresult.CUDA_ERROR_NOT_SUPPORTED,))
+    segment = filled(PART + 2 * MIB)
+    [copy] = memory.lower([segment], "host")
+    assert (copy.segment.info.mechanism, copy.segment.info.device) == ("memfd", "cpu")
+    assert len(memory.gpu_copies) == 1
+    [again] = memory.raise_([copy], [segment.info.incarnation(1)])
+    with closing(again):
+        assert bytes_of(again) == bytes_of(segment)
+    write(segment, os.urandom(2 * MIB))
+    [later] = memory.lower([segment], "host", into={segment.info.id: copy.segment})
+    assert (later.segment.info, later.segment.fileno()) == (copy.segment.info, copy.segment.fileno())
+    [again] = memory.raise_([later], [segment.info.incarnation(2)])
+    with closing(again):
+        assert bytes_of(again) == bytes_of(segment)
+    later.close()
+    copy.close()
+
+
+@pytest.mark.parametrize("devices", ["fake"], indirect=True)
+def test_a_host_without_memory_is_told(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled) -> None:
+    """The kernel is not asked then: it would have to end a process for memory that is written later."""
+    segment = filled(2 * MIB)
+    fake.refuses["cuMemCreate"] = fake_driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(CapabilityError, match=r"in host memory of GPU .*CUDA_ERROR_OUT_OF_MEMORY"):
+        memory.lower([segment], "host")
+    fake.refuses.clear()
+
+
+@pytest.mark.parametrize("devices", ["fake"], indirect=True)
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamSynchronize", "cuMemMap"])
+def test_a_driver_that_fails(fake: fake_driver.Driver, memory: BlockingMemory, filled: Filled, call: str) -> None:
+    """The error names it and the GPU; nothing is left."""
+    segment = filled(2 * MIB)
+    fake.refuses[call] = fake_driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(CapabilityError, match=rf"{segment.info.device}.*CUDA_ERROR_INVALID_VALUE"):
+        memory.lower([segment], "host")
+    fake.refuses.clear()
+    assert len(memory.gpu_copies) == 0
 
 
 # The reader of files.
