@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.nn.utils import parametrizations
 
 from shared_rpc import materialize
 from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
+from tests.kit.apps import at_once
 from tests.kit.models import Tied
 from tests.kit.processes import python
 
@@ -677,26 +679,22 @@ def test_other_threads_are_not_touched() -> None:
     """They build models with memory meanwhile, and other blocks with other sources."""
     sources = [nn.Linear(2, 2) for _ in range(4)]
     barrier = threading.Barrier(5)
-    built: dict[int, nn.Module] = {}
-    plain: list[nn.Module] = []
 
-    def build(number: int) -> None:
+    def build(number: int) -> nn.Linear:
         with materialize(sources[number]):
             barrier.wait(20)
-            built[number] = nn.Linear(2, 2)
+            model = nn.Linear(2, 2)
             barrier.wait(20)
+        return model
 
-    def build_plain() -> None:
+    def build_plain() -> list[nn.Linear]:
         barrier.wait(20)
-        plain.extend(nn.Linear(2, 2) for _ in range(100))
+        models = [nn.Linear(2, 2) for _ in range(100)]
         barrier.wait(20)
+        return models
 
-    threads = [threading.Thread(target=build, args=[number]) for number in range(4)] + [threading.Thread(target=build_plain)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(same_memory(built[number].weight, sources[number].weight) for number in range(4))
+    *built, plain = at_once(*(functools.partial(build, number) for number in range(4)), build_plain)
+    assert all(same_memory(model.weight, source.weight) for model, source in zip(built, sources, strict=True))
     assert not any(parameter.is_meta for model in plain for parameter in model.parameters())
 
 

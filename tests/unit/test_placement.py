@@ -7,7 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.records import Record
 from shared_rpc.memory.segments import Segment
+from tests.kit.apps import at_once
 from tests.kit.models import Everything, Tied
 from tests.kit.processes import python
 
@@ -150,24 +151,16 @@ def test_publishing_from_many_threads_moves_once(device: str, published: Publish
     """Endpoints that return the same module at the same time share the same memory, the module's own."""
     model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(100)))
     start = threading.Barrier(4)
-    records: list[Record] = []
 
-    def work() -> None:
+    def work() -> Record:
         start.wait()
-        records.append(publish(model, device, "read_write", "endpoint"))
+        return publish(model, device, "read_write", "endpoint")
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    try:
+    with ExitStack() as stack:
+        records = [stack.enter_context(closing(record)) for record in at_once(*[work] * 4)]
         assert len({tuple(ids(record)) for record in records}) == 1
         theirs = decode_result(records[0].skeleton, records[0].table, records[0].segments)
         assert [p.data_ptr() for p in theirs.parameters()] == [p.data_ptr() for p in model.parameters()]
-    finally:
-        for record in records:
-            record.close()
 
 
 # Access.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import random
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any
@@ -16,6 +16,7 @@ from shared_rpc.memory.backends.host import HOST, MemfdBackend
 from shared_rpc.memory.mapping import Mapping, MappingTable
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access
+from tests.kit.apps import at_once
 from tests.kit.bound_host import BoundHost
 from tests.kit.processes import open_fds, rights
 
@@ -366,35 +367,25 @@ def test_a_new_incarnation_is_not_mixed_up_with_the_old_one(table: MappingTable,
 def test_many_threads_suspend_resume_and_attach(table: MappingTable, make: Make, use: Use) -> None:
     """Whoever attaches reads the bytes, whatever others do to the objects; at the end nothing is left."""
     segments = [make(bytes([number]) * 8) for number in range(3)]
-    failures: list[object] = []
 
     def work(seed: int) -> None:
         chance = random.Random(seed)
-        try:
-            for _ in range(150):
-                number = chance.randrange(3)
-                name = f"object {number}"
-                what = chance.randrange(3)
-                if what == 0:
-                    table.suspend(name)
-                elif what == 1:
-                    table.resume(name, [segments[number]])
-                else:
-                    user = User()
-                    with table.attach([segments[number]]) as [mapping]:
-                        table.keep_for([(mapping, user)], name)
-                        if text(mapping, 8) != bytes([number]) * 8:
-                            failures.append((number, text(mapping, 8)))
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(150):
+            number = chance.randrange(3)
+            name = f"object {number}"
+            what = chance.randrange(3)
+            if what == 0:
+                table.suspend(name)
+            elif what == 1:
+                table.resume(name, [segments[number]])
+            else:
+                user = User()
+                with table.attach([segments[number]]) as [mapping]:
+                    table.keep_for([(mapping, user)], name)
+                    assert text(mapping, 8) == bytes([number]) * 8
 
     kept = [use([segment], f"object {number}") for number, segment in enumerate(segments)]
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    assert at_once(*[functools.partial(work, seed) for seed in range(6)]) == [None] * 6
     for number, place in enumerate(mapping for _, [mapping] in kept):
         table.resume(f"object {number}", [segments[number]])
         assert text(place, 8) == bytes([number]) * 8
