@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
+import torch
 import typer
 
-from benchmarks.runner import OURS, Device, Json, Report, Shape, chosen, numbers
-from benchmarks.servers import Process, Servers
-from benchmarks.sides import PEER, Side, client_of, missing
+from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, chosen, numbers
+from benchmarks.sides import PEER, SIDES, Ours, SharedTensor, present, serve
 from shared_rpc import Client
 from shared_rpc.memory.backends.choice import mps
 from shared_rpc.memory.devices import device_id
@@ -31,12 +30,12 @@ provider.share(managed=True)(workload.model)
 """
 #: Seconds of a turn, and those between the word to begin and the beginning, so that all begin together.
 _TURN, _NOTICE = 0.5, 0.1
-#: Seconds after which a call counts as failed.
+#: Seconds after which a call of shared-tensor counts as failed.
 _PATIENCE = 10.0
 #: Calls of each process before the first turn.
 _WARM_UP = 20
-#: An endpoint that one side has, and what the other side has instead.
-_ON_LOOP, _INSTEAD = "fresh_on_loop", "fresh"
+#: The endpoints that are called, and what they return.
+_ENDPOINTS = {"small": "cached", "fresh": "new", "fresh_on_loop": "new, async def"}
 #: A pass over the model that the process has attached.
 _FORWARD = "forward"
 
@@ -54,112 +53,110 @@ def run(
 ) -> None:
     """Measure calls a second, against the number of client processes, and passes a second of replicas of one model."""
     device, shape = chosen(device, shape)
-    absent = missing(tensors=device)
-    report = Report("clients", f"Calls a second, tensors on {device}", [*([PEER] if absent is None else []), OURS])
-    report.note(absent)
-    with Servers(device) as servers, ExitStack() as stack:
-        addresses = {PEER: servers.start("PeerServer").address} if absent is None else {}
+    sides = present(SharedTensor, Ours, device=device)
+    title = f"Calls a second, tensors on {device}"
+    with Run("clients", title, [side.name for side in sides], device, json) as run, ExitStack() as stack:
+        run.note(SharedTensor.missing(device))
+        addresses = {side.name: serve(run, side).address for side in sides if side is not Ours or not workers}
         if workers:
-            report.note(f"shared-rpc serve --workers {workers}")
-            broker = servers.broker(APP.format(device=device), "--workers", str(workers))
-            addresses[OURS], _ = stack.enter_context(broker)
-        else:
-            addresses[OURS] = servers.start("OurServer").address
+            run.note(f"shared-rpc serve --workers {workers}")
+            broker = stack.enter_context(run.broker(APP, "--workers", str(workers)))
+            addresses[OURS] = str(broker.socket_path)
         for count in numbers(clients):
-            throughput(report, servers, addresses, device, count, rounds, judge=False)
+            throughput(run, addresses, count, rounds, judge=False)
         for count in numbers(replicas):
-            _passes(report, servers, addresses[OURS], device, count, rounds, shape)
+            with _Callers(run, count, {OURS: addresses[OURS]}, shape) as callers:
+                passes = callers.rates(rounds, _FORWARD)
+            run.row(f"{_counted(count, 'replica', 's')} of one model ({shape}): forward passes/s", passes, "number")
         if device == "cuda" and mps(device_id("cuda:0")):
-            report.note("under NVIDIA's Multi-Process Service")
-    report.finish(json)
+            run.note("under NVIDIA's Multi-Process Service")
 
 
-def _passes(report: Report, servers: Servers, address: str, device: str, count: int, rounds: int, shape: str) -> None:
-    """Measure forward passes of one token, by processes that share one model."""
-    callers = _callers(servers, count, device=device, addresses={OURS: address}, shape=shape)
-    counts = [_turn(report, callers, OURS, _FORWARD) for _ in range(rounds)]
-    passes = statistics.median(sum(each) for each in counts) / _TURN
-    name = f"{count} replica{'' if count == 1 else 's'} of one model ({shape}): forward passes/s"
-    report.row(name, {OURS: passes}, "number", processes=count, calls={OURS: counts})
-    for caller in callers:
-        caller.close()
-
-
-def _callers(servers: Servers, count: int, **config: Any) -> list[Process]:
-    started = [servers.client("clients:Caller", **config) for _ in range(count)]
-    return [caller.ready() for caller in started]
-
-
-def throughput(
-    report: Report, servers: Servers, addresses: dict[str, str], device: str, processes: int, rounds: int, *, judge: bool
-) -> None:
+def throughput(run: Run, addresses: dict[str, str], processes: int, rounds: int, *, judge: bool) -> None:
     """Measure calls of a small cached tensor, and of a new one; all sides in turns, from the same processes.
 
     :param addresses: the servers that take part, by the name of their side.
     :param judge: whether the goal is about these tensors.
     """
-    callers = _callers(servers, processes, device=device, addresses=addresses)
-    for endpoint, text in (("small", "cached"), ("fresh", "new"), (_ON_LOOP, "new, async def")):
-        turns: dict[str, list[list[int]]] = {name: [] for name in addresses}
-        for _ in range(rounds):
-            for name, counts in turns.items():
-                counts.append(_turn(report, callers, name, endpoint))
-        values = {name: statistics.median(sum(counts) for counts in taken) / _TURN for name, taken in turns.items()}
-        report.row(
-            f"{processes} process{'' if processes == 1 else 'es'}, 4 KiB tensor, {text}: calls/s",
-            values,
-            "number",
-            "throughput",
-            values[OURS] / values[PEER] if judge and values.get(PEER) else None,
-            processes=processes,
-            endpoint=endpoint,
-            calls=turns,
-        )
-    for caller in callers:
-        caller.close()
+    with _Callers(run, processes, addresses) as callers:
+        for endpoint, text in _ENDPOINTS.items():
+            rates = callers.rates(rounds, endpoint)
+            theirs = rates[PEER].p50 if PEER in rates else 0
+            name = f"{_counted(processes, 'process', 'es')}, 4 KiB tensor, {text}: calls/s"
+            goal = Goal("≥", 4, "shared-tensor, GPU", "ratio")
+            ratio = rates[OURS].p50 / theirs if theirs else None
+            run.row(name, rates, "number", goal, measured=ratio, judge=judge and ratio is not None)
 
 
-def _turn(report: Report, callers: list[Process], name: str, endpoint: str) -> list[int]:
-    begin = time.monotonic() + _NOTICE  # one clock for all processes
-    for caller in callers:
-        caller.tell("turn", who=name, endpoint=endpoint, begin=begin)
-    answers = [caller.read() for caller in callers]
-    for error in {answer["error"] for answer in answers} - {None}:
-        report.note(f"{name}, calls of {len(callers)} processes: {error}")
-    return [answer["calls"] for answer in answers]
+def _counted(count: int, what: str, plural: str) -> str:
+    return f"{count} {what}{'' if count == 1 else plural}"
 
 
-class Caller:
-    """A process that calls.
+class _Callers:
+    """Processes that call at once. They end with the block.
 
-    :param addresses: servers by the name of their side.
+    :param addresses: servers, by side.
     :param shape: the model over which passes are made; None for calls.
     """
 
-    def __init__(self, device: str, addresses: dict[str, str], shape: str | None = None) -> None:
-        self._sides: dict[str, Side] = {}
-        self._forward = _forward(addresses[OURS], device, shape) if shape is not None else None
-        for name, address in addresses.items():
-            self._sides[name] = client_of(name, address, timeout=_PATIENCE)
-            with suppress(Exception):  # its turns will show it
-                for endpoint in ("small", "fresh", *([_ON_LOOP] if name == OURS else [])):
-                    for _ in range(_WARM_UP):
-                        self._sides[name].call(endpoint)
+    def __init__(self, run: Run, count: int, addresses: dict[str, str], shape: str | None = None) -> None:
+        self._run = run
+        self._sides = list(addresses)
+        config = {"device": run.device, "addresses": addresses, "shape": shape}
+        self._processes = [run.process(Caller, **config) for _ in range(count)]
+        for process in self._processes:
+            process.ready()
 
-    def turn(self, who: str, endpoint: str, begin: float) -> dict[str, Any]:
-        """Count the ``calls`` that were complete in time, with the ``error`` that ended the turn early."""
-        endpoint = _INSTEAD if endpoint == _ON_LOOP and who != OURS else endpoint
-        call = self._forward or partial(self._sides[who].call, endpoint)
+    def rates(self, rounds: int, endpoint: str) -> dict[str, Sample]:
+        """Return the calls a second of all processes together, in each turn of each side."""
+        rates: dict[str, list[list[float]]] = {side: [] for side in self._sides}
+        for _ in range(rounds):
+            for side, taken in rates.items():
+                taken.append([self._turn(side, endpoint) / _TURN])
+        return {side: Sample(*taken) for side, taken in rates.items()}
+
+    def _turn(self, side: str, endpoint: str) -> int:
+        begin = time.monotonic() + _NOTICE  # one clock for all processes
+        for process in self._processes:
+            process.tell("turn", side=side, endpoint=endpoint, begin=begin)
+        counts, errors = zip(*(process.read() for process in self._processes), strict=True)
+        for error in set(errors) - {None}:
+            self._run.note(f"{side}, calls of {len(counts)} processes: {error}")
+        return sum(counts)
+
+    def __enter__(self) -> _Callers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.close()
+
+
+class Caller:
+    """A process that calls, as :class:`_Callers` says."""
+
+    def __init__(self, device: str, addresses: dict[str, str], shape: str | None) -> None:
+        self._forward = _forward(addresses[OURS], device, shape) if shape is not None else None
+        self._sides = {name: SIDES[name](address, device, _PATIENCE) for name, address in addresses.items()}
+        for side in self._sides.values():
+            with suppress(Exception):  # its turns will show it
+                for endpoint in _ENDPOINTS:
+                    for _ in range(_WARM_UP):
+                        side.call(endpoint)
+
+    def turn(self, side: str, endpoint: str, begin: float) -> tuple[int, str | None]:
+        """Return how many calls were complete in time, and the error that ended the turn early."""
+        call = self._forward or partial(self._sides[side].call, endpoint)
         end, calls = begin + _TURN, 0
         time.sleep(max(begin - time.monotonic(), 0))
         try:
             while True:
                 call()
                 if time.monotonic() > end:
-                    return {"calls": calls, "error": None}
+                    return calls, None
                 calls += 1
         except Exception as problem:  # one side's failure must not cost the other side its turns
-            return {"calls": calls, "error": f"{type(problem).__name__}: {problem}"}
+            return calls, f"{type(problem).__name__}: {problem}"
 
     def close(self) -> None:
         """Close the clients."""
@@ -169,8 +166,6 @@ class Caller:
 
 def _forward(address: str, device: str, shape: str) -> Callable[[], object]:
     """Attach the model; return a pass of one token over it, which is complete when it returns."""
-    import torch
-
     model = Client(socket_path=address).call("model", shape).value
     token = torch.ones((1, 1), dtype=torch.long, device=device)
 

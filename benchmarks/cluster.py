@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import ray
@@ -19,8 +17,8 @@ import typer
 from ray.cluster_utils import Cluster as RayCluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.runner import OURS, Json, Report, Sample, numbers, timed
-from benchmarks.servers import Process, broker, environ
+from benchmarks.processes import Process, environ
+from benchmarks.runner import OURS, PATIENCE, Goal, Json, Run, Times, numbers
 from shared_rpc import Client
 from shared_rpc.memory.devices import free_bytes
 from shared_rpc_ray import Cluster
@@ -29,8 +27,8 @@ from shared_rpc_ray.membership import connect
 RAY = "ray put, get"
 #: Nodes of the cluster.
 COUNT = 3
-#: Seconds that anything here may take, and those between two looks at what a broker has.
-_PATIENCE, _LOOK = 300.0, 0.002
+#: Seconds between two looks at what a broker has.
+_LOOK = 0.002
 #: Nothing is collected, drawn or sent home, and objects are spilled whatever the level of the disk. Ray kills no
 #: worker for what other processes of the machine take: whether there is memory is checked before.
 _RAY = {
@@ -50,7 +48,7 @@ from pathlib import Path
 import torch
 from shared_rpc import Provider
 
-provider = Provider(device="cpu")
+provider = Provider(device={device!r})
 
 @provider.share(managed=True)
 def module(name, mebibytes):
@@ -58,12 +56,9 @@ def module(name, mebibytes):
     layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(mebibytes // 4)]
     built = torch.nn.Sequential(*layers).requires_grad_(False)
     with open(Path(__file__).with_name("builds"), "a") as file:
-        file.write(f"{name} {time.perf_counter() - begin}\\n")
+        print(name, time.perf_counter() - begin, file=file)
     return built
 """
-
-#: Times of a row, by subject, in the order in which they are measured.
-Times = defaultdict[tuple[str, str], list[float]]
 
 #: The names of the rows.
 _WHOLE = "call until all have it, build included"
@@ -86,37 +81,50 @@ def run(
     json: Json = None,
 ) -> None:
     """Measure deploys and refreshes on three Ray nodes of this machine, beside Ray's own transfer of the same bytes."""
-    report = Report("cluster", f"Deploys to {COUNT} nodes of this machine", [OURS, RAY], divided=False)
     sizes = numbers(megabytes)
     store = (max(sizes) * 5 // 4 + 512) << 20  # parts are as large as on hosts, whose stores are larger still
     needed, free = COUNT * (store + (max(sizes) << 20)), free_bytes("cpu") or 0
     if free < needed:  # Ray is not to kill anything for it
         raise typer.BadParameter(f"{max(sizes)} MiB on {COUNT} nodes need {needed >> 20} MiB of memory, {free >> 20} are free")
-    with _nodes(store) as nodes, Cluster("bench") as cluster:
-        first: Times = defaultdict(list)
-        _deploy(nodes, "first", _FIRST, first)
+    title = f"Deploys to {COUNT} nodes of this machine"
+    with (
+        Run("cluster", title, [OURS, RAY], json=json, pinned=False) as run,
+        _nodes(run, store) as nodes,
+        Cluster("bench") as cluster,
+    ):
+        first = Times()
+        _deploy(run, nodes, "first", _FIRST, first)
         _alone(nodes, _FIRST, first)
-        report.row(f"{_FIRST} MiB, the first of all: call until all have it", _samples(first, _WHOLE))
+        run.row(f"{_FIRST} MiB, the first of all: call until all have it", first.samples(_WHOLE))
         for mebibytes in sizes:
-            times: Times = defaultdict(list)
+            times = Times()
             for number in range(rounds):
                 _alone(nodes, mebibytes, times)
                 name = f"m{mebibytes}-{number}"
-                _deploy(nodes, name, mebibytes, times)
+                _deploy(run, nodes, name, mebibytes, times)
                 _attach(nodes[-1], name, mebibytes, times, new=number < fresh)
                 if mebibytes <= _REFRESHED:
                     _refresh(nodes, cluster, name, mebibytes, times)
                 cluster.invalidate("module", name, mebibytes)
-            _add(report, f"{mebibytes} MiB: ", times)
-    report.note(
-        f"medians of {rounds} rounds, each of a new key; in each, Ray has its turn before ours; nodes, brokers and "
-        f"processes share the cores, and bytes between nodes go through sockets of this machine"
-    )
-    report.note(
-        f"{RAY}: arrays of the same sizes, put on one node and got on the other {COUNT - 1}, where they stay in Ray's store; "
-        f"the goal is about what remains of a deploy without its build"
-    )
-    report.finish(json)
+            _rows(run, mebibytes, times)
+        run.note(
+            f"medians of {rounds} rounds, each of a new key; in each, Ray has its turn before ours; nodes, brokers and "
+            f"processes share the cores, and bytes between nodes go through sockets of this machine"
+        )
+        run.note(
+            f"{RAY}: arrays of the same sizes, put on one node and got on the other {COUNT - 1}, where they stay in Ray's "
+            f"store; the goal is about what remains of a deploy without its build"
+        )
+
+
+def _rows(run: Run, mebibytes: int, times: Times) -> None:
+    for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _FRESH, _AGAIN):
+        samples = times.samples(name)
+        goal, ratio = None, None
+        if name == _MOVE:
+            goal, ratio = Goal("≤", 2, "Ray's", "ratio"), samples[OURS].p50 / samples[RAY].p50
+        if samples:
+            run.row(f"{mebibytes} MiB: {name}", samples, "s", goal, measured=ratio)
 
 
 # The nodes.
@@ -125,7 +133,7 @@ def run(
 class Node(NamedTuple):
     """A node: its broker's socket, a process that loads from it, and an actor of Ray there."""
 
-    socket: str
+    address: str
     process: Process
     actor: Any
 
@@ -149,17 +157,11 @@ class _Alone:
 
 
 @contextmanager
-def _nodes(store: int) -> Iterator[list[Node]]:
-    """Run the nodes, each with an object store of that many bytes, in a folder of their own."""
-    before = dict(os.environ)
+def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
+    """Run the nodes, each with an object store of that many bytes."""
     with ExitStack() as stack:
-        stack.callback(os.environ.update, before)
-        stack.callback(os.environ.clear)
         # Nodes, and the actors there, have the environment of this process.
-        os.environ.update({**environ(), **_RAY})
-        # A socket address has room for 107 bytes: a short prefix.
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-")))
-        (folder / "app.py").write_text(APP)
+        stack.enter_context(mock.patch.dict(os.environ, {**environ(), **_RAY}, clear=True))
         options = {"num_cpus": 1, "object_store_memory": store}
         head = {**options, "include_dashboard": False, "_system_config": _SYSTEM}
         cluster = RayCluster(initialize_head=True, head_node_args=head)
@@ -167,51 +169,46 @@ def _nodes(store: int) -> Iterator[list[Node]]:
         ray_nodes = [cluster.head_node, *(cluster.add_node(**options) for _ in range(COUNT - 1))]
         connect(str(cluster.address))
         stack.callback(ray.shutdown)
-        nodes = []
+        clients, nodes = [], []
         for number, ray_node in enumerate(ray_nodes):
-            socket, ray_id = str(folder / f"{number}.sock"), str(ray_node.node_id)
+            ray_id = str(ray_node.node_id)
             variables = {
-                **environ(),
-                "SHARED_TENSOR_BASE_PATH": str(folder / str(number)),
+                "SHARED_TENSOR_BASE_PATH": str(run.folder / str(number)),
                 "SHARED_TENSOR_CLUSTER": "bench",
                 "SHARED_TENSOR_CLUSTER_NODE": ray_id,
                 "RAY_ADDRESS": str(cluster.address),
             }
-            stack.enter_context(broker(folder, "app.py", socket, variables, os.sched_getaffinity(0)))
+            clients.append(stack.enter_context(run.broker(APP, name=str(number), variables=variables)))
             strategy = NodeAffinitySchedulingStrategy(ray_id, soft=False)
             actor = ray.remote(num_cpus=0, scheduling_strategy=strategy)(_Alone).remote()
-            nodes.append(Node(socket, stack.enter_context(_loader(socket)).ready(), actor))
-        for node in nodes:
-            _wait_until_joined(node)
+            address = str(clients[-1].socket_path)
+            nodes.append(Node(address, stack.enter_context(Process(Loader, address=address)).ready(), actor))
+        for client in clients:
+            _wait_until_joined(client)
         yield nodes
 
 
-def _loader(socket: str) -> Process:
-    return Process("cluster:Loader", os.sched_getaffinity(0), socket=socket)
-
-
-def _wait_until_joined(node: Node) -> None:
-    until = time.monotonic() + _PATIENCE
-    with Client(socket_path=node.socket, timeout=_PATIENCE) as client:
-        while True:
-            source = client.get_server_info()["source"]
-            if source is not None and source["status"].get("state") == "joined":
-                return
-            if time.monotonic() > until:
-                raise RuntimeError(f"the broker at {node.socket} has not become part of the cluster")
-            time.sleep(0.1)
+def _wait_until_joined(client: Client) -> None:
+    until = time.monotonic() + PATIENCE
+    while True:
+        source = client.get_server_info()["source"]
+        if source is not None and source["status"].get("state") == "joined":
+            return
+        if time.monotonic() > until:
+            raise RuntimeError(f"the broker at {client.socket_path} has not become part of the cluster")
+        time.sleep(0.1)
 
 
 # The measurements.
 
 
-def _deploy(nodes: list[Node], name: str, mebibytes: int, times: Times) -> None:
+def _deploy(run: Run, nodes: list[Node], name: str, mebibytes: int, times: Times) -> None:
     """Have a process of every node call at once."""
     for node in nodes:
         node.process.tell("load", name=name, mebibytes=mebibytes)
     answers = [node.process.read() for node in nodes]
     whole = max(end for _, end in answers) - min(begin for begin, _ in answers)
-    lines = [line.split() for line in Path(nodes[0].socket).with_name("builds").read_text().splitlines()]
+    lines = [line.split() for line in (run.folder / "builds").read_text().splitlines()]
     [build] = [float(seconds) for found, seconds in lines if found == name]
     times[_WHOLE, OURS].append(whole)
     times[_BUILD, OURS].append(build)
@@ -230,7 +227,7 @@ def _alone(nodes: list[Node], mebibytes: int, times: Times) -> None:
 
 def _attach(node: Node, name: str, mebibytes: int, times: Times, *, new: bool) -> None:
     if new:
-        with _loader(node.socket) as process:
+        with Process(Loader, address=node.address) as process:
             begin, end = process.ready().ask("load", name=name, mebibytes=mebibytes)
         times[_FRESH, OURS].append(end - begin)
     begin, end = node.process.ask("load", name=name, mebibytes=mebibytes)
@@ -240,29 +237,17 @@ def _attach(node: Node, name: str, mebibytes: int, times: Times, *, new: bool) -
 def _refresh(nodes: list[Node], cluster: Cluster, name: str, mebibytes: int, times: Times) -> None:
     for node in nodes:
         node.process.ask("watch", name=name)
-    times[_REFRESH, OURS].append(timed(lambda: cluster.refresh("module", name, mebibytes)))
+    with times.of(_REFRESH):
+        cluster.refresh("module", name, mebibytes)
     answers = [node.process.ask("changed") for node in nodes]
     times[_SWAP, OURS].append(max(current for _, current in answers) - max(prepared for prepared, _ in answers))
-
-
-def _samples(times: Times, name: str) -> dict[str, Sample]:
-    return {subject: Sample([taken]) for (found, subject), taken in times.items() if found == name}
-
-
-def _add(report: Report, prefix: str, times: Times) -> None:
-    for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _FRESH, _AGAIN):
-        samples = _samples(times, name)
-        if name == _MOVE:
-            report.row(prefix + name, samples, "s", "cluster_move", samples[OURS].p50 / samples[RAY].p50)
-        elif samples:
-            report.row(prefix + name, samples)
 
 
 class Loader:
     """A process of a node: it loads by ordinary calls, and sees when its broker has another version."""
 
-    def __init__(self, socket: str) -> None:
-        self._client, self._observer = (Client(socket_path=socket, timeout=_PATIENCE) for _ in range(2))
+    def __init__(self, address: str) -> None:
+        self._client, self._observer = (Client(socket_path=address, timeout=PATIENCE) for _ in range(2))
         self._watching = threading.Thread()
         self._times = 0.0, 0.0
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
+import pkgutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import torch
 import typer
 
-from benchmarks.memory import used
-from benchmarks.runner import Json, Report, Sample, numbers, timed
-from benchmarks.servers import Process
+from benchmarks.processes import Process, used
+from benchmarks.runner import Json, Run, Sample, Value, numbers, timed
 from shared_rpc.errors import CapabilityError, SharedRPCError
 from shared_rpc.memory.backends.choice import PREFERENCE, backend_for, survey
-from shared_rpc.memory.segments import Backend, Segment
+from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism, SegmentInfo
 
 _MIB = 1 << 20
@@ -34,6 +32,15 @@ _STEPS = {
     "map": "map in another process",
     "unmap": "wait for the device and unmap there",
 }
+#: What is found out of each mechanism by writing to protected memory, and by killing the maker.
+_QUESTIONS = {
+    "protected": "a write to what was mapped for reading",
+    "reads on": "maker killed: who has it mapped",
+    "reads beside others": "… after a new process has filled and freed all other memory of the device",
+    "opens": "maker killed: a new process opens it",
+    "opens below": "… where the library does not refuse to",
+    "reads after": "… and who had it mapped then",
+}
 #: What a segment is filled with.
 _VALUE = 7
 
@@ -45,20 +52,31 @@ def run(
     json: Json = None,
 ) -> None:
     """Measure the ways to share memory: the costs of each, and the memory after its maker was killed."""
-    mebibytes = numbers(megabytes)
+    sizes = numbers(megabytes)
     device, lacks = _gpu()
     there: list[tuple[str, Mechanism]] = [("cpu", "memfd"), *((device, name) for name in PREFERENCE if not lacks[name])]
-    report = Report("mechanisms", "Mechanisms", [name for _, name in there])
-    for name in PREFERENCE:
-        if lacks[name]:
-            report.note(f"{name} was left out: {lacks[name]}")
-    report.note("the pages of a memfd come when they are first touched, which is in no row")
-    results = {name: Subject(device, name) for device, name in there}
-    for subject in results.values():
-        subject.measure(mebibytes, rounds, calls)
-        subject.kill(min(mebibytes))
-    _rows(report, results, mebibytes)
-    report.finish(json)
+    subjects = {name: Subject(device, name) for device, name in there}
+    with Run("mechanisms", "Mechanisms", list(subjects), json=json, pinned=False) as run:
+        for mechanism, lack in lacks.items():
+            if lack:
+                run.note(f"{mechanism} was left out: {lack}")
+        run.note("the pages of a memfd come when they are first touched, which is in no row")
+        for subject in subjects.values():
+            subject.measure(sizes, rounds, calls)
+            subject.kill(min(sizes))
+
+        def row(name: str, key: str, missing: str = "") -> None:
+            values: dict[str, Value] = {who: subject.found.get(key, missing) for who, subject in subjects.items()}
+            run.row(name, values, "bytes" if key == "taken" else "s")
+
+        for mebibytes in sizes:
+            for step, name in _STEPS.items():
+                row(f"{mebibytes} MiB: {name}, p50", f"{step} {mebibytes}", "-")
+        row("a kernel, a copy of 4 KiB into the segment, a wait: p50", "call")
+        if len(subjects) > 1:
+            row("memory that a segment of 2 MiB takes", "taken")
+        for key, name in _QUESTIONS.items():
+            row(name, key)
 
 
 def _gpu() -> tuple[str, dict[Mechanism, str]]:
@@ -67,71 +85,62 @@ def _gpu() -> tuple[str, dict[Mechanism, str]]:
         from shared_rpc.memory.backends.cuda import visible_gpus
 
         gpus = visible_gpus()
+        return (gpus[0], survey(gpus[0])) if gpus else ("", dict.fromkeys(PREFERENCE, "no GPU here"))
     except ImportError as error:
         return "", dict.fromkeys(PREFERENCE, f"no GPU support here ({error})")
-    if not gpus:
-        return "", dict.fromkeys(PREFERENCE, "no GPU here")
-    try:
-        return gpus[0], survey(gpus[0])
     except SharedRPCError as error:
         return "", dict.fromkeys(PREFERENCE, str(error))
 
 
 class Subject:
-    """One mechanism and what was found of it: times by name, and texts by question."""
+    """One mechanism and what was found of it: times by step and size, bytes, and texts by question."""
 
     def __init__(self, device: str, mechanism: Mechanism) -> None:
         self.device = device
         self.mechanism = mechanism
-        self.samples: dict[str, Sample] = {}
-        self.texts: dict[str, str] = {}
-        self.taken: float | None = None
+        self.found: dict[str, Value] = {}
 
     def measure(self, sizes: list[int], rounds: int, calls: int) -> None:
         """Measure the costs of making, mapping and using."""
         for size in sizes:
             with self._process() as (maker, ours), self._process() as (consumer, theirs):
                 maker.ask("make", nbytes=size * _MIB, rounds=2)  # the first of everything
-                made = maker.ask("make", nbytes=size * _MIB, rounds=rounds)
-                maker.ask("keep", nbytes=size * _MIB, value=_VALUE)
+                times = maker.ask("make", nbytes=size * _MIB, rounds=rounds)
+                maker.ask("keep", nbytes=size * _MIB)
                 with receive(ours)[0] as segment:
                     send(theirs, segment)
-                    used = consumer.ask("attach", rounds=rounds + 1)
-                for step, times in made.items():
-                    self.samples[f"{step} {size}"] = Sample([times])
-                for step, times in used.items():
-                    # Of what is mapped there is one more than of what is unmapped: the first of everything.
-                    self.samples[f"{step} {size}"] = Sample([times[-rounds:]])
+                    times |= consumer.ask("attach", rounds=rounds + 1)
+                # Of what is mapped there is one more than of what is unmapped: the first of everything.
+                self.found |= {f"{step} {size}": Sample(taken[-rounds:]) for step, taken in times.items()}
                 if size == min(sizes):
-                    self.samples["call"] = Sample([consumer.ask("call", count=calls)])
+                    self.found["call"] = Sample(consumer.ask("call", count=calls))
                     if self.device != "cpu":
-                        self.taken = maker.ask("take", nbytes=2 * _MIB)
+                        self.found["taken"] = maker.ask("take", nbytes=2 * _MIB)
 
     def kill(self, size: int) -> None:
         """Kill the maker, and compare the bytes: by a process that has them mapped, at once and after another one has used all
         other memory of the device, and by one that opens them then. Write to protected memory, which is not that memory.
         """
-        self.texts["protected"] = self._protected(size)
+        self.found["protected"] = self._protected(size)
         with self._process() as (maker, ours), self._process() as (consumer, theirs), self._process() as (late, later):
-            maker.ask("keep", nbytes=size * _MIB, value=_VALUE)
+            maker.ask("keep", nbytes=size * _MIB)
             with receive(ours)[0] as segment:
                 others = self._driver_descriptors(segment)
                 send(theirs, segment)
                 consumer.ask("attach", rounds=1)
-                pid = maker.pid
-                os.kill(pid, signal.SIGKILL)
+                os.kill(maker.pid, signal.SIGKILL)
                 maker.close()
-                self.texts["reads on"] = _answer(consumer, "read", value=_VALUE)
-                self.texts["reads beside others"] = "-"
+                self.found["reads on"] = _answer(consumer, "read")
+                self.found["reads beside others"] = "-"
                 if self.device != "cpu":
                     with self._process() as (other, _):
-                        other.ask("use_all", value=_VALUE + 1)
-                    self.texts["reads beside others"] = _answer(consumer, "read", value=_VALUE)
+                        other.ask("use_all")
+                    self.found["reads beside others"] = _answer(consumer, "read")
                 send(later, segment, *others)
-                self.texts["opens"] = _answer(late, "open", value=_VALUE)
-                below = self.mechanism in EXPORTER_OWNED
-                self.texts["opens below"] = _answer(late, "open_below", value=_VALUE) if below else self.texts["opens"]
-                self.texts["reads after"] = _answer(consumer, "read", value=_VALUE)
+                self.found["opens"] = self.found["opens below"] = _answer(late, "open")
+                if self.mechanism in EXPORTER_OWNED:
+                    self.found["opens below"] = _answer(late, "open_below")
+                self.found["reads after"] = _answer(consumer, "read")
                 for fd in others:
                     os.close(fd)
 
@@ -147,7 +156,7 @@ class Subject:
 
     def _protected(self, size: int) -> str:
         with self._process() as (maker, ours), self._process() as (culprit, sock):
-            maker.ask("keep", nbytes=size * _MIB, value=_VALUE)
+            maker.ask("keep", nbytes=size * _MIB)
             with receive(ours)[0] as segment:
                 send(sock, segment)
                 return _answer(culprit, "write_protected")
@@ -155,54 +164,20 @@ class Subject:
     @contextmanager
     def _process(self) -> Iterator[tuple[Process, socket.socket]]:
         """Start a process, and yield it with this process's end of its socket."""
-        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"{folder}/s")
-            listener.listen()
-            config = {"socket": f"{folder}/s", "device": self.device, "mechanism": self.mechanism}
-            with Process("mechanisms:End", os.sched_getaffinity(0), **config) as process:
-                process.ready()
-                with listener.accept()[0] as sock:
-                    yield process, sock
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                config: dict[str, Any] = {"sock": theirs.fileno(), "device": self.device, "mechanism": self.mechanism}
+                process = Process(End, fds=[theirs.fileno()], **config)
+            with process:
+                yield process.ready(), ours
 
 
-def _answer(process: Process, do: str, **options: object) -> str:
+def _answer(process: Process, do: str) -> str:
     try:
-        return str(process.ask(do, **options))
-    except (RuntimeError, BrokenPipeError):
+        return str(process.ask(do))
+    except RuntimeError:
         return "its process ends"
-
-
-def _rows(report: Report, results: dict[Mechanism, Subject], sizes: list[int]) -> None:
-    for size in sizes:
-        for key, name in _STEPS.items():
-            found = {who: subject.samples.get(f"{key} {size}") for who, subject in results.items()}
-            samples: dict[str, Sample] = {who: sample for who, sample in found.items() if sample is not None}
-            report.row(f"{size} MiB: {name}, p50", samples, texts=dict.fromkeys(found.keys() - samples.keys(), "-"))
-    calls = {who: subject.samples["call"] for who, subject in results.items()}
-    report.row("a kernel, a copy of 4 KiB into the segment, a wait: p50", {str(who): sample for who, sample in calls.items()})
-    taken: dict[str, float] = {who: subject.taken for who, subject in results.items() if subject.taken is not None}
-    if taken:
-        report.row("memory that a segment of 2 MiB takes", taken, "bytes")
-    for key, name in (
-        ("protected", "a write to what was mapped for reading"),
-        ("reads on", "maker killed: who has it mapped"),
-        ("reads beside others", "… after a new process has filled and freed all other memory of the device"),
-        ("opens", "maker killed: a new process opens it"),
-        ("opens below", "… where the library does not refuse to"),
-        ("reads after", "… and who had it mapped then"),
-    ):
-        report.row(name, {}, texts={who: subject.texts[key] for who, subject in results.items()})
-
-
-#: Segments that are made to see what one of them takes.
-_MANY = 16
-
-
-def connected(path: str) -> socket.socket:
-    """Connect to a Unix socket."""
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(path)
-    return sock
 
 
 def send(sock: socket.socket, segment: Segment, *others: int) -> None:
@@ -216,43 +191,37 @@ def receive(sock: socket.socket) -> tuple[Segment, list[int]]:
     return Segment.owning(msgspec.json.decode(body, type=SegmentInfo), fd), others
 
 
+#: Segments that are made to see what one of them takes.
+_MANY = 16
+
+
 class End:
     """A process that makes a segment, or uses one that it is sent: one end of the benchmark.
 
-    :param socket: path to connect to.
+    :param sock: descriptor of its socket.
     """
 
-    def __init__(self, socket: str, device: str, mechanism: Any) -> None:
-        import torch
-
-        self.sock = connected(socket)
+    def __init__(self, sock: int, device: str, mechanism: Any) -> None:
+        self.sock = socket.socket(fileno=sock)
         self.host = device == "cpu"
-        self.backend: Backend = backend_for(device, mechanism)
+        self.backend: Any = backend_for(device, mechanism)
         self.making, self.mapping = Watch(MAKING[mechanism]), Watch(MAPPING[mechanism])
         self.device = torch.device("cpu") if self.host else torch.device("cuda", 0)
-        self.segment: Segment | None = None
+        self.segment: Any = None
         self.others: list[int] = []
         self.address = 0
         if not self.host:
             torch.zeros(1, device=self.device)
 
-    @property
-    def held(self) -> Segment:
-        """The segment."""
-        assert self.segment is not None, "nothing was made or received"
-        return self.segment
-
-    def bytes(self) -> Any:
+    def bytes(self) -> torch.Tensor:
         """Return the mapped memory as a tensor."""
         from shared_rpc.codec.storages import bytes_at
 
-        return bytes_at(self.address, self.held.info.nbytes, self.device)
+        return bytes_at(self.address, self.segment.info.nbytes, self.device)
 
     def wait(self) -> None:
         """Wait for the GPU."""
         if not self.host:
-            import torch
-
             torch.cuda.synchronize(self.device)
 
     def make(self, nbytes: int, rounds: int) -> dict[str, list[float]]:
@@ -262,7 +231,7 @@ class End:
             self.making.time(lambda: self._create(nbytes), times)
             times["map here"].append(timed(self._map))
             self._unmap()
-            self.held.close()
+            self.segment.close()
         return times
 
     def take(self, nbytes: int) -> float:
@@ -275,16 +244,16 @@ class End:
             segment.close()
         return taken
 
-    def keep(self, nbytes: int, value: int) -> None:
+    def keep(self, nbytes: int) -> None:
         """Make one, fill it and send it."""
         self._create(nbytes)
         self._map()
-        self.bytes().fill_(value)
+        self.bytes().fill_(_VALUE)
         self.wait()
-        send(self.sock, self.held)
+        send(self.sock, self.segment)
 
     def attach(self, rounds: int) -> dict[str, list[float]]:
-        """Receive one, and map it that many times; the last one stays. The seconds of each step, as :meth:`make` tells them."""
+        """Receive one, and map it that many times; the last one stays. The seconds of each step, as :meth:`make` has them."""
         self.segment, self.others = receive(self.sock)
         times: dict[str, list[float]] = {"unmap": []}
         for number in range(rounds):
@@ -295,8 +264,6 @@ class End:
 
     def call(self, count: int) -> list[float]:
         """Measure one call's work: a small kernel, a copy of 4 KiB into the mapped memory, and a wait for the stream."""
-        import torch
-
         source = torch.zeros(4096, dtype=torch.uint8, device=self.device)
         target = self.bytes()[:4096]
 
@@ -310,49 +277,44 @@ class End:
             once()
         return [timed(once) for _ in range(count)]
 
-    def read(self, value: int) -> str:
+    def read(self) -> str:
         """Return whether all bytes are unchanged."""
-        return _outcome(lambda: "reads all bytes" if bool((self.bytes() == value).all()) else "reads other bytes")
+        return _outcome(lambda: self._compared("reads all bytes", "reads other bytes"))
 
-    def use_all(self, value: int) -> None:
-        """Fill the free memory of the GPU, but for half a GiB, and free it."""
-        import torch
-
+    def use_all(self) -> None:
+        """Fill the free memory of the GPU with another value, but for half a GiB, and free it."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        blocks = [torch.full((64 << 20,), value, dtype=torch.uint8, device=self.device) for _ in range((free >> 26) - 8)]
+        blocks = [torch.full((64 << 20,), _VALUE + 1, dtype=torch.uint8, device=self.device) for _ in range((free >> 26) - 8)]
         self.wait()
         blocks.clear()
         torch.cuda.empty_cache()
 
-    def open(self, value: int) -> str:
+    def open(self) -> str:
         """Receive one whose maker has ended, and open it as the library does."""
         self.segment, self.others = receive(self.sock)
 
         def opened() -> str:
             self._map()
-            return "yes" if bool((self.bytes() == value).all()) else "yes, with other bytes"
+            return self._compared("yes", "yes, with other bytes")
 
         return _outcome(opened)
 
-    def open_below(self, value: int) -> str:
+    def open_below(self) -> str:
         """Open memory by the driver alone: the library refuses memory whose maker has ended."""
+        from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 
         def opened() -> str:
-            from shared_rpc.memory.backends.exporter_owned import ExporterOwnedBackend, export_descriptor_of
-
-            assert isinstance(self.backend, ExporterOwnedBackend), "a mechanism whose memory ends with its maker"
-            backend: Any = self.backend
-            exported = export_descriptor_of(self.held.fileno())
-            memory = backend.open_pool(self.others[0], exported) if self.others else backend.open(exported)
+            exported = export_descriptor_of(self.segment.fileno())
+            memory = self.backend.open_pool(self.others[0], exported) if self.others else self.backend.open(exported)
             self.address = memory.address
-            return "yes" if bool((self.bytes() == value).all()) else "yes, with other bytes"
+            return self._compared("yes", "yes, with other bytes")
 
         return _outcome(opened)
 
     def write_protected(self) -> str:
         """Receive one, map it for reading, and write."""
         self.segment, self.others = receive(self.sock)
-        self.address = self.backend.map(self.held.fileno(), self.held.info.nbytes, "read")
+        self.address = self.backend.map(self.segment.fileno(), self.segment.info.nbytes, "read")
 
         def written() -> str:
             self.bytes()[:1].fill_(1)
@@ -370,11 +332,14 @@ class End:
         self.segment = self.backend.create(nbytes)
 
     def _map(self) -> None:
-        self.address = self.backend.map(self.held.fileno(), self.held.info.nbytes, "read_write")
+        self.address = self.backend.map(self.segment.fileno(), self.segment.info.nbytes, "read_write")
 
     def _unmap(self) -> None:
         self.backend.synchronize()
-        self.backend.unmap(self.address, self.held.info.nbytes)
+        self.backend.unmap(self.address, self.segment.info.nbytes)
+
+    def _compared(self, equal: str, other: str) -> str:
+        return equal if bool((self.bytes() == _VALUE).all()) else other
 
 
 def _outcome(action: Callable[[], str]) -> str:
@@ -387,30 +352,31 @@ def _outcome(action: Callable[[], str]) -> str:
 # Times of the parts of making and mapping a segment: the library's own code, by the calls that it makes.
 
 _DRIVER = "cuda.bindings.driver"
+_ISSUE = ("shared_rpc.memory.backends.liveness", "issue")
 
 
 class Parts(NamedTuple):
-    """The steps of one operation: the calls ``targets`` (``"module:name"``) are the step ``inner``, all else is ``rest``."""
+    """The steps of one operation: the calls of ``targets`` (object, attribute) are the step ``inner``, all else is ``rest``."""
 
     rest: str
     inner: str = ""
-    targets: tuple[str, ...] = ()
+    targets: tuple[tuple[str, str], ...] = ()
 
 
 #: What ``Backend.create`` consists of: memory is allocated and zeroed, then made such that it can be sent. A memfd is a
 #: descriptor from the beginning. What is sent of the older mechanisms is an export descriptor, which is issued then.
 MAKING: dict[Mechanism, Parts] = {
     "memfd": Parts("create"),
-    "vmm": Parts("create", "export", (f"{_DRIVER}:cuMemExportToShareableHandle",)),
-    "ipc": Parts("create", "export", (f"{_DRIVER}:cuIpcGetMemHandle", "shared_rpc.memory.backends.liveness:issue")),
+    "vmm": Parts("create", "export", ((_DRIVER, "cuMemExportToShareableHandle"),)),
+    "ipc": Parts("create", "export", ((_DRIVER, "cuIpcGetMemHandle"), _ISSUE)),
     "pool": Parts(
         "create",
         "export",
         (
-            f"{_DRIVER}:cuMemPoolExportToShareableHandle",
-            f"{_DRIVER}:cuMemPoolExportPointer",
-            "shared_rpc.memory.backends.fd_server:FD_SERVER.register",
-            "shared_rpc.memory.backends.liveness:issue",
+            (_DRIVER, "cuMemPoolExportToShareableHandle"),
+            (_DRIVER, "cuMemPoolExportPointer"),
+            ("shared_rpc.memory.backends.fd_server:FD_SERVER", "register"),
+            _ISSUE,
         ),
     ),
 }
@@ -419,9 +385,9 @@ MAKING: dict[Mechanism, Parts] = {
 #: legacy IPC opens memory at an address.
 MAPPING: dict[Mechanism, Parts] = {
     "memfd": Parts("map"),
-    "vmm": Parts("map", "open", (f"{_DRIVER}:cuMemImportFromShareableHandle",)),
+    "vmm": Parts("map", "open", ((_DRIVER, "cuMemImportFromShareableHandle"),)),
     "ipc": Parts("open"),
-    "pool": Parts("open", "map", (f"{_DRIVER}:cuMemPoolImportPointer",)),
+    "pool": Parts("open", "map", ((_DRIVER, "cuMemPoolImportPointer"),)),
 }
 
 
@@ -435,11 +401,9 @@ class Watch:
         self._parts = parts
         self._clock = clock
         self._inside = 0.0
-        for target in parts.targets:
-            module, _, path = target.partition(":")
-            *owners, name = path.split(".")
-            owner = functools.reduce(getattr, owners, importlib.import_module(module))
-            setattr(owner, name, self._watched(getattr(owner, name)))
+        for owner, name in parts.targets:
+            found = pkgutil.resolve_name(owner)
+            setattr(found, name, self._watched(getattr(found, name)))
 
     def _watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

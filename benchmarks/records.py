@@ -8,10 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import subprocess
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -20,15 +17,11 @@ import msgspec
 import torch
 import typer
 
-from benchmarks.runner import OURS, Device, Json, Report, Sample, chosen
-from benchmarks.servers import Servers
+from benchmarks.runner import OURS, Device, Json, Run, Times, chosen
 from shared_rpc import Client
 from shared_rpc.extras import safetensors
 from shared_rpc.extras.record_file import FileRecord, save
 from shared_rpc.memory.mapping import MAPPINGS
-
-#: Seconds that anything here may take.
-_PATIENCE = 300.0
 
 #: Layers of 4 MiB with torch's own initial values, as code builds them before it loads weights.
 APP = """
@@ -47,6 +40,7 @@ def module(mebibytes):
 _BUILD, _ATTACH = "build, and attach", "attach"
 _EXPORT, _IMPORT = "export to a file", "import from the file, which is in the page cache"
 _ADOPT, _PROMOTE = "adopt from memory", "promote a candidate"
+_LOAD = "load a safetensors file, which is in the page cache"
 
 _Loaders = dict[str, Callable[[Path, str], object]]
 
@@ -61,54 +55,50 @@ def run(
     """Measure a warm start: a module that is read from a file, against its build; and a move from memory to memory."""
     device, _ = chosen(device)
     loaders = _loaders(device)
-    report = Report("records", f"Records of a module of {megabytes} MiB on {device}", list(loaders))
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    with Servers(device) as servers, TemporaryDirectory(dir=folder, prefix="bench-") as place:
+    title = f"Records of a module of {megabytes} MiB on {device}"
+    times = Times()
+    with (
+        Run("records", title, list(loaders), device, json) as run,
+        TemporaryDirectory(dir=folder, prefix="bench-") as place,
+    ):
         file, weights = Path(place) / "module.record", Path(place) / "model.safetensors"
-        with servers.broker(APP.format(device=device)) as (socket, _), Client(socket_path=socket, timeout=_PATIENCE) as client:
+        with run.broker(APP) as client:
             client.call("module", 4).release()  # the first of everything
             for _ in range(rounds):
                 _measure(client, megabytes, file, times)
-            nbytes = file.stat().st_size
-            kind = subprocess.run(["stat", "-f", "-c", "%T", place], capture_output=True, text=True, check=False).stdout.strip()
-            report.note(f"the file has {nbytes:,} bytes, on {kind or 'an unknown file system'}")
+        nbytes = file.stat().st_size
+        kind = subprocess.run(["stat", "-f", "-c", "%T", place], capture_output=True, text=True, check=False).stdout.strip()
+        run.note(f"the file has {nbytes:,} bytes, on {kind or 'an unknown file system'}")
         file.unlink()
         _write_weights(weights, megabytes // 4)
-        loads = _measure_loads(loaders, weights, device, rounds)
-    for name in (_BUILD, _EXPORT, _IMPORT, _ATTACH, _ADOPT, _PROMOTE):
-        report.row(name, {OURS: Sample([times[name]])})
-    read, built = Sample([times[_IMPORT]]).p50, Sample([times[_BUILD]]).p50
-    report.row("load a safetensors file, which is in the page cache", loads)
-    report.row("the same, in GB/s", {name: nbytes / 1e9 / sample.p50 for name, sample in loads.items()}, "number")
-    report.row("speed of import, as a part of that of load", {OURS: loads[OURS].p50 / read}, "ratio")
-    report.row("import, as a part of the build", {OURS: read / built}, "ratio")
-    report.note(f"medians of {rounds} rounds; each builds, exports, imports, attaches and adopts, one after the other")
-    report.finish(json)
+        _measure_loads(loaders, weights, device, rounds, times)
+        for name in (_BUILD, _EXPORT, _IMPORT, _ATTACH, _ADOPT, _PROMOTE, _LOAD):
+            run.row(name, times.samples(name))
+        loads = times.samples(_LOAD)
+        built, read = (times.samples(name)[OURS].p50 for name in (_BUILD, _IMPORT))
+        run.row("the same, in GB/s", {name: nbytes / 1e9 / sample.p50 for name, sample in loads.items()}, "number")
+        run.row("speed of import, as a part of that of load", loads[OURS].p50 / read, "ratio")
+        run.row("import, as a part of the build", read / built, "ratio")
+        run.note(f"medians of {rounds} rounds; each builds, exports, imports, attaches and adopts, one after the other")
 
 
-def _measure(client: Client, megabytes: int, file: Path, times: defaultdict[str, list[float]]) -> None:
-    @contextmanager
-    def timed(name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        times[name].append(time.perf_counter() - begin)
-
+def _measure(client: Client, megabytes: int, file: Path, times: Times) -> None:
     client.invalidate_endpoint_cache("module")
-    with timed(_BUILD):
+    with times.of(_BUILD):
         handle = client.call("module", megabytes)
-    with timed(_EXPORT):
+    with times.of(_EXPORT):
         save(client, handle.object_id, file)
     handle.release()
     client.invalidate_endpoint_cache("module")
-    with timed(_IMPORT), FileRecord(file) as read:
+    with times.of(_IMPORT), FileRecord(file) as read:
         client.adopt(read)
-    with timed(_ATTACH):
+    with times.of(_ATTACH):
         handle = client.call("module", megabytes)
     with handle, client.export(handle) as record:
-        with timed(_ADOPT):
+        with times.of(_ADOPT):
             client.adopt(record)
         # The earlier generation is held, as by those who serve it: freeing its memory is no part of this.
-        with client.adopt_candidate(record) as candidate, client.call("module", megabytes), timed(_PROMOTE):
+        with client.adopt_candidate(record) as candidate, client.call("module", megabytes), times.of(_PROMOTE):
             client.promote(candidate)
 
 
@@ -145,20 +135,16 @@ def _write_weights(file: Path, count: int) -> None:
             opened.write(torch.full((1 << 20,), float(n)).numpy().tobytes())
 
 
-def _measure_loads(loaders: _Loaders, file: Path, device: str, rounds: int) -> dict[str, Sample]:
+def _measure_loads(loaders: _Loaders, file: Path, device: str, rounds: int, times: Times) -> None:
     """Load the file by each in turn, ``rounds`` times after a first one."""
-    times: defaultdict[str, list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         for name, load in loaders.items():
-            begin = time.perf_counter()
-            loaded = load(file, device)
-            if device != "cpu":
-                torch.cuda.synchronize()
-            if number:
-                times[name].append(time.perf_counter() - begin)
+            with (times if number else Times()).of(_LOAD, name):
+                loaded = load(file, device)
+                if device != "cpu":
+                    torch.cuda.synchronize()
             del loaded
             gc.collect()
             MAPPINGS.drain()
             if device != "cpu":
                 torch.cuda.empty_cache()
-    return {name: Sample([values]) for name, values in times.items()}

@@ -5,22 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
-from benchmarks import workload  # noqa: F401  the classes of what is attached
-from benchmarks.runner import OURS, Device, Json, Report, Sample, Shape, chosen
-from benchmarks.servers import Process, Servers
+from benchmarks.processes import Process, process_counts
+from benchmarks.runner import OURS, PATIENCE, Device, Goal, Json, Run, Sample, Shape, Times, chosen
 from benchmarks.sides import load_lazy_modules
 from shared_rpc import Client
 
-#: Seconds that anything here may take.
-_PATIENCE = 120.0
 #: The pace's multiple where a restart is timed: after a worker that lived for less than 10 s the next one is started later.
 _LONG = 1.75
 
@@ -53,70 +50,63 @@ def run(
 ) -> None:
     """Measure a broker whose worker is killed: attaches across the kill, the next worker, and the broker's own memory."""
     device, shape = chosen(device, shape)
-    report = Report("recovery", f"The worker is killed ({shape} on {device})", [OURS])
-    app, call = APP.format(device=device), ["model", shape]
-    with (
-        Servers(device) as servers,
-        servers.broker(app) as (socket, pid),
-        Client(socket_path=socket, timeout=_PATIENCE) as client,
-    ):
-        config: dict[str, Any] = {"socket": socket, "device": device, "call": call}
-        clients = processes or max(1, min(4, len(servers.cores) // 2))
-        started = [servers.client("recovery:Attacher", **config) for _ in range(clients)]
-        attaching = [process.ready() for process in started]
-        client.call(*call).release()
-        killer = _Killer(client, pace)
-        _kill_rows(report, killer, attaching, attaches, rate, kills)
-        _digest_row(report, servers, killer, config, attaching[0])
-        with (
-            servers.broker(app, "--no-preload", name="plain") as (plain, _),
-            Client(socket_path=plain, timeout=_PATIENCE) as other,
-        ):
-            _ready_rows(report, servers, killer, _Killer(other, pace), restarts)
-        _broker_rows(report, client, pid, device)
-    report.finish(json)
+    title = f"The worker is killed ({shape} on {device})"
+    with Run("recovery", title, [OURS], device, json) as run, run.broker(APP) as client:
+        config: dict[str, Any] = {"address": client.socket_path, "device": device, "call": ["model", shape]}
+        clients = processes or max(1, min(4, len(run.cores) // 2))
+        attaching = [run.process(Attacher, **config) for _ in range(clients)]
+        for process in attaching:
+            process.ready()
+        client.call("model", shape).release()
+        broker = _Broker(client, pace)
+        _kill_rows(run, broker, attaching, attaches, rate, kills)
+        _digest_row(run, broker, config, attaching[0])
+        with run.broker(APP, "--no-preload", name="plain") as other:
+            _ready_rows(run, broker, _Broker(other, pace), restarts)
+        _broker_rows(run, client)
 
 
-class _Killer:
-    """Kills the worker of a broker, and knows when the next one is ready."""
+class _Broker:
+    """A broker with one worker, which is killed, and what the broker reports.
+
+    :param pace: seconds from one kill to the next.
+    """
 
     def __init__(self, client: Client, pace: float) -> None:
         self._client = client
         self._pace = pace
-        self._earlier = 0
+        self._killed = 0
         self._last = 0.0
 
     def pause(self, times: float = 1.0) -> None:
         """Wait until a kill is the pace's seconds after the one before, or a multiple of them."""
         time.sleep(max(self._last + times * self._pace - time.monotonic(), 0))
 
-    def kill(self) -> None:
-        """Kill the ready worker by SIGKILL."""
-        self._earlier = self._client.get_server_info()["workers"][0]["pid"]
+    def kill(self) -> float:
+        """Kill the ready worker by SIGKILL, and return when."""
+        self._killed = self._client.get_server_info()["workers"][0]["pid"]
         self._last = time.monotonic()
-        os.kill(self._earlier, signal.SIGKILL)
-
-    def wait_for_zygote(self) -> int:
-        """Wait until the next worker is a fork; return the bytes of its zygote."""
-        deadline = time.monotonic() + _PATIENCE
-        while time.monotonic() < deadline:
-            facts = self._client.get_server_info()["zygote"]
-            if facts["state"] == "ready":
-                return int(facts["pss"])
-            if facts["state"] == "off":
-                break
-            time.sleep(0.1)
-        raise RuntimeError(f"the broker has no zygote: {facts}")
+        os.kill(self._killed, signal.SIGKILL)
+        return self._last
 
     def wait_for_another(self) -> None:
         """Wait for a worker that is ready and not the one that was killed."""
-        deadline = time.monotonic() + _PATIENCE
-        while time.monotonic() < deadline:
-            workers = self._client.get_server_info()["workers"]
-            if any(worker["state"] == "ready" and worker["pid"] != self._earlier for worker in workers):
-                return
-            time.sleep(0.001)
-        raise RuntimeError("no worker came in place of the one that was killed")
+        self._wait(1e-3, lambda info: any(one["state"] == "ready" and one["pid"] != self._killed for one in info["workers"]))
+
+    def wait_for_zygote(self) -> int:
+        """Wait until the next worker is a fork; return the bytes of its zygote."""
+        zygote = self._wait(0.1, lambda info: info["zygote"]["state"] in ("ready", "off"))["zygote"]
+        if zygote["state"] == "off":
+            raise RuntimeError(f"the broker has no zygote: {zygote}")
+        return int(zygote["pss"])
+
+    def _wait(self, period: float, condition: Callable[[Any], bool]) -> Any:
+        deadline = time.monotonic() + PATIENCE
+        while not condition(info := self._client.get_server_info()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no worker came in place of the one that was killed, or no zygote: {info}")
+            time.sleep(period)
+        return info
 
 
 class _Turn(NamedTuple):
@@ -127,57 +117,48 @@ class _Turn(NamedTuple):
     errors: list[str]
 
 
-def _kill_rows(report: Report, killer: _Killer, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
+def _kill_rows(run: Run, broker: _Broker, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
     """Measure attaches from several processes, halfway through which the worker is killed, in several rounds."""
     for process in attaching:
         process.ask("attach", count=10, rate=50)  # modules are loaded with the first one
-    turns = [_attach_across_a_kill(killer, attaching, attaches, rate) for _ in range(kills)]
-    before, after = Sample(turn.before for turn in turns), Sample(turn.after for turn in turns)
+    turns = [_attach_across_a_kill(broker, attaching, attaches, rate) for _ in range(kills)]
+    before, after = Sample(*(turn.before for turn in turns)), Sample(*(turn.after for turn in turns))
     errors = [error for turn in turns for error in turn.errors]
-    report.row(
-        f"{attaches:,} attaches at {rate:g} a second, worker killed halfway, {kills} times: failed",
-        {OURS: float(len(errors))},
-        "number",
-        "attach_gap",
-        float(len(errors)),
-        errors=errors[:10],
-        before=[len(turn.before) for turn in turns],
-        after=[len(turn.after) for turn in turns],
-    )
-    report.row("… p50 before the kill", {OURS: before})
-    report.row("… p50 from the kill on", {OURS: after})
-    report.row("… p99 before the kill", {OURS: before.p99})
-    report.row("… p99 from the kill on", {OURS: after.p99}, "s", "attach_p99", after.p99 / before.p99)
+    name = f"{attaches:,} attaches at {rate:g} a second, worker killed halfway, {kills} times: failed"
+    run.row(name, len(errors), "number", Goal("≤", 0))
+    for error in errors[:10]:
+        run.note(error)
+    run.row("… p50 before the kill", before)
+    run.row("… p50 from the kill on", after)
+    run.row("… p99 before the kill", before.p99)
+    run.row("… p99 from the kill on", after.p99, "s", Goal("≤", 2, "before", "ratio"), measured=after.p99 / before.p99)
 
 
-def _attach_across_a_kill(killer: _Killer, attaching: list[Process], attaches: int, rate: float) -> _Turn:
-    each, share = attaches // len(attaching), rate / len(attaching)
-    killer.pause()
+def _attach_across_a_kill(broker: _Broker, attaching: list[Process], attaches: int, rate: float) -> _Turn:
+    broker.pause()
     for process in attaching:
-        process.tell("attach", count=each, rate=share)
+        process.tell("attach", count=attaches // len(attaching), rate=rate / len(attaching))
     time.sleep(attaches / rate / 2)
-    killer.kill()
-    killed = time.time()
+    killed = broker.kill()
     answers = [process.read() for process in attaching]
-    killer.wait_for_another()
-    times = [(answer["began"] + offset - killed, seconds) for answer in answers for offset, seconds in answer["times"]]
+    broker.wait_for_another()
+    times = [(begin - killed, seconds) for times, _ in answers for begin, seconds in times]
     return _Turn(
         before=[seconds for since, seconds in times if since < 0],
         after=[seconds for since, seconds in times if since >= 0],
-        errors=[error for answer in answers for error in answer["errors"]],
+        errors=[error for _, errors in answers for error in errors],
     )
 
 
-def _digest_row(report: Report, servers: Servers, killer: _Killer, config: dict[str, Any], attached: Process) -> None:
+def _digest_row(run: Run, broker: _Broker, config: dict[str, Any], attached: Process) -> None:
     """Check that the object of a dead worker computes the same bits, in a later process."""
     first = attached.ask("digest")
-    killer.pause()
-    killer.kill()
-    with servers.client("recovery:Attacher", **config) as late:
-        differ = float(late.ask("digest") != first)
-    name = "forward pass of a process that attached after its maker's death: differing bits"
-    report.row(name, {OURS: differ}, "number", "killed", differ)
-    killer.wait_for_another()
+    broker.pause()
+    broker.kill()
+    with Process(Attacher, **config) as late:
+        differ = late.ask("digest") != first
+    run.row("forward pass of a process that attached after its maker's death: differing bits", differ, "number", Goal("≤", 0))
+    broker.wait_for_another()
 
 
 #: Prints the seconds that the app's own modules take to be imported, where all that they import from packages is there.
@@ -201,78 +182,73 @@ print(time.perf_counter() - begin)
 """
 
 
-def _ready_rows(report: Report, servers: Servers, killer: _Killer, plain: _Killer, restarts: int) -> None:
+def _ready_rows(run: Run, broker: _Broker, plain: _Broker, restarts: int) -> None:
     """Measure the time to the next worker, as a fork and as a new process, beside that of importing the app.
 
-    :param plain: of a broker whose workers are new processes.
+    :param plain: the broker whose workers are new processes.
     """
-    imports: list[float] = []
-    own: list[float] = []
-    forked: list[float] = []
-    new: list[float] = []
-    nbytes = killer.wait_for_zygote()
+    times = Times()
+    imports, own = "a process that imports the app, from start to end", "… of that the app's own modules"
+    forked, new = "from SIGKILL to a new worker that is ready", "… with --no-preload"
+    nbytes = broker.wait_for_zygote()
     for _ in range(restarts):
-        begin = time.perf_counter()
-        servers.run("-c", "import runpy; runpy.run_path('app.py', run_name='app')")
-        imports.append(time.perf_counter() - begin)
-        own.append(float(servers.run("-c", _OWN_IMPORTS)))
-        for one, times in ((killer, forked), (plain, new)):
-            one.pause(_LONG)
-            begin = time.perf_counter()
-            one.kill()
-            one.wait_for_another()
-            times.append(time.perf_counter() - begin)
-    report.row("a process that imports the app, from start to end", {OURS: statistics.median(imports)})
-    report.row("… of that the app's own modules", {OURS: statistics.median(own)})
-    ready = statistics.median(forked)
-    report.row("from SIGKILL to a new worker that is ready", {OURS: ready}, "s", "worker", ready - statistics.median(own))
-    report.row("… with --no-preload", {OURS: statistics.median(new)})
-    report.row("memory of the zygote (PSS)", {OURS: float(nbytes)}, "bytes")
+        with times.of(imports):
+            run.program("-c", "import runpy; runpy.run_path('app.py', run_name='app')", cores=run.server_cores)
+        times[own, OURS].append(float(run.program("-c", _OWN_IMPORTS, cores=run.server_cores)))
+        for killed, name in ((broker, forked), (plain, new)):
+            killed.pause(_LONG)
+            with times.of(name):
+                killed.kill()
+                killed.wait_for_another()
+    alone = times.samples(own)[OURS].p50
+    for name in (imports, own, forked, new):
+        samples = times.samples(name)
+        goal = Goal("≤", 0.4, "+ the own modules") if name == forked else None
+        run.row(name, samples, "s", goal, measured=samples[OURS].p50 - alone)
+    run.row("memory of the zygote (PSS)", nbytes, "bytes")
 
 
-def _broker_rows(report: Report, client: Client, pid: int, device: str) -> None:
-    """Measure the costs of a hundred objects."""
+def _broker_rows(run: Run, client: Client) -> None:
+    """Measure what a hundred objects cost the broker."""
     for number in range(99):
         client.call("numbered", number)
-    status = Path(f"/proc/{pid}/status").read_text()
-    resident = float(int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) << 10)
-    objects = client.get_server_info()["objects"]
-    report.row(f"memory of the broker with {objects} objects", {OURS: resident}, "bytes", "broker", resident)
-    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    opened = sum(("/dev/nvidia" if device == "cpu" else "nvidiactl") in link for link in links)
-    traces = float(sum(name in maps for name in ("libcuda", "libtorch", "/dev/nvidia")))
-    name = "… libraries of CUDA or torch, and devices, that it has mapped"
-    report.row(name, {OURS: traces}, "number", "broker_gpu", traces, control_devices=opened)
+    info = client.get_server_info()
+    resident = process_counts(info["pid"])["resident"]
+    run.row(f"memory of the broker with {info['objects']} objects", resident, "bytes", Goal("≤", 40 << 20))
+    maps = Path(f"/proc/{info['pid']}/maps").read_text()
+    traces = sum(name in maps for name in ("libcuda", "libtorch", "/dev/nvidia"))
+    run.row("… libraries of CUDA or torch, and devices, that it has mapped", traces, "number", Goal("≤", 0, "no GPU memory"))
 
 
 class Attacher:
     """A client process, which attaches again and again, at a steady rate, and computes with the model."""
 
-    def __init__(self, socket: str, device: str, call: list[Any]) -> None:
-        self._socket, self._device, self._call = socket, device, call
+    def __init__(self, address: str, device: str, call: list[Any]) -> None:
+        self._address, self._device, self._call = address, device, call
         if device != "cpu":
             torch.zeros(1, device=device)
         load_lazy_modules(device)
 
-    def attach(self, count: int, rate: float) -> dict[str, Any]:
-        """Attach with a new client: a connection, a session, the model, and the end of all of them."""
-        began = time.time()
-        start, times, errors = time.perf_counter(), [], []
+    def attach(self, count: int, rate: float) -> tuple[list[tuple[float, float]], list[str]]:
+        """Attach with a new client: a connection, a session, the model, and the end of all of them.
+
+        :return: the beginning and the seconds of each, and the errors of those that failed.
+        """
+        start, times, errors = time.monotonic(), [], []
         for number in range(count):
-            time.sleep(max(start + number / rate - time.perf_counter(), 0))
-            begin = time.perf_counter()
+            time.sleep(max(start + number / rate - time.monotonic(), 0))
+            begin = time.monotonic()
             try:
-                client = Client(socket_path=self._socket, timeout=30.0, connect_timeout=0)
+                client = Client(socket_path=self._address, timeout=30.0, connect_timeout=0)
                 with client, client.call(*self._call) as handle:
                     assert handle.value is not None
-                    times.append((begin - start, time.perf_counter() - begin))
+                    times.append((begin, time.monotonic() - begin))
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}")
-        return {"began": began, "times": times, "errors": errors}
+        return times, errors
 
     def digest(self) -> str:
         """Hash the bits of a forward pass of a model that is attached for it."""
-        with Client(socket_path=self._socket) as client, client.call(*self._call) as handle, torch.inference_mode():
+        with Client(socket_path=self._address) as client, client.call(*self._call) as handle, torch.inference_mode():
             logits = handle.value(torch.arange(64, device=self._device))
             return hashlib.sha256(logits.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()

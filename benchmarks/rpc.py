@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Annotated, Any
 
 import anyio
+import torch
 import typer
 
 from benchmarks.clients import throughput
-from benchmarks.memory import private_bytes, process_counts, used
-from benchmarks.peers import PEERS, RpcPeer, installed
-from benchmarks.runner import ECHO, OURS, Json, Report, Sample, Unit, interleaved, shown, timed
-from benchmarks.servers import Servers, Started, environ
-from benchmarks.sides import PEER, Echo, Ours, Peer, Side, missing
-from shared_rpc import AsyncClient
+from benchmarks.processes import private_bytes, process_counts, used
+from benchmarks.runner import ECHO, OURS, Goal, Json, Run, Sample, Unit, interleaved, shown, timed
+from benchmarks.sides import PEER, PEERS, Echo, Ours, SharedTensor, Side, Started, present, serve
+from benchmarks.workload import SMALL
+from shared_rpc import AsyncClient, Client
 
 #: Prints the seconds that the package takes to import where torch is there already.
 #: A full collection is due when torch is there, and takes 100 ms of whatever comes next: before the clock starts.
@@ -59,129 +58,98 @@ def run(
     """Round trips: ping, direct and managed calls, arguments, tasks, many calls at once, very many calls; import and command
     line."""
     device = "cuda" if cuda else "cpu"
-    pings, tensors = missing(), missing(tensors=device)
-    there, left_out = installed() if peers else ([], None)
-    others = [PEERS[name].name for name in there]
-    names = [ECHO, *([PEER] if pings is None else []), *others, OURS]
-    report = Report("rpc", f"Round trips, tensors on {device} (x raw echo)", names, divided=pinned)
-    report.note(pings if pings is not None else tensors)
-    report.note(left_out)
-    with Servers(device, pinned=pinned) as servers:
-        echo, started = Echo(servers.start("EchoServer").address), servers.start("OurServer")
-        ours = Ours(started.address)
-        theirs = servers.start("PeerServer") if pings is None else None
-        peer = Peer(theirs.address) if theirs is not None else None
-        beside = [PEERS[name](servers.start("RpcServer", peer=name).address, device) for name in there]
-        turns = _Turns(report, echo, ours, peer, beside, rounds, calls)
+    others: list[type[Side]] = [SharedTensor, *(PEERS if peers else ())]
+    sides = present(Echo, *others, Ours)
+    title = f"Round trips, tensors on {device} (x raw echo)"
+    with Run("rpc", title, [side.name for side in sides], device, json, pinned=pinned) as run, ExitStack() as stack:
+        for other in others:
+            run.note(other.missing(device))
+        servers = {side.name: serve(run, side) for side in sides}
+        connected = {side.name: stack.enter_context(closing(side(servers[side.name].address, device))) for side in sides}
+        ours = connected[OURS]
+        assert isinstance(ours, Ours), "it is the client of this library"
+        turns = _Turns(run, connected, rounds, calls)
         turns.pings_and_tasks()
-        turns.calls_with_tensors(peer if tensors is None else None, device, megabytes)
-        _concurrent_calls(report, started.address, rounds)
-        many = clients or (_TOGETHER if cuda else min(_TOGETHER, len(servers.cores)))
-        addresses = {PEER: theirs.address} if theirs is not None and tensors is None else {}
-        addresses[OURS] = started.address
-        throughput(report, servers, addresses, device, many, rounds, judge=cuda and many == _TOGETHER)
-        _kept_results(report, ours, started.process.pid, kept)
-        _finished_tasks(report, ours, started.process.pid, tasks)
+        turns.calls_with_tensors(megabytes)
+        _concurrent_calls(run, servers[OURS].address, rounds)
+        many = clients or (_TOGETHER if cuda else min(_TOGETHER, len(run.cores)))
+        addresses = {side.name: servers[side.name].address for side in present(SharedTensor, Ours, device=device)}
+        throughput(run, addresses, many, rounds, judge=cuda and many == _TOGETHER)
+        _kept_results(run, ours.link, servers[OURS].process.pid, kept)
+        _finished_tasks(run, ours, servers[OURS].process.pid, tasks)
         count = long_run if long_run is not None else _LONG[device]
         if count:
-            _many_calls(report, servers, started, device, count)
-        _cold_starts(report, servers.base_path, processes)
-        for client in (*beside, ours, peer, echo):
-            if client is not None:
-                client.close()
-    report.finish(json)
+            _many_calls(run, servers[OURS], count)
+        _cold_starts(run, processes)
 
 
 class _Turns:
     """The rows that are measured over open connections."""
 
-    def __init__(
-        self, report: Report, echo: Echo, ours: Ours, peer: Peer | None, others: list[RpcPeer], rounds: int, calls: int
-    ) -> None:
-        self._report = report
-        self._echo = echo
-        self._ours = ours
-        self._peer = peer
-        self._others = others
+    def __init__(self, run: Run, clients: dict[str, Side], rounds: int, calls: int) -> None:
+        self._run = run
+        self._clients = clients
         self._rounds = rounds
         self._calls = calls
 
-    def _measure(
-        self, action: Callable[[Any], object], peer: Peer | None, *, slow: bool = False, others: bool = False
-    ) -> dict[str, Sample]:
-        actions: dict[str, Callable[[], object]] = {ECHO: self._echo.ping}
-        sides = [peer, *(self._others if others else ()), self._ours]
-        actions |= {side.name: partial(action, side) for side in sides if side is not None}
+    def _measure(self, sides: Iterable[str], action: Callable[[Any], object], *, slow: bool = False) -> dict[str, Sample]:
+        """Measure the action of these sides in turns with the echo; once for :data:`_SLOW` other calls if it is slow."""
+        actions: dict[str, Callable[[], object]] = {ECHO: self._clients[ECHO].ping}
+        actions |= {name: partial(action, client) for name, client in self._clients.items() if name in sides}
         if slow:
             return interleaved(actions, rounds=self._rounds, calls=max(self._calls // _SLOW, 1), warm_up=1)
         return interleaved(actions, rounds=self._rounds, calls=self._calls)
 
     def pings_and_tasks(self) -> None:
         """Measure pings: medians, and the slowest in a hundred; then tasks that do nothing."""
-        samples = self._measure(lambda side: side.ping(), self._peer, others=True)
-        self._report.row("ping, p50", samples, "s", "ping", samples[OURS].p50 / samples[ECHO].p50)
-        self._report.row("ping, p99", {name: sample.p99 for name, sample in samples.items()})
-        samples = self._measure(lambda side: side.task("nothing"), self._peer)
+        samples = self._measure(self._clients.keys() - {ECHO}, lambda side: side.ping())
+        goal = Goal("≤", 2, "raw echo", "ratio")
+        self._run.row("ping, p50", samples, "s", goal, measured=samples[OURS].p50 / samples[ECHO].p50)
+        self._run.row("ping, p99", {name: sample.p99 for name, sample in samples.items()})
+        samples = self._measure((PEER, OURS), lambda side: side.task("nothing"))
+        goal = Goal("≤", 6, "raw echo", "ratio")
         ratio = samples[OURS].p50 / samples[ECHO].p50
-        self._report.row("submit and wait for a task, p50", samples, "s", "task", ratio)
+        self._run.row("submit and wait for a task, p50", samples, "s", goal, measured=ratio)
 
-    def calls_with_tensors(self, peer: Peer | None, device: str, mebibytes: int) -> None:
+    def calls_with_tensors(self, mebibytes: int) -> None:
         """Measure direct calls, a managed one, and calls with a small and a large argument."""
-        import torch
-
-        from benchmarks.workload import SMALL
-
+        device = self._run.device
+        pair = {OURS} if SharedTensor.missing(device) else {PEER, OURS}
+        everyone = self._clients.keys() - {ECHO, PEER} | pair
         on_gpu = device == "cuda"
+        small, large = Goal("≤", 120e-6, "GPU"), Goal("≤", 0.5e-3, "64 MiB, GPU")
 
-        def row(
-            name: str, action: Callable[[Side], object], goal: str = "", *, slow: bool = False, others: bool = False
-        ) -> None:
-            samples = self._measure(action, peer, slow=slow, others=others)
-            judge = goal and on_gpu and (not slow or mebibytes == 64)
-            self._report.row(name, samples, "s", goal, samples[OURS].p50 if judge else None)
+        def row(sides: Iterable[str], name: str, action: Callable[[Side], Any], goal: Goal | None = small) -> None:
+            samples = self._measure(sides, action, slow=goal is large)
+            self._run.row(name, samples, "s", goal, judge=on_gpu and (goal is not large or mebibytes == 64))
 
-        small = "small_tensor"
-        row("direct call, 4 KiB tensor, cached", lambda side: side.call("small"), small)
-        row("direct call, 4 KiB tensor, new", lambda side: side.call("fresh"), small, others=True)
-        row("the same by an async def endpoint", _on_loop("fresh"), small)
-        if peer is not None:
-            peer.attach("kept")  # one reference that stays, or it would be built again after every release
-        row("managed call and release, 4 KiB", lambda side: side.attach("kept").release())
-        row(
-            "direct call, takes and returns 4 KiB, new",
-            lambda side: side.call("plus_one", torch.ones(SMALL, device=device)),
-            small,
-            others=True,
-        )
+        row(pair, "direct call, 4 KiB tensor, cached", lambda side: side.call("small"))
+        row(everyone, "direct call, 4 KiB tensor, new", lambda side: side.call("fresh"))
+        row(pair, "the same by an async def endpoint", lambda side: side.call("fresh_on_loop"))
+        if PEER in pair:
+            self._clients[PEER].call("kept")  # one reference that stays, or it would be built again after every release
+        row(pair, "managed call and release, 4 KiB", lambda side: side.call("kept").release(), None)
+        name = "direct call, takes and returns 4 KiB, new"
+        row(everyone, name, lambda side: side.call("plus_one", torch.ones(SMALL, device=device)))
         argument = torch.ones(mebibytes << 20, dtype=torch.uint8, device=device)
-        name = f"echo of a {mebibytes} MiB tensor argument"
-        row(name, lambda side: side.call("echo", argument), "large_argument", slow=True, others=True)
-        row("the same echo by an async def endpoint", _on_loop("echo", argument), "large_argument", slow=True)
+        row(everyone, f"echo of a {mebibytes} MiB tensor argument", lambda side: side.call("echo", argument), large)
+        row(pair, "the same echo by an async def endpoint", lambda side: side.call("echo_on_loop", argument), large)
 
 
-def _on_loop(endpoint: str, *args: Any) -> Callable[[Side], object]:
-    """Return a call of the endpoint's ``async def`` twin, on the side that has one."""
-    return lambda side: side.call(f"{endpoint}_on_loop" if side.name == OURS else endpoint, *args)
-
-
-def _cold_starts(report: Report, base_path: str, processes: int) -> None:
-    def python(*arguments: str) -> str:
-        words = [sys.executable, *arguments]
-        return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=environ()).stdout
-
+def _cold_starts(run: Run, processes: int) -> None:
     def list_servers() -> None:
-        answer = python("-m", "shared_rpc.cli", "ls", "--json", "--base-path", base_path)
-        if base_path not in answer:
-            raise RuntimeError(f"'shared-rpc ls' does not see the server at {base_path}: {answer}")
+        answer = run.program("-m", "shared_rpc.cli", "ls", "--json", "--base-path", run.base_path)
+        if run.base_path not in answer:
+            raise RuntimeError(f"'shared-rpc ls' does not see the server at {run.base_path}: {answer}")
 
     turns = [
-        (float(python("-c", _IMPORT).splitlines()[-1]), timed(list_servers), timed(lambda: python("-c", "pass")))
+        (float(run.program("-c", _IMPORT).splitlines()[-1]), timed(list_servers), timed(lambda: run.program("-c", "pass")))
         for _ in range(processes)
     ]
-    importing, listing, start = (Sample([times]) for times in zip(*turns, strict=True))
-    report.row("import of every public name, beyond torch", {OURS: importing}, "s", "import", importing.p50)
-    report.row("shared-rpc ls --json, as a process", {OURS: listing}, "s", "ls", listing.p50)
-    report.note(f"Python itself takes {start.p50 * 1e3:.0f} ms to start and end")
+    importing, listing, start = (Sample(times) for times in zip(*turns, strict=True))
+    run.row("import of every public name, beyond torch", importing, "s", Goal("≤", 60e-3))
+    run.row("shared-rpc ls --json, as a process", listing, "s", Goal("≤", 0.2))
+    run.note(f"Python itself takes {start.p50 * 1e3:.0f} ms to start and end")
 
 
 # Calls that are under way together.
@@ -190,12 +158,13 @@ def _cold_starts(report: Report, base_path: str, processes: int) -> None:
 _AT_ONCE, _EACH = 64, 10
 
 
-def _concurrent_calls(report: Report, socket: str, rounds: int) -> None:
+def _concurrent_calls(run: Run, socket: str, rounds: int) -> None:
     """Measure calls over one connection of an :class:`AsyncClient`, one by one and all at once, in seconds for each call."""
     for endpoint, text in (("small", "a cached tensor"), ("nothing", "an endpoint that runs")):
         apart, together = anyio.run(_calls, socket, endpoint, rounds)
-        report.row(f"AsyncClient, {text}: one by one, a call", {OURS: apart})
-        report.row(f"… {_AT_ONCE} at once, a call", {OURS: together}, "s", "concurrent", together.p50 / apart.p50)
+        run.row(f"AsyncClient, {text}: one by one, a call", apart)
+        goal = Goal("≤", 1 / 3, "one by one", "ratio")
+        run.row(f"… {_AT_ONCE} at once, a call", together, "s", goal, measured=together.p50 / apart.p50)
 
 
 async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sample]:
@@ -219,26 +188,28 @@ async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sampl
             together.append([(time.perf_counter() - middle) / _AT_ONCE / _EACH])
         del kept
     # The first turn made the threads, and does not count.
-    return Sample(apart[1:]), Sample(together[1:])
+    return Sample(*apart[1:]), Sample(*together[1:])
 
 
-def _kept_results(report: Report, ours: Ours, pid: int, count: int) -> None:
+# What many results, tasks and calls leave.
+
+
+def _kept_results(run: Run, client: Client, pid: int, count: int) -> None:
     """Measure what many cached results of 4 KiB take: memory of their device, and descriptors."""
-    before, fds = ours.client.get_server_info()["nbytes"], process_counts(pid)["fds"]
+    before, fds = client.get_server_info()["nbytes"], process_counts(pid)["fds"]
     results: list[object] = []
-    seconds = timed(lambda: results.extend(ours.call("small", number) for number in range(1, count + 1)))
-    nbytes = ours.client.get_server_info()["nbytes"] - before
-    report.row(f"{count:,} cached results of 4 KiB: the first call of each", {OURS: seconds / count})
-    report.row("… memory of their device", {OURS: nbytes}, "bytes", "kept_memory", nbytes * 12_000 / count)
-    more = process_counts(pid)["fds"] - fds
-    report.row("… descriptors of the server", {OURS: more}, "number", "kept_fds", more)
-    more = process_counts(os.getpid())["fds"]
-    report.row("… descriptors of a client that has all", {OURS: more}, "number", "kept_fds", more)
+    seconds = timed(lambda: results.extend(client.call("small", number) for number in range(1, count + 1)))
+    nbytes = client.get_server_info()["nbytes"] - before
+    run.row(f"{count:,} cached results of 4 KiB: the first call of each", seconds / count)
+    goal = Goal("≤", 100 << 20, "12,000 of them")
+    run.row("… memory of their device", nbytes, "bytes", goal, measured=nbytes * 12_000 / count)
+    run.row("… descriptors of the server", process_counts(pid)["fds"] - fds, "number", Goal("≤", 400))
+    run.row("… descriptors of a client that has all", process_counts(os.getpid())["fds"], "number", Goal("≤", 400))
     results.clear()
-    ours.client.invalidate_endpoint_cache("small")
+    client.invalidate_endpoint_cache("small")
 
 
-def _finished_tasks(report: Report, ours: Ours, pid: int, count: int) -> None:
+def _finished_tasks(run: Run, ours: Ours, pid: int, count: int) -> None:
     """Measure the server's memory of ended tasks, and the time to list them."""
     for _ in range(200):  # what its allocator takes first is not theirs
         ours.task("nothing")
@@ -246,12 +217,10 @@ def _finished_tasks(report: Report, ours: Ours, pid: int, count: int) -> None:
     for _ in range(count):
         ours.task("nothing")
     grown = private_bytes(pid) - before
-    name = f"{count:,} finished tasks: the server's memory"
-    report.row(name, {OURS: grown}, "bytes", "tasks_memory", grown * 10_000 / count)
-    report.row("… to list them all", {OURS: Sample([[timed(ours.client.list_tasks) for _ in range(5)]])})
+    goal = Goal("<", 30 << 20, "10,000 of them")
+    run.row(f"{count:,} finished tasks: the server's memory", grown, "bytes", goal, measured=grown * 10_000 / count)
+    run.row("… to list them all", Sample([timed(ours.link.list_tasks) for _ in range(5)]))
 
-
-# The long run, in a process of its own.
 
 #: Calls after which nothing may grow any more.
 _FIRST = 100
@@ -263,20 +232,19 @@ _SETTLED = 5.0
 Counts = dict[str, int]
 
 
-def _many_calls(report: Report, servers: Servers, ours: Started, device: str, calls: int) -> None:
-    """Make calls that take and return a small tensor."""
-    with servers.client("rpc:LongRun", socket=ours.address, server=ours.process.pid, device=device) as client:
-        result = client.ask("run", calls=calls)
-    before, after = result["before"], result["after"]
+def _many_calls(run: Run, ours: Started, calls: int) -> None:
+    """Make calls that take and return a small tensor, in a process of their own."""
+    client = run.process(LongRun, address=ours.address, server=ours.process.pid, device=run.device)
+    seconds, before, after = client.ask("run", calls=calls)
+    client.close()
 
     def row(name: str, keys: tuple[str, ...], unit: Unit = "number", *, judge: bool = True) -> None:
         text = ", ".join(f"{shown(before[key], unit)} → {shown(after[key], unit)}" for key in keys)
-        grown = sum(max(after[key] - before[key], 0) for key in keys) if judge else None
-        first, last = ({key: counts[key] for key in keys} for counts in (before, after))
-        report.row(name, {}, unit, "long_run" if judge else "", grown, texts={OURS: text}, before=first, after=last)
+        grown = sum(max(after[key] - before[key], 0) for key in keys)
+        run.row(name, text, unit, Goal("≤", 0, "as after the first 100") if judge else None, measured=grown)
 
-    report.row(f"{calls:,} calls, 4 KiB there and back: a call", {OURS: result["seconds"] / calls})
-    row(f"… {'GPU memory in use' if device == 'cuda' else 'shared memory'}", ("memory",), "bytes")
+    run.row(f"{calls:,} calls, 4 KiB there and back: a call", seconds / calls)
+    row(f"… {'GPU memory in use' if run.device == 'cuda' else 'shared memory'}", ("memory",), "bytes")
     row("… descriptors of client, server", ("client fds", "server fds"))
     row("… mappings of client, server", ("client mappings", "server mappings"))
     # Python's allocator and the C library's keep what they like: printed, and not judged.
@@ -289,24 +257,20 @@ class LongRun:
     :param server: pid of the server.
     """
 
-    def __init__(self, socket: str, server: int, device: str) -> None:
-        self._client, self._device = Ours(socket), device
+    def __init__(self, address: str, server: int, device: str) -> None:
+        self._client, self._device = Client(socket_path=address), device
         self._pids = {"client": os.getpid(), "server": server}
 
-    def run(self, calls: int) -> dict[str, Any]:
+    def run(self, calls: int) -> tuple[float, Counts, Counts]:
         """Return the seconds of the calls, and the readings before and after them."""
         self._call(_FIRST)
         gc.collect()
         gc.freeze()  # the readings need not visit the imported modules
         before = self._lowest()
         seconds = timed(lambda: self._call(calls))
-        return {"seconds": seconds, "before": before, "after": self._lowest(before)}
+        return seconds, before, self._lowest(before)
 
     def _call(self, count: int) -> None:
-        import torch
-
-        from benchmarks.workload import SMALL
-
         for _ in range(count):
             self._client.call("plus_one", torch.ones(SMALL, device=self._device))
 

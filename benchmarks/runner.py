@@ -1,10 +1,12 @@
-"""What all benchmarks share: options, times taken in turns, goals, and the report with the facts of its run."""
+"""What all benchmarks share: options, times taken in turns, goals, and a run with its servers, its table and its JSON."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
 import json
+import operator
 import os
 import platform
 import shlex
@@ -12,9 +14,12 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -22,6 +27,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from benchmarks.processes import Process, environ, on_cores, python
+from shared_rpc import Client
+
+#: Seconds that anything may take.
+PATIENCE = 300.0
 
 # Options.
 
@@ -52,35 +63,30 @@ def chosen(device: str, shape: str | None = None) -> tuple[str, str]:
 
 # Times.
 
-#: Calls before those that count, in each turn: the side before has filled the caches.
-_WARM_UP = 10
-
 
 class Sample:
-    """Times in seconds, grouped by the turn in which they were taken."""
+    """Times in seconds, or other numbers, grouped by the turn in which they were taken."""
 
-    def __init__(self, rounds: Iterable[Iterable[float]]) -> None:
-        self.rounds = [list(times) for times in rounds]
-        self._sorted = sorted(seconds for times in self.rounds for seconds in times)
-        if not self._sorted:
-            raise ValueError("a sample without a single time")
+    def __init__(self, *turns: Sequence[float]) -> None:
+        self.turns = turns
+        self._sorted = sorted(itertools.chain(*turns))
 
     def quantile(self, share: float) -> float:
-        """Return the time that ``share`` of all times (0 to 1) do not exceed."""
+        """Return the number that ``share`` of all (0 to 1) do not exceed."""
         return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
 
     @property
     def p50(self) -> float:
-        """The median of all times."""
+        """The median of all."""
         return statistics.median(self._sorted)
 
     @property
     def p99(self) -> float:
-        """The time that 99 % do not exceed."""
+        """The number that 99 % do not exceed."""
         return self.quantile(0.99)
 
     def as_json(self) -> dict[str, Any]:
-        """Return counts and percentiles in seconds, with the median of every turn, which shows how steady the machine was."""
+        """Return count and percentiles, with the median of every turn, which shows how steady the machine was."""
         return {
             "n": len(self._sorted),
             "min": self._sorted[0],
@@ -88,7 +94,7 @@ class Sample:
             "p90": self.quantile(0.9),
             "p99": self.p99,
             "max": self._sorted[-1],
-            "p50_of_rounds": [statistics.median(times) for times in self.rounds if times],
+            "p50_of_rounds": [statistics.median(times) for times in self.turns if times],
         }
 
 
@@ -100,92 +106,58 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def interleaved(
-    actions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = _WARM_UP
+    actions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = 10
 ) -> dict[str, Sample]:
-    """Time every action ``calls`` times in each of ``rounds`` turns: A B C A B C."""
+    """Time every action ``calls`` times in each of ``rounds`` turns: A B C A B C.
+
+    :param warm_up: calls before those that count, in each turn: the side before has filled the caches.
+    """
     times: dict[str, list[list[float]]] = {name: [] for name in actions}
     for _ in range(rounds):
         for name, action in actions.items():
             for _ in range(min(warm_up, calls)):
                 action()
             times[name].append([timed(action) for _ in range(calls)])
-    return {name: Sample(taken) for name, taken in times.items()}
+    return {name: Sample(*taken) for name, taken in times.items()}
 
 
-# Goals.
+# Rows.
 
+OURS, ECHO = "shared_rpc", "raw echo"
 
 Unit = Literal["s", "bytes", "ratio", "number"]
+_MET = {"≤": operator.le, "<": operator.lt, "≥": operator.ge}
+
+
+class Times(defaultdict[tuple[str, str], list[float]]):
+    """Seconds by row and side."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    @contextmanager
+    def of(self, row: str, side: str = OURS) -> Iterator[None]:
+        """Measure the block."""
+        begin = time.perf_counter()
+        yield
+        self[row, side].append(time.perf_counter() - begin)
+
+    def samples(self, row: str) -> dict[str, Sample]:
+        """Return what was measured for a row, by side."""
+        return {side: Sample(taken) for (found, side), taken in self.items() if found == row}
 
 
 class Goal(NamedTuple):
-    """A limit of a measured value, and its text for people. ``unit`` is that of the row if it is None."""
+    """A limit of a measured value, in ``unit`` or that of its row; ``about`` says what for, or on which machine."""
 
-    text: str
+    sign: Literal["≤", "<", "≥"]
     limit: float
+    about: str = ""
     unit: Unit | None = None
-    kind: Literal["at most", "below", "at least"] = "at most"
 
     def met(self, measured: float) -> bool:
         """Return whether a measurement meets the goal."""
-        if self.kind == "at least":
-            return measured >= self.limit
-        return measured < self.limit if self.kind == "below" else measured <= self.limit
-
-
-_MIB = 1 << 20
-
-GOALS = {
-    "attach_first": Goal("≤ 8 ms (16 GB, GPU)", 8e-3),
-    "attach_again": Goal("≤ 4 ms (16 GB, GPU)", 4e-3),
-    "from_nothing": Goal("≤ 40 ms (host)", 40e-3),
-    "from_nothing_gpu": Goal("≤ 60 ms (GPU)", 60e-3),
-    # "Flat" as a number: the machine's own noise is allowed for.
-    "attach_bytes": Goal("flat: ≤ 1.25 x", 1.25, "ratio"),
-    "attach_tensor": Goal("≤ 25 µs a tensor", 25e-6),
-    "publish_peak": Goal("≤ 3 GiB + largest tensor", 3 << 30, "bytes"),
-    "client_memory": Goal("< 4 MiB (GPU)", 4 * _MIB, "bytes", "below"),
-    "ping": Goal("≤ 2 x raw echo", 2.0, "ratio"),
-    "small_tensor": Goal("≤ 120 µs (GPU)", 120e-6),
-    "large_argument": Goal("≤ 0.5 ms (64 MiB, GPU)", 0.5e-3),
-    "task": Goal("≤ 6 x raw echo", 6.0, "ratio"),
-    "concurrent": Goal("≤ 1/3 of one by one", 1 / 3, "ratio"),
-    "throughput": Goal("≥ 4 x shared-tensor (GPU)", 4.0, "ratio", "at least"),
-    "long_run": Goal("as after the first 100", 0),
-    "kept_memory": Goal("12,000 of them ≤ 100 MiB", 100 * _MIB, "bytes"),
-    "kept_fds": Goal("≤ 400", 400, "number"),
-    "tasks_memory": Goal("10,000 of them < 30 MiB", 30 * _MIB, "bytes", "below"),
-    "import": Goal("≤ 60 ms", 60e-3),
-    "ls": Goal("≤ 0.2 s", 0.2),
-    "idle": Goal("≤ 1.5 x of none", 1.5, "ratio"),
-    "one_copy": Goal("one copy: < 5 % of it each", 0.05, "ratio", "below"),
-    "attach_gap": Goal("none", 0, "number"),
-    "attach_p99": Goal("≤ 2 x before", 2.0, "ratio"),
-    "worker": Goal("≤ own imports + 0.4 s", 0.4),
-    # Beyond the start of an interpreter that does nothing.
-    "start": Goal("≤ python + 0.3 s (host)", 0.3),
-    "start_gpu": Goal("≤ python + 0.8 s (GPU)", 0.8),
-    "channel": Goal("≤ 1.3 x two copies", 1.3, "ratio"),
-    "bucket": Goal("≤ 200 µs", 200e-6),
-    "syncs": Goal("none", 0, "number"),
-    "cluster_move": Goal("≤ 2 x Ray's", 2.0, "ratio"),
-    "sleep": Goal("≤ 20 ms (16 GB, GPU)", 20e-3),
-    "wake": Goal("≤ 1.15 x a plain copy (GPU)", 1.15, "ratio"),
-    # "Flat" as a share of one copy: what each engine adds.
-    "engines": Goal("flat: < 5 % of a copy each", 0.05, "ratio", "below"),
-    "broker": Goal("≤ 40 MiB", 40 * _MIB, "bytes"),
-    "broker_gpu": Goal("none: no GPU memory", 0, "number"),
-    "killed": Goal("as before", 0, "number"),
-    "given_back": Goal("all given back", 0, "bytes"),
-    # Python's allocator keeps some of what the connections needed, for the next ones.
-    "killed_memory": Goal("as before, ± 1 MiB", _MIB, "bytes"),
-}
-
-# Reports.
-
-OURS, ECHO = "shared_rpc", "raw echo"
-#: Columns of a table where there is no terminal: for three subjects, and for each further one.
-_WIDTH, _FURTHER = 165, 22
+        return bool(_MET[self.sign](measured, self.limit))
 
 
 def shown(value: float, unit: Unit) -> str:
@@ -200,7 +172,7 @@ def shown(value: float, unit: Unit) -> str:
             if abs(value) >= 1 << shift:
                 return f"{value / (1 << shift):.1f} {name}"
         return f"{value:.0f} B"
-    return f"{value:.2f} x" if unit == "ratio" else f"{value:.6g}"
+    return f"{value:.3g} x" if unit == "ratio" else f"{value:.6g}"
 
 
 def size(nbytes: int) -> str:
@@ -208,131 +180,192 @@ def size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.4g} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.3g} MB"
 
 
+Value = float | str | Sample
+
+
 @dataclass
 class Row:
     """One measurement of all sides that took part.
 
-    ``values`` are by side, in ``unit``. ``judged`` is the value that is compared with the goal; None if the goal is about
-    another machine or size than this one. ``texts`` are the cells of sides without a number.
+    :param values: by side: numbers in ``unit``, texts, or samples, whose value is their median.
+    :param measured: what is compared with the goal; None if the goal is about another machine or size than this one.
     """
 
     name: str
-    values: dict[str, float]
+    values: Mapping[str, Value]
     unit: Unit = "s"
     goal: Goal | None = None
-    judged: float | None = None
-    samples: dict[str, Sample] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
+    measured: float | None = None
+
+    def value(self, side: str) -> float | str:
+        """Return the value of a side; an empty text if it took no part."""
+        value = self.values.get(side, "")
+        return value.p50 if isinstance(value, Sample) else value
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; None where there is none for what was measured."""
-        return None if self.goal is None or self.judged is None else self.goal.met(self.judged)
+        """Whether the goal is met; None if nothing was compared with it."""
+        return None if self.goal is None or self.measured is None else self.goal.met(self.measured)
 
-    def cell(self, subject: str) -> str:
-        """Format a side's value, with its ratio to the raw echo of the same run."""
-        if subject not in self.values:
-            return self.texts.get(subject, "")
-        value = shown(self.values[subject], self.unit)
-        echo = self.values.get(ECHO)
-        if not echo or subject == ECHO:
+    def cell(self, side: str) -> str:
+        """Format the value of a side, with its ratio to the raw echo of the same row."""
+        value, echo = self.value(side), self.value(ECHO)
+        if isinstance(value, str):
             return value
-        ratio = self.values[subject] / echo
-        return f"{value} ({ratio:,.0f} x)" if ratio >= 100 else f"{value} ({ratio:.3g} x)"
+        if isinstance(echo, str) or side == ECHO:
+            return shown(value, self.unit)
+        ratio = value / echo
+        return f"{shown(value, self.unit)} ({ratio:{',.0f' if ratio >= 100 else '.3g'}} x)"
 
-    def measured(self) -> str:
-        """Format the value that is compared with the goal."""
-        return "" if self.goal is None or self.judged is None else shown(self.judged, self.goal.unit or self.unit)
+    def goal_cells(self) -> tuple[str, str]:
+        """Format the goal, and what is compared with it."""
+        if self.goal is None:
+            return "", ""
+        sign, limit, about, unit = self.goal
+        text = f"{sign} {shown(limit, unit or self.unit)}" + (f" ({about})" if about else "")
+        return text, "" if self.measured is None else shown(self.measured, unit or self.unit)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row for JSON, with the ratios of every two sides."""
-        names = list(self.values)
+        """Return the row for JSON."""
         return {
             "name": self.name,
             "unit": self.unit,
-            "values": self.values,
-            "ratios": {
-                f"{one} / {other}": self.values[one] / self.values[other]
-                for position, one in enumerate(names)
-                for other in names[:position]
-                if self.values[other]
-            },
-            "samples": {subject: sample.as_json() for subject, sample in self.samples.items()},
-            "texts": self.texts,
-            "goal": self.goal.text if self.goal is not None else None,
-            "measured": self.judged,
+            "values": {side: self.value(side) for side in self.values},
+            "samples": {side: value.as_json() for side, value in self.values.items() if isinstance(value, Sample)},
+            "goal": self.goal_cells()[0] or None,
+            "measured": self.measured,
             "met": self.met,
-            **self.extra,
         }
 
 
-class Report:
-    """All rows of one benchmark.
+# The run.
 
-    :param divided: whether servers have one half of the cores and measuring processes the other.
+
+class Run:
+    """A run of one benchmark: a folder, servers that end with the block, and rows that are printed and written after it.
+
+    :param sides: the columns of the table.
+    :param device: of the servers.
+    :param json: where the numbers go; None for ``benchmarks/results/<name>.json``.
+    :param pinned: whether servers and measuring processes have one half of the cores each.
     """
 
-    def __init__(self, name: str, title: str, subjects: list[str], *, divided: bool = True) -> None:
-        self.name = name
-        self.title = title
-        self.subjects = subjects
-        self.divided = divided
+    def __init__(
+        self, name: str, title: str, sides: Sequence[str], device: str = "cpu", json: Path | None = None, *, pinned: bool = True
+    ) -> None:
         self.rows: list[Row] = []
         self.notes: list[str] = []
+        self.device = device
+        self.cores = frozenset(os.sched_getaffinity(0))
+        ordered = sorted(self.cores)
+        middle = len(ordered) // 2
+        # With a single core there is nothing to divide.
+        self._client_cores, self.server_cores = frozenset(ordered[:middle] or ordered), frozenset(ordered[middle:])
+        if not pinned:
+            self._client_cores = self.server_cores = self.cores
+        self._name, self._title, self._sides, self._pinned = name, title, sides, pinned
+        self._path = json if json is not None else Path(__file__).parent / "results" / f"{name}.json"
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Run:
+        self._stack.enter_context(on_cores(self._client_cores))
+        # A socket address has room for 107 bytes: a short prefix.
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        # 'ls' asks every socket of a folder, and ours is to be alone.
+        (self.folder / "ours").mkdir(mode=0o700)
+        self.base_path = str(self.folder / "ours" / "s")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stack.close()
+        if kind is None:
+            self._finish()
+
+    def process(self, make: Callable[..., Any], **config: Any) -> Process:
+        """Start a :class:`Process`, which ends with the block."""
+        return self._stack.enter_context(Process(make, **config))
+
+    def program(self, *words: str, cores: Set[int] | None = None) -> str:
+        """Return the output of a Python program, which runs in the folder, on these cores or this process's own."""
+        with on_cores(cores or os.sched_getaffinity(0)):
+            options: dict[str, Any] = {"cwd": self.folder, "env": environ(), "stdout": subprocess.PIPE, "text": True}
+            return str(subprocess.run([sys.executable, *words], check=True, **options).stdout)
+
+    @contextmanager
+    def broker(
+        self, app: str, *options: str, name: str = "app", variables: Mapping[str, str] | None = None
+    ) -> Iterator[Client]:
+        """Run ``shared-rpc serve`` on this app, with ``{device!r}`` in it, for the block; yield a client when it serves."""
+        (self.folder / "app.py").write_text(app.format(device=self.device))
+        socket = f"{self.base_path}-{name}.sock"
+        words = ("-m", "shared_rpc.cli", "serve", "app.py", "--socket", socket, *options)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with python(*words, cores=self.server_cores, variables=variables, cwd=self.folder, **streams) as process:
+            try:
+                assert process.stdout is not None, "stdout is a pipe"
+                if "serving" not in process.stdout.readline():
+                    raise RuntimeError(f"the broker ended with exit code {process.wait()}: run 'shared-rpc serve' on the app")
+                with Client(socket_path=socket, timeout=PATIENCE) as client:
+                    yield client
+            finally:
+                process.terminate()
+                process.wait(PATIENCE)
 
     def row(
         self,
         name: str,
-        values: Mapping[str, Sample | float],
+        values: Value | Mapping[str, Value],
         unit: Unit = "s",
-        goal: str = "",
-        judged: float | None = None,
-        texts: Mapping[str, str] | None = None,
-        **extra: Any,
+        goal: Goal | None = None,
+        *,
+        measured: float | None = None,
+        judge: bool = True,
     ) -> None:
-        """Add a row. The value of a sample is its median; ``goal`` is a name of :data:`GOALS`."""
-        samples = {who: value for who, value in values.items() if isinstance(value, Sample)}
-        medians = {who: value.p50 if isinstance(value, Sample) else value for who, value in values.items()}
-        limit = GOALS[goal] if goal else None
-        self.rows.append(Row(name, medians, unit, limit, judged, samples, dict(texts or {}), extra))
+        """Add a row.
+
+        :param values: by side; one value is ours.
+        :param measured: what is compared with the goal; None for our value.
+        :param judge: whether the goal is about this machine and size.
+        """
+        row = Row(name, values if isinstance(values, Mapping) else {OURS: values}, unit, goal)
+        if goal is not None and judge:
+            ours = row.value(OURS)
+            row.measured = float(ours) if measured is None else measured
+        self.rows.append(row)
 
     def note(self, text: str | None) -> None:
         """Add a line below the table, once; None is nothing."""
         if text is not None and text not in self.notes:
             self.notes.append(text)
 
-    def finish(self, path: Path | None) -> None:
-        """Print the table and write the JSON, to ``benchmarks/results/<name>.json`` by default."""
-        path = path if path is not None else Path(__file__).parent / "results" / f"{self.name}.json"
+    def _finish(self) -> None:
+        """Print the table and write the JSON."""
         machine = facts()
         self._print(machine["host"])
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         rows = [row.as_json() for row in self.rows]
-        content = {"benchmark": self.name, "title": self.title, **machine, "rows": rows, "notes": self.notes}
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-        print(f"\nwritten to {path}")
+        content = {"benchmark": self._name, "title": self._title, **machine, "rows": rows, "notes": self.notes}
+        self._path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+        print(f"\nwritten to {self._path}")
 
     def _print(self, host: dict[str, Any]) -> None:
         console = Console()
         if not console.is_terminal:
-            console = Console(width=_WIDTH + _FURTHER * max(len(self.subjects) - 3, 0))
-        table = Table(title=self.title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+            console = Console(width=1000)
+        table = Table(title=self._title, title_justify="left", header_style="bold", box=None, pad_edge=False)
         table.add_column("", no_wrap=True)
-        for subject in self.subjects:
-            table.add_column(subject, justify="right")
+        for side in self._sides:
+            table.add_column(side, justify="right")
         for column in ("goal", "measured", "met"):
             table.add_column(column)
         for row in self.rows:
             met = {True: Text("yes", "green"), False: Text("no", "red"), None: Text("")}[row.met]
-            goal = row.goal.text if row.goal is not None else ""
-            cells = [row.name, *map(row.cell, self.subjects), goal, row.measured()]
-            table.add_row(*map(Text, cells), met)
+            table.add_row(*map(Text, (row.name, *map(row.cell, self._sides), *row.goal_cells())), met)
         console.print(table)
         console.print()
         gpu = f", {host['gpu']} (driver {host['driver']})" if host["gpu"] else ""
         text = f"{host['cores']} cores{gpu}, Python {host['python']}, torch {host['torch']}, load {host['load']:.2f}"
-        text += "; servers on one half of the cores, measuring processes on the other" if self.divided else ""
+        text += "; servers on one half of the cores, measuring processes on the other" if self._pinned else ""
         for line in (text, *self.notes):
             console.print(Text(line), highlight=False)
 
@@ -343,6 +376,7 @@ _PACKAGES = ("torch", "shared-rpc", "shared-tensor", "uvloop", "cuda-bindings", 
 def facts() -> dict[str, Any]:
     """Return ``date`` (UTC), ``command``, and ``host``: cores, load, versions, GPU and driver (None without one)."""
     gpu, driver = _gpu()
+    versions = {package.name: package.version for package in importlib.metadata.distributions()}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
@@ -352,18 +386,11 @@ def facts() -> dict[str, Any]:
             "kernel": platform.release(),
             "machine": platform.machine(),
             "python": platform.python_version(),
-            **{name.replace("-", "_"): _version(name) for name in _PACKAGES},
+            **{name.replace("-", "_"): versions.get(name) for name in _PACKAGES},
             "gpu": gpu,
             "driver": driver,
         },
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu() -> tuple[str | None, str | None]:

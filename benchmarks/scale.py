@@ -8,15 +8,16 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 
-from benchmarks.memory import process_counts
-from benchmarks.runner import ECHO, OURS, Json, Report, Sample, Shape, Unit, chosen, interleaved, numbers, shown, size, timed
-from benchmarks.servers import Process, Servers, Started
-from benchmarks.sides import PEER, Echo, Ours, Peer, load_lazy_modules, missing
+from benchmarks.attach import Attacher
+from benchmarks.processes import Process, process_counts
+from benchmarks.runner import ECHO, OURS, Goal, Json, Run, Sample, Shape, Unit, chosen, interleaved, numbers, shown, size, timed
+from benchmarks.sides import PEER, Echo, Ours, SharedTensor, Started, load_lazy_modules, serve
 from shared_rpc import Client
 from shared_rpc.memory.mapping import MAPPINGS
 
@@ -41,60 +42,55 @@ def run(
     """Measure many clients: idle ones, simultaneous attaches, killed ones. On host memory."""
     _, shape = chosen("cpu", shape)
     clients = clients or min(8, len(os.sched_getaffinity(0)))
-    absent = missing()
-    report = Report("scale", "Many clients", [ECHO, *([PEER] if absent is None else []), OURS])
-    report.note(absent)
-    with Servers("cpu") as servers:
-        echo, ours = servers.start("EchoServer"), servers.start("OurServer", build=[["model", shape]])
-        _idle_rows(report, servers, echo, ours, numbers(idle), rounds, calls)
+    absent = SharedTensor.missing()
+    with Run("scale", "Many clients", [ECHO, *([] if absent else [PEER]), OURS], json=json) as run:
+        run.note(absent)
+        echo, ours = serve(run, Echo), serve(run, Ours)
+        ours.process.ask("make", calls=[["model", shape]])
+        _idle_rows(run, echo, ours, numbers(idle), rounds, calls)
         if absent is None:
-            _peer_row(report, servers, calls, patience)
-        _together_rows(report, servers, echo, ours, clients, shape)
-        _killed_rows(report, servers, ours, killed, shape)
-    report.finish(json)
+            _peer_row(run, calls, patience)
+        _together_rows(run, echo, ours, clients, shape)
+        _killed_rows(run, ours, killed, shape)
 
 
-def _idle_rows(
-    report: Report, servers: Servers, echo: Started, ours: Started, levels: list[int], rounds: int, calls: int
-) -> None:
-    times: dict[int, dict[str, list[list[float]]]] = {level: {ECHO: [], OURS: []} for level in levels}
-    floor, client = Echo(echo.address), Ours(ours.address)
-    with servers.client("scale:Load", socket=ours.address) as load:
+def _idle_rows(run: Run, echo: Started, ours: Started, levels: list[int], rounds: int, calls: int) -> None:
+    times: dict[int, dict[str, list[Sequence[float]]]] = {level: {ECHO: [], OURS: []} for level in levels}
+    load = run.process(Load, address=ours.address)
+    with closing(Echo(echo.address)) as floor, closing(Ours(ours.address)) as client:
         for _ in range(rounds):
             for level in levels:
                 load.ask("idle", count=level)
                 for name, sample in interleaved({ECHO: floor.ping, OURS: client.ping}, rounds=1, calls=calls).items():
-                    times[level][name] += sample.rounds
+                    times[level][name] += sample.turns
             load.ask("idle", count=0)
-    none = Sample(times[levels[0]][OURS]).p50
+    load.close()
+    none = Sample(*times[levels[0]][OURS]).p50
     for level in levels:
-        samples = {name: Sample(taken) for name, taken in times[level].items()}
-        judged = samples[OURS].p50 / none if level != levels[0] else None
-        report.row(f"ping, p50, beside {level:,} idle connections", samples, "s", "idle", judged, idle=level)
-    client.close()
-    floor.close()
+        samples = {name: Sample(*taken) for name, taken in times[level].items()}
+        goal = Goal("≤", 1.5, "without", "ratio")
+        name = f"ping, p50, beside {level:,} idle connections"
+        run.row(name, samples, "s", goal, measured=samples[OURS].p50 / none, judge=level != levels[0])
 
 
-def _peer_row(report: Report, servers: Servers, calls: int, patience: float) -> None:
-    base_path = servers.start("PeerServer").address
-    client = Peer(base_path, timeout=patience)
-    report.row("shared-tensor alone: ping, p50", interleaved({PEER: client.ping}, rounds=1, calls=calls))
-    idlers = [socket.socket(socket.AF_UNIX) for _ in range(_PEER_IDLE)]
-    for idler in idlers:
-        idler.connect(f"{base_path}-0.sock")  # its socket for GPU 0, which need not exist
-    values: dict[str, float] = {}
-    with suppress(TimeoutError):
-        values = {PEER: timed(client.ping)}
-    for idler in idlers:
-        idler.close()
-    texts = {} if values else {PEER: f"no answer in {patience:g} s"}
-    report.row(f"shared-tensor beside {_PEER_IDLE} idle ones: ping", values, texts=texts, answered=bool(values))
+def _peer_row(run: Run, calls: int, patience: float) -> None:
+    base_path = serve(run, SharedTensor).address
+    client = SharedTensor(base_path, timeout=patience)
+    run.row("shared-tensor alone: ping, p50", interleaved({PEER: client.ping}, rounds=1, calls=calls))
+    answer: float | str = f"no answer in {patience:g} s"
+    with ExitStack() as stack:
+        for _ in range(_PEER_IDLE):
+            idler = stack.enter_context(socket.socket(socket.AF_UNIX))
+            idler.connect(f"{base_path}-0.sock")  # its socket for GPU 0, which need not exist
+        with suppress(TimeoutError):
+            answer = timed(client.ping)
+    run.row(f"shared-tensor beside {_PEER_IDLE} idle ones: ping", {PEER: answer})
 
 
-def _together_rows(report: Report, servers: Servers, echo: Started, ours: Started, count: int, shape: str) -> None:
+def _together_rows(run: Run, echo: Started, ours: Started, count: int, shape: str) -> None:
     """Measure processes that attach at the same moment."""
-    config: dict[str, Any] = {"who": OURS, "socket": ours.address, "echo": echo.address, "device": "cpu"}
-    clients = [servers.client("attach:Attacher", servers.cores, **config) for _ in range(count)]
+    config: dict[str, Any] = {"side": OURS, "address": ours.address, "echo": echo.address, "device": "cpu"}
+    clients = [run.process(Attacher, cores=run.cores, **config) for _ in range(count)]
     for client in clients:
         client.ready()
     for client in clients:
@@ -107,14 +103,14 @@ def _together_rows(report: Report, servers: Servers, echo: Started, ours: Starte
         leases = asking.get_server_info()["leases"]
     for client in clients:
         client.close()
-    first = Sample([[result["first"] for result in results]])
-    grown = Sample([[result["grown"]["private"] for result in results]]).p50
+    first = Sample([result["first"][0] for result in results])
+    grown = Sample([result["grown"][0] for result in results]).p50
     nbytes = results[0]["nbytes"]
-    report.row(f"{count} processes attach {size(nbytes)} at once, p50", {OURS: first})
-    report.row("… the slowest of them", {OURS: max(first.rounds[0])})
-    report.row("… leases while they hold it", {OURS: leases}, "number")
-    goal = "one_copy" if nbytes >= 10**8 else ""
-    report.row("… host memory each adds of its own", {OURS: grown}, "bytes", goal, grown / nbytes)
+    run.row(f"{count} processes attach {size(nbytes)} at once, p50", first)
+    run.row("… the slowest of them", max(first.turns[0]))
+    run.row("… leases while they hold it", leases, "number")
+    goal = Goal("<", 0.05, "of one copy, each", "ratio") if nbytes >= 10**8 else None
+    run.row("… host memory each adds of its own", grown, "bytes", goal, measured=grown / nbytes)
 
 
 Counts = dict[str, int]
@@ -129,27 +125,27 @@ class _Wave(NamedTuple):
     seconds: float
 
 
-def _killed_rows(report: Report, servers: Servers, ours: Started, count: int, shape: str) -> None:
+def _killed_rows(run: Run, ours: Started, count: int, shape: str) -> None:
     """Measure clients that hold the model and are killed: the server's state before, with them, and after."""
 
-    def row(name: str, wave: _Wave, key: str, goal: str, judged: int) -> None:
+    def row(name: str, wave: _Wave, key: str, goal: Goal, measured: int) -> None:
         unit: Unit = "bytes" if key in ("memory", "shared") else "number"
         text = " → ".join(shown(counts[key], unit) for counts in (wave.before, wave.during, wave.after))
-        report.row(name, {}, unit, goal, judged, texts={OURS: text}, **wave._asdict())
+        run.row(f"{count} clients killed{name}", text, unit, goal, measured=measured)
 
-    who = f"{count} clients killed"
-    with (
-        Client(socket_path=ours.address) as asking,
-        servers.client("scale:Load", socket=ours.address, call=["model", shape]) as load,
-    ):
+    load = run.process(Load, address=ours.address, call=["model", shape])
+    with Client(socket_path=ours.address) as asking:
         _wave(load, asking, ours, count)  # the allocator's and the loop's first growth is no leak
         wave = _wave(load, asking, ours, count)
         last = _wave(load, asking, ours, count, invalidate=True)
+    load.close()
     for key in ("leases", "sessions", "fds", "threads"):
-        row(f"{who}: {key}", wave, key, "killed", abs(wave.after[key] - wave.before[key]))
-    row(f"{who}: the server's memory", wave, "memory", "killed_memory", max(wave.after["memory"] - wave.before["memory"], 0))
-    report.row(f"{who}: until all is back", {OURS: wave.seconds})
-    row(f"{who}, model invalidated: its memory", last, "shared", "given_back", last.after["shared"])
+        row(f": {key}", wave, key, Goal("≤", 0, "as before"), abs(wave.after[key] - wave.before[key]))
+    # Python's allocator keeps some of what the connections needed, for the next ones.
+    grown = max(wave.after["memory"] - wave.before["memory"], 0)
+    row(": the server's memory", wave, "memory", Goal("≤", 1 << 20, "more than before"), grown)
+    run.row(f"{count} clients killed: until all is back", wave.seconds)
+    row(", model invalidated: its memory", last, "shared", Goal("≤", 0, "all given back"), last.after["shared"])
 
 
 def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidate: bool = False) -> _Wave:
@@ -160,8 +156,7 @@ def _wave(load: Process, asking: Client, ours: Started, count: int, *, invalidat
 
     def counts() -> Counts:
         info = asking.get_server_info()
-        found = {key: info[key] for key in ("leases", "sessions", "connections", "objects")}
-        return found | process_counts(ours.process.pid)
+        return {"leases": info["leases"], "sessions": info["sessions"], **process_counts(ours.process.pid)}
 
     before = counts()
     attached = load.ask("attach", count=count)
@@ -187,22 +182,17 @@ class Load:
     :param call: the call of the model; none if there are no forks.
     """
 
-    def __init__(self, socket: str, call: Sequence[Any] = ()) -> None:
+    def __init__(self, address: str, call: Sequence[Any] = ()) -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        self._path, self._endpoint = socket, call
+        self._path, self._call = address, call
         self._idle: list[Client] = []
         self._pids: list[int] = []
         # A fork reads from it to its end; this process alone holds the other side, so forks end with this process.
         self._leash, self._hand = os.pipe()
-        if call:
-            # Forks are light: what they need is imported once, without threads.
-            import torch
-
-            from benchmarks import workload  # noqa: F401
-
-            torch.set_num_threads(1)
-            load_lazy_modules("cpu")
+        # Forks are light: what they need is imported once, without threads.
+        torch.set_num_threads(1)
+        load_lazy_modules("cpu")
 
     def idle(self, count: int) -> None:
         """Have that many idle clients."""
@@ -223,15 +213,12 @@ class Load:
                 self._live(tell)
             self._pids.append(pid)
         os.close(tell)
-        reported = 0
-        while data := os.read(ready, 4096):
-            reported += len(data)
-        os.close(ready)
-        return reported
+        with open(ready, "rb") as reports:
+            return len(reports.read())
 
     def _live(self, tell: int) -> None:
         try:
-            with Client(socket_path=self._path) as client, client.call(*self._endpoint) as handle:
+            with Client(socket_path=self._path) as client, client.call(*self._call) as handle:
                 next(handle.value.parameters()).view(-1)[0].item()
                 os.write(tell, b".")
                 os.close(tell)

@@ -1,158 +1,242 @@
-"""The sides that are compared: a raw echo, shared-tensor 0.2.16, and shared_rpc. Each has a server in a process of its own.
+"""The sides that are compared: shared_rpc, shared-tensor 0.2.16, a raw echo, and other ways to call a function with a tensor.
 
-:class:`Echo` is the floor: bytes to a process and back over a Unix socket, in Python, with no protocol at all.
+Each serves the functions of :class:`benchmarks.workload.Workload` in a process of its own, as its users would write it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
+import importlib.util
 import os
 import socket
+import socketserver
 import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import connection, current_process
+from typing import Any, ClassVar, NamedTuple
 
-from benchmarks.memory import Watermark
-from benchmarks.runner import ECHO, OURS
+import msgspec
+import torch
+
+from benchmarks.processes import Process, Watermark
+from benchmarks.runner import ECHO, OURS, Run
+from benchmarks.workload import Workload
 from shared_rpc import Client
+from shared_rpc.settings import socket_path
 
 VERSION = "0.2.16"
 PEER = f"shared-tensor {VERSION}"
 
+_KEY = b"benchmarks"  # of multiprocessing's connections
 
-class Echo:
-    """A connection to the echo server."""
+#: What makes a managed call in a server: the endpoint, and its arguments.
+Make = Callable[..., Any]
 
-    name = ECHO
 
-    def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
+class Side:
+    """A client of one side; :meth:`serve` is its server. ``module`` must be installed."""
+
+    name: ClassVar[str]
+    module: ClassVar[str] = "torch"
+
+    def __init__(self, address: str, device: str = "", timeout: float = 600.0) -> None:
+        self.device, self.timeout = device, timeout
+        self.link = self.connect(address)
+
+    @classmethod
+    def missing(cls, device: str = "") -> str | None:
+        """Return why the side takes no part; None if it does.
+
+        :param device: of the tensors that it is to carry; none for calls without any.
+        """
+        return None if importlib.util.find_spec(cls.module) else f"{cls.name} is not installed and was left out"
+
+    @staticmethod
+    def serve(address: str, device: str) -> Make | None:
+        """Begin to serve, and return when clients can connect."""
+
+    def connect(self, address: str) -> Any:
+        """Return the client that the side itself has."""
+
+    def call(self, endpoint: str, *args: Any) -> Any:
+        """Call an endpoint."""
+        raise NotImplementedError
 
     def ping(self) -> None:
-        """Make one round trip, of as many bytes as a ping of ours has."""
-        self._socket.sendall(b"." * 25)
-        left = 25
-        while left:
-            left -= len(self._socket.recv(65536))
+        """Make one round trip."""
+        self.call("nothing")
 
     def close(self) -> None:
         """Hang up."""
-        self._socket.close()
+        self.link.close()
 
 
-class EchoServer:
-    """The server of the raw echo."""
+class Served:
+    """The server of a side, in a process of its own."""
 
-    def __init__(self, address: str, **_: object) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(address)
-        self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
+    def __init__(self, side: str, address: str, device: str) -> None:
+        self._make = SIDES[side].serve(address, device)
 
-    def _accept(self) -> None:
-        while True:
-            threading.Thread(target=self._echo, args=self._listener.accept(), daemon=True).start()
+    def make(self, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        """Make managed calls, and return what ours has of each."""
+        assert self._make is not None, "the side has managed calls"
+        return [self._make(*call) for call in calls]
+
+    def close(self) -> None:
+        """End without waiting for clients or threads, as some servers would."""
+        os._exit(0)
+
+
+class Started(NamedTuple):
+    """A server that is ready."""
+
+    process: Process
+    address: str
+
+
+def present(*sides: type[Side], device: str = "") -> list[type[Side]]:
+    """Return the sides that take part, see :meth:`Side.missing`."""
+    return [side for side in sides if side.missing(device) is None]
+
+
+def serve(run: Run, side: type[Side]) -> Started:
+    """Start the server of a side. Ours listens where ``shared-rpc ls`` looks for the run's base path."""
+    address = socket_path(run.base_path, "cpu") if side is Ours else str(run.folder / side.__name__)
+    config = {"side": side.name, "address": address, "device": run.device}
+    return Started(run.process(Served, cores=run.server_cores, **config).ready(), address)
+
+
+def _in_background(action: Callable[..., object], *args: object) -> None:
+    threading.Thread(target=action, args=args, daemon=True).start()
+
+
+@functools.cache
+def _workload(device: str) -> Workload:
+    return Workload(device)
+
+
+class Echo(Side):
+    """The lower bound: bytes to a process and back over a Unix socket, in Python, without a protocol."""
+
+    name = ECHO
+
+    def connect(self, address: str) -> socket.socket:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        link.connect(address)
+        return link
 
     @staticmethod
-    def _echo(connection: socket.socket, _: object) -> None:
-        with connection:
-            while data := connection.recv(65536):
-                connection.sendall(data)
+    def serve(address: str, device: str) -> None:
+        _in_background(socketserver.ThreadingUnixStreamServer(address, _EchoHandler).serve_forever)
+
+    def ping(self) -> None:
+        """Make one round trip, of as many bytes as a ping of ours has."""
+        self.link.sendall(b"." * 25)
+        left = 25
+        while left:
+            left -= len(self.link.recv(65536))
 
 
-class Ours:
-    """A client of our server."""
+class _EchoHandler(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        while data := self.request.recv(65536):
+            self.request.sendall(data)
+
+
+class Ours(Side):
+    """This library: a server in one process."""
 
     name = OURS
 
-    def __init__(self, path: str) -> None:
-        self.client = Client(socket_path=path)
-        self.ping, self.call, self.attach = self.client.ping, self.client.call, self.client.call
-        self.close = self.client.close
+    def connect(self, address: str) -> Client:
+        client = Client(socket_path=address)
+        self.ping, self.call = client.ping, client.call  # type: ignore[method-assign,assignment]
+        return client
 
     def task(self, endpoint: str) -> Any:
         """Submit an endpoint, and wait for its task."""
-        return self.client.wait_for_task(self.client.submit(endpoint))
+        return self.link.wait_for_task(self.link.submit(endpoint))
 
+    @staticmethod
+    def serve(address: str, device: str) -> Make:
+        from shared_rpc import Provider, Server  # what a client imports with its first call is a part of what it measures
 
-class OurServer:
-    """Our server.
-
-    :param build: managed calls that are made at once.
-    """
-
-    def __init__(self, address: str, device: str, checkpoint: str | None, build: Sequence[list[Any]] = ()) -> None:
-        from shared_rpc import Provider, Server
-
-        self._workload, self._device = _workload(device, checkpoint), device
-        self._provider = Provider(device=device)
-        for managed in (self._workload.model, self._workload.chain, self._workload.kept):
-            self._provider.share(managed=True)(managed)
-        self._provider.share(self._workload.small)
+        workload, provider = _workload(device), Provider(device=device)
+        for managed in (workload.model, workload.chain, workload.kept):
+            provider.share(managed=True)(managed)
+        provider.share(workload.small)
         for uncached in ("fresh", "fresh_on_loop", "echo", "echo_on_loop", "plus_one", "nothing"):
-            self._provider.share(cache=False)(getattr(self._workload, uncached))
-        self._server = Server(self._provider, socket_path=address).start()
-        self.close = self._server.stop
-        self._built = [self._build(name, *args) for name, *args in build]
+            provider.share(cache=False)(getattr(workload, uncached))
+        Server(provider, socket_path=address).start()
 
-    def _build(self, name: str, *args: Any) -> dict[str, Any]:
-        """Make a managed call, and return what it cost."""
-        workload = self._workload
-        with Watermark(self._device) as mark:
-            loaded = [0.0]
+        def publish(endpoint: str, *args: Any) -> dict[str, float]:
+            """Measure what it takes from the end of the module's making: seconds, and memory at its peak."""
+            loaded = 0.0
+            with Watermark(device) as mark:
 
-            def when_loaded() -> None:
-                mark.reset()
-                loaded[0] = time.perf_counter()
+                def when_loaded() -> None:
+                    nonlocal loaded
+                    mark.reset()
+                    loaded = time.perf_counter()
 
-            workload.when_loaded = when_loaded
-            self._provider.call(name, *args).release()
-            seconds = time.perf_counter() - loaded[0]
-        costs = {"load": workload.load_seconds, "publish": seconds, "publish_peak": mark.rise}
-        return {**costs, "largest_storage": workload.largest_storage}
+                workload.when_loaded = when_loaded
+                provider.call(endpoint, *args).release()
+                seconds = time.perf_counter() - loaded
+            return {"seconds": seconds, "peak": mark.rise, "largest": workload.largest_storage}
 
-    def built(self) -> list[dict[str, Any]]:
-        """Return the costs of the calls that were made."""
-        return self._built
+        return publish
 
 
-class Peer:
-    """A client of shared-tensor, whose tensors are on a GPU, or nowhere. It opens a connection for every request."""
+class SharedTensor(Side):
+    """shared-tensor, whose tensors are on a GPU, or nowhere. Its client opens a connection for every request."""
 
-    name = PEER
+    name, module = PEER, "shared_tensor"
 
-    def __init__(self, base_path: str, timeout: float = 600.0) -> None:
+    @classmethod
+    def missing(cls, device: str = "") -> str | None:
+        try:
+            version = importlib.metadata.version("shared-tensor")
+        except importlib.metadata.PackageNotFoundError:
+            return f"shared-tensor is not installed (pip install --no-deps shared-tensor=={VERSION}) and was left out"
+        if version != VERSION:
+            return f"shared-tensor {version} is installed, not the {VERSION} of the goals, and was left out"
+        if device == "cpu":
+            return f"{PEER} shares CUDA memory only and was left out of the rows with tensors on the host"
+        return None
+
+    def connect(self, address: str) -> Any:
         from shared_tensor import SharedTensorClient
 
-        self._client: Any = SharedTensorClient(base_path, device_index=0, timeout=timeout, verbose_debug=False)
-        self.call = self.attach = self._client.call
-        self.close = self._client.close
+        return SharedTensorClient(address, device_index=0, timeout=self.timeout, verbose_debug=False)
 
     def ping(self) -> None:
         """Make one round trip.
 
         :raises TimeoutError: if there is no answer.
         """
-        if not self._client.ping():
-            raise TimeoutError(f"{PEER} does not answer at {self._client.socket_path}")
+        if not self.link.ping():
+            raise TimeoutError(f"{PEER} does not answer at {self.link.socket_path}")
+
+    def call(self, endpoint: str, *args: Any) -> Any:
+        """Call an endpoint. None is an ``async def`` there."""
+        return self.link.call(endpoint.removesuffix("_on_loop"), *args)
 
     def task(self, endpoint: str) -> Any:
         """Submit an endpoint, wait for its task, and fetch the result."""
-        task_id = self._client.submit(endpoint)
-        self._client.wait_task(task_id, timeout=60)
-        return self._client.get_task_result(task_id)
+        task_id = self.link.submit(endpoint)
+        self.link.wait_task(task_id, timeout=60)
+        return self.link.get_task_result(task_id)
 
-
-class PeerServer:
-    """The server of shared-tensor."""
-
-    def __init__(self, address: str, device: str, checkpoint: str | None, build: Sequence[list[Any]] = ()) -> None:
+    @staticmethod
+    def serve(address: str, device: str) -> Make:
         from shared_tensor import SharedTensorProvider, SharedTensorServer
 
-        workload = _workload(device, checkpoint)
+        workload = _workload(device)
         provider = SharedTensorProvider(address, device_index=0, execution_mode="server", verbose_debug=False)
         # Its default key is the function's name alone.
         provider.share(managed=True, cache_format_key="{shape}")(workload.model)
@@ -164,65 +248,238 @@ class PeerServer:
         provider.share(cache=False, execution="task")(workload.nothing)
         server = SharedTensorServer(provider, verbose_debug=False)
         server.start(blocking=False)
-        # A managed object goes with its last reference there, cached or not: this process keeps one of each.
-        self._kept, self._built = [], []
-        for name, *args in build:
-            self._kept.append(server.call_local_client(name, args=tuple(args)))
-            self._built.append({"load": workload.load_seconds})
+        # A managed object goes with its last reference there, cached or not: the process keeps one of each.
+        kept: list[Any] = []
+        return lambda endpoint, *args: kept.append(server.call_local_client(endpoint, args=args))
 
-    def built(self) -> list[dict[str, Any]]:
-        """Return the costs of the calls that were made."""
-        return self._built
+
+# Other ways to call a function of another process with a tensor.
+
+
+class Connection(Side):
+    """``multiprocessing.connection``, with torch's reducers, which share the tensors' memory."""
+
+    name = "multiprocessing"
+
+    def connect(self, address: str) -> connection.Connection:
+        current_process().authkey = _KEY
+        return connection.Client(address, authkey=_KEY)
+
+    @staticmethod
+    def serve(address: str, device: str) -> None:
+        current_process().authkey = _KEY
+        _in_background(Connection._answer, connection.Listener(address, authkey=_KEY), _workload(device))
+
+    @staticmethod
+    def _answer(listener: connection.Listener, workload: Workload) -> None:
+        with suppress(EOFError), listener.accept() as accepted:
+            while True:
+                endpoint, args = accepted.recv()
+                result = getattr(workload, endpoint)(*args)
+                # What came by CUDA's IPC cannot be sent on.
+                accepted.send(result.clone() if args and result is args[0] and result.is_cuda else result)
+
+    def call(self, endpoint: str, *args: Any) -> Any:
+        self.link.send((endpoint, args))
+        return self.link.recv()
+
+
+class _Message(msgspec.Struct, array_like=True):
+    """A call with a tensor or without, or its result."""
+
+    endpoint: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data: memoryview = memoryview(b"")
+
+
+_DECODER = msgspec.msgpack.Decoder(_Message)
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+
+def _packed(endpoint: str, tensor: torch.Tensor | None = None) -> bytes:
+    if tensor is None:
+        return msgspec.msgpack.encode(_Message(endpoint))
+    flat = tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy()
+    return msgspec.msgpack.encode(_Message(endpoint, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat.data))
+
+
+def _unpacked(data: bytes, device: str) -> tuple[str, torch.Tensor | None]:
+    message = _DECODER.decode(data)
+    if not message.dtype:
+        return message.endpoint, None
+    tensor = torch.frombuffer(message.data, dtype=getattr(torch, message.dtype)).view(message.shape)
+    return message.endpoint, tensor.to(device)
+
+
+def _answered(data: bytes, device: str) -> bytes:
+    endpoint, tensor = _unpacked(data, device)
+    function = getattr(_workload(device), endpoint)
+    return _packed(endpoint, function() if tensor is None else function(tensor))
+
+
+class _Bytes(Side):
+    """Those that carry bytes: tensors are copied into messages of msgspec, those of a GPU through the host."""
+
+    def exchange(self, data: bytes) -> bytes:
+        """Send a message and wait for the answer."""
+        raise NotImplementedError
+
+    def call(self, endpoint: str, *args: Any) -> Any:
+        return _unpacked(self.exchange(_packed(endpoint, *args)), self.device)[1]
+
+
+class Zmq(_Bytes):
+    """pyzmq, a request socket over a Unix socket."""
+
+    name, module = "pyzmq, msgspec", "zmq"
+
+    def connect(self, address: str) -> Any:
+        import zmq
+
+        link: Any = zmq.Context.instance().socket(zmq.REQ)
+        link.connect(f"ipc://{address}")
+        return link
+
+    @staticmethod
+    def serve(address: str, device: str) -> None:
+        import zmq
+
+        replies: Any = zmq.Context.instance().socket(zmq.REP)
+        replies.bind(f"ipc://{address}")
+
+        def answer() -> None:
+            while True:
+                replies.send(_answered(replies.recv(), device), copy=False)
+
+        _in_background(answer)
+
+    def exchange(self, data: bytes) -> bytes:
+        self.link.send(data, copy=False)
+        return bytes(self.link.recv())
+
+
+class Rpyc(_Bytes):
+    """rpyc over a Unix socket, a thread for each connection."""
+
+    name = module = "rpyc"
+
+    def connect(self, address: str) -> Any:
+        from rpyc.utils.factory import unix_connect
+
+        return unix_connect(address)
+
+    @staticmethod
+    def serve(address: str, device: str) -> None:
+        import rpyc
+        from rpyc.utils.server import ThreadedServer
+
+        class Service(rpyc.Service):  # type: ignore[misc]  # it has no types
+            def exposed_answer(self, data: bytes) -> bytes:
+                return _answered(data, device)
+
+        server = ThreadedServer(Service, socket_path=address)
+        server.listener.listen()  # it does so itself, but does not report when
+        _in_background(server.start)
+
+    def exchange(self, data: bytes) -> bytes:
+        return bytes(self.link.root.answer(data))
+
+
+class Grpc(_Bytes):
+    """gRPC over a Unix socket, with messages of bytes."""
+
+    name, module = "gRPC", "grpc"
+    _OPTIONS: ClassVar = [(f"grpc.max_{way}_message_length", 1 << 30) for way in ("send", "receive")]
+
+    def connect(self, address: str) -> Any:
+        import grpc
+
+        link: Any = grpc.insecure_channel(f"unix:{address}", options=self._OPTIONS)
+        self.exchange = link.unary_unary("/benchmarks/answer")  # type: ignore[method-assign]
+        return link
+
+    @staticmethod
+    def serve(address: str, device: str) -> None:
+        import grpc
+
+        server = grpc.server(ThreadPoolExecutor(4), options=Grpc._OPTIONS)
+        handler = grpc.unary_unary_rpc_method_handler(lambda data, _: _answered(data, device))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("benchmarks", {"answer": handler}),))
+        server.add_insecure_port(f"unix:{address}")
+        server.start()
+        _in_background(server.wait_for_termination)
+
+
+def _host_answer(device: str, endpoint: str, *args: torch.Tensor) -> torch.Tensor | None:
+    result = getattr(_workload(device), endpoint)(*(tensor.to(device) for tensor in args))
+    return result.cpu() if result is not None else None
+
+
+class _Host(Side):
+    """Those that carry tensors of the host, with which they call :func:`_host_answer`."""
+
+    def request(self, *words: Any) -> Any:
+        """Call it with these arguments in the server."""
+        raise NotImplementedError
+
+    def call(self, endpoint: str, *args: Any) -> Any:
+        result = self.request(self.device, endpoint, *(tensor.cpu() for tensor in args))
+        return result.to(self.device) if result is not None else None
+
+
+class TorchRpc(_Host):
+    """``torch.distributed.rpc``, which speaks TCP."""
+
+    name = "torch RPC"
+
+    def connect(self, address: str) -> Any:
+        return self._join(address, 0)
+
+    @staticmethod
+    def _join(address: str, rank: int) -> Any:
+        from torch.distributed import rpc
+
+        # One of both writes the port down.
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{address}")
+        rpc.init_rpc(("client", "server")[rank], rank=rank, world_size=2, rpc_backend_options=options)
+        return rpc
+
+    @staticmethod
+    def serve(address: str, device: str) -> None:
+        _in_background(TorchRpc._join, address, 1)
+
+    def request(self, *words: Any) -> Any:
+        return self.link.rpc_sync("server", _host_answer, words)
 
     def close(self) -> None:
-        """End. Stopping it takes ten seconds: its thread sits in accept."""
-        os._exit(0)
+        self.link.shutdown(graceful=False)
 
 
-class RpcServer:
-    """The server of one of :data:`benchmarks.peers.PEERS`. ``close`` does not wait for clients, as some of them would."""
+class RayActor(_Host):
+    """A call of an actor of Ray, on a node of its own that ends with the client."""
 
-    def __init__(self, address: str, device: str, peer: str, **_: object) -> None:
-        from benchmarks.peers import PEERS
+    name, module = "Ray actor", "ray"
 
-        listens = threading.Event()
-        threading.Thread(target=PEERS[peer].serve, args=(address, device, listens.set), daemon=True).start()
-        listens.wait()
+    def connect(self, address: str) -> Any:
+        import ray
 
-    def close(self) -> None:
-        """End."""
-        os._exit(0)
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
 
+        class Actor:
+            def answer(self, *words: Any) -> Any:
+                return _host_answer(*words)
 
-def missing(*, tensors: str | None = None) -> str | None:
-    """Return why shared-tensor takes no part; None if it does.
+        self._get, self.close = ray.get, ray.shutdown  # type: ignore[method-assign]
+        return ray.remote(Actor).remote()
 
-    :param tensors: the device of the tensors that are needed; None for pings alone, which need none.
-    """
-    try:
-        version = importlib.metadata.version("shared-tensor")
-    except importlib.metadata.PackageNotFoundError:
-        return f"shared-tensor is not installed (pip install --no-deps shared-tensor=={VERSION}) and was left out"
-    if version != VERSION:
-        return f"shared-tensor {version} is installed, not the {VERSION} of the goals, and was left out"
-    if tensors == "cpu":
-        return f"{PEER} shares CUDA memory only and was left out of the rows with tensors on the host"
-    return None
+    def request(self, *words: Any) -> Any:
+        return self._get(self.link.answer.remote(*words))
 
 
-#: A client in the measuring process: ``call`` is for direct endpoints of a workload, ``attach`` for managed ones.
-Side = Ours | Peer
-
-
-def client_of(side: str, address: str, timeout: float = 600.0) -> Side:
-    """Return a client of a side, by its name."""
-    return Ours(address) if side == OURS else Peer(address, timeout)
-
-
-def _workload(device: str, checkpoint: str | None) -> Any:
-    from benchmarks.workload import Workload
-
-    return Workload(device, Path(checkpoint) if checkpoint else None)
+PEERS: tuple[type[Side], ...] = (Connection, Zmq, Rpyc, Grpc, TorchRpc, RayActor)
+_ALL: list[type[Side]] = [Echo, SharedTensor, *PEERS, Ours]
+SIDES = {side.name: side for side in _ALL}
 
 
 def load_lazy_modules(device: str) -> None:

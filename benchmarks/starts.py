@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import select
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.runner import Device, Json, Report, Sample, Shape, chosen
-from benchmarks.servers import Servers, environ, on_cores
+from benchmarks.processes import on_cores, python
+from benchmarks.runner import PATIENCE, Device, Goal, Json, Run, Sample, Shape, chosen
 from shared_rpc import Client
 from shared_rpc.errors import SharedRPCError
 from shared_rpc.scripts.listing import live_zygotes, stop_zygotes
 
 PYTHON, RUN = "python", "shared-rpc run"
 _WAYS: dict[str, list[str]] = {PYTHON: [], RUN: ["-m", "shared_rpc.cli", "run"]}
-#: Seconds that anything here may take.
-_PATIENCE = 300.0
 
 APP = """
 import torch
@@ -47,55 +42,50 @@ def run(
 ) -> None:
     """Measure repeated starts of a script, by python and by 'shared-rpc run', until it has its model."""
     device, shape = chosen(device, shape)
-    report = Report("starts", f"A script is started again ({shape} on {device})", [PYTHON, RUN])
-    with Servers(device) as servers, on_cores(servers.cores):  # a script may use what the machine has
-        (servers.folder / "app.py").write_text(APP.format(device=device, shape=shape))
-        variables = {**environ(), "SHARED_TENSOR_BASE_PATH": servers.base_path}
-
-        def start(words: Sequence[str]) -> tuple[float, float]:
-            return _start(words, servers.folder, variables)
-
+    title = f"A script is started again ({shape} on {device})"
+    with Run("starts", title, [PYTHON, RUN], device, json) as run, on_cores(run.cores):  # a script may use what there is
+        (run.folder / "app.py").write_text(APP.format(device=device, shape=shape))
         try:
-            empty = Sample([[start(["-c", "print('in hand')"])[0] for _ in range(starts)]])
-            report.row("python -c 'print()': nothing but the interpreter", {PYTHON: empty})
-            first = {way: start([*words, "app.py"])[0] for way, words in _WAYS.items()}
-            report.row("the first start, with no server (python) and no zygote (run)", first)
-            turns = [{way: start([*words, "app.py"]) for way, words in _WAYS.items()} for _ in range(starts)]
-            hand, end = ({way: Sample([[turn[way][number] for turn in turns]]) for way in _WAYS} for number in (0, 1))
-            goal = "start_gpu" if device == "cuda" else "start"
-            report.row("a start, until the model is in hand", hand, "s", goal, hand[RUN].p50 - empty.p50)
-            report.row("… python beside run", {RUN: hand[PYTHON].p50 / hand[RUN].p50}, "ratio")
-            report.row("… until the process has ended", end)
-            _memory_rows(report, servers.base_path, device)
+            empty = Sample([_start(run, "-c", "print('in hand')")[0] for _ in range(starts)])
+            run.row("python -c 'print()': nothing but the interpreter", {PYTHON: empty})
+            first = {way: _start(run, *words, "app.py")[0] for way, words in _WAYS.items()}
+            run.row("the first start, with no server (python) and no zygote (run)", first)
+            turns = [{way: _start(run, *words, "app.py") for way, words in _WAYS.items()} for _ in range(starts)]
+            hand, end = ({way: Sample([turn[way][number] for turn in turns]) for way in _WAYS} for number in (0, 1))
+            goal = Goal("≤", 0.8, "+ python, GPU") if device == "cuda" else Goal("≤", 0.3, "+ python, host")
+            run.row("a start, until the model is in hand", hand, "s", goal, measured=hand[RUN].p50 - empty.p50)
+            run.row("… python beside run", {RUN: hand[PYTHON].p50 / hand[RUN].p50}, "ratio")
+            run.row("… until the process has ended", end)
+            _memory_rows(run)
         finally:
-            stop_zygotes(servers.base_path, lambda reason: None)
-            with suppress(SharedRPCError), Client(servers.base_path, device=device, connect_timeout=0) as client:
+            stop_zygotes(run.base_path, lambda reason: None)
+            with suppress(SharedRPCError), Client(run.base_path, device=device, connect_timeout=0) as client:
                 client.stop_server()
-    report.finish(json)
 
 
-def _start(words: Sequence[str], folder: Path, variables: dict[str, str]) -> tuple[float, float]:
+def _start(run: Run, *words: str) -> tuple[float, float]:
     """Measure the seconds from a program's start until it reports that it has its model, and until its end."""
     begin = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *words], cwd=folder, env=variables, stdout=subprocess.PIPE)
+    variables = {"SHARED_TENSOR_BASE_PATH": run.base_path}
+    process = python(*words, variables=variables, cwd=run.folder, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None, "it is a pipe"
-        if not select.select([process.stdout], [], [], _PATIENCE)[0] or b"in hand" not in process.stdout.readline():
-            raise RuntimeError(f"python {' '.join(words)} in {folder} has not got its model")
+        if not select.select([process.stdout], [], [], PATIENCE)[0] or "in hand" not in process.stdout.readline():
+            raise RuntimeError(f"python {' '.join(words)} in {run.folder} has not got its model")
         in_hand = time.perf_counter() - begin
-        process.wait(_PATIENCE)
+        process.wait(PATIENCE)
         return in_hand, time.perf_counter() - begin
     finally:
         process.kill()
         process.communicate()
 
 
-def _memory_rows(report: Report, base_path: str, device: str) -> None:
+def _memory_rows(run: Run) -> None:
     """Report the memory of the zygote, and that of the model, which exists once."""
-    zygotes = live_zygotes(base_path, lambda reason: None)
+    zygotes = live_zygotes(run.base_path, lambda reason: None)
     for zygote in zygotes:
-        report.row("memory of the zygote (PSS)", {RUN: float(zygote["pss"])}, "bytes")
+        run.row("memory of the zygote (PSS)", {RUN: zygote["pss"]}, "bytes")
     if not zygotes:
-        report.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed why.")
-    with Client(base_path, device=device, timeout=_PATIENCE) as client:
-        report.row("… of the model, which all of them have", {RUN: float(client.get_server_info()["nbytes"])}, "bytes")
+        run.note("No zygote could be used: both columns are new processes. 'shared-rpc run' has printed why.")
+    with Client(run.base_path, device=run.device, timeout=PATIENCE) as client:
+        run.row("… of the model, which all of them have", {RUN: client.get_server_info()["nbytes"]}, "bytes")

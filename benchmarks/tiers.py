@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,15 +12,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.memory import private_bytes
-from benchmarks.runner import OURS, Json, Report, Sample, numbers, timed
-from benchmarks.servers import Process, Servers, on_cores
+from benchmarks.processes import Process, on_cores, private_bytes
+from benchmarks.runner import OURS, PATIENCE, Goal, Json, Run, Sample, Times, numbers
 from benchmarks.workload import Stack, digest, question
 from shared_rpc import Client, Handle
 
 PLAIN, RELOAD = "plain copy", "safetensors"
-#: Seconds that anything here may take.
-_PATIENCE = 300.0
 #: Bytes of a plain copy that are copied at once: a pinned buffer of all bytes would take longer to make than anything here.
 _PIECE = 1 << 30
 #: Bytes that a reload reads at most.
@@ -44,8 +40,6 @@ def written(mebibytes: int) -> Stack:
     return make_stack(mebibytes, 0, {device!r})
 """
 
-_Times = defaultdict[tuple[str, str], list[float]]
-
 #: The names of the rows, in their order.
 _LOWER, _SUSPEND, _EVICT = "first eviction: the copy is made", "suspend: unmap", "evict, the copy being there"
 _AGAIN = "a later eviction of a model that is written to"
@@ -64,19 +58,15 @@ def run(
     """Measure models that sleep and wake: beside plain copies and a reload, in several processes, and more than memory."""
     device = "cuda:0" if cuda else "cpu"
     whole = megabytes or (16384 if cuda else 256)
-    report = Report("tiers", f"Tiers: a model of {whole} MiB on {device}", [PLAIN, OURS, RELOAD])
+    title = f"Tiers: a model of {whole} MiB on {device}"
     # Nothing else calls while a model moves, so this process has all cores.
-    with Servers(device) as servers, on_cores(servers.cores):
-        with (
-            servers.broker(APP.format(device=device), "--spill-dir", str(servers.folder)) as (socket, _),
-            Client(socket_path=socket, device=device, timeout=_PATIENCE) as client,
-        ):
-            plain = _Plain(device, whole << 20, servers.folder)
-            _one_model(report, client, plain, whole, rounds, servers.folder)
-            _written_model(report, client, plain, whole, rounds)
-            _engines(report, client, device, whole, numbers(engines))
-        _round_robin(report, servers, device, max(whole // models, 8), models, rounds)
-    report.finish(json)
+    with Run("tiers", title, [PLAIN, OURS, RELOAD], device, json) as run, on_cores(run.cores):
+        with run.broker(APP, "--spill-dir", str(run.folder)) as client:
+            plain = _Plain(device, whole << 20, run.folder)
+            _one_model(run, client, plain, whole, rounds)
+            _written_model(run, client, plain, whole, rounds)
+            _engines(run, client, whole, numbers(engines))
+        _round_robin(run, max(whole // models, 8), models, rounds)
 
 
 class _Plain:
@@ -94,80 +84,86 @@ class _Plain:
             self._below = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
             self._above = torch.empty(self._size, dtype=torch.uint8, device=device)
 
-    def lower(self) -> float:
-        """Measure a copy to the lower tier, in seconds."""
-        if self._cuda:
-            return timed(lambda: self._repeat(lambda: self._below.copy_(self._above, non_blocking=True)))
+    def lower(self, times: Times, row: str) -> None:
+        """Measure a copy to the lower tier."""
         self._file.unlink(missing_ok=True)
-        above = torch.ones(self._size, dtype=torch.uint8).numpy()
-        return timed(lambda: self._write(above.data))
+        bytes_above = memoryview(b"") if self._cuda else torch.ones(self._size, dtype=torch.uint8).numpy().data
+        with times.of(row, PLAIN):
+            if self._cuda:
+                self._copy(self._below, self._above)
+            else:
+                with self._file.open("wb", buffering=0) as file:
+                    for _ in range(self._pieces):
+                        file.write(bytes_above)
 
-    def _write(self, above: memoryview) -> None:
-        with self._file.open("wb", buffering=0) as file:
-            for _ in range(self._pieces):
-                file.write(above)
+    def raise_(self, times: Times, row: str) -> None:
+        """Measure a copy up. On the host it is into memory that was not touched before, as that of a restore is."""
+        with times.of(row, PLAIN):
+            if self._cuda:
+                self._copy(self._above, self._below)
+            else:
+                fd = os.memfd_create("plain")
+                with open(fd, "wb"), self._file.open("rb", buffering=0) as file:
+                    left = self._pieces * self._size
+                    while left > 0:
+                        left -= os.sendfile(fd, file.fileno(), None, left)
 
-    def raise_(self) -> float:
-        """Measure a copy up, in seconds. On the host it is into memory that was not touched before, as that of a restore is."""
-        if self._cuda:
-            return timed(lambda: self._repeat(lambda: self._above.copy_(self._below, non_blocking=True)))
-        return timed(self._read)
-
-    def _read(self) -> None:
-        fd = os.memfd_create("plain")
-        try:
-            with self._file.open("rb", buffering=0) as file:
-                left = self._pieces * self._size
-                while left > 0:
-                    left -= os.sendfile(fd, file.fileno(), None, left)
-        finally:
-            os.close(fd)
-
-    def _repeat(self, copy: Callable[[], object]) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         for _ in range(self._pieces):
-            copy()
+            target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
 
 
-def _one_model(report: Report, client: Client, plain: _Plain, mebibytes: int, rounds: int, folder: Path) -> None:
+def _yes(same: bool) -> str:
+    return "yes" if same else "NO"
+
+
+def _one_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
     """Measure one model in one process: it sleeps and wakes, in turns with plain copies."""
-    times: _Times = defaultdict(list)
+    times = Times()
     handle: Handle[Stack] = client.call("model", mebibytes, 0)
     with handle:
         model, nbytes = handle.value, handle.get_object_info()["nbytes"]
         before, captured = digest(model), _captured(model)
         replayed = captured()
-        plain.lower(), plain.raise_()  # the first of everything
-        times[PLAIN, _LOWER].append(plain.lower())
+        plain.lower(Times(), _LOWER)  # the first of everything
+        plain.raise_(Times(), _LOWER)
+        plain.lower(times, _LOWER)
         handle.suspend()
-        times[OURS, _LOWER].append(timed(lambda: client.evict(handle)))
-        times[OURS, "cold first"].append(timed(handle.resume))
+        with times.of(_LOWER):
+            client.evict(handle)
+        handle.resume()
         copied, same, graph = 0, digest(model) == before, captured() == replayed
         for _ in range(rounds):
             for _ in range(3):
-                times[OURS, _FORWARD].append(timed(lambda: digest(model)))
-            times[OURS, _SUSPEND].append(timed(handle.suspend))
-            times[OURS, _MAP].append(timed(handle.resume))
+                with times.of(_FORWARD):
+                    digest(model)
+            with times.of(_SUSPEND):
+                handle.suspend()
+            with times.of(_MAP):
+                handle.resume()
             digest(model)  # pages that nobody has touched are unmapped in no time
-            times[OURS, "suspend again"].append(timed(handle.suspend))
-            begin = time.perf_counter()
-            copied += sum(move["copied"] for move in client.evict(handle))
-            times[OURS, _EVICT].append(time.perf_counter() - begin)
-            times[PLAIN, _WAKE].append(plain.raise_())
-            times[OURS, _WAKE].append(timed(handle.resume))
-            times[OURS, _FIRST].append(timed(lambda: digest(model)))
+            with times.of(_SLEEP):
+                handle.suspend()
+                with times.of(_EVICT):
+                    copied += sum(move["copied"] for move in client.evict(handle))
+            plain.raise_(times, _WAKE)
+            with times.of(_WAKE):
+                handle.resume()
+            with times.of(_FIRST):
+                digest(model)
             same, graph = same and digest(model) == before, graph and captured() == replayed
-        _reload(times, model, folder, min(rounds, 2), report)
-    _one_model_rows(report, times, nbytes)
-    report.note(f"medians of {rounds} rounds; evictions with a copy copied {copied:,} bytes in all")
-    report.row("a pass after each wake has the bits of one before", {}, texts={OURS: "yes" if same else "NO"})
-    if torch.cuda.is_available() and next(model.parameters()).is_cuda:
-        report.row("a CUDA graph of before, replayed, has them too", {}, texts={OURS: "yes" if graph else "NO"})
+        _reload(run, times, model, min(rounds, 2))
+    _one_model_rows(run, times, nbytes)
+    run.note(f"medians of {rounds} rounds; evictions with a copy copied {copied:,} bytes in all")
+    run.row("a pass after each wake has the bits of one before", _yes(same))
+    if run.device != "cpu":
+        run.row("a CUDA graph of before, replayed, has them too", _yes(graph))
 
 
-def _written_model(report: Report, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
+def _written_model(run: Run, client: Client, plain: _Plain, mebibytes: int, rounds: int) -> None:
     """Measure evictions of a model that processes write to: each of them copies it, the later ones to memory that is there."""
-    times: _Times = defaultdict(list)
+    times = Times()
     handle: Handle[Stack] = client.call("written", mebibytes)
     same = True
     with handle:
@@ -178,14 +174,15 @@ def _written_model(report: Report, client: Client, plain: _Plain, mebibytes: int
             with torch.no_grad():
                 next(handle.value.parameters()).fill_(number)
             before = digest(handle.value)
-            times[PLAIN, _AGAIN].append(plain.lower())
+            plain.lower(times, _AGAIN)
             handle.suspend()
-            times[OURS, _AGAIN].append(timed(lambda: client.evict(handle)))
+            with times.of(_AGAIN):
+                client.evict(handle)
             handle.resume()
             same = same and digest(handle.value) == before
     client.invalidate_endpoint_cache("written")
-    report.row(_AGAIN, {who: Sample([times[who, _AGAIN]]) for who in (PLAIN, OURS)})
-    report.row("… with what was written since", {}, texts={OURS: "yes" if same else "NO"})
+    run.row(_AGAIN, times.samples(_AGAIN))
+    run.row("… with what was written since", _yes(same))
 
 
 def _captured(model: Stack) -> Callable[[], list[float]]:
@@ -209,68 +206,53 @@ def _captured(model: Stack) -> Callable[[], list[float]]:
     return replay
 
 
-def _reload(times: _Times, model: Stack, folder: Path, rounds: int, report: Report) -> None:
+def _reload(run: Run, times: Times, model: Stack, rounds: int) -> None:
     """Measure a process without tiers: it reads the weights from a file, which is in the page cache."""
     try:
         from safetensors.torch import load_file, save_file
     except ImportError as error:
-        report.note(f"safetensors was left out: {error}")
+        run.note(f"safetensors was left out: {error}")
         return
-    file = folder / "model.safetensors"
+    file = run.folder / "model.safetensors"
     # A large file takes longer to write than all else: a part of it shows how fast it is read.
     whole = sum(parameter.nbytes for parameter in model.parameters())
     part = dict(list(model.state_dict().items())[: max(len(model.layers) * min(whole, _PART) // whole, 1)])
     save_file(part, file)
     nbytes, target = file.stat().st_size, str(next(model.parameters()).device)
-
-    def load() -> None:
+    for number in range(rounds + 1):
+        begin = time.perf_counter()
         state = load_file(file, device=target)
         if target == "cpu":  # the pages are mapped: each is copied when it is first touched
             state = {name: tensor.clone() for name, tensor in state.items()}
         else:
             torch.cuda.synchronize()
         del state
-
-    load()
-    times[RELOAD, _WAKE] = [timed(load) * whole / nbytes for _ in range(rounds)]
+        if number:  # after the first of everything
+            times[_WAKE, RELOAD].append((time.perf_counter() - begin) * whole / nbytes)
     if whole > nbytes:
-        report.note(f"{RELOAD}: {nbytes >> 20:,} MiB were read, and the time for all is computed from that")
+        run.note(f"{RELOAD}: {nbytes >> 20:,} MiB were read, and the time for all is computed from that")
     file.unlink()
 
 
-def _one_model_rows(report: Report, times: _Times, nbytes: int) -> None:
-    found = {key: Sample([taken]) for key, taken in times.items()}
-
-    def row(name: str) -> None:
-        report.row(name, {who: found[who, name] for who in (PLAIN, OURS, RELOAD) if (who, name) in found})
-
+def _one_model_rows(run: Run, times: Times, nbytes: int) -> None:
     large = nbytes >= 15 * 10**9
-    row(_LOWER)
-    row(_SUSPEND)
-    row(_EVICT)
-    sleep = Sample([[a + b for a, b in zip(times[OURS, "suspend again"], times[OURS, _EVICT], strict=True)]])
-    report.row(_SLEEP, {OURS: sleep}, "s", "sleep", sleep.p50 if large else None)
-    row(_WAKE)
-    speed = {
-        who: float(f"{nbytes / found[who, _WAKE].p50 / 1e9:.3g}") for who in (PLAIN, OURS, RELOAD) if (who, _WAKE) in found
-    }
-    report.row("… in GB/s", speed, "number")
-    ratio = found[OURS, _WAKE].p50 / found[PLAIN, _WAKE].p50
-    report.row("… beside the plain copy", {OURS: ratio}, "ratio", "wake", ratio if large else None)
-    row(_MAP)
-    row(_FORWARD)
-    row(_FIRST)
+    for name in (_LOWER, _SUSPEND, _EVICT, _SLEEP, _WAKE, _MAP, _FORWARD, _FIRST):
+        samples = times.samples(name)
+        run.row(name, samples, "s", Goal("≤", 20e-3, "16 GB, GPU") if name == _SLEEP else None, judge=large)
+        if name == _WAKE:
+            run.row("… in GB/s", {side: nbytes / 1e9 / sample.p50 for side, sample in samples.items()}, "number")
+            ratio = samples[OURS].p50 / samples[PLAIN].p50
+            run.row("… beside the plain copy", ratio, "ratio", Goal("≤", 1.15, "GPU"), judge=large)
 
 
-def _engines(report: Report, client: Client, device: str, mebibytes: int, counts: Sequence[int]) -> None:
+def _engines(run: Run, client: Client, mebibytes: int, counts: Sequence[int]) -> None:
     """Measure several processes with one model: their wake all at once, and the memory of the host while they sleep."""
+    config: dict[str, Any] = {"address": client.socket_path, "device": run.device, "mebibytes": mebibytes}
     with ExitStack() as stack:
-        config = {"socket": client.socket_path, "device": device, "mebibytes": mebibytes}
         processes: list[Process] = []
         kept: dict[int, int] = {}
         for count in counts:
-            cores = os.sched_getaffinity(0)
-            started = [stack.enter_context(Process("tiers:Engine", cores, **config)) for _ in range(count - len(processes))]
+            started = [stack.enter_context(Process(Engine, **config)) for _ in range(count - len(processes))]
             for process in started:
                 for what in ("suspend", "resume"):  # the first of everything
                     process.ask(what)
@@ -286,30 +268,26 @@ def _engines(report: Report, client: Client, device: str, mebibytes: int, counts
                 process.tell("resume")
             answers = [process.read() for process in processes]
             took = max(answer["ended"] for answer in answers) - begin
-            report.row(f"wake of {_processes(count)} at once, until the last one has it", {OURS: took})
+            run.row(f"wake of {_processes(count)} at once, until the last one has it", took)
             if not all(answer["same"] for answer in answers):
-                report.note("NOT ALL ENGINES HAD THE SAME BITS AFTER THE WAKE")
-        for count, nbytes in kept.items():
-            report.row(f"copies in lower tiers, {_processes(count)} asleep", {OURS: float(nbytes)}, "bytes")
-        if len(counts) > 1:
-            first, last = counts[0], counts[-1]
-            each = (kept[last] - kept[first]) / (last - first) / (mebibytes << 20)
-            report.row("… what a process adds, as a part of a copy", {OURS: each}, "ratio", "engines", each)
+                run.note("NOT ALL ENGINES HAD THE SAME BITS AFTER THE WAKE")
+    for count, nbytes in kept.items():
+        run.row(f"copies in lower tiers, {_processes(count)} asleep", nbytes, "bytes")
+    if len(counts) > 1:
+        first, last = counts[0], counts[-1]
+        each = (kept[last] - kept[first]) / (last - first) / (mebibytes << 20)
+        run.row("… what a process adds, as a part of a copy", each, "ratio", Goal("<", 0.05, "flat"))
 
 
 def _processes(count: int) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"
 
 
-def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, models: int, rounds: int) -> None:
+def _round_robin(run: Run, mebibytes: int, models: int, rounds: int) -> None:
     """Measure turns of several models with memory for three: each turn another one wakes, and one that sleeps gives way."""
     quota = int((_FIT + 0.1) * mebibytes) << 20
-    options = ["--quota", f"{device}={quota}", "--when-full", "evict", "--spill-dir", str(servers.folder)]
-    with (
-        servers.broker(APP.format(device=device), *options, name="round") as (socket, _),
-        Client(socket_path=socket, device=device, timeout=_PATIENCE) as client,
-        ExitStack() as stack,
-    ):
+    options = ["--quota", f"{run.device}={quota}", "--when-full", "evict", "--spill-dir", str(run.folder)]
+    with run.broker(APP, *options, name="round") as client, ExitStack() as stack:
         handles: list[Handle[Stack]] = []
         answers = []
         for number in range(models):
@@ -325,19 +303,18 @@ def _round_robin(report: Report, servers: Servers, device: str, mebibytes: int, 
                 with handle.active() as model:
                     same = digest(model) == answer and same
                     turns[-1].append(time.perf_counter() - begin)
-        sample = Sample(turns)
-        name = f"{models} models of {mebibytes} MiB in turns, memory for {_FIT}"
-        report.row(f"{name}: wake, a pass, p50", {OURS: sample})
-        report.row("… p99", {OURS: sample.p99})
-        report.row("… with the bits of before", {}, texts={OURS: "yes" if same else "NO"})
+        sample = Sample(*turns)
+        run.row(f"{models} models of {mebibytes} MiB in turns, memory for {_FIT}: wake, a pass, p50", sample)
+        run.row("… p99", sample.p99)
+        run.row("… with the bits of before", _yes(same))
 
 
 class Engine:
     """A process that has a model attached, sleeps and wakes."""
 
-    def __init__(self, socket: str, device: str, mebibytes: int) -> None:
+    def __init__(self, address: str, device: str, mebibytes: int) -> None:
         torch.set_num_threads(1)
-        self._client = Client(socket_path=socket, device=device, timeout=_PATIENCE)
+        self._client = Client(socket_path=address, device=device, timeout=PATIENCE)
         self._handle: Handle[Stack] = self._client.call("model", mebibytes, 0)
         self._answer = digest(self._handle.value)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -92,39 +90,24 @@ class Chain(nn.Module):
 
 
 class Workload:
-    """The endpoints' functions, on one device.
+    """The endpoints' functions, on one device."""
 
-    :param checkpoint: a folder; models are loaded from a file in it, which is written when it is first needed.
-    """
-
-    def __init__(self, device: str, checkpoint: Path | None = None) -> None:
+    def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self.checkpoint = checkpoint
         #: Called when a model is in memory, before anything is done with it.
         self.when_loaded: Callable[[], None] = lambda: None
-        #: Of the last model: seconds its loading took, bytes of its largest storage.
-        self.load_seconds = 0.0
+        #: Bytes of the largest storage of the last model.
         self.largest_storage = 0
-        # What torch imports with the first module on the meta device is no part of loading.
+        # What torch imports with the first module on the meta device is no part of making the others.
         self._make(lambda: Chain(1, 4))
 
     def model(self, shape: str) -> nn.Module:
         """Build a decoder of one of the shapes in :data:`SHAPES`. Managed, cached."""
-
-        def make() -> nn.Module:
-            return Decoder(SHAPES[shape]).to(torch.bfloat16)
-
-        if self.checkpoint is None:
-            return self._timed(lambda: self._make(make))
-        path = self.checkpoint / f"{shape}.pt"
-        if not path.exists():
-            self.checkpoint.mkdir(parents=True, exist_ok=True)
-            torch.save(self._make(make).state_dict(), path)
-        return self._timed(lambda: self._load(make, path))
+        return self._make(lambda: Decoder(SHAPES[shape]).to(torch.bfloat16))
 
     def chain(self, tensors: int, nbytes: int) -> nn.Module:
         """Build a module of that many tensors of one size. Managed, cached."""
-        return self._timed(lambda: self._make(lambda: Chain(tensors, nbytes)))
+        return self._make(lambda: Chain(tensors, nbytes))
 
     def small(self, number: int = 0) -> torch.Tensor:
         """Return a small tensor, one for each number. Direct, cached."""
@@ -165,25 +148,11 @@ class Workload:
         with torch.no_grad():
             for number, parameter in enumerate(module.parameters()):
                 parameter.fill_(1 + number % 100)
-        return module.eval()
-
-    def _load(self, make: Callable[[], nn.Module], path: Path) -> nn.Module:
-        with torch.device("meta"):
-            module = make()
-        # On the host a mapped file would be read only when it is used.
-        state = torch.load(path, map_location=self.device, mmap=self.device.type == "cuda", weights_only=True)
-        module.load_state_dict(state, assign=True)
-        return module.eval()
-
-    def _timed(self, make: Callable[[], nn.Module]) -> nn.Module:
-        begin = time.perf_counter()
-        module = make()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.load_seconds = time.perf_counter() - begin
         self.largest_storage = max(parameter.untyped_storage().nbytes() for parameter in module.parameters())
         self.when_loaded()
-        return module
+        return module.eval()
 
 
 # What `tiers` puts to sleep.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -18,15 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import typer
 
 from benchmarks import starts
 from benchmarks.mechanisms import MAKING, MAPPING, Parts, Watch
-from benchmarks.peers import PEERS
-from benchmarks.runner import ECHO, GOALS, OURS, Report, Row, Sample, interleaved, numbers, shown
-from benchmarks.servers import Process
-from benchmarks.sides import PEER, missing
+from benchmarks.processes import Process
+from benchmarks.runner import ECHO, OURS, Goal, Row, Run, Sample, interleaved, numbers, shown
+from benchmarks.sides import PEER, PEERS, Echo, Served, SharedTensor
 from tests.kit.processes import ROOT
 
 #: The first tests wait for commands that wait for others.
@@ -48,7 +46,7 @@ SMALL = {
 
 
 @dataclass
-class Run:
+class Ended:
     """What a command printed, and what it wrote."""
 
     printed: str
@@ -61,25 +59,23 @@ class Run:
         return row
 
 
+Results = Callable[[str], Ended]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Run]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     """``results(name)`` is the run of one command; a few run at once, for some of their time they wait."""
     folder = tmp_path_factory.mktemp("results")
     running: list[subprocess.Popen[str]] = []
 
-    def begin(name: str) -> Run:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", name, *SMALL[name].split(), "--json", str(folder / name / "numbers.json")],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def begin(name: str) -> Ended:
+        words = [sys.executable, "-m", "benchmarks", name, *SMALL[name].split(), "--json", str(folder / name / "numbers.json")]
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(words, cwd=ROOT, text=True, **streams)
         running.append(process)
         printed, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-        return Run(printed, json.loads((folder / name / "numbers.json").read_text()))
+        return Ended(printed, json.loads((folder / name / "numbers.json").read_text()))
 
     with ThreadPoolExecutor(3) as pool:
         runs = {name: pool.submit(begin, name) for name in SMALL}
@@ -91,8 +87,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_command_prints_its_rows_and_writes_where_they_come_from(results: Callable[[str], Run], name: str) -> None:
-    """Every row of the JSON is in the table, with its goal; date, command and host are told."""
+def test_a_command_prints_its_rows_and_writes_where_they_come_from(results: Results, name: str) -> None:
+    """Every row of the JSON is in the table with its goal, and every sample has a time; date, command and host are there."""
     run = results(name)
 
     assert run.written["benchmark"] == name
@@ -101,328 +97,150 @@ def test_a_command_prints_its_rows_and_writes_where_they_come_from(results: Call
     assert "numbers.json" in run.printed
     for row in run.written["rows"]:
         line = next((line for line in run.printed.splitlines() if line.startswith(row["name"])), "")
-        assert line, f"{row['name']!r} is not in the table"
+        assert line and row["values"], f"{row['name']!r} is not in the table, or empty"
         assert row["goal"] is None or row["goal"] in line
+        assert all(
+            0 < sample["min"] <= sample["p50"] <= sample["p99"] for sample in row["samples"].values() if row["unit"] == "s"
+        )
 
 
-def test_a_channel_carries_all_of_it(results: Callable[[str], Run]) -> None:
-    """Large messages are timed beside two copies; small ones leave no descriptor and no mapping."""
-    run = results("channel")
-
-    assert {name: sample["n"] for name, sample in run.row("large")["samples"].items()} == {"shared_rpc": 2, "two copies": 2}
-    assert run.row("… the reader's descriptors")["met"] is True
-
-
-def test_records_go_to_disk_and_back(results: Callable[[str], Run]) -> None:
-    """Each way is timed, as often as it was asked for; the file is as large as the module."""
-    run = results("records")
-
-    ways = [run.row(name) for name in ("build", "export", "import from", "attach", "adopt", "promote")]
-    assert [row["samples"]["shared_rpc"]["n"] for row in ways] == [2] * 6
-    assert run.row("import, as a part of the build")["unit"] == "ratio"
-    assert any(note.startswith("the file has 8,") for note in run.written["notes"])
-
-
-def test_models_that_sleep_wake_with_their_bits(results: Callable[[str], Run]) -> None:
-    """Each step is timed, beside a plain copy; evictions with a copy copy nothing; engines that sleep have one copy."""
-    run = results("tiers")
-
-    rows = [run.row(name) for name in ("first eviction", "evict, the copy", "wake: restore", "… the first one")]
-    assert [row["samples"]["shared_rpc"]["n"] for row in rows] == [1, 2, 2, 2]
-    assert {"plain copy", "shared_rpc"} <= rows[2]["values"].keys()
-    assert run.row("a pass after each wake")["texts"] == run.row("… with the bits of before")["texts"] == {"shared_rpc": "yes"}
-    assert run.row("a later eviction of")["samples"]["shared_rpc"]["n"] == 2
-    assert run.row("… with what was written since")["texts"] == {"shared_rpc": "yes"}
-    assert "evictions with a copy copied 0 bytes in all" in run.printed
-    assert run.row("… what a process adds")["met"] is True
+def test_rows_that_pages_quote(results: Results) -> None:
+    """Figures in the documentation can be measured again by the commands that stand beside them."""
+    quoted = {
+        "attach": ["first attach of a process", "again, while held", "after release: 100 tensors, 1 MB", "publishing it, once"],
+        "rpc": [
+            "ping, p50",
+            "direct call, 4 KiB tensor, cached",
+            "managed call and release",
+            "2 processes, 4 KiB tensor, cached",
+        ],
+        "scale": ["ping, p50, beside 5 idle", "5 clients killed: until all is back", "1 processes attach"],
+        "recovery": ["from SIGKILL to a new worker", "… with --no-preload", "… p99 from the kill on", "memory of the broker"],
+        "starts": ["a start, until the model is in hand", "… until the process has ended"],
+        "tiers": ["first eviction", "wake: restore", "sleep: both", "wake of 2 processes", "5 models of 8 MiB in turns"],
+        "mechanisms": ["2 MiB: create", "2 MiB: map in another process", "a kernel, a copy of 4 KiB into the segment"],
+        "clients": ["1 process, 4 KiB tensor, new", "2 replicas of one model (tiny)"],
+        "channel": ["large: all of it", "small: a message of 2 KiB"],
+    }
+    for command, names in quoted.items():
+        found = [row["name"] for row in results(command).written["rows"]]
+        assert [name for name in names if not any(row.startswith(name) for row in found)] == [], command
 
 
-def test_attach_tells_times_and_memory(results: Callable[[str], Run]) -> None:
-    """First, held and released attaches with their percentiles, the load beside them, and memory on both sides."""
-    run = results("attach")
-
-    first, held, released = (run.row(name) for name in ("first attach", "again, while held", "again, after release"))
-    assert [row["samples"][OURS]["n"] for row in (first, held, released)] == [1, 2, 2]
-    assert all(0 < sample["p50"] <= sample["p99"] for sample in released["samples"].values())
-    assert run.row("for comparison: loading it again")["values"][OURS] > 0
-    assert run.row("host memory a client adds")["values"].keys() == {OURS}
-    assert run.row("memory that publishing adds")["met"] is True
-
-
-def test_attach_sweeps_over_tensors_and_bytes(results: Callable[[str], Run]) -> None:
-    """Both sweeps are there; a goal per tensor is held against modules whose tensors outweigh the call."""
-    run = results("attach")
-
-    few, many = run.row("after release: 2 tensors"), run.row("after release: 100 tensors, 0.41 MB")
-    assert (few["tensors"], few["met"]) == (2, None)
-    assert many["measured"] == pytest.approx(many["values"][OURS] / 100)
-    assert run.row("after release: 100 tensors, 2 MB")["nbytes"] == 2_000_000
-    assert run.row("the most bytes over the fewest")["met"] is not None
-
-
-def test_the_goals_of_a_large_model_on_a_gpu_are_not_held_against_a_small_one(results: Callable[[str], Run]) -> None:
-    """They are printed, and judged where they apply."""
-    first = results("attach").row("first attach")
+def test_goals_are_judged_where_they_apply(results: Results) -> None:
+    """A goal of a large model on a GPU is not; a ping is by its ratio to the echo of the same turns."""
+    first, ping = results("attach").row("first attach"), results("rpc").row("ping, p50")
 
     assert (first["goal"], first["met"]) == ("≤ 8 ms (16 GB, GPU)", None)
-
-
-def test_rpc_compares_with_the_raw_echo_of_its_own_turns(results: Callable[[str], Run]) -> None:
-    """Every row over the socket has an echo beside it; the ping is judged by the ratio."""
-    run = results("rpc")
-
-    ping = run.row("ping, p50")
-    assert ping["measured"] == ping["ratios"][f"{OURS} / {ECHO}"]
+    assert ping["measured"] == ping["values"][OURS] / ping["values"][ECHO]
     assert len(ping["samples"][OURS]["p50_of_rounds"]) == 2
-    for name in (
-        "direct call, 4 KiB tensor, cached",
-        "direct call, 4 KiB tensor, new",
-        "the same by an async def endpoint",
-        "direct call, takes and returns 4 KiB, new",
-        "managed call and release",
-        "echo of a",
-    ):
-        assert {ECHO, OURS} <= run.row(name)["samples"].keys()
 
 
-def test_rpc_has_other_ways_to_call_in_the_same_turns(results: Callable[[str], Run]) -> None:
-    """Those that are installed; torch brings two. The others are named below the table."""
+def test_rpc_has_other_ways_to_call_in_the_same_turns(results: Results) -> None:
+    """Those that are installed; torch brings two. The others, and shared-tensor for tensors, are named below the table."""
     run = results("rpc")
 
     for name in ("ping, p50", "direct call, 4 KiB tensor, new", "direct call, takes and returns 4 KiB", "echo of a"):
-        assert {"multiprocessing", "torch RPC", OURS} <= run.row(name)["samples"].keys()
-    named = " ".join([*run.row("ping, p50")["samples"], *run.written["notes"]])
-    assert all(peer.name in named for peer in PEERS.values())
+        assert {ECHO, "multiprocessing", "torch RPC", OURS} <= run.row(name)["samples"].keys()
+    assert all(peer.name in run.printed for peer in PEERS)
+    assert (PEER in run.row("ping, p50")["values"]) == (SharedTensor.missing() is None)
+    assert PEER not in run.row("direct call, 4 KiB tensor, cached")["values"]
+    assert str(SharedTensor.missing("cpu")) in run.printed
 
 
-def test_rpc_counts_the_calls_of_processes_that_call_at_once(results: Callable[[str], Run]) -> None:
-    """Every process gets some done, if not in every turn; without a peer there is no ratio to judge."""
-    run = results("rpc")
-
-    for text in ("cached", "new", "new, async def"):
-        row = run.row(f"2 processes, 4 KiB tensor, {text}: calls/s")
-        turns = row["calls"][OURS]
-        assert len(turns) == 2 and all(sum(counts) > 0 for counts in zip(*turns, strict=True))
-        assert row["values"].keys() == {OURS} and row["met"] is None
-
-
-def test_rpc_finds_everything_as_it_was_after_a_long_run(results: Callable[[str], Run]) -> None:
-    """Shared memory, descriptors and mappings, of the client and of the server: nothing for each of 50 calls."""
-    run = results("rpc")
-
-    assert run.row("50 calls, 4 KiB there and back: a call")["values"][OURS] > 0
+def test_nothing_is_left_behind(results: Results) -> None:
+    """Calls, killed clients, channels and killed workers leave no memory and no descriptors; models keep their bits."""
     for name in ("… shared memory", "… descriptors of client, server", "… mappings of client, server"):
-        row = run.row(name)
-        assert row["before"].keys() == row["after"].keys()
         # An allocator's arena, or the stack of a thread, may come at any time; and a call that finds the chunk of another one
         # still in use writes to other pages of the pool.
         few = 4 if "mappings" in name else 16 * 4096 if "memory" in name else 0
-        assert row["measured"] <= few, (row["before"], row["after"])
+        assert results("rpc").row(name)["measured"] <= few
+    for key in ("leases", "sessions", "fds"):
+        row = results("scale").row(f"5 clients killed: {key}")
+        before, during, after = map(int, row["values"][OURS].split(" → "))
+        assert (during, after, row["met"]) == (before + 5, before, True)
+    assert results("scale").row("5 clients killed, model invalidated")["values"][OURS].endswith("→ 0 B")
+    for name in ("40 attaches at 40 a second", "forward pass", "… libraries"):
+        assert results("recovery").row(name)["values"][OURS] == 0
+    assert results("channel").row("… the reader's descriptors")["met"] is True
+    for name in ("a pass after each wake", "… with what was written since", "… with the bits of before"):
+        assert results("tiers").row(name)["values"] == {OURS: "yes"}
+    assert "evictions with a copy copied 0 bytes in all" in results("tiers").printed
 
 
-def test_rpc_times_the_import_and_the_command_line(results: Callable[[str], Run]) -> None:
-    """As processes of their own; both have goals that hold on any machine."""
-    run = results("rpc")
+def test_a_memfd_outlives_its_maker(results: Results) -> None:
+    """A killed maker changes nothing, and a write to what is for reading ends its process; it is not exported or opened."""
+    texts = {row["name"]: row["values"]["memfd"] for row in results("mechanisms").written["rows"]}
 
-    assert run.row("import of every public name")["met"] is not None
-    assert run.row("shared-rpc ls")["met"] is not None
-
-
-def test_shared_tensor_takes_part_or_is_noted_as_left_out(results: Callable[[str], Run]) -> None:
-    """A machine without the package, or without a GPU, gets a shorter table and a line that says why."""
-    run = results("rpc")
-    left_out = [note for note in run.written["notes"] if note.startswith("shared-tensor") and "left out" in note]
-
-    assert (PEER in run.row("ping, p50")["values"]) == (missing() is None)
-    assert PEER not in run.row("direct call, 4 KiB tensor, cached")["values"]
-    assert len(left_out) == 1 and left_out[0] in run.printed
+    assert texts["2 MiB: open in another process, p50"] == "-"
+    assert texts["a write to what was mapped for reading"] == "its process ends"
+    assert texts["maker killed: who has it mapped"] == "reads all bytes"
+    assert texts["maker killed: a new process opens it"] == "yes"
 
 
-def test_recovery_finds_every_attach_well(results: Callable[[str], Run]) -> None:
-    """Before and after the kill; what the dead worker built computes the same, and the broker has nothing of torch."""
-    run = results("recovery")
-    failed = run.row("40 attaches at 40 a second")
-    assert (failed["values"]["shared_rpc"], failed["errors"]) == (0, [])
-    assert [before + after for before, after in zip(failed["before"], failed["after"], strict=True)] == [40, 40]
-    assert min(failed["before"] + failed["after"]) > 0
-    assert run.row("forward pass")["met"]
-    assert run.row("… libraries")["met"]
-    assert run.row("from SIGKILL")["values"]["shared_rpc"] > 0
-
-
-def test_starts_has_python_beside_run(results: Callable[[str], Run]) -> None:
-    """Both have the model in hand before they end; what is judged is beyond an interpreter that does nothing."""
-    run = results("starts")
-    hand, end = run.row("a start, until the model"), run.row("… until the process")
-    assert hand["values"].keys() == end["values"].keys() == {"python", "shared-rpc run"}
-    assert all(0 < hand["values"][way] < end["values"][way] for way in hand["values"])
-    nothing = run.row("python -c")["values"]["python"]
-    assert hand["measured"] == pytest.approx(hand["values"]["shared-rpc run"] - nothing)
-    assert run.row("memory of the zygote")["values"]["shared-rpc run"] > 1 << 20
+@pytest.mark.skipif(SharedTensor.missing() is not None, reason="shared-tensor is not installed")
+def test_shared_tensor_answers_nobody_beside_four_idle_connections(results: Results) -> None:
+    """It is no number, so it is a text."""
+    assert results("scale").row("shared-tensor beside 4 idle ones")["values"] == {PEER: "no answer in 0.3 s"}
 
 
 def test_starts_where_no_zygote_can_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its memory is left out, and a note says so."""
     client = SimpleNamespace(get_server_info=lambda: {"nbytes": 5})
     monkeypatch.setattr(starts, "Client", lambda *_, **__: contextlib.nullcontext(client))
-    report = Report("starts", "", [starts.RUN])
-    starts._memory_rows(report, str(tmp_path / "s"), "cpu")
-    assert [row.values for row in report.rows] == [{starts.RUN: 5.0}]
-    assert report.notes[0].startswith("No zygote could be used")
-
-
-def test_clients_counts_calls_for_each_number_of_processes(results: Callable[[str], Run]) -> None:
-    """Three endpoints, each with one process and with two; and passes of two replicas."""
-    *rows, replicas = results("clients").written["rows"]
-
-    assert [(row["endpoint"], row["processes"]) for row in rows] == [
-        (endpoint, count) for count in (1, 2) for endpoint in ("small", "fresh", "fresh_on_loop")
-    ]
-    assert replicas["processes"] == 2
-    assert all(row["values"][OURS] > 0 for row in (*rows, replicas))
-
-
-def test_scale_asks_beside_idle_connections(results: Callable[[str], Run]) -> None:
-    """A row for each number of idle connections, judged by the first of them."""
-    run = results("scale")
-
-    none, some = run.row("ping, p50, beside 0 idle"), run.row("ping, p50, beside 5 idle")
-    assert none["met"] is None
-    assert some["measured"] == pytest.approx(some["values"][OURS] / none["values"][OURS])
-
-
-def test_mechanisms_of_the_host_are_timed_and_outlive_their_maker(results: Callable[[str], Run]) -> None:
-    """Every step has a row, with a dash for those that a memfd has not; a killed maker changes nothing, and a write to what is
-    for reading ends its process.
-    """
-    run = results("mechanisms")
-
-    for step in ("create", "map in the process", "map in another", "wait for the device"):
-        assert run.row(f"2 MiB: {step}")["samples"]["memfd"]["n"] == 2
-    for step in ("export", "open"):
-        row = run.row(f"2 MiB: {step}")
-        assert (row["values"], row["texts"]) == ({}, {"memfd": "-"})
-    assert run.row("a kernel, a copy of 4 KiB")["samples"]["memfd"]["n"] == 3
-    assert run.row("a write to what was mapped for reading")["texts"]["memfd"] == "its process ends"
-    assert run.row("maker killed: who has it mapped")["texts"]["memfd"] == "reads all bytes"
-    assert run.row("maker killed: a new process opens it")["texts"]["memfd"] == "yes"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_mechanisms_of_a_gpu_that_is_not_there_are_noted_as_left_out(results: Callable[[str], Run]) -> None:
-    """A machine without one gets the column of the host."""
-    run = results("mechanisms")
-
-    notes = [note for note in run.written["notes"] if "left out" in note]
-    assert [note.split()[0] for note in notes] == ["vmm", "ipc", "pool"]
-    assert all("no GPU" in note for note in notes)
-
-
-@pytest.mark.skipif(missing() is not None, reason="shared-tensor is not installed")
-def test_scale_shows_that_shared_tensor_answers_nobody_beside_four_idle_connections(results: Callable[[str], Run]) -> None:
-    """It is no number, so it is a text."""
-    row = results("scale").row("shared-tensor beside 4 idle ones")
-
-    assert (row["answered"], row["texts"]) == (False, {PEER: "no answer in 0.3 s"})
-
-
-def test_scale_kills_clients_and_finds_everything_back(results: Callable[[str], Run]) -> None:
-    """Leases, sessions and descriptors rise with the clients and fall with them; an invalidated model goes too."""
-    run = results("scale")
-
-    for key in ("leases", "sessions", "fds"):
-        row = run.row(f"5 clients killed: {key}")
-        assert row["during"][key] == row["before"][key] + 5
-        assert (row["after"][key], row["met"]) == (row["before"][key], True)
-    gone = run.row("5 clients killed, model invalidated")
-    assert gone["during"]["shared"] > gone["after"]["shared"] == 0
-
-
-class Sender:
-    """What exports memory, as slow as a test wants it."""
-
-    def __init__(self, clock: list[float]) -> None:
-        self.clock = clock
-
-    def export(self, seconds: float) -> str:
-        """Take that long."""
-        self.clock[0] += seconds
-        return "exported"
+    run = Run("starts", "", [starts.RUN])
+    run.base_path = str(tmp_path / "s")
+    starts._memory_rows(run)
+    assert [row.values for row in run.rows] == [{starts.RUN: 5}]
+    assert run.notes[0].startswith("No zygote could be used")
 
 
 def test_an_operation_is_timed_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes time inside the calls that are watched is one step, however many they are; all else is the other."""
     clock = [0.0]
-    monkeypatch.setitem(sys.modules, "a_driver", SimpleNamespace(sender=Sender(clock)))
-    driver: Any = sys.modules["a_driver"]
-    watch = Watch(Parts("create", "export", ("a_driver:sender.export",)), lambda: clock[0])
+    driver = SimpleNamespace(export=lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setitem(sys.modules, "a_driver", driver)
+    watch = Watch(Parts("create", "export", (("a_driver", "export"),)), lambda: clock[0])
     times: dict[str, list[float]] = {}
 
     def create() -> None:
         clock[0] += 5
-        assert driver.sender.export(2) == "exported"
-        driver.sender.export(seconds=1)
+        driver.export(2)
+        driver.export(seconds=1)
 
     watch.time(create, times)
-    watch.time(lambda: driver.sender.export(4), times)
+    watch.time(lambda: driver.export(4), times)
     assert times == {"create": [5.0, 0.0], "export": [3.0, 4.0]}
 
 
 @pytest.mark.parametrize("parts", [*MAKING.values(), *MAPPING.values()], ids=str)
 def test_the_steps_are_those_of_the_library(parts: Parts) -> None:
     """What is watched in the library is there; the driver's functions are looked for where its bindings are."""
-    for target in parts.targets:
-        module, _, path = target.partition(":")
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            assert callable(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
+    for owner, name in parts.targets:
+        if importlib.util.find_spec(owner.partition(".")[0]) is not None:
+            assert callable(getattr(pkgutil.resolve_name(owner), name))
 
 
 def test_turns_are_taken_one_after_the_other() -> None:
-    """A B A B, so that whatever slows the machine slows both."""
+    """A B A B, so that whatever slows the machine slows both; percentiles are over all turns."""
     turns: list[str] = []
     actions = {name: lambda name=name: turns.append(name) for name in "AB"}
 
     samples = interleaved(actions, rounds=2, calls=3, warm_up=1)
 
     assert "".join(turns) == "AAAABBBBAAAABBBB"
-    assert [len(times) for times in samples["A"].rounds] == [3, 3]
+    assert [len(times) for times in samples["A"].turns] == [3, 3]
+    json_ = Sample([1.0, 2.0, 3.0], [10.0, 20.0, 30.0]).as_json()
+    assert json_ == {"n": 6, "min": 1.0, "p50": 6.5, "p90": 30.0, "p99": 30.0, "max": 30.0, "p50_of_rounds": [2.0, 20.0]}
 
 
-def test_percentiles_are_over_all_turns() -> None:
-    """And the median of each turn is kept, to tell how steady the machine was."""
-    sample = Sample([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
+def test_a_row_has_the_ratio_to_its_echo_and_meets_its_goal_up_to_the_limit() -> None:
+    """Values without a number are texts; what nothing was compared with meets and misses nothing."""
+    row = Row("ping", {ECHO: 20e-6, OURS: 50e-6, PEER: "no answer"}, "s", Goal("≤", 2, "raw echo", "ratio"))
 
-    assert sample.as_json() == {
-        "n": 6,
-        "min": 1.0,
-        "p50": 6.5,
-        "p90": 30.0,
-        "p99": 30.0,
-        "max": 30.0,
-        "p50_of_rounds": [2.0, 20.0],
-    }
-
-
-def test_a_goal_is_met_up_to_its_limit() -> None:
-    """At most, less than, or at least, as its text says."""
-    assert [GOALS["ping"].met(ratio) for ratio in (1.9, 2.0, 2.1)] == [True, True, False]
-    assert [GOALS["client_memory"].met(nbytes) for nbytes in (0, 4 << 20)] == [True, False]
-    assert [GOALS["throughput"].met(ratio) for ratio in (3.9, 4.0, 40.0)] == [False, True, True]
-
-
-def test_a_row_without_a_judgement_meets_and_misses_nothing() -> None:
-    """Its goal is about something else than what was measured."""
-    row = Row("attach", {OURS: 1.0}, goal=GOALS["attach_first"])
-
-    assert (row.met, row.measured()) == (None, "")
-    assert Row("attach", {OURS: 1.0}, goal=GOALS["attach_first"], judged=1.0).met is False
-
-
-def test_a_cell_tells_the_ratio_to_the_raw_echo() -> None:
-    """Of the same row."""
-    row = Row("ping", {ECHO: 20e-6, OURS: 50e-6})
-
-    assert (row.cell(ECHO), row.cell(OURS), row.cell(PEER)) == ("20 µs", "50 µs (2.5 x)", "")
+    assert [row.cell(side) for side in (ECHO, OURS, PEER, "another")] == ["20 µs", "50 µs (2.5 x)", "no answer", ""]
+    assert (row.met, row.goal_cells()) == (None, ("≤ 2 x (raw echo)", ""))
+    assert [Goal("≤", 2).met(2), Goal("<", 2).met(2), Goal("≥", 2).met(2)] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -443,28 +261,22 @@ def test_numbers_are_shown_in_the_unit_that_suits_them(value: float, unit: Any, 
 
 
 def test_another_release_of_shared_tensor_takes_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The goals name one release; both versions are in the note."""
-    (tmp_path / "shared_tensor-0.3.0.dist-info").mkdir()
-    (tmp_path / "shared_tensor-0.3.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: shared-tensor\nVersion: 0.3.0\n"
-    )
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-
-    assert missing() == "shared-tensor 0.3.0 is installed, not the 0.2.16 of the goals, and was left out"
-
-
-def test_a_missing_shared_tensor_is_told_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the dependencies that it names and does not need."""
+    """The goals name one release; without any, the note has the command that installs it."""
     monkeypatch.setattr(sys, "path", [])
-
-    assert "pip install --no-deps shared-tensor==0.2.16" in str(missing())
+    assert "pip install --no-deps shared-tensor==0.2.16" in str(SharedTensor.missing())
+    (tmp_path / "shared_tensor-0.3.0.dist-info").mkdir()
+    (tmp_path / "shared_tensor-0.3.0.dist-info" / "METADATA").write_text("Name: shared-tensor\nVersion: 0.3.0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    note = "shared-tensor 0.3.0 is installed, not the 0.2.16 of the goals, and was left out"
+    assert SharedTensor.missing() == note
 
 
 def test_a_process_that_ends_instead_of_answering_is_named() -> None:
     """With its exit code; what it wrote to standard error stands above."""
+    config = {"side": Echo.name, "address": "/nowhere/at/all.sock", "device": "cpu"}
     with (
-        Process("sides:EchoServer", os.sched_getaffinity(0), address="/nowhere/at/all.sock") as process,
-        pytest.raises(RuntimeError, match=r"benchmarks\.sides:EchoServer \(pid \d+\) ended with exit code 1"),
+        Process(Served, os.sched_getaffinity(0), **config) as process,
+        pytest.raises(RuntimeError, match=r"benchmarks\.sides:Served \(pid \d+\) ended with exit code 1"),
     ):
         process.ready()
 

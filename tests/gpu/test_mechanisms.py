@@ -424,12 +424,12 @@ def test_memory_of_a_killed_maker(mechanism: Mechanism) -> None:
     """
     subject = Subject(device_id("cuda:0"), mechanism)
     subject.kill(256)
-    print(mechanism, subject.texts)
+    print(mechanism, subject.found)
     if mechanism == "vmm":
-        reads = [subject.texts[when] for when in ("reads on", "reads beside others", "reads after")]
-        assert (reads, subject.texts["opens"]) == (["reads all bytes"] * 3, "yes")
+        reads = [subject.found[when] for when in ("reads on", "reads beside others", "reads after")]
+        assert (reads, subject.found["opens"]) == (["reads all bytes"] * 3, "yes")
     else:
-        assert subject.texts["opens"].startswith("error: ")
+        assert subject.found["opens"].startswith("error: ")
 
 
 @pytest.mark.gpu
