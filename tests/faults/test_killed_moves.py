@@ -7,7 +7,7 @@ the tests of the tables fail if a party has an effect between two of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,9 +56,8 @@ def died(killing: Killing, step: str) -> int:
     return pid
 
 
-#: Effects that outlive a party, or that others see: the functions, with their modules.
+#: Functions of several parties, with their modules.
 EFFECTS = {
-    "FrameBuffers.queue": "shared_rpc.protocol.socket",
     "MappingTable._vacate_one": "shared_rpc.memory.mapping",
     "MappingTable._fill": "shared_rpc.memory.mapping",
     "SpillDirectory.create": "shared_rpc.memory.spill",
@@ -68,28 +67,6 @@ EFFECTS = {
     "Notifier.store": "shared_rpc.broker.systemd",
     "Notifier.remove": "shared_rpc.broker.systemd",
 }
-#: Those that only workers have.
-ON_GPUS = {
-    "GpuCopies._create": "shared_rpc.memory.gpu_copies",
-    "Stream.copy": "shared_rpc.memory.gpu_streams",
-}
-
-
-def between(passed: list[str], steps: Iterable[str]) -> set[tuple[str, str]]:
-    """Return pairs of effects that a process has without a step between them."""
-    effects, ends = EFFECTS.keys() | ON_GPUS.keys(), {step.rpartition(", ")[2] for step in steps}
-    found: set[tuple[str, str]] = set()
-    last = ""
-    for place in passed:
-        when, name = place.split()
-        if place in ends:
-            last = ""
-        if name in effects:
-            if when == "before" and last:
-                found.add((last, name))
-            if when == "after" and place not in ends:
-                last = name
-    return found
 
 
 # Clients.
@@ -208,15 +185,6 @@ def test_a_client_is_killed(
     assert client.get_server_info()["builds"] == 1
 
 
-def test_the_steps_of_clients_are_complete(killing: Killing, sleeper: Sleeper) -> None:
-    """A client has no effect between two of them."""
-    passed = killing.trace()
-    for action in ("suspend", "evict", "resume"):
-        sleeper.do(action)
-    assert not between(passed(), SUSPENDING + RESUMING)
-    assert {place for step in SUSPENDING + RESUMING for place in step.split(", ")} <= set(passed())
-
-
 # Workers, and buffers of a GPU.
 
 #: The functions of a worker, with their modules.
@@ -226,8 +194,9 @@ OF_WORKERS = {
     "OrderedMemory._reply": "shared_rpc.worker.memory",
     "GpuCopies._map": "shared_rpc.memory.gpu_copies",
     "Steps.count": "shared_rpc.memory.copies",
+    "GpuCopies._create": "shared_rpc.memory.gpu_copies",
+    "Stream.copy": "shared_rpc.memory.gpu_streams",
     **EFFECTS,
-    **ON_GPUS,
 }
 #: The steps of a worker for any of its copies.
 COPYING = [
@@ -295,18 +264,6 @@ def test_a_worker_is_killed(
         assert isinstance(session.heard(), m.Answer)
     eventually(lambda: subject.workers() not in ([], [worker]), 60.0, "another worker")
     check_subject(subject, move)
-
-
-def test_the_steps_of_workers_are_complete(broker_app: BrokerApp, killing: Killing, spill: Path) -> None:
-    """A worker has no effect between two of them."""
-    broker_app.file.write_text(APP.format(watching=killing.code(OF_WORKERS)))
-    broker_app.start("--spill-dir", str(spill))
-    for move, steps in WORKING.items():
-        subject = MovedBuffer(broker_app, GPUS[0])
-        subject.prepare(move)
-        passed = killing.trace()
-        subject.moved(move)
-        assert not between(passed(), steps), move
 
 
 # Brokers.
@@ -438,20 +395,3 @@ def test_a_broker_is_killed(broker_app: BrokerApp, killing: Killing, spill: Path
     assert subject.is_gone()
     assert memory_of(subject.pid) == 0
     check_subject(MovedBuffer(broker_app, device), move)
-
-
-def test_the_steps_of_brokers_are_complete(
-    broker_app: BrokerApp, manager: ServiceManager, killing: Killing, spill: Path
-) -> None:
-    """A broker has no effect between two of them."""
-    broker_app.file.write_text(APP.format(watching=""))
-    manager.start(program=broker_app.program(killing.code(OF_BROKERS), spill_dir=str(spill)))
-    for (device, move), steps in BROKERING.items():
-        subject = MovedBuffer(broker_app, device)
-        subject.prepare(move)
-        passed = killing.trace()
-        with subject.move(move) as session:
-            assert isinstance(session.heard(), m.Answer)
-        places = passed()
-        begun = min(places.index(place) for place in ("before Tiers.move_down", "before Tiers._restore") if place in places)
-        assert not between(places[begun:], [*EVICTING, *RESTORING, *STORING, *steps]), (device, move)

@@ -28,7 +28,7 @@ class _Reached(msgspec.Struct):
 
 
 class Killing:
-    """A step at which one process ends, and what it has passed before; told by files in a folder.
+    """A step at which one process ends; told by files in a folder.
 
     A step is ``before f`` or ``after f``, where f is a function as :meth:`code` has them; several, with commas, are passed one
     after another, and the last one is the process's end. That of a coroutine or a generator is when it begins, or has returned.
@@ -58,12 +58,6 @@ class Killing:
             return None
         return found.pid, found.step
 
-    def trace(self) -> Callable[[], list[str]]:
-        """From now on, note what is passed: a function that returns that."""
-        path = self._folder / "passed"
-        path.write_text("")
-        return lambda: path.read_text().splitlines()
-
 
 class _Watching:
     """What a process notes of the functions that it watches."""
@@ -76,9 +70,6 @@ class _Watching:
 
     def passes(self, place: str) -> None:
         """Note that the process is at a place; it may end here."""
-        if (self.folder / "passed").exists():
-            with (self.folder / "passed").open("a") as file:
-                file.write(f"{place}\n")
         with self._lock:
             try:
                 step = (self.folder / "armed").read_text()

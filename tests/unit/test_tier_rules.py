@@ -33,18 +33,6 @@ def copies() -> Iterator[Copies]:
         copies.discard(segment_id)
 
 
-def test_counting_copies_takes_no_longer_for_more_of_them(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of objects asks for the count once for each."""
-    copies.add(SegmentInfo("a", 100, GPU), copy_of("host"))
-    copies.add(SegmentInfo("a", 100, GPU), copy_of("host"))
-    copies.add(SegmentInfo("b", 100, GPU), copy_of("file"))
-    with monkeypatch.context() as patch:
-        patch.setattr(copies, "_by_segment", None)
-        assert len(copies) == 2
-    copies.discard("a")
-    assert len(copies) == 1
-
-
 @pytest.mark.parametrize(
     ("current", "devices", "to", "files", "chosen"),
     [
