@@ -58,10 +58,6 @@ def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     def fail() -> torch.Tensor:
         raise KeyError("missing")
 
-    @provider.share
-    def late() -> torch.Tensor:
-        raise DeadlineExceeded("the oven took too long")
-
     @provider.share(execution="task", managed=True)
     def build(steps: int) -> torch.Tensor:
         for step in range(steps):

@@ -264,7 +264,7 @@ def test_a_buffer_outlives_its_maker(client: Client, peer: Child, option: str) -
 # How much.
 
 
-def test_a_quota_in_bytes(limited: Connect, device: str, children: list[Child]) -> None:
+def test_a_quota_in_bytes(limited: Connect, device: str) -> None:
     """Results and buffers together; the refusal names the device, the sizes, and the process that holds the most."""
     step = size(device)
     client = limited(4 * step)

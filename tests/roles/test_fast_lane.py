@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -12,30 +14,33 @@ import msgspec
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server
+from shared_rpc import AsyncClient, Client, Provider, Server
+from shared_rpc.context import CURRENT_RUN
 from shared_rpc.errors import CapabilityError, ServerBusy
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.records import SegmentInfo, StorageEntry, TensorEntry, TensorTable
-from shared_rpc.protocol.values import TensorRef, encode
+from shared_rpc.protocol.values import DtypeRef, TensorRef, encode
 from tests.kit.processes import Child, eventually, open_fds, python
 from tests.kit.raw import Raw, sealed_memory
 
 MIB = 1 << 20
+#: Elements of a float32 tensor.
+LARGE = MIB // 8
 #: Small enough to be full soon.
 SMALL = PoolOptions(initial=MIB, limit=8 * MIB)
 
 
 @pytest.fixture
-def kept() -> list[torch.Tensor]:
-    """What the endpoints keep of their arguments: nothing yet."""
+def kept() -> list[Any]:
+    """What the endpoints keep of their arguments, and of themselves: nothing yet."""
     return []
 
 
 @pytest.fixture
 def server(
-    device: str, no_leaks: None, base_path: str, kept: list[torch.Tensor], go: threading.Event, begun: threading.Event
+    device: str, no_leaks: None, base_path: str, kept: list[Any], go: threading.Event, begun: threading.Event
 ) -> Iterator[Server]:
     """Endpoints that take and return memory, with small pools."""
     provider = Provider(base_path, device=device)
@@ -68,12 +73,35 @@ def server(
         return torch.zeros(size, device=device)
 
     @share()
+    async def full_on_the_loop(value: float, size: int = 64) -> torch.Tensor:
+        return torch.full((size,), value, device=device)
+
+    @share()
+    async def echo_on_the_loop(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @share(concurrency="serialized")
+    async def in_turn_on_the_loop(size: int) -> torch.Tensor:
+        return torch.zeros(size, device=device)
+
+    @share(concurrency="serialized")
+    async def gated(dtype: torch.dtype) -> None:
+        begun.set()
+        await asyncio.to_thread(go.wait, 30)
+
+    @share()
+    async def where() -> torch.Tensor:
+        kept.append((threading.current_thread().name, CURRENT_RUN.get() is not None, asyncio.current_task()))
+        return torch.ones(1, device=device)
+
+    @share()
     def pointer(x: torch.Tensor) -> torch.Tensor:
         return torch.tensor([x.data_ptr()], device=device)
 
     with Server(provider, pool=SMALL) as server:
         yield server
     kept.clear()
+    gc.collect()
 
 
 @pytest.fixture
@@ -155,9 +183,7 @@ def test_a_result_goes_back_as_an_argument(client: Client) -> None:
     assert transfer.arguments.nbytes == 0
 
 
-def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(
-    client: Client, kept: list[torch.Tensor], server: Server
-) -> None:
+def test_a_result_that_came_back_is_not_overwritten_while_it_is_read(client: Client, kept: list[Any], server: Server) -> None:
     """The endpoint keeps it, the client does not: its bytes stay as long as either does."""
     client.call("keep", client.call("full", 5.0, 1000))
     for value in range(500):
@@ -490,3 +516,108 @@ class TestStreamOrder:
                     client.call("doubled", x)
             finally:
                 graph.capture_end()
+
+
+# On the loop.
+
+
+def test_an_async_endpoint_runs_on_the_loop(client: Client, kept: list[Any]) -> None:
+    """In a task of its own, with its run as the current one."""
+    for _ in range(3):
+        assert client.call("where").tolist() == [1.0]
+    names, runs, tasks = zip(*kept, strict=True)
+    assert set(names) == {"shared-rpc-server"}
+    assert set(runs) == {True}
+    assert len(set(tasks)) == 3
+
+
+@pytest.mark.parametrize("size", [1, 1000, MIB // 4, MIB], ids=["bytes", "pooled", "over a MiB", "a segment"])
+def test_results_of_every_size(client: Client, size: int) -> None:
+    """Whether they need a thread or not; all are held, and stay as they were."""
+    results = [client.call("full_on_the_loop", float(value), size) for value in range(3)]
+    assert [result.unique().tolist() for result in results] == [[float(value)] for value in range(3)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [8, "no number"], ids=["that succeed", "that fail"])
+async def test_a_long_line(server: Server, client: Client, size: Any) -> None:
+    """Hundreds of calls that wait for their turn end one after the other, whatever becomes of each."""
+    async with AsyncClient(socket_path=server.socket_path, pool=SMALL) as asynchronous:
+        calls = [asynchronous.call("in_turn_on_the_loop", size) for _ in range(600)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(result) for result in results} == {torch.Tensor if size == 8 else TypeError}
+
+
+def test_a_long_line_of_calls_that_cannot_be_loaded(
+    server: Server, client: Client, begun: threading.Event, go: threading.Event
+) -> None:
+    """Each of them ends as its turn comes, and the stack is no deeper for it."""
+    with Raw(server.socket_path) as raw:
+        raw.say(m.Call("gated", [encode(DtypeRef("float32"))]), 1)
+        assert begun.wait(10)
+        for number in range(2, 1002):
+            raw.say(m.Call("gated", [encode(DtypeRef("float33"))]), number)
+        go.set()
+        answers = [raw.hear() for _ in range(1001)]
+    assert isinstance(answers[0], m.Result)
+    assert {answer.code for answer in answers[1:] if isinstance(answer, m.Error)} == {"codec"}
+
+
+# An argument that comes back.
+
+
+@pytest.mark.parametrize("endpoint", ["echo", "echo_on_the_loop"])
+def test_an_argument_that_comes_back_is_copied(client: Client, device: str, endpoint: str) -> None:
+    """The result is a value: neither side's other tensors share its memory."""
+    x = torch.arange(float(LARGE), device=device)
+    result = client.call(endpoint, x)
+    x.zero_()
+    assert torch.equal(result, torch.arange(float(LARGE), device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+class TestOnTheGpu:
+    """The loop is not held up, and streams are joined."""
+
+    @pytest.fixture
+    def busy(self, server: Server, kept: list[Any]) -> None:
+        """Endpoints whose work takes some 50 ms."""
+
+        @server._provider.share(cache=False)
+        async def late(value: float, size: int) -> torch.Tensor:
+            result = torch.zeros(size, device="cuda")
+            torch.cuda._sleep(100_000_000)
+            return result.fill_(value)
+
+        @server._provider.share(cache=False)
+        def aside(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(100_000_000)
+                y.copy_(x, non_blocking=True)
+            kept.append(y)
+            return x
+
+    def test_others_are_answered_meanwhile(self, server: Server, client: Client, busy: None) -> None:
+        """The loop waits for a hundred microseconds, and a thread for the rest."""
+        client.call("late", 1.0, 10)
+        with Client(socket_path=server.socket_path) as other:
+            other.ping()
+            call = threading.Thread(target=lambda: [client.call("late", 1.0, 10) for _ in range(20)])
+            call.start()
+            times = [other.ping() for _ in range(200)]
+            call.join()
+        assert sorted(times)[100] < 0.01
+
+    def test_an_argument_that_another_stream_still_reads(self, client: Client, busy: None, kept: list[Any]) -> None:
+        """The memory is not used again before it has read it, though the caller has dropped its result."""
+        y = torch.zeros(LARGE, device="cuda")
+        for value in range(1, 4):
+            x = torch.full((LARGE,), float(value), device="cuda")
+            client.call("aside", x, y)
+            for _ in range(4):
+                client.call("echo", torch.zeros_like(x))
+        torch.cuda.synchronize()
+        assert [y.unique().tolist() for y in kept] == [[1.0], [2.0], [3.0]]

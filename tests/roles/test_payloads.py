@@ -25,12 +25,10 @@ class Endpoints:
         self.device = device
         #: Descriptions of the arguments of :meth:`echo`, and their aliases.
         self.seen: list[Any] = []
-        #: What :meth:`boxed` returns.
-        self.box: Any = None
         #: Arguments that the server keeps.
         self.kept: list[Any] = []
         self.runs = 0
-        for function in (self.echo, self.boxed, self.new, self.keep, self.kept_sums, self.write):
+        for function in (self.echo, self.keep, self.kept_sums, self.write):
             provider.share(cache=False)(function)
         provider.share(self.cached)
         provider.share(cache_format_key="{key}")(self.echo_by_key)
@@ -44,14 +42,6 @@ class Endpoints:
     def echo_by_key(self, key: str, value: Any) -> Any:
         """The value that it was given first for a key."""
         return value
-
-    def boxed(self) -> Any:
-        """What a test put there."""
-        return self.box
-
-    def new(self, name: str) -> Any:
-        """A payload, made anew."""
-        return PAYLOADS[name](self.device)
 
     def cached(self, name: str) -> Any:
         """A payload, made once."""
@@ -79,7 +69,6 @@ def endpoints(device: str, no_leaks: None, base_path: str) -> Iterator[Endpoints
     with Server(provider):
         yield endpoints
     endpoints.kept.clear()
-    endpoints.box = None
 
 
 @pytest.fixture

@@ -49,10 +49,6 @@ def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
     def model() -> torch.nn.Module:
         return Tied().to(device)
 
-    @provider.share(managed=True, access="read")
-    def constants() -> torch.Tensor:
-        return torch.full((8,), 5.0, device=device)
-
     @provider.share(cache=False)
     def where(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)

@@ -55,7 +55,6 @@ def shared(provider: Provider, go: threading.Event, begun: threading.Event, ran:
     provider.share("held", cache=False)(held)
     provider.share("managed", cache=False, managed=True)(held)
     provider.share("task", cache=False, execution="task", concurrency="serialized")(held)
-    provider.share("managed_task", cache=False, managed=True, execution="task")(held)
 
     @provider.share(cache=False)
     def fails() -> None:

@@ -49,10 +49,6 @@ def shared(provider: Provider) -> Provider:
     def model(size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32)
 
-    @provider.share(cache=False)
-    def own(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32)
-
     @provider.share(managed=True, access="read")
     def frozen(size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32)
