@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import signal
 import sys
@@ -312,47 +311,6 @@ def settle(device: str) -> None:
     """Wait until what was written on a GPU is there for other processes."""
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-@pytest.mark.whole_gpu
-def test_memory_is_freed_with_the_last_of_all(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:
-    """An object that is dropped stays with the client that holds it, and its memory goes when that lets go."""
-
-    @provider.share
-    def get() -> torch.Tensor:
-        return torch.ones(64 << 20, dtype=torch.uint8, device=device)
-
-    server = serve()
-
-    def come_and_go() -> None:
-        elsewhere('kept["value"] = client.call("get")')
-        server.engine.ask(lambda core: core.calls.drop("get"))
-        gc.collect()
-        assert elsewhere('answer = kept["value"][-1].item()') == 1
-        elsewhere("kept.clear()")
-
-    come_and_go()  # what the driver loads once is loaded in both processes
-    before = in_use(device)
-    come_and_go()
-    eventually(lambda: in_use(device) <= before + SLACK[device], what=f"memory in use back to {before}")
-
-
-def test_tensors_outlive_the_server(base_path: str, device: str, elsewhere: Elsewhere, children: list[Child]) -> None:
-    """SIGKILL of the process that loaded the model and served it leaves the clients computing."""
-    server = python(SCRIPT.format(device=device))
-    children.append(server)
-    server.expect("serving")
-    elsewhere('kept["net"] = client.call("get").value')
-    server.kill()
-    answer = elsewhere(
-        """
-        net = kept.pop("net")
-        with torch.no_grad():
-            net.weight.mul_(2)
-        answer = net(torch.ones(2, device=device)).tolist()
-        """
-    )
-    assert answer == [36, 36]
 
 
 @pytest.mark.gpu

@@ -167,16 +167,6 @@ def test_a_task_that_is_cancelled_ends_its_call(client: Client, listener: Listen
     assert (finished.outcome, finished.error) == ("failed", "task-cancelled")
 
 
-def test_a_submit_that_is_refused_ends_its_call(client: Client, listener: Listener) -> None:
-    """The server has as many tasks as it takes: that is how the call ended."""
-    client.submit("wait"), client.submit("wait")
-    with pytest.raises(errors.ServerBusy):
-        client.submit("wait")
-    (finished,) = listener.next(i.CallFinished)
-    assert (finished.outcome, finished.error) == ("failed", "server-busy")
-    assert client.get_server_info()["failures"] == client.get_statistics()["wait"]["errors"] == 1
-
-
 def test_a_build_whose_result_nobody_takes_has_finished(
     provider: Provider, serve: Serve, connect: Connect, listener: Listener, go: threading.Event
 ) -> None:

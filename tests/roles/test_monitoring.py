@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
@@ -16,7 +15,6 @@ import torch
 
 from shared_rpc import AsyncClient, Client, Provider, Server, progress
 from shared_rpc.errors import ConfigurationError, EndpointNotFound, StaleHandleError
-from shared_rpc.server import holdings
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.brokers import BrokerApp
 from tests.kit.processes import Child, eventually, python
@@ -146,25 +144,6 @@ def test_an_object_is_invalidated_by_its_id(served: Server, connect: Connect) ->
     # What has taken its place is another object.
     assert client.invalidate_object(one.object_id) == 0
     assert client.call("load", 1).object_id == anew.object_id
-
-
-def test_objects_of_several_pages(served: Server, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both clients fetch all of them, however many pages they fill: a reply has room for some ten thousand."""
-    monkeypatch.setattr(holdings, "_PAGE", 3)
-    client = connect()
-    handles = [client.call("load", size) for size in range(1, 8)]
-    ids = [handle.object_id for handle in handles]
-    assert [item["object_id"] for item in client.list_objects()] == ids
-
-    async def listed() -> list[str]:
-        async with AsyncClient(device="cpu", connect_timeout=0) as other:
-            return [item["object_id"] for item in await other.list_objects()]
-
-    assert asyncio.run(listed()) == ids
-    for object_id in ids[:4]:
-        client.invalidate_object(object_id)
-        handles.pop(0).release()
-    assert [item["object_id"] for item in client.list_objects()] == ids[4:]
 
 
 def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Connect) -> None:

@@ -183,23 +183,6 @@ def test_memory_for_reading_is_replaced_without_a_warning(
     assert [record.levelno for record in caplog.records if handle.object_id in record.message] == [logging.INFO]
 
 
-def test_memory_of_an_earlier_restore_is_known(client: Client, other: Client) -> None:
-    """What the process has mapped counts, whichever incarnation it is."""
-    handle = client.call("load")
-    handle.suspend()
-    evict(other, handle.object_id)
-    handle.resume()
-    lose(other, handle.object_id, client)
-    handle.value.add_(1)
-    client.ping()
-    assert torch.equal(handle.value, torch.arange(SIZE) + 1)
-    lose_and_evict(other, handle, client)
-    other.restore(handle.object_id)
-    client.ping()
-    write(other)
-    assert torch.equal(handle.value, torch.arange(SIZE) + 2)
-
-
 def test_many_handles_and_clients_of_a_process(broker: BrokerApp, client: Client, other: Client) -> None:
     """The first client that comes back has the memory replaced for all of them, and then each has an active lease on it."""
     second = broker.connect()

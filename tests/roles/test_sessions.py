@@ -378,27 +378,3 @@ anyio.run(main)
     )
     children.append(parent)
     assert parent.expect("dropped:").strip() == "dropped: []"
-
-
-# Deadlines.
-
-
-def test_a_deadline_is_kept_whatever_signals_come(
-    provider: Provider, server: Server, client: Client, go: threading.Event
-) -> None:
-    """Python begins a read anew after every signal, with the whole of its timeout."""
-
-    @provider.share(cache=False)
-    def held() -> None:
-        go.wait(20)
-
-    earlier = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
-    try:
-        with Client(socket_path=client.socket_path, timeout=0.5) as hurried:
-            with pytest.raises(DeadlineExceeded, match="took longer than its timeout"):
-                hurried.call("held")
-            assert hurried.ping() > 0
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)

@@ -1031,27 +1031,3 @@ def test_tasks_hold_up_no_calls(
     go.set()
     for task_id in ids:
         client.wait_for_task(task_id, 10)
-
-
-# Outside of a task.
-
-
-def test_an_endpoint_that_calls_another(app: App) -> None:
-    """Each tells of its own run; afterwards the outer one's is the current one again."""
-
-    @app.share(cache=False)
-    def inner() -> torch.Tensor:
-        progress(1, message="inner")
-        return torch.ones(1)
-
-    @app.share(cache=False)
-    def outer() -> torch.Tensor:
-        result: torch.Tensor = app.inside["inner"]()
-        progress(2, message="outer")
-        return result
-
-    told: list[Progress | None] = []
-    task_id = app.provider.submit("outer")
-    app.provider.wait_for_task(task_id, 10, lambda info: told.append(info.progress))
-    assert [told for told in told if told is not None and told.message == "inner"] == []
-    assert told[-1] == Progress(2.0, None, "outer")

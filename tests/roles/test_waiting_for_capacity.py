@@ -15,7 +15,6 @@ import torch
 
 from shared_rpc import Client, Provider, Server
 from shared_rpc.errors import CapabilityError, ConfigurationError, DeadlineExceeded, ServerBusy, TaskCancelled
-from shared_rpc.execution.in_process import InProcessExecutor
 from shared_rpc.memory.devices import device_id, facts_of
 from shared_rpc.memory.spill import SpillDirectory
 from shared_rpc.protocol import tiers as t
@@ -247,27 +246,6 @@ def test_a_task_that_waits_for_capacity_is_cancelled_at_once(full: Full, unit: i
         assert client.get_object_info(first.object_id)["tier"] == "device"
 
 
-def test_a_run_that_cannot_be_started_when_its_turn_comes(full: Full, monkeypatch: pytest.MonkeyPatch, unit: int) -> None:
-    """Whoever waited for capacity gets the error, and the memory is there for others."""
-    holder, client = full.start(1, 2)
-    client.call("dropped", 2, unit).release()
-    first = holder.call("dropped", 1, unit)
-    answer = full.ask(client.call, "dropped", 2, unit)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(InProcessExecutor, "start", fail)
-    first.release()
-    with pytest.raises(CapabilityError, match=r"\(pid \d+\) failed: RuntimeError: can't start new thread"):
-        answer.result(30)
-    with pytest.raises(CapabilityError, match="can't start new thread"):
-        client.call("dropped", 2, unit)
-    monkeypatch.undo()
-    with client.call("dropped", 2, unit) as handle:
-        assert handle.value[0].item() == 2
-
-
 def test_calls_join_a_result_that_waits(full: Full, threads: ThreadPoolExecutor, builds: list[int], unit: int) -> None:
     """They are the same run still, and it is built once."""
     holder, client, other = full.start(1, 3)
@@ -290,15 +268,6 @@ def test_the_server_stops_though_requests_wait(full: Full, unit: int) -> None:
     full.server.stop()
     assert all(answer.exception(30) is not None for answer in answers)
     first.release()
-
-
-def test_a_caller_of_the_server_itself_waits_too(full: Full, shared: Provider, unit: int) -> None:
-    """Without a deadline, until there is capacity."""
-    [holder] = full.start(1)
-    first = holder.call("model", 1, unit)
-    answer = full.ask(shared.call, "model", 2, unit)
-    first.release()
-    answer.result(30).release()
 
 
 def test_a_server_that_refuses_does_so_at_once(full: Full, unit: int) -> None:
