@@ -22,24 +22,14 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 NOBODY = 65534
 
-#: A server without torch. It says how its start went, serves until it reads a line, and can be told to wait before.
+#: A server without torch, which serves until it reads a line.
 SERVER = """
-import os, sys
+import sys
 from shared_rpc import Provider, Server
-from shared_rpc.errors import ConfigurationError
 
-server = Server(Provider(device="cpu"))
-if len(sys.argv) > 1:
-    print("ready")
+with Server(Provider(device="cpu")):
+    print("serving")
     sys.stdin.readline()
-try:
-    server.start()
-except ConfigurationError as error:
-    print("refused", error)
-    sys.exit(3)
-print("serving")
-sys.stdin.readline()
-server.stop()
 """
 
 

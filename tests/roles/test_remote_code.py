@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kit.interpreter import Interpreter
-from tests.kit.processes import python
+from tests.kit.processes import Child, python
 
 pytest.importorskip("transformers")
 
@@ -63,52 +62,19 @@ SERVER = """
     """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a server of these tests has its socket, and what it has loaded."""
-    folder = tmp_path_factory.mktemp("remote")
-    folder.chmod(0o700)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def environ(folder: Path) -> dict[str, str]:
-    """Of all processes here."""
-    return {"HF_HUB_OFFLINE": "1", "SHARED_TENSOR_BASE_PATH": str(folder / "s")}
-
-
-@pytest.fixture(scope="module")
-def repository(folder: Path) -> Path:
-    """A model of remote code, as it lies on the hub."""
-    repository = folder / "repository"
+def test_what_came_can_be_saved_and_loaded_again(tmp_path: Path, base_path: str, children: list[Child]) -> None:
+    """``save_pretrained`` writes weights, configuration and code, which that process can load."""
+    repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "configuration_remote.py").write_text(CONFIGURATION)
     (repository / "modeling_remote.py").write_text(MODEL)
     auto = {"AutoConfig": "configuration_remote.RemoteConfig", "AutoModel": "modeling_remote.RemoteModel"}
     (repository / "config.json").write_text(json.dumps({"model_type": "remote-of-a-test", "size": 4, "auto_map": auto}))
-    return repository
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server(folder: Path, repository: Path, environ: dict[str, str]) -> Iterator[None]:
-    """A process that has loaded that code."""
-    modules = {"HF_MODULES_CACHE": str(folder / "modules of the server")}
-    server = python(SERVER.format(repository=str(repository)), environ=environ | modules)
+    server = python(SERVER.format(repository=str(repository)), environ={"HF_MODULES_CACHE": str(tmp_path / "of the server")})
+    children.append(server)
     server.expect("serving")
-    yield
-    server.kill()
-
-
-@pytest.fixture
-def client(environ: dict[str, str], tmp_path: Path) -> Iterator[Interpreter]:
-    """A process that has not."""
-    interpreter = Interpreter(environ | {"HF_MODULES_CACHE": str(tmp_path / "modules of the client")})
-    yield interpreter
-    interpreter.kill()
-
-
-def test_what_came_can_be_saved_and_loaded_again(client: Interpreter, folder: Path, tmp_path: Path) -> None:
-    """``save_pretrained`` writes weights, configuration and code, which that process can load."""
+    client = Interpreter({"HF_MODULES_CACHE": str(tmp_path / "of the client")})
+    children.append(client)
     answer = client.run(
         """
         from transformers import AutoModel
@@ -121,7 +87,7 @@ def test_what_came_can_be_saved_and_loaded_again(client: Interpreter, folder: Pa
         used = client.call("use", model, x)
         answer = [files, torch.equal(again(x), model(x)), torch.equal(used, model(x)), type(again).__name__]
         """,
-        base_path=str(folder / "s"),
+        base_path=base_path,
         device="cpu",
         folder=str(tmp_path / "saved"),
     )

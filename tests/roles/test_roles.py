@@ -142,71 +142,28 @@ def end(child: Child, number: signal.Signals = signal.SIGTERM) -> tuple[int, str
     return code, child.close()[1], seconds
 
 
-class Runs:
-    """One file, run in three roles: what each answered, and what each printed before."""
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / "app.py"
-        path.write_text(APP)
-        environ = {"SHARED_TENSOR_BASE_PATH": str(folder / "s"), "SHARED_TENSOR_ENABLED": ""}
-        self.answers: dict[str, dict[str, Any]] = {}
-        self.built: dict[str, bool] = {}
-        children = {"server": Child(str(path), environ={**environ, "SHARED_TENSOR_ROLE": "server"})}
-        try:
-            self._read("server", children["server"])
-            for role in ("client", "local"):
-                children[role] = Child(str(path), environ={**environ, "SHARED_TENSOR_ROLE": role})
-            for role in ("client", "local"):
-                self._read(role, children[role])
-                assert children[role].close() == (0, "")
-        finally:
-            for child in children.values():
-                child.process.kill()
-                child.process.communicate()
-
-    def _read(self, role: str, child: Child) -> None:
-        child.expect("begins")
-        line = child.expect("")
-        self.built[role] = line == "building"
-        if self.built[role]:
-            line = child.expect("answers:")
-        self.answers[role] = json.loads(line.removeprefix("answers:"))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Three runs that several tests look at."""
-    folder = tmp_path_factory.mktemp("roles")
-    folder.chmod(0o700)
-    return Runs(folder)
-
-
 # One file, three roles.
 
 
-@pytest.mark.parametrize("role", ["client", "local"])
-def test_every_role_gives_the_same_answers(runs: Runs, role: str) -> None:
-    """Values, handles, errors and awaitables are the same whatever the role."""
-    assert {**runs.answers[role], "mode": ""} == {**runs.answers["server"], "mode": ""}
-
-
-def test_the_answers_are_right(runs: Runs) -> None:
-    """A managed endpoint gives a handle of the script's own class, and the model computes."""
-    answers = runs.answers["server"]
-    assert answers["managed"] == ["Handle", "Net", 1]
+def test_every_role_gives_the_same_answers(tmp_path: Path, start: Callable[..., Child]) -> None:
+    """Values, handles, errors and awaitables; a client attaches to what the server built, without one a process builds."""
+    path = tmp_path / "app.py"
+    path.write_text(APP)
+    found = {}
+    for role in ("server", "client", "local"):
+        child = start(path, role)
+        child.expect("begins")
+        line = child.expect("")
+        built = line == "building"
+        answers = json.loads((child.expect("answers:") if built else line).removeprefix("answers:"))
+        assert (answers.pop("mode"), built) == (role, role != "client")
+        found[role] = answers
+        if role != "server":
+            assert child.close() == (0, "")
+    assert found["client"] == found["local"] == found["server"]
+    assert (answers["managed"], answers["released"]) == (["Handle", "Net", 1], True)
     assert answers["forward"] == [[2.0] * 4]
     assert (answers["add"], answers["double"], answers["error"]) == ([3.0, 3.0], [2.0, 2.0], "on purpose")
-    assert answers["released"] is True
-
-
-def test_only_who_has_the_endpoints_builds(runs: Runs) -> None:
-    """The client attaches to what the server built; without a server every process builds its own."""
-    assert runs.built == {"server": True, "client": False, "local": True}
-
-
-def test_execution_mode_tells_the_role(runs: Runs) -> None:
-    """The script can ask which role it plays."""
-    assert {role: answers["mode"] for role, answers in runs.answers.items()} == {role: role for role in runs.answers}
 
 
 # A client and the server it needs.

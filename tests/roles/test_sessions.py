@@ -75,17 +75,6 @@ def holders(client: Client) -> list[int]:
 # Leases.
 
 
-def test_releasing_many_in_one_round_trip(server: Server, client: Client) -> None:
-    """Handles and ids, held or not: the number that was really held."""
-    handles = [client.call("own", size) for size in range(1, 5)]
-    handles[0].release()
-    calls = client.get_server_info()["calls"]
-    assert client.release_many([*handles[:3], handles[3].object_id, "unknown"]) == 3
-    assert client.get_server_info()["calls"] == calls
-    assert leases(server) == 0
-    assert client.release_many([]) == 0
-
-
 def test_closing_the_client(server: Server, client: Client) -> None:
     """All leases go back at once; tensors stay valid; later operations say what is wrong."""
     handles = [client.call("own", size) for size in (1, 2, 3)]
