@@ -157,6 +157,8 @@ _SLABS = 4
 #: Seconds for which host memory stays mapped after its last user: a loop of calls for one object maps it once, and unmaps
 #: unused memory at its own safe points instead of waking the finaliser thread.
 _LINGER = 0.002
+#: Ended uses of slabs that may wait for a drain.
+_MANY = 1000
 
 #: The attribute by which an object keeps its pin, or a tuple of several.
 _HELD = "_shared_rpc_pin"
@@ -212,7 +214,9 @@ class MappingTable:
         self._copies = itertools.count(1)
         #: Addresses in order, and the mapping at each. Replaced as a whole, so that readers need no lock.
         self._by_address: tuple[list[int], list[Mapping]] = ([], [])
+        #: Uses whose objects are collected; and whether a mapping may be without users by that.
         self._gone: deque[_Use] = deque()
+        self._ended = False
         #: Held while mappings are vacated or mapped again: no memory is unmapped during that time.
         self.changing = fork_safe_lock()
         #: The monotonic time after which a job of the finaliser thread drains the table.
@@ -473,6 +477,9 @@ class MappingTable:
     def _pin_gone(self, use: _Use) -> None:
         # Runs in a finaliser: it may only enqueue.
         self._gone.append(use)
+        if use.mapping in self._slabs and len(self._gone) < _MANY:
+            return  # it stays mapped: the next drain, or that of another slab's turn, ends the use
+        self._ended = True
         now = time.monotonic()
         if use.mapping.backend.unmaps_in_background and now >= self._lingers_until:
             self._lingers_until = now + _LINGER
@@ -672,7 +679,7 @@ class MappingTable:
     @property
     def has_unused(self) -> bool:
         """Whether :meth:`drain` has something to do, as far as known without waiting."""
-        return bool(self._unused or self._gone or self._unpinned)
+        return bool(self._unused or self._ended or self._unpinned)
 
     def drain(self) -> None:
         """Unmap unused segments, after waiting for the device: a safe point. Never called in a finaliser.
@@ -696,6 +703,7 @@ class MappingTable:
     def _end_uses(self) -> None:
         """End the uses of collected objects. A use stays in the queue until it is ended, and may be ended twice."""
         with self._lock:
+            self._ended = False
             while self._gone:
                 use = self._gone[0]
                 use.mapping.uses.discard(use)  # an interrupted caller's use is not in the set
@@ -787,6 +795,7 @@ class MappingTable:
             for use in mapping.uses:
                 if use() is None:  # the parent's finaliser thread had not yet ended this use
                     self._gone.append(use)
+        self._ended = bool(self._gone)
         self._unused = [mapping for mapping in self._unused if mapping.info.device == "cpu"]
         self._slabs = {}
 

@@ -139,3 +139,17 @@ def test_a_reader_keeps_the_latest_slabs_mapped(device: str, slabs: Slabs, publi
     assert len(MAPPINGS) == 4
     MAPPINGS.release_slabs()
     assert len(MAPPINGS) == 0
+
+
+def test_values_of_a_kept_slab_come_and_go_without_a_drain(device: str, slabs: Slabs, published: Published) -> None:
+    """A loop of calls wakes no thread for them, and the end of the session unmaps the slab nevertheless."""
+    record = published(torch.ones(4, device=device), slabs=slabs)
+    MAPPINGS.keep_slab(record.segments[0].info)
+    MAPPINGS.drain()
+    for _ in range(3):
+        assert value_of(record).tolist() == [1] * 4
+        assert not MAPPINGS.has_unused
+    record.close()
+    slabs.close()
+    MAPPINGS.release_slabs()
+    assert len(MAPPINGS) == 0
