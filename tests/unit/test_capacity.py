@@ -452,7 +452,8 @@ def test_a_request_that_leaves_holds_up_no_other(world: World) -> None:
     """The next one's turn comes at once."""
     world.put("x", {GPU: 60}, active="b")
     large, small = world.ask("a", gpu=90), world.ask("c", gpu=10)
-    assert "1 requests are before this one" in world.capacity.why(small)
+    why = world.capacity.why(small)
+    assert "of f(), which pid 98 uses" in why and "1 requests are before this one" in why
     world.leave(large)
     assert small.granted and len(world.capacity) == 0
 

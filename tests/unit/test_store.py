@@ -123,6 +123,22 @@ def test_watchers_are_called_for_grants_and_resumes() -> None:
     assert heard == ["x"] * 3
 
 
+def test_the_first_handle_and_the_last_one_of_a_session_are_told() -> None:
+    """Whoever keeps account of leases is told of neither those between nor of another session's."""
+    told: list[tuple[str, Any, str]] = []
+    leases = LeaseTable(
+        on_give=lambda session, object_id: told.append(("give", session, object_id)),
+        on_end=lambda session, object_id: told.append(("end", session, object_id)),
+    )
+    for session in "aab":
+        leases.grant(session, "x")
+    leases.release("a", "x")
+    assert told == [("give", "a", "x"), ("give", "b", "x")]
+    leases.end_session("a")
+    leases.release("b", "x")
+    assert told[2:] == [("end", "a", "x"), ("end", "b", "x")]
+
+
 def test_a_lease_that_is_granted_as_an_inactive_one() -> None:
     """It was active at no time, and a handle of a session that has the object active changes nothing."""
     leases, heard = LeaseTable(), []
@@ -538,6 +554,16 @@ def test_a_generation_follows_those_that_are_held(shelf: Shelf, monkeypatch: pyt
     for key in ("f(2)", "f(3)", "f(4)"):
         shelf.add(key)
     assert shelf.add("f(1)").generation == 1
+
+
+def test_a_page_of_revisions_is_a_descriptor_more(shelf: Shelf) -> None:
+    """It goes with its object."""
+    stored = shelf.add("f(1)")
+    shelf.store.add_page(stored, record_of("page").segments[0])
+    assert (shelf.store.descriptors.used, shelf.store.segment("of f(1)")) == (2, stored.record.segments[0])
+    shelf.store.clear()
+    assert (shelf.store.descriptors.used, shelf.store.segment("of f(1)")) == (0, None)
+    stored.close()
 
 
 def test_objects_come_in_pages(shelf: Shelf) -> None:
