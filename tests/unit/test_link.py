@@ -64,18 +64,11 @@ def ask(link: BlockingLink) -> Iterator[Callable[..., Future[Reply]]]:
         link.close()
 
 
-def test_answers_in_another_order(ask: Ask, raw: Raw) -> None:
-    """The first thread reads for the others, and is answered last."""
+@pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1)], ids=["the reader first", "the reader last"])
+def test_each_thread_gets_its_answer(ask: Ask, raw: Raw, link: BlockingLink, order: tuple[int, ...]) -> None:
+    """One thread reads for the others, and hands the reading over when it has its answer; when none is left, none reads."""
     asked = [ask() for _ in range(3)]
-    for number in (3, 2, 1):
-        raw.say(m.Count(number), number)
-        assert asked[number - 1].result(20).message == m.Count(number)
-
-
-def test_a_reader_with_its_answer_hands_the_reading_over(ask: Ask, raw: Raw, link: BlockingLink) -> None:
-    """When it has its answer, to one that waits; when none is left, none reads."""
-    asked = [ask() for _ in range(3)]
-    for number in (1, 2, 3):
+    for number in order:
         raw.say(m.Count(number), number)
         assert asked[number - 1].result(20).message == m.Count(number)
     eventually(lambda: link._reader is None and not link._waiting)
@@ -111,7 +104,7 @@ def test_a_reader_that_a_signal_handler_interrupts(ask: Ask, raw: Raw, link: Blo
     def begin_another() -> None:
         eventually(lambda: link._reader is not None)
         waiting.append(ask())
-        signal.raise_signal(signal.SIGUSR1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     earlier = signal.signal(signal.SIGUSR1, handler)
     thread = threading.Thread(target=begin_another)
@@ -205,23 +198,18 @@ def test_a_large_request_beside_one_that_waits(raw: Raw, link: BlockingLink, ask
     first.result(20)
 
 
-def test_the_end_of_the_connection_wakes_all(ask: Ask, raw: Raw) -> None:
-    """Whoever reads, and whoever waits."""
+@pytest.mark.parametrize("closes", [False, True], ids=["of the server", "by this side"])
+def test_the_end_of_the_connection_wakes_all(ask: Ask, raw: Raw, link: BlockingLink, closes: bool) -> None:
+    """Whoever reads, and whoever waits. The reader closes the socket."""
     asked = [ask() for _ in range(3)]
-    raw.close()
+    if closes:
+        link.close("that was all")
+    else:
+        raw.close()
     for each in asked:
-        with pytest.raises(ConnectionClosed):
+        with pytest.raises(ConnectionClosed, match="that was all" if closes else None):
             each.result(20)
-
-
-def test_closing_wakes_all(ask: Ask, link: BlockingLink) -> None:
-    """The reader closes the socket."""
-    asked = [ask() for _ in range(3)]
-    link.close("that was all")
-    for each in asked:
-        with pytest.raises(ConnectionClosed, match="that was all"):
-            each.result(20)
-    assert link._socket.fileno() == -1
+    assert not closes or link._socket.fileno() == -1
 
 
 @pytest.mark.parametrize("trickles", [False, True], ids=["stuck", "slow"])
