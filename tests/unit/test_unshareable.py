@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import importlib
-import logging
 import mmap
 import socket
 import sqlite3
-import sys
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
@@ -164,7 +160,6 @@ class Raises:
 #: Attributes that cannot be shared, each with the reason and what to do instead.
 ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "text file": (_reading, "", "is an open file of this process: keep its path"),
-    "binary file": (lambda: _open(__file__, "rb"), "", "is an open file of this process"),
     "raw file": (lambda: _open(__file__, "rb", buffering=0), "", "is an open file of this process"),
     "temporary file": (_temporary, "", "is an open file of this process"),
     "file in a closure": (lambda: _closing_over(_reading()), ".<closure thing>", "is an open file of this process"),
@@ -178,20 +173,10 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "mmap": (lambda: mmap.mmap(-1, 8), "", "is a mapping of this process: keep a tensor over it"),
     "sqlite": (lambda: sqlite3.connect(":memory:"), "", "is a connection of this process: keep its address or path"),
     "lock": (threading.Lock, "", "cannot pickle '_thread.lock' object; make it in each process, or leave it out in a __getst"),
-    "thread": (
-        threading.Thread,
-        {11: "._started._cond._lock", 12: "._started._cond._lock", 13: "._handle"}.get(
-            sys.version_info.minor, "._os_thread_handle"
-        ),
-        "cannot pickle '_thread.",
-    ),
     "lock in a module": (Locked, ".layers.1.guard['of'][0]", "cannot pickle '_thread.lock' object"),
     "generator": (lambda: (number for number in range(3)), "", "cannot pickle 'generator' object"),
     "closure with an empty cell": (_recursive_and_locked, ".<closure lock>", "cannot pickle '_thread.lock' object"),
-    "log handler": (logging.StreamHandler, ".lock", "cannot pickle '_thread.RLock' object"),
     "executor": (lambda: ThreadPoolExecutor(1), "._work_queue", "cannot pickle '_queue.SimpleQueue' object"),
-    "weak reference": (lambda: weakref.ref(nn.Module()), "", "cannot pickle 'weakref.ReferenceType' object"),
-    "context variable": (lambda: contextvars.ContextVar("variable"), "", "cannot pickle '_contextvars.ContextVar' object"),
     "scripted function": (lambda: _quiet(lambda: torch.jit.script(plus_one)), "", "is TorchScript"),
     "scripted module": (lambda: _quiet(lambda: torch.jit.script(nn.Linear(2, 2))), "", "is TorchScript"),
     "traced function": (lambda: _quiet(lambda: torch.jit.trace(plus_one, torch.ones(1))), "", "is TorchScript"),
@@ -212,7 +197,6 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "",
         "is an operator of torch: keep its name, and look it up in torch.ops",
     ),
-    "overload": (lambda: torch.ops.aten.add.Tensor, "", "is an operator of torch: keep its name"),
     "meta tensor": (lambda: torch.empty(2, device="meta"), "", "is on the meta device"),
     "meta tensor in a list": (lambda: [torch.empty(2, device="meta")], "[0]", "is on the meta device"),
     "lazy module": (lambda: _quiet(lambda: nn.LazyLinear(3)), ".weight", "run the module once"),
@@ -232,7 +216,6 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "cannot be pickled: NotImplementedError; make it in each",
     ),
     "error with a full stop": (lambda: Raises(ValueError("No.")), "", "cannot be pickled: No; make it in each"),
-    "autograd node": (lambda: (torch.ones(1, requires_grad=True) * 2).grad_fn, "", "cannot pickle 'MulBackward0' object"),
     "stream": (lambda: torch.Stream(device="cpu"), "", "is a stream, which belongs to this process: make one in each process"),
     "process group": (lambda: _alone(lambda distributed: distributed.group.WORLD), "", "is a process group of this process"),
     "DDP": (
@@ -247,7 +230,6 @@ ATTRIBUTES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "functional tensor": (lambda: torch._to_functional_tensor(torch.ones(2)), "", "is a functional tensor, which exists only"),
     "functional wrapper": (_functional, "", "is a functional tensor, which exists only during tracing"),
     "tensor of vmap": (lambda: _traced(torch.vmap), "", "belongs to a transform of torch.func: share the result"),
-    "tensor of grad": (lambda: _traced(torch.func.grad), "", "belongs to a transform of torch.func: share the result"),
     "strided nested tensor": (
         lambda: _quiet(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
         "",

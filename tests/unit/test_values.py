@@ -247,13 +247,10 @@ def ext(code: int, data: bytes) -> Any:
         (datetime.datetime(2024, 1, 1, tzinfo=datetime.UTC), "an argument is a datetime"),
         (ext(99, b""), "unknown extension type 99"),
         (ext(1, b"\x01"), "a tuple argument has no list"),
-        (ext(1, b""), "cannot decode"),
         (ext(1, b"\x91\xa1\xff"), "cannot decode"),
         (ext(1, b"\x91" * 100_000), "cannot decode"),
-        (ext(3, b"\x91\x01"), "cannot decode"),
         (ext(3, b"\x92\x01\xa1x"), "cannot decode"),
         (ext(4, b"\x91\xa1x"), "cannot decode"),
-        (ext(5, b"\x90"), "cannot decode"),
         (ext(6, msgspec.msgpack.encode(["int8, y=2"])), "'int8, y=2' cannot name a dtype"),
     ],
 )
