@@ -25,6 +25,7 @@ class ReceivedResult:
     skeleton: bytes
     segments: list[Segment]
     pooled: dict[int, ChunkReferences] = field(default_factory=dict)
+    transfer: ClientTransfer | None = None
 
     def close(self) -> None:
         """Close the descriptors, and release unused chunks of the server's pool."""
@@ -64,7 +65,7 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None) -
         for segment in segments:
             segment.close()
         raise ConnectionClosed(f"the connection ended before the result of {what} was mapped: call again")
-    return ReceivedResult(what, message, frame.payload, segments, dict.fromkeys(message.chunks, transfer.references))
+    return ReceivedResult(what, message, frame.payload, segments, dict.fromkeys(message.chunks, transfer.references), transfer)
 
 
 def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
@@ -83,6 +84,8 @@ def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
         for segment in result.segments:
             if segment.info.slab:
                 MAPPINGS.keep_slab(segment.info)
+        if result.transfer is not None and result.transfer.closed:
+            MAPPINGS.release_slabs()  # the session has ended since the result came
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
                 value.append(values.setdefault(result.message.object_id, value[0]))
