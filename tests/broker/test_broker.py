@@ -39,13 +39,11 @@ def test_a_broker_loads_neither_torch_nor_cuda(app: BrokerApp) -> None:
 
 def test_objects_are_shared_between_clients(app: BrokerApp, children: list[Child]) -> None:
     """A write of one process is seen by another one, and by the worker."""
-    app.write("""
+    client = app.serve("""
         @provider.share(cache=False)
         def read(size):
             return model(size).weight.detach().clone()
     """)
-    app.start()
-    client = app.connect()
     with torch.no_grad():
         client.call("model").weight.fill_(3)
     code = "import sys; from shared_rpc import Client; print('read', Client(sys.argv[1]).call('model').weight[0, 0].item())"
@@ -57,7 +55,8 @@ def test_objects_are_shared_between_clients(app: BrokerApp, children: list[Child
 
 def test_calls_of_endpoints(app: BrokerApp) -> None:
     """An endpoint that waits for another one gives its thread up for it, and one that would wait for itself is refused."""
-    app.write("""
+    client = app.serve(
+        """
         @provider.share(cache=False)
         def deep(n):
             return torch.tensor(0) if n == 0 else deep(n - 1) + 1
@@ -73,9 +72,9 @@ def test_calls_of_endpoints(app: BrokerApp) -> None:
         @provider.share(cache=False)
         async def later(n):
             return (await soon(n)) + 1
-    """)
-    app.start("--threads", "1")
-    client = app.connect()
+    """,
+        options=["--threads", "1"],
+    )
     assert client.call("deep", 5) == 5
     assert client.call("later", 2) == 3
     with pytest.raises(errors.ConfigurationError, match="it would wait forever"):
@@ -96,7 +95,8 @@ def test_an_async_endpoint_must_not_block_its_loop(app: BrokerApp) -> None:
 
 def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
     """They give their thread up as for a call, and one that would wait for itself is refused."""
-    app.write("""
+    client = app.serve(
+        """
         @provider.share(execution="task", cache=False)
         def inner():
             return torch.ones(1)
@@ -108,9 +108,10 @@ def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
         @provider.share
         def again():
             again.refresh()
-    """)
-    app.start("--threads", "1")
-    client = app.connect(timeout=8)
+    """,
+        options=["--threads", "1"],
+        timeout=8,
+    )
     assert client.call("outer") == 2
     with pytest.raises(errors.ConfigurationError, match="it would wait forever"):
         client.call("again")
@@ -118,7 +119,7 @@ def test_endpoints_that_wait_for_tasks_and_refreshes(app: BrokerApp) -> None:
 
 def test_many_async_endpoints_that_wait(app: BrokerApp, tmp_path: Path) -> None:
     """More of them than a loop has threads for, each two deep: none waits for a thread that another one has."""
-    app.write("""
+    client = app.serve("""
         import asyncio
 
         @provider.share(cache=False)
@@ -135,8 +136,6 @@ def test_many_async_endpoints_that_wait(app: BrokerApp, tmp_path: Path) -> None:
         async def high(path):
             return (await middle(path)) + 1
     """)
-    app.start()
-    client = app.connect()
     with concurrent.futures.ThreadPoolExecutor(45) as many:
         calls = [many.submit(client.call, "high", str(tmp_path / "go")) for _ in range(45)]
         eventually(lambda: client.get_server_info()["running"] >= 80)
@@ -146,12 +145,10 @@ def test_many_async_endpoints_that_wait(app: BrokerApp, tmp_path: Path) -> None:
 
 def test_calls_while_the_app_is_loaded(app: BrokerApp) -> None:
     """A script that warms its cache at the top finds it warm, and the object is the one that clients get."""
-    app.write("""
+    client = app.serve("""
         warm = model(6)
         warm.weight.data.fill_(2)
     """)
-    app.start()
-    client = app.connect()
     assert client.get_server_info()["builds"] == 1
     assert client.call("model", 6).weight[0, 0] == 2
     assert client.get_server_info()["builds"] == 1
@@ -159,14 +156,12 @@ def test_calls_while_the_app_is_loaded(app: BrokerApp) -> None:
 
 def test_an_endpoint_that_only_a_dead_worker_had(app: BrokerApp) -> None:
     """It was shared by a call, and the next worker does not know it: an error, and no further crash."""
-    app.write("""
+    client = app.serve("""
         @provider.share(cache=False)
         def add(name):
             provider.share(name)(lambda x: x)
             return torch.zeros(1)
     """)
-    app.start()
-    client = app.connect()
     client.call("add", "another")
     eventually(lambda: "another" in client.list_endpoints())
     assert client.call("another", torch.ones(10)).sum() == 10
@@ -199,8 +194,7 @@ def test_several_providers(app: BrokerApp) -> None:
 
 def test_several_workers(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
     """Calls go to the one that has the least to do; each one's results stay valid, and go back where they came from."""
-    app.start("--workers", "3")
-    client = app.connect()
+    client = app.serve(options=["--workers", "3"])
     pids = set(worker_pids(client))
     assert len(pids) == 3
     busy = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in range(3)]
@@ -222,7 +216,7 @@ def test_several_workers(app: BrokerApp, threads: concurrent.futures.ThreadPoolE
 
 def test_errors_of_endpoints(app: BrokerApp) -> None:
     """They arrive with their type, and the traceback of the worker."""
-    app.write("""
+    client = app.serve("""
         class Mine(Exception):
             pass
 
@@ -234,8 +228,6 @@ def test_errors_of_endpoints(app: BrokerApp) -> None:
                 sys.exit(4)
             raise LookupError("no such checkpoint")
     """)
-    app.start()
-    client = app.connect()
     with pytest.raises(LookupError, match="no such checkpoint") as error:
         client.call("fail", "lookup")
     assert "raise LookupError" in str(error.value.__cause__)
@@ -249,7 +241,7 @@ def test_errors_of_endpoints(app: BrokerApp) -> None:
 
 def test_tasks_with_progress_and_an_end(app: BrokerApp) -> None:
     """What the endpoint says reaches who waits; asked to stop, it is asked in the worker."""
-    app.write("""
+    client = app.serve("""
         import shared_rpc
 
         @provider.share(execution="task", cache=False)
@@ -264,8 +256,6 @@ def test_tasks_with_progress_and_an_end(app: BrokerApp) -> None:
                 shared_rpc.raise_if_cancelled()
                 time.sleep(0.005)
     """)
-    app.start()
-    client = app.connect()
     seen: list[str] = []
     result = client.wait_for_task(
         client.submit("steps", 5), callback=lambda info: seen.append(info.progress.message) if info.progress else None
@@ -313,9 +303,11 @@ def test_memory_of_a_call_that_was_given_up_comes_back(
 
 def test_a_pool_that_is_full(app: BrokerApp) -> None:
     """Results wait for room that their client gives back, arguments for what the worker does; held for good, it is told."""
-    app.write("provider.pool = __import__('shared_rpc').PoolOptions(initial=1 << 16, limit=1 << 18)")
-    app.start()
-    client = app.connect(pool=PoolOptions(initial=1 << 16, limit=1 << 18), timeout=1.5)
+    client = app.serve(
+        "provider.pool = __import__('shared_rpc').PoolOptions(initial=1 << 16, limit=1 << 18)",
+        pool=PoolOptions(initial=1 << 16, limit=1 << 18),
+        timeout=1.5,
+    )
     x = torch.ones(1 << 13)
     for _ in range(50):
         assert client.call("echo", x).sum() == 1 << 13
@@ -330,15 +322,13 @@ def test_a_pool_that_is_full(app: BrokerApp) -> None:
 
 def test_results_go_back_as_arguments(app: BrokerApp) -> None:
     """By reference, of objects and of the pool: the worker finds its own memory."""
-    app.write("""
+    client = app.serve("""
         @provider.share(cache=False)
         def where(x):
             from shared_rpc.memory.mapping import MAPPINGS
             found = MAPPINGS.find(x.data_ptr())
             return torch.tensor([found is not None, x.sum()])
     """)
-    app.start()
-    client = app.connect()
     kept = client.call("echo", torch.ones(50))
     assert client.call("where", kept).tolist() == [1, 50]
     weight = client.call("model").weight.detach()
@@ -358,7 +348,7 @@ def test_buffers(app: BrokerApp) -> None:
 
 def test_generations(app: BrokerApp) -> None:
     """Refreshed by a client or by an endpoint, told to who listens, kept by who holds the old one, updated in place."""
-    app.write("""
+    client = app.serve("""
         count = 0
 
         @provider.share(managed=True)
@@ -371,8 +361,6 @@ def test_generations(app: BrokerApp) -> None:
         def renew():
             return torch.tensor(provider.refresh("counted").generation)
     """)
-    app.start()
-    client = app.connect()
     told: list[int] = []
     with client.on_refresh(lambda generation: told.append(generation.generation)):
         old = client.call("counted")
@@ -391,8 +379,7 @@ def test_generations(app: BrokerApp) -> None:
 
 def test_a_worker_for_each_device(app: BrokerApp) -> None:
     """``--worker-device`` once for each of them, whatever ``--workers`` says."""
-    app.start("--worker-device", "cpu", "--worker-device", "cpu")
-    client = app.connect()
+    client = app.serve(options=["--worker-device", "cpu", "--worker-device", "cpu"])
     assert len(worker_pids(client)) == 2
     assert client.call("model").weight[0, 0] == 4
 
@@ -444,8 +431,7 @@ UNREADABLE = {
 
 def test_arguments_that_cannot_be_read_cost_no_worker(app: BrokerApp) -> None:
     """Nothing reads them before the worker: it answers with the error, and both processes go on."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     (worker,) = worker_pids(client)
     with Raw(client.socket_path) as raw:
         for what, (args, kwargs) in UNREADABLE.items():

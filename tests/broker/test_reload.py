@@ -32,8 +32,7 @@ def app(broker_app: BrokerApp) -> BrokerApp:
 
 def test_results_of_changed_endpoints_are_rebuilt(app: BrokerApp) -> None:
     """Objects of other endpoints stay; who holds an old one keeps it, and it says that it is stale."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     model, old, handle, earlier = client.call("model"), client.call("answer"), client.call("held"), worker_pids(client)
     app.write(NEW)
     facts = client.reload()
@@ -64,8 +63,7 @@ def test_a_change_within_a_second(app: BrokerApp, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("objects", "value", "left"), [("none", 1.0, 2), ("all", 2.0, 0), ("changed", 2.0, 1)])
 def test_reload_drops_all_changed_or_no_objects(app: BrokerApp, objects: str, value: float, left: int) -> None:
     """All, none, or those that the new code would make otherwise."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     client.call("model")
     client.call("answer")
     app.write(NEW)
@@ -78,8 +76,7 @@ def test_reload_drops_all_changed_or_no_objects(app: BrokerApp, objects: str, va
 
 def test_code_that_does_not_load(app: BrokerApp) -> None:
     """The old workers stay, the error says why, and the next attempt succeeds."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     earlier = worker_pids(client)
     app.write("raise LookupError('no such checkpoint')")
     with pytest.raises(errors.WorkerCrashed, match="no such checkpoint"):
@@ -131,9 +128,7 @@ def test_old_workers_end_what_they_began(
             wait(path)
             return torch.full((1,), {value})
     """
-    app.write(source.format(value=1.0))
-    app.start()
-    client = app.connect()
+    client = app.serve(source.format(value=1.0))
     earlier = worker_pids(client)[0]
     running = threads.submit(client.call, "slowly", str(tmp_path / "go"))
     eventually(begun(tmp_path / "go"))
@@ -148,8 +143,7 @@ def test_old_workers_end_what_they_began(
 
 def test_an_endpoint_that_has_gone(app: BrokerApp) -> None:
     """It cannot be called any more, and its objects go; a new one can."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     client.call("answer")
     app.write(OLD.replace("answer", "reply"))
     client.reload()
@@ -176,8 +170,7 @@ def test_a_hangup_reloads(app: BrokerApp) -> None:
 
 def test_the_command(app: BrokerApp, children: list[Child]) -> None:
     """``shared-rpc reload``, with what to do with objects."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     client.call("answer")
     app.write(NEW)
 
@@ -197,8 +190,7 @@ def test_the_command(app: BrokerApp, children: list[Child]) -> None:
 def test_a_new_provider_that_has_no_place(app: BrokerApp) -> None:
     """Another server has its socket: that is told, the rest is new, and the old workers end."""
     other = f"{app.base_path}-other"
-    app.start()
-    client = app.connect()
+    client = app.serve()
     client.call("answer")
     (earlier,) = worker_pids(client)
     with Server(Provider(other, device="cpu", execution_mode="server")):

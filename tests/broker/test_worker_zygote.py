@@ -141,8 +141,7 @@ def test_the_next_workers_are_forks(app: ImpatientApp) -> None:
 
 def test_the_exit_of_a_fork_is_reported(app: ImpatientApp) -> None:
     """Its signal, and what it wrote last, as those of a new process."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     zygote_ready(client)
     pid = replaced(client)
     with pytest.raises(Exception, match=rf"the worker \(pid {pid}\) was killed by SIGSEGV.*its last words") as crash:
@@ -162,8 +161,7 @@ def test_without(app: ImpatientApp) -> None:
 
 def test_a_watcher_that_is_killed(app: ImpatientApp) -> None:
     """The kernel ends its worker, and another one takes the worker's place."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     zygote_ready(client)
     pid = replaced(client)
     watcher = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -177,8 +175,7 @@ def test_a_watcher_that_is_killed(app: ImpatientApp) -> None:
 
 def test_a_zygote_that_is_killed(app: ImpatientApp) -> None:
     """The workers stay, a worker that is needed now is a new process, and there is another zygote."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     zygote = zygote_ready(client)
     worker = replaced(client)
     os.kill(zygote, signal.SIGKILL)
@@ -277,9 +274,7 @@ def test_a_package_that_changes_on_disk(app: ImpatientApp, site: Path) -> None:
 def test_the_persons_own_modules_are_never_imported(app: ImpatientApp, tmp_path: Path) -> None:
     """A fork reads them as they are now."""
     (tmp_path / "own.py").write_text("VALUE = 1\n")
-    app.write(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return told(own.VALUE)")
-    app.start()
-    client = app.connect()
+    client = app.serve(SAYS, "import own\n@provider.share(cache=False)\ndef value(): return told(own.VALUE)")
     zygote = zygote_ready(client)
     assert str(tmp_path / "own.py") not in Path(f"/proc/{zygote}/maps").read_text()
     (tmp_path / "own.py").write_text("VALUE = 22\n")
@@ -290,9 +285,7 @@ def test_the_persons_own_modules_are_never_imported(app: ImpatientApp, tmp_path:
 
 def test_a_module_of_the_persons_that_hides_an_imported_one(app: ImpatientApp, tmp_path: Path) -> None:
     """The file is new beside the app: a worker imports it, as a new process does."""
-    app.write(SAYS, "import tabnanny\n@provider.share(cache=False)\ndef place(): return told(tabnanny.__file__)")
-    app.start()
-    client = app.connect()
+    client = app.serve(SAYS, "import tabnanny\n@provider.share(cache=False)\ndef place(): return told(tabnanny.__file__)")
     zygote_ready(client)
     assert not text(client, "place").startswith(str(tmp_path))
     (tmp_path / "tabnanny.py").write_text("")
@@ -351,12 +344,10 @@ def test_an_app_that_sets_a_variable_has_new_processes(app: ImpatientApp, site: 
 
 def test_a_fork_that_cannot_load_the_app(app: ImpatientApp) -> None:
     """Where a new process can, the app is served by one, and no fork is tried for ever."""
-    app.write("""
+    client = app.serve("""
         if "--forked" in sys.argv:
             os.kill(os.getpid(), 11)
     """)
-    app.start()
-    client = app.connect()
     zygote_ready(client)
     earlier = worker_pids(client)[0]
     os.kill(earlier, signal.SIGKILL)

@@ -37,8 +37,7 @@ def app(broker_app: BrokerApp) -> BrokerApp:
 )
 def test_the_error_of_a_crash(app: BrokerApp, how: str, name: str | None, code: int | None) -> None:
     """It has the signal or the exit code, and the last output of the worker; the next call finds another worker."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     first = worker_pids(client)[0]
     with pytest.raises(errors.WorkerCrashed, match=rf"the worker \(pid {first}\)") as crash:
         client.call("end", how)
@@ -72,8 +71,7 @@ def test_a_kill_by_the_oom_killer(app: BrokerApp, children: list[Child], tmp_pat
 
 def test_objects_survive_their_worker(app: BrokerApp) -> None:
     """So do leases, finished tasks and memory in use; clients attach before there is another worker."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     model, handle = client.call("model"), client.call("held")
     task = client.submit("model", 9)
     assert client.wait_for_task(task).weight[0, 0] == 9
@@ -92,8 +90,7 @@ def test_objects_survive_their_worker(app: BrokerApp) -> None:
 
 def test_all_callers_get_the_error(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
     """Those of three runs, the followers of one of them, and tasks."""
-    app.start("--threads", "8")
-    client = app.connect()
+    client = app.serve(options=["--threads", "8"])
     pid = worker_pids(client)[0]
     calls = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in (0, 0, 0, 1, 2)]
     task = client.submit("slow", str(tmp_path / "go"), key=3)
@@ -113,8 +110,7 @@ def test_runs_that_have_not_begun_are_retried(
     app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """Calls behind the only thread of the worker, with memory in their arguments, do not notice the crash."""
-    app.start("--threads", "1")
-    client = app.connect()
+    client = app.serve(options=["--threads", "1"])
     pid = worker_pids(client)[0]
     running = threads.submit(client.call, "slow", str(tmp_path / "go"))
     eventually(begun(tmp_path / "go"))
@@ -129,8 +125,7 @@ def test_runs_that_have_not_begun_are_retried(
 
 def test_a_run_is_retried_once(app: BrokerApp, threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path) -> None:
     """It fails if its second worker ends before it begins: it may be what kills workers."""
-    app.start("--threads", "1")
-    client = app.connect()
+    client = app.serve(options=["--threads", "1"])
     blockers, first = [], worker_pids(client)[0]
     blockers.append(threads.submit(client.call, "slow", str(tmp_path / "one")))
     eventually(begun(tmp_path / "one"))
@@ -148,8 +143,7 @@ def test_a_run_is_retried_once(app: BrokerApp, threads: concurrent.futures.Threa
 
 def test_a_build_timeout(app: BrokerApp, tmp_path: Path) -> None:
     """``--build-timeout`` kills the worker, and is in the error; short calls are not affected."""
-    app.start("--build-timeout", "0.5")
-    client = app.connect()
+    client = app.serve(options=["--build-timeout", "0.5"])
     client.call("echo", torch.ones(1))
     with pytest.raises(errors.WorkerCrashed, match="build timeout"):
         client.call("slow", str(tmp_path / "never"))
@@ -159,12 +153,10 @@ def test_a_build_timeout(app: BrokerApp, tmp_path: Path) -> None:
 def test_a_loop_of_crashes_fails_fast(app: BrokerApp, tmp_path: Path) -> None:
     """If the app no longer loads, builds are refused with its traceback; clients attach, and a reload ends the loop."""
     broken = tmp_path / "broken"
-    app.write(f"""
+    client = app.serve(f"""
         if os.path.exists({str(broken)!r}):
             raise LookupError("no such checkpoint")
     """)
-    app.start()
-    client = app.connect()
     client.call("model")
     broken.touch()
     os.kill(worker_pids(client)[0], signal.SIGKILL)
@@ -269,8 +261,7 @@ def test_killed_with_half_of_the_segments_sent(app: BrokerApp, tmp_path: Path) -
 
 def test_chunks_survive_their_worker(app: BrokerApp) -> None:
     """Those of arguments are free again; results in the pool of a dead worker stay readable."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     x = torch.arange(6000.0)
     kept = client.call("echo", x)
     for _ in range(2):
@@ -310,7 +301,7 @@ def test_a_flood_on_standard_error(app: BrokerApp) -> None:
 
 def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:
     """Though it has copies of the worker's descriptors, as the processes of a data loader have."""
-    app.write("""
+    client = app.serve("""
         @provider.share(cache=False)
         def fork(path):
             child = os.fork()
@@ -320,8 +311,6 @@ def test_a_child_of_the_worker_does_not_hide_its_end(app: BrokerApp) -> None:
                 os._exit(0)
             os.kill(os.getpid(), 9)
     """)
-    app.start()
-    client = app.connect()
     stop = app.file.parent / "stop"
     try:
         with pytest.raises(errors.WorkerCrashed, match="SIGKILL"):

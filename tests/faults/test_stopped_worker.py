@@ -117,8 +117,7 @@ def test_calls_wait_until_a_worker_reads(
     app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, then: str
 ) -> None:
     """They are answered by the same one, or by the next."""
-    app.start()
-    client = app.connect()
+    client = app.serve()
     pid = stop()
     calls = [threads.submit(client.call, "echo", torch.full((3_000_000,), float(number))) for number in range(8)]
     eventually(lambda: len(client.list_runs()) >= 8)
@@ -148,8 +147,7 @@ def test_calls_go_to_a_worker_that_reads(
     app: BrokerApp, stop: Callable[[], int], threads: concurrent.futures.ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """One of two is stopped: once its socket is full it gets no calls, though the other one has more to do."""
-    app.start("--workers", "2")
-    client = app.connect()
+    client = app.serve(options=["--workers", "2"])
     eventually(lambda: all(worker["state"] == "ready" for worker in client.get_server_info()["workers"]))
     pid = stop()
     slow = [threads.submit(client.call, "slow", str(tmp_path / "go"), key) for key in range(3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +114,13 @@ class BrokerApp:
         self._children.append(child)
         child.expect("serving")
         return child
+
+    def serve(self, *pieces: str, options: Sequence[str] = (), **connection: Any) -> Client:
+        """A client of a broker that serves the app, with other code after it if there is some."""
+        if pieces:
+            self.write(*pieces)
+        self.start(*options)
+        return self.connect(**connection)
 
     def program(self, code: str, **options: Any) -> BrokerProgram:
         """A broker of the app that runs some code first; the options are those of :class:`ServeOptions`."""
