@@ -8,7 +8,6 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import pytest
@@ -194,13 +193,12 @@ class World(Shelf):
         active: str = "",
         ready: bool = False,
         pinned: bool = False,
-        listed: bool = True,
     ) -> StoredObject:
         """An object that lies somewhere."""
         self.clock.time += 1.0
         segments = [segment(SegmentInfo(f"{name}-{device}", nbytes, device)) for device, nbytes in sizes.items()]
         record = Record(b"", EMPTY_TABLE, segments, sum(sizes.values()))
-        stored = self.store.add("f", name, record, None, pinned=pinned, listed=listed)
+        stored = self.store.add("f", name, record, None, pinned=pinned)
         self.tiers[stored.object_id] = below
         for session in active:
             self.leases.grant(session, stored.object_id)
@@ -488,28 +486,6 @@ def test_a_request_without_patience_is_refused(world: World) -> None:
 
     with pytest.raises(ServerBusy):
         world.loop.run_until_complete(ask())
-
-
-def test_a_request_is_granted_when_it_enters_or_later(world: World) -> None:
-    """One that has to wait leaves the queue when its wait is cancelled."""
-    stored = world.put("x", {GPU: 60}, active="b")
-    one, two, three = (world.turn(partial(world.capacity.enter, str(n), {GPU: n})) for n in (40, 60, 20))
-    assert (one.granted, two.granted, three.granted, len(world.capacity)) == (True, False, False, 2)
-
-    async def leave() -> None:
-        wait = asyncio.create_task(world.capacity.granted(three))
-        await asyncio.sleep(0)
-        wait.cancel()
-
-    later = world.turn(lambda: world.loop.create_task(world.capacity.granted(two)))
-    world.loop.run_until_complete(leave())
-    world.turn()
-    assert len(world.capacity) == 1
-    world.suspend("b", stored)
-    world.end()
-    assert later.result().sizes == {GPU: 60} and world.capacity.used(GPU) == 100
-    with pytest.raises(CapabilityError):
-        world.turn(lambda: world.capacity.enter("4", {GPU: 101}))
 
 
 # Host copies.
