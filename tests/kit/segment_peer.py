@@ -73,56 +73,39 @@ def receive(sock: socket.socket) -> Segment:
 
 def main(path: str, own: str = "") -> None:
     """Obey until standard input ends. ``own`` is a backend to use in place of the library's."""
-    if own:
-        module, _, name = own.partition(":")
-        backend = getattr(importlib.import_module(module), name)
+    module, _, name = own.partition(":")
+    given = getattr(importlib.import_module(module), name) if own else None
+    segment: Segment | None = None
+    address = 0
 
-        def backend_of(device, mechanism):
-            return backend
-    else:
-        backend_of = backend_for
+    def backend() -> Backend:
+        assert segment is not None
+        return given or backend_for(segment.info.device, segment.info.mechanism)
+
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(path)
-        segment: Segment | None = None
-        address = 0
         for line in sys.stdin:
+            answer = "done"
             match line.split():
                 case ["create", device, mechanism, nbytes]:
-                    segment = backend_of(device, mechanism).create(int(nbytes))
+                    segment = (given or backend_for(device, mechanism)).create(int(nbytes))
                     send(sock, segment)
-                    answer = "created"
                 case ["receive"]:
                     segment = receive(sock)
-                    answer = "received"
                 case ["map", access]:
-                    address = backend_of(segment.info.device, segment.info.mechanism).map(
-                        segment.fileno(), segment.info.nbytes, access
-                    )
-                    answer = "mapped"
+                    address = backend().map(segment.fileno(), segment.info.nbytes, access)
                 case ["read", offset, nbytes]:
-                    answer = load(
-                        backend_of(segment.info.device, segment.info.mechanism), address + int(offset), int(nbytes)
-                    ).hex()
+                    answer = load(backend(), address + int(offset), int(nbytes)).hex()
                 case ["write", offset, data]:
-                    store(backend_of(segment.info.device, segment.info.mechanism), address + int(offset), bytes.fromhex(data))
-                    answer = "written"
-                case ["unmap"]:
-                    backend = backend_of(segment.info.device, segment.info.mechanism)
-                    backend.synchronize()
-                    backend.unmap(address, segment.info.nbytes)
-                    answer = "unmapped"
-                case ["vacate"]:
-                    backend = backend_of(segment.info.device, segment.info.mechanism)
-                    backend.synchronize()
-                    backend.vacate(address, segment.info.nbytes)
-                    answer = "vacated"
+                    store(backend(), address + int(offset), bytes.fromhex(data))
+                case ["unmap" | "vacate" as how]:
+                    backend().synchronize()
+                    getattr(backend(), how)(address, segment.info.nbytes)
                 case ["fill", access]:
-                    backend = backend_of(segment.info.device, segment.info.mechanism)
-                    filled = backend.map(segment.fileno(), segment.info.nbytes, access, at=address)
+                    filled = backend().map(segment.fileno(), segment.info.nbytes, access, at=address)
                     answer = "filled" if filled == address else f"mapped at {filled:#x}, not at {address:#x}"
                 case ["close"]:
                     segment.close()
-                    answer = "closed"
                 case ["fds"]:
                     answer = str(open_fds())
             print("answer:", answer)
