@@ -23,7 +23,7 @@ from shared_rpc.observability import events as happenings
 from tests.kit.apps import Connect, Serve
 from tests.kit.commands import MODULE, cli
 from tests.kit.deep import deep
-from tests.kit.processes import Child, eventually, python, sigstop
+from tests.kit.processes import eventually
 from tests.kit.terminals import ALTERNATE, NORMAL, Tty
 
 MIB = 1 << 20
@@ -125,30 +125,6 @@ def test_waiting_for_a_server(provider: Provider, base_path: str, serve: Serve, 
         client.call("twos")
         top.until("twos()", "s-next-cpu.sock")
         quit_from(top)
-
-
-def test_a_server_that_does_not_answer(base_path: str, children: list[Child], tty: Terminal) -> None:
-    """Keys work all the same."""
-    child = python("""
-        from shared_rpc import Provider, Server
-        with Server(Provider(device="cpu")) as server:
-            print(server.socket_path, flush=True)
-            input()
-    """)
-    children.append(child)
-    path = child.expect(".sock")
-    top = tty(
-        command=("-c", code("from shared_rpc.cli import discovery; discovery._PATIENCE = 0.5"), "-d", "0.1", "--socket", path)
-    )
-    top.until("objects 0")
-    sigstop(child.pid)
-    top.until("lost the server")
-    top.press("?")
-    top.until("Focus Next")
-    child.process.send_signal(signal.SIGCONT)
-    top.until_gone("lost the server")
-    sigstop(child.pid)
-    quit_from(top)
 
 
 # How it ends.
