@@ -207,7 +207,7 @@ class Asks(nn.Module):
     [
         (lambda it: parametrizations.orthogonal(it.layer), r"test_materialize\.py:\d+ .* needs the values of a parameter"),
         (lambda it: it.layer.weight.norm().item(), r"test_materialize\.py:\d+ .* needs the values of a parameter"),
-        (lambda it: it.layer.weight.tolist(), r"test_materialize\.py:\d+ \(\(lambda it: .* needs the values of a parameter"),
+        (lambda it: it.layer.weight.tolist(), r"test_materialize\.py:\d+ .* needs the values of a parameter"),
         (lambda it: it.layer.weight.detach().numpy(), r"test_materialize\.py:\d+ .* needs the values of a parameter"),
         (lambda it: bool(it.layer.weight.sum() > 1), r"test_materialize\.py:\d+ .* needs the values of a parameter"),
         (lambda it: torch.zeros(2, 2).copy_(it.layer.weight), r"test_materialize\.py:\d+ .* needs the values of a parameter"),
@@ -226,6 +226,13 @@ def test_values_of_a_parameter_in_the_constructor(ask: Callable[[Any], object], 
     kept = []  # what nobody keeps is no model
     with pytest.raises(CapabilityError, match=expected), materialize(source, rename={"*": "layer.*"}):
         kept.append(Asks(ask))
+
+
+def test_an_error_names_the_line_that_needs_values() -> None:
+    """Of the block, or of what it calls, and not of torch."""
+    expected = r"test_materialize\.py:\d+ \(nn\.Linear\(4, 4\)\.weight\.tolist\(\)\) needs the values of a parameter"
+    with pytest.raises(CapabilityError, match=expected), materialize(nn.Linear(4, 4)):
+        nn.Linear(4, 4).weight.tolist()
 
 
 def test_lazy_layers() -> None:
