@@ -173,11 +173,6 @@ def call(kept: list[Any], base_path: str, device: str, endpoint: str) -> Any:
         MAPPINGS.create = create
 
 
-def pid_and(kept: list[Any], value: Any) -> tuple[int, Any]:
-    """Who it is, and what came."""
-    return os.getpid(), value
-
-
 # What pools do.
 
 
@@ -198,11 +193,6 @@ def access(kept: list[Any]) -> str:
     mapping, _ = MAPPINGS.find(kept[0].data_ptr()) or (None, 0)
     assert mapping is not None
     return str(mapping.info.access)
-
-
-def device(kept: list[Any]) -> int:
-    """Its own number of the GPU on which it has something."""
-    return int(kept[0].device.index)
 
 
 def map_for_writing(kept: list[Any]) -> None:

@@ -135,9 +135,7 @@ def test_a_quota_counts_dropped_memory_as_free(
                 assert go.is_set() == (device != "cpu")
 
 
-@pytest.mark.parametrize("is_async", [True, *deep(False)])
 def test_a_build_waits_for_memory_without_which_it_may_not_fit(
-    is_async: bool,
     provider: Provider,
     serve: Callable[..., Server],
     connect: Callable[..., Client],
@@ -146,14 +144,11 @@ def test_a_build_waits_for_memory_without_which_it_may_not_fit(
     """Where the device has less than is being freed."""
     left: list[int] = []
 
-    def weights() -> torch.Tensor:
+    @provider.share
+    async def weights() -> torch.Tensor:
         left.append(len(CLOSER))
         return torch.zeros(4)
 
-    async def weights_async() -> torch.Tensor:
-        return weights()
-
-    provider.share("weights")(weights_async if is_async else weights)
     serve()
     client = connect()
     with late_closings() as go:

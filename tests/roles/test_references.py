@@ -173,29 +173,18 @@ with client.call("weights", 1000) as handle:
     assert [float(child.expect("sum").split()[1]) for _ in range(3)] == [begin + 1000, begin + 2000, begin + 3000]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
-def test_what_the_server_dropped_meanwhile_is_sent(
-    shared: Provider, device: str, children: list[Child], asynchronous: bool
-) -> None:
+def test_what_the_server_dropped_meanwhile_is_sent(shared: Provider, device: str, children: list[Child]) -> None:
     """The client's memory outlives the server's object; it is copied then, and nobody notices."""
     child = client(
         children,
         device,
-        f"""
+        """
 handle = client.call("weights", 1 << 19)
 value = handle.value
 handle.release()
 client.invalidate_call_cache("weights", 1 << 19)
 target = client.call("weights", 4)
-
-async def add():
-    async with AsyncClient(device={device!r}) as other:
-        await other.call("add", target.value, value[100:104])
-
-if {asynchronous}:
-    anyio.run(add)
-else:
-    client.call("add", target.value, value[100:104])
+client.call("add", target.value, value[100:104])
 print("sum", target.value.tolist())
 target.release()
 """,

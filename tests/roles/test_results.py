@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared_rpc import Client, Handle, Provider, Server, materialize
+from shared_rpc import Client, Handle, Provider, materialize
 from shared_rpc.errors import ConfigurationError
 from tests.kit.apps import App, Connect, Serve
 from tests.kit.deep import deep
@@ -112,39 +112,6 @@ def test_materialize_wants_the_module(provider: Provider, serve: Serve, connect:
         with materialize(handle.value.moments["m"]):
             model = torch.nn.Linear(2, 2)
         assert model.weight.data_ptr() == handle.value.moments["m"].weight.data_ptr()
-
-
-# Memory on the host, beside that of a GPU.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cached", [True, False], ids=["cached", "fresh"])
-def test_host_memory_beside_a_gpus(base_path: str, cached: bool) -> None:
-    """An optimizer's step counts are shared as host memory, or copied where all else is; the object is on the GPU."""
-    made: list[Any] = []
-
-    def make() -> Any:
-        model = torch.nn.Linear(4, 4, device="cuda")
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 4, device="cuda")).sum().backward()
-        optimizer.step()
-        made.append((model, optimizer))
-        return made[-1]
-
-    provider = Provider(base_path, device="cuda")
-    provider.share("get", cache=cached)(make)
-    provider.share("held", managed=True)(make)
-    with Server(provider), Client(base_path, device="cuda") as client:
-        model, optimizer = client.call("get")
-        steps = [state["step"] for state in optimizer.state.values()]
-        assert [(step.device.type, step.item()) for step in steps] == [("cpu", 1.0)] * 2
-        assert model.weight.device.type == "cuda"
-        for step in steps:
-            step.fill_(9)
-        seen = {state["step"].item() for state in made[0][1].state.values()}
-        assert seen == ({9.0} if cached else {1.0})
-        with client.call("held") as handle:
-            assert handle.get_object_info()["device"] != "cpu"
 
 
 # Calls under torch's modes: what comes is what would come without them, and is of use after them.

@@ -386,27 +386,6 @@ def test_queued_work_is_done_when_the_revision_is_seen(on_gpu: tuple[Server, Pro
 
 
 @pytest.mark.gpu
-def test_consistent_reads_of_queued_work(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
-    """What a reader queues is waited for before the revision is looked at again."""
-    _, _, handle, peer = on_gpu
-    # With pauses: the two processes use the GPU in turns, and a turn is longer than an update.
-    code = """
-import time
-while True:
-    with client.update(handle):
-        for part in value.view(16, -1):
-            part.add_(1)
-    time.sleep(0.02)
-"""
-    run(peer, code)
-    handle.wait_revision(10, timeout=60)
-    for _ in range(30):
-        low, high = handle.read_consistent(lambda value: (value.min(), value.max()), timeout=60)
-        assert low.item() == high.item()
-    peer.kill()
-
-
-@pytest.mark.gpu
 def test_an_update_cannot_end_in_a_capture(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
     """It is refused and left as interrupted, and the capture is not broken; afterwards it can be done again."""
     _, provider, handle, _ = on_gpu
@@ -425,17 +404,3 @@ def test_an_update_cannot_end_in_a_capture(on_gpu: tuple[Server, Provider, Handl
     with provider.update(handle) as value:
         value.fill_(1)
     assert handle.wait_revision(0) % 2 == 0
-
-
-@pytest.mark.gpu
-def test_a_killed_writer_on_a_gpu(on_gpu: tuple[Server, Provider, Handle[torch.Tensor], Child]) -> None:
-    """With kernels queued: told as interrupted, and the memory can be written anew."""
-    _, provider, handle, peer = on_gpu
-    order = "update = client.update(handle); update.__enter__().fill_(8); torch.cuda._sleep(10**10); print('in', flush=True)"
-    ask(peer, order, "in")
-    peer.kill()
-    with pytest.raises(UpdateInterrupted):
-        handle.wait_revision(2, timeout=30)
-    with provider.update(handle, timeout=30) as value:
-        value.fill_(2)
-    assert (handle.wait_revision(2), bool((handle.value == 2).all())) == (4, True)
