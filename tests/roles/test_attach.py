@@ -200,29 +200,6 @@ def private_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     del sys.modules["only_in_the_server"]
 
 
-def test_a_class_that_the_client_lacks(
-    device: str, get: Serve, private_module: Any, elsewhere: Elsewhere, serve: Serve
-) -> None:
-    """The error names the module that is missing; the lease is given back, and the client goes on."""
-    get(private_module.Net(2, 2, device=device), managed=True)
-    answer = elsewhere(
-        """
-        from shared_rpc.errors import CodecError
-        from shared_rpc.memory.mapping import MAPPINGS
-        before = len(MAPPINGS)
-        try:
-            client.call("get")
-        except CodecError as error:
-            text = str(error)
-        MAPPINGS.drain()
-        answer = [text, len(MAPPINGS) - before, [item["leases"] for item in client.list_objects()]]
-        """
-    )
-    assert "No module named 'only_in_the_server'" in answer[0]
-    assert "must be importable here" in answer[0]
-    assert answer[1:] == [0, [0]]
-
-
 def test_a_module_registered_to_travel_as_code(device: str, get: Serve, private_module: Any, elsewhere: Elsewhere) -> None:
     """What ``pickle_by_value`` was told of needs no module on the other side."""
     pickle_by_value(private_module)

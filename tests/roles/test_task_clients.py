@@ -179,26 +179,6 @@ def test_a_crowd_waits_for_one_task(
     eventually(lambda: all(now <= before[name] for name, now in account(server).items()), what=f"{before} again")
 
 
-def test_those_who_only_look(server: Server, client: Client, go: threading.Event) -> None:
-    """They are told how a task ended, and leave its result to those who want it."""
-    ids = [client.submit("managed", 7), client.submit("held", 7)]
-    with Raw(server.socket_path) as raw:
-        for number, task_id in enumerate(ids, 1):
-            raw.say(m.WaitTask(task_id, look=True), number)
-        eventually(lambda: watchers(server) == 2)
-        go.set()
-        answers = [raw.hear() for _ in ids]
-        infos = [client.get_task_status(task_id) for task_id in ids]
-        assert all(m.TaskIs(info) in answers for info in infos)
-        for info in infos:
-            assert info.status is TaskStatus.COMPLETED
-            assert raw.ask(m.WaitTask(info.task_id, look=True), 3) == m.TaskIs(info)
-        assert kept(server) == (2, 2)
-        with client.get_task_result(ids[0]) as handle:
-            assert handle.value.tolist() == client.get_task_result(ids[1]).tolist() == [7] * 4
-    eventually(lambda: kept(server) == (0, 0))
-
-
 def test_one_who_does_not_read(provider: Provider, serve: Serve, connect: Connect, begun: threading.Event) -> None:
     """Those who do are told everything meanwhile; it misses reports, not the end, and what waits for it is bounded."""
     count, waits, heard = 60, 200, threading.Semaphore(0)

@@ -930,16 +930,12 @@ def test_tasks_hold_up_no_calls(
     def short(number: int) -> torch.Tensor:
         return torch.tensor(number)
 
-    @provider.share(cache=False)
-    async def short_async(number: int) -> torch.Tensor:
-        return torch.tensor(number)
-
     serve(max_workers=1)
     client = connect()
     ids = [client.submit("train") for _ in range(3)]
     assert begun.wait(10)
     for number in range(3):
-        assert client.call("short", number) == client.call("short_async", number) == short(number) == number
+        assert client.call("short", number) == short(number) == number
     assert [info.status.value for info in client.list_tasks()] == ["running", "pending", "pending"]
     go.set()
     for task_id in ids:
