@@ -313,17 +313,13 @@ def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path
         client.call("refused")
     eventually(lambda: len(of_worker.read_text().splitlines()) == 10, what="10 events in the worker")
     lines = [line.split() for line in of_worker.read_text().splitlines()]
-    assert [(kind, endpoint, cached, error) for kind, endpoint, _, cached, error in lines] == [
-        ("BuildStarted", "model", "True", "-"),
-        ("BuildFinished", "model", "True", "-"),
-        ("BuildStarted", "plain", "False", "-"),
-        ("BuildFinished", "plain", "False", "-"),
-        ("BuildStarted", "later", "False", "-"),
-        ("BuildFinished", "later", "False", "-"),
-        ("BuildStarted", "fails", "False", "-"),
-        ("BuildFinished", "fails", "False", "remote"),
-        ("BuildStarted", "refused", "False", "-"),
-        ("BuildFinished", "refused", "False", "capability"),
+    assert [kind for kind, *_ in lines] == ["BuildStarted", "BuildFinished"] * 5
+    assert [(endpoint, cached, error) for _, endpoint, _, cached, error in lines[1::2]] == [
+        ("model", "True", "-"),
+        ("plain", "False", "-"),
+        ("later", "False", "-"),
+        ("fails", "False", "remote"),
+        ("refused", "False", "capability"),
     ]
     assert of_broker.read_text() == of_worker.read_text()
 

@@ -45,25 +45,15 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def shared(provider: Provider) -> Provider:
     """The endpoints of this module."""
 
-    @provider.share(managed=True)
-    def model(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32)
-
-    @provider.share(managed=True, access="read")
-    def frozen(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32)
-
-    @provider.share(managed=True, host_copy="at_build")
-    def ahead(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32)
-
-    @provider.share(managed=True, host_copy="never")
-    def kept(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32)
-
-    @provider.share(managed=True, pinned=True)
-    def pinned(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32)
+    options: dict[str, dict[str, Any]] = {
+        "model": {},
+        "frozen": {"access": "read"},
+        "ahead": {"host_copy": "at_build"},
+        "kept": {"host_copy": "never"},
+        "pinned": {"pinned": True},
+    }
+    for name, more in options.items():
+        provider.share(name, managed=True, **more)(lambda size: torch.arange(size, dtype=torch.float32))
 
     @provider.share(cache=False)
     def total(x: torch.Tensor) -> torch.Tensor:

@@ -46,23 +46,17 @@ def shared(base_path: str, device: str, builds: list[int]) -> Provider:
     """Models of as many bytes as is asked for."""
     provider = Provider(base_path, device=device)
 
-    @provider.share(managed=True)
-    def model(number: int, nbytes: int) -> torch.Tensor:
+    def build(number: int, nbytes: int) -> torch.Tensor:
         builds.append(number)
         return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
 
-    @provider.share(managed=True, host_copy="never")
-    def dropped(number: int, nbytes: int) -> torch.Tensor:
-        builds.append(number)
-        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
+    provider.share("model", managed=True)(build)
+    provider.share("dropped", managed=True, host_copy="never")(build)
+    provider.share("line", managed=True, concurrency="serialized")(build)
 
     @provider.share(managed=True, pinned=True)
     def pinned(nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
-    @provider.share(concurrency="serialized", managed=True)
-    def line(number: int, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), number, dtype=torch.uint8, device=device)
 
     return provider
 
