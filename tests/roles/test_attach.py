@@ -22,7 +22,6 @@ from shared_rpc.memory.mapping import MAPPINGS
 from tests.kit.apps import Serve
 from tests.kit.deep import deep
 from tests.kit.interpreter import Interpreter
-from tests.kit.models import Everything
 from tests.kit.processes import Child, eventually, open_fds, python
 
 Elsewhere = Callable[..., Any]
@@ -64,28 +63,6 @@ def process() -> Iterator[Callable[[], Interpreter]]:
 
 
 # One memory.
-
-
-def test_both_processes_see_each_others_writes(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """A write on either side is seen on the other, in every tensor of a module."""
-    module = Everything(device)
-    get(module)
-    with torch.no_grad():
-        for tensor in module.tensors().values():
-            tensor[0] = -1
-    seen = elsewhere(
-        """
-        tensors = client.call("get").tensors()
-        answer = {where: tensor[0].item() for where, tensor in tensors.items()}
-        with torch.no_grad():
-            for tensor in tensors.values():
-                tensor[1] = -2
-        if device == "cuda":
-            torch.cuda.synchronize()
-        """
-    )
-    assert seen == dict.fromkeys(seen, -1)
-    assert {where: tensor[1].item() for where, tensor in module.tensors().items()} == dict.fromkeys(seen, -2)
 
 
 def test_objects_that_share_memory_share_it_there(device: str, provider: Provider, serve: Serve, elsewhere: Elsewhere) -> None:

@@ -48,10 +48,12 @@ def elsewhere(interpreters: list[Interpreter], base_path: str, device: str) -> E
 # One memory, and many.
 
 
-def test_writes_between_processes(device: str, get: Serve, elsewhere: Elsewhere) -> None:
-    """What server and client write to a parameter is seen by the other side; what they write to anything else is not."""
+@pytest.mark.parametrize("tensors", ["all", "parameters"])
+def test_writes_between_processes(device: str, get: Serve, elsewhere: Elsewhere, tensors: str) -> None:
+    """What server and client write to a shared tensor is seen by the other side; what they write to anything else is not."""
     module = Everything(device)
-    get(module, tensors="parameters")
+    shared = ["parameter"] if tensors == "parameters" else [*module.tensors()]
+    get(module, tensors=tensors)
     elsewhere('kept["held"] = client.call("get")')
     with torch.no_grad():
         for tensor in module.tensors().values():
@@ -69,8 +71,8 @@ def test_writes_between_processes(device: str, get: Serve, elsewhere: Elsewhere)
             torch.cuda.synchronize()
         """
     )
-    assert [where for where, value in seen.items() if value == -1] == ["parameter"]
-    assert [where for where, tensor in module.tensors().items() if tensor[1] == -2] == ["parameter"]
+    assert [where for where, value in seen.items() if value == -1] == shared
+    assert [where for where, tensor in module.tensors().items() if tensor[1] == -2] == shared
 
 
 def test_statistics_of_a_model_that_is_only_read(device: str, get: Serve, elsewhere: Elsewhere) -> None:

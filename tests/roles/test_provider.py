@@ -20,7 +20,7 @@ import anyio.to_thread
 import pytest
 import torch
 
-from shared_rpc import Handle, Provider
+from shared_rpc import Provider
 from shared_rpc.errors import CapabilityError, ConfigurationError, RemoteTraceback, StaleHandleError
 from tests.kit.apps import App, at_once, shares_memory
 from tests.kit.deep import deep
@@ -429,21 +429,6 @@ def test_a_part_of_a_process_is_neither_reloaded_nor_stopped(app: App) -> None:
 
 
 # Handles: the same in every role, and what they know of their object.
-
-
-def test_managed_gives_a_handle(app: App) -> None:
-    """``managed=True`` returns a handle that holds the value, in every role."""
-
-    @app.share(managed=True)
-    def load(size: int) -> torch.nn.Module:
-        return torch.nn.Linear(size, size, bias=False)
-
-    one, other = load(2), load(2)
-    assert type(one) is type(other) is Handle
-    assert isinstance(one.value, torch.nn.Linear)
-    assert shares_memory(one.value.weight, other.value.weight)
-    assert (one.object_id, one.server_id) == (other.object_id, other.server_id)
-    assert (one.released, one.is_stale()) == (False, False)
 
 
 def test_with_releases(app: App) -> None:
