@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import sys
@@ -123,11 +122,8 @@ def notified(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
 
 def received(sock: socket.socket) -> tuple[list[str], list[int]]:
     """One message: its lines, and its descriptors."""
-    data, ancillary, _, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(64), socket.MSG_CMSG_CLOEXEC)
-    fds = array.array("i")
-    for _, _, content in ancillary:
-        fds.frombytes(content)
-    return data.decode().split("\n"), list(fds)
+    data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 4, socket.MSG_CMSG_CLOEXEC)
+    return data.decode().split("\n"), fds
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import stat
@@ -177,16 +176,13 @@ class ServiceManager:
 
     def _receive(self) -> None:
         while True:
-            data, ancillary, _, _ = self._notified.recvmsg(1 << 16, socket.CMSG_SPACE(64 * 4), socket.MSG_CMSG_CLOEXEC)
+            data, fds, _, _ = socket.recv_fds(self._notified, 1 << 16, 64, socket.MSG_CMSG_CLOEXEC)
             if not data:
                 return
-            fds = array.array("i")
-            for _, _, content in ancillary:
-                fds.frombytes(content)
             lines = data.decode().split("\n")
             fields = dict(line.split("=", 1) for line in lines)
             with self._lock:
-                store(self.store, self.capacity, fields, list(fds))
+                store(self.store, self.capacity, fields, fds)
                 self.told += [line for line in lines if line != "BARRIER=1"]
 
 

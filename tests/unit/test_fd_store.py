@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import socket
@@ -111,13 +110,10 @@ class Moving:
     def _heard(self) -> Iterator[tuple[dict[str, str], list[int]]]:
         while True:
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(4))
+                data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
             except BlockingIOError:
                 return
-            fds = array.array("i")
-            for _, _, content in ancillary:
-                fds.frombytes(content)
-            yield dict(line.split("=", 1) for line in data.decode().split("\n")), list(fds)
+            yield dict(line.split("=", 1) for line in data.decode().split("\n")), fds
 
     def recovered(self) -> list[dict[str, bytes]]:
         """What a broker has that begins now: the bytes of the objects, by their segments' names."""
