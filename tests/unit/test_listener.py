@@ -13,6 +13,7 @@ import pytest
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.protocol.election import Election
 from shared_rpc.server.listener import bind_socket
+from tests.kit.apps import at_once
 
 
 @pytest.fixture
@@ -25,21 +26,15 @@ def test_many_races(path: str) -> None:
     """However the steps of several servers interleave, one of them has the socket."""
     for _ in range(25):
         start = threading.Barrier(4)
-        won: list[socket.socket] = []
 
-        def race(start: threading.Barrier = start, won: list[socket.socket] = won) -> None:
+        def race(start: threading.Barrier = start) -> socket.socket:
             start.wait()
-            try:
-                won.append(bind_socket(path))
-            except ConfigurationError as error:
-                assert "is served by" in str(error)
+            return bind_socket(path)
 
-        threads = [threading.Thread(target=race) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        (listener,) = won
+        outcomes = at_once(*[race] * 4)
+        (listener,) = (one for one in outcomes if isinstance(one, socket.socket))
+        for lost in outcomes:
+            assert lost is listener or (isinstance(lost, ConfigurationError) and "is served by" in str(lost))
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(path)
             listener.accept()[0].close()
