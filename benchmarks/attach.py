@@ -53,6 +53,9 @@ def run(
             _sweep_rows(run, clients, by_tensors, by_bytes, rounds, max(repeats // 2, 1))
 
 
+Samples = dict[str, Sample]
+
+
 class _Clients:
     """Fresh client processes, one after the other.
 
@@ -74,24 +77,23 @@ class _Clients:
         for _ in range(processes):
             for side, address in self._addresses.items():
                 with Process(Attacher, side=side, address=address, echo=self._echo, device=self._run.device) as process:
-                    answer = process.ready().ask("measure", cases=cases, repeats=repeats)
-                self._echoes.append(answer["echo"])
-                for case, results, result in zip(cases, found, answer["results"], strict=True):
-                    error = result.get("error") or (None if result["right"] else "the last tensor has another value")
-                    if error is None:
-                        results[side].append(result)
+                    answers, echo = process.ready().ask("measure", cases=cases, repeats=repeats)
+                self._echoes.append(echo)
+                for case, results, answer in zip(cases, found, answers, strict=True):
+                    if not isinstance(answer, str):
+                        results[side].append(answer)
                     elif side == OURS:
-                        raise RuntimeError(f"{side}, {case}: {error}")
+                        raise RuntimeError(f"{side}, {case}: {answer}")
                     else:
-                        self._run.note(f"{side}, {case}: {error}")
+                        self._run.note(f"{side}, {case}: {answer}")
         return found
 
-    def samples(self, results: dict[str, list[Result]], key: str) -> dict[str, Sample]:
+    def samples(self, results: dict[str, list[Result]], key: str) -> Samples:
         """Return the times of that name by side, beside all round trips of the echo so far."""
         return {ECHO: Sample(*self._echoes), **_samples(results, key)}
 
 
-def _samples(results: dict[str, list[Result]], key: str) -> dict[str, Sample]:
+def _samples(results: dict[str, list[Result]], key: str) -> Samples:
     return {side: Sample(*(result[key] for result in taken)) for side, taken in results.items()}
 
 
@@ -155,19 +157,19 @@ class Attacher:
         self._side, self._echo = SIDES[side](address), Echo(echo)
         self._kept: Any = None
 
-    def measure(self, cases: list[Case], repeats: int, *, hold: bool = False) -> Result:
-        """Measure all cases, in order, and the echo.
+    def measure(self, cases: list[Case], repeats: int, *, hold: bool = False) -> tuple[list[Result | str], list[float]]:
+        """Measure all cases, in order, and the echo; return results, or why there is none, and the echo's times.
 
         :param hold: whether to hold the first of them to the end.
         """
-        results = []
+        results: list[Result | str] = []
         for call in cases:
             try:
                 results.append(self._measure(call, repeats))
             except Exception as error:  # a case that one side cannot do must not cost the others
-                results.append({"error": f"{type(error).__name__}: {error}"})
+                results.append(f"{type(error).__name__}: {error}")
         self._kept = self._side.call(*cases[0]) if hold else None
-        return {"results": results, "echo": [timed(self._echo.ping) for _ in range(_PINGS)]}
+        return results, [timed(self._echo.ping) for _ in range(_PINGS)]
 
     def _memory(self) -> int:
         if self._device == "cpu":
@@ -193,18 +195,14 @@ class Attacher:
         first = timed(attach)
         grown = self._memory() - before
         parameters = list(handles[0].value.parameters())
-        facts = {
-            "first": [first],
-            "grown": [grown],
-            "tensors": len(parameters),
-            "nbytes": sum(parameter.untyped_storage().nbytes() for parameter in parameters),
-            # A read of the last tensor: it is there, and it is the right one.
-            "right": float(parameters[-1].detach().flatten()[-1]) == 1 + (len(parameters) - 1) % 100,
-        }
+        # A read of the last tensor: it is there, and it is the right one.
+        assert float(parameters[-1].detach().flatten()[-1]) == 1 + (len(parameters) - 1) % 100, "the last tensor is wrong"
+        count, nbytes = len(parameters), sum(parameter.untyped_storage().nbytes() for parameter in parameters)
         del parameters
-        facts["held"] = repeated()
+        held = repeated()
         handles.pop(0).release()
-        return facts | {"released": repeated()}
+        times = {"first": [first], "held": held, "released": repeated()}
+        return {**times, "grown": [grown], "tensors": count, "nbytes": nbytes}
 
     def close(self) -> None:
         """Release the handles."""

@@ -11,7 +11,8 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, chosen, numbers
+from benchmarks.processes import ask_all
+from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, chosen, counted, numbers
 from benchmarks.sides import PEER, SIDES, Ours, SharedTensor, present, serve
 from shared_rpc import Client
 from shared_rpc.memory.backends.choice import mps
@@ -65,9 +66,8 @@ def run(
         for count in numbers(clients):
             throughput(run, addresses, count, rounds, judge=False)
         for count in numbers(replicas):
-            with _Callers(run, count, {OURS: addresses[OURS]}, shape) as callers:
-                passes = callers.rates(rounds, _FORWARD)
-            run.row(f"{_counted(count, 'replica', 's')} of one model ({shape}): forward passes/s", passes, "number")
+            rates = _rates(run, {OURS: addresses[OURS]}, [_FORWARD], count, rounds, shape)
+            run.row(f"{counted(count, 'replica')} of one model ({shape}): forward passes/s", rates[_FORWARD], "number")
         if device == "cuda" and mps(device_id("cuda:0")):
             run.note("under NVIDIA's Multi-Process Service")
 
@@ -78,62 +78,41 @@ def throughput(run: Run, addresses: dict[str, str], processes: int, rounds: int,
     :param addresses: the servers that take part, by the name of their side.
     :param judge: whether the goal is about these tensors.
     """
-    with _Callers(run, processes, addresses) as callers:
-        for endpoint, text in _ENDPOINTS.items():
-            rates = callers.rates(rounds, endpoint)
-            theirs = rates[PEER].p50 if PEER in rates else 0
-            name = f"{_counted(processes, 'process', 'es')}, 4 KiB tensor, {text}: calls/s"
-            goal = Goal("≥", 4, "shared-tensor, GPU", "ratio")
-            ratio = rates[OURS].p50 / theirs if theirs else None
-            run.row(name, rates, "number", goal, measured=ratio, judge=judge and ratio is not None)
+    rates = _rates(run, addresses, list(_ENDPOINTS), processes, rounds)
+    for endpoint, text in _ENDPOINTS.items():
+        name = f"{counted(processes, 'process')}, 4 KiB tensor, {text}: calls/s"
+        run.row(name, rates[endpoint], "number", Goal("≥", 4, "GPU", of=PEER), judge=judge)
 
 
-def _counted(count: int, what: str, plural: str) -> str:
-    return f"{count} {what}{'' if count == 1 else plural}"
+def _rates(
+    run: Run, addresses: dict[str, str], endpoints: list[str], count: int, rounds: int, shape: str | None = None
+) -> dict[str, dict[str, Sample]]:
+    """Return the calls a second of so many processes together, in each turn, by endpoint and side.
 
-
-class _Callers:
-    """Processes that call at once. They end with the block.
-
-    :param addresses: servers, by side.
     :param shape: the model over which passes are made; None for calls.
     """
-
-    def __init__(self, run: Run, count: int, addresses: dict[str, str], shape: str | None = None) -> None:
-        self._run = run
-        self._sides = list(addresses)
-        config = {"device": run.device, "addresses": addresses, "shape": shape}
-        self._processes = [run.process(Caller, **config) for _ in range(count)]
-        for process in self._processes:
-            process.ready()
-
-    def rates(self, rounds: int, endpoint: str) -> dict[str, Sample]:
-        """Return the calls a second of all processes together, in each turn of each side."""
-        rates: dict[str, list[list[float]]] = {side: [] for side in self._sides}
+    callers = run.processes(count, Caller, device=run.device, addresses=addresses, shape=shape)
+    rates: dict[str, dict[str, Sample]] = {}
+    for endpoint in endpoints:
+        turns: dict[str, list[list[float]]] = {side: [] for side in addresses}
         for _ in range(rounds):
-            for side, taken in rates.items():
-                taken.append([self._turn(side, endpoint) / _TURN])
-        return {side: Sample(*taken) for side, taken in rates.items()}
-
-    def _turn(self, side: str, endpoint: str) -> int:
-        begin = time.monotonic() + _NOTICE  # one clock for all processes
-        for process in self._processes:
-            process.tell("turn", side=side, endpoint=endpoint, begin=begin)
-        counts, errors = zip(*(process.read() for process in self._processes), strict=True)
-        for error in set(errors) - {None}:
-            self._run.note(f"{side}, calls of {len(counts)} processes: {error}")
-        return sum(counts)
-
-    def __enter__(self) -> _Callers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.close()
+            for side, taken in turns.items():
+                begin = time.monotonic() + _NOTICE  # one clock for all processes
+                counts, errors = zip(*ask_all(callers, "turn", side=side, endpoint=endpoint, begin=begin), strict=True)
+                taken.append([sum(counts) / _TURN])
+                for error in set(errors) - {None}:
+                    run.note(f"{side}, calls of {count} processes: {error}")
+        rates[endpoint] = {side: Sample(*taken) for side, taken in turns.items()}
+    for caller in callers:
+        caller.close()
+    return rates
 
 
 class Caller:
-    """A process that calls, as :class:`_Callers` says."""
+    """A process that calls.
+
+    :param addresses: servers, by side.
+    """
 
     def __init__(self, device: str, addresses: dict[str, str], shape: str | None) -> None:
         self._forward = _forward(addresses[OURS], device, shape) if shape is not None else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,8 @@ import typer
 from ray.cluster_utils import Cluster as RayCluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from benchmarks.processes import Process, environ
-from benchmarks.runner import OURS, PATIENCE, Goal, Json, Run, Times, numbers
+from benchmarks.processes import Process, ask_all, environ
+from benchmarks.runner import OURS, PATIENCE, Goal, Json, Run, Times, numbers, wait_for
 from shared_rpc import Client
 from shared_rpc.memory.devices import free_bytes
 from shared_rpc_ray import Cluster
@@ -120,11 +119,8 @@ def run(
 def _rows(run: Run, mebibytes: int, times: Times) -> None:
     for name in (_WHOLE, _BUILD, _MOVE, _REFRESH, _SWAP, _FRESH, _AGAIN):
         samples = times.samples(name)
-        goal, ratio = None, None
-        if name == _MOVE:
-            goal, ratio = Goal("≤", 2, "Ray's", "ratio"), samples[OURS].p50 / samples[RAY].p50
         if samples:
-            run.row(f"{mebibytes} MiB: {name}", samples, "s", goal, measured=ratio)
+            run.row(f"{mebibytes} MiB: {name}", samples, "s", Goal("≤", 2, of=RAY) if name == _MOVE else None)
 
 
 # The nodes.
@@ -141,12 +137,11 @@ class Node(NamedTuple):
 class _Alone:
     """Ray's object store, used by itself: arrays are put on a node, and got on another."""
 
-    def put(self, mebibytes: int) -> tuple[float, float, list[Any]]:
-        """Put arrays of 4 MiB; return when that began and ended, and the reference."""
+    def put(self, mebibytes: int) -> tuple[float, list[Any]]:
+        """Put arrays of 4 MiB; return when that began, and the reference."""
         arrays = [np.full((1024, 1024), number, np.float32) for number in range(mebibytes // 4)]
         begin = time.monotonic()
-        reference = ray.put(arrays)
-        return begin, time.monotonic(), [reference]
+        return begin, [ray.put(arrays)]
 
     def get(self, references: list[Any]) -> tuple[float, float]:
         """Get the arrays as Ray gives them: in its store, without a copy; return when that began and ended."""
@@ -154,6 +149,10 @@ class _Alone:
         arrays = ray.get(references[0])
         assert arrays[-1][-1, -1] == len(arrays) - 1, "the last array is the last one"
         return begin, time.monotonic()
+
+
+def _joined(info: Any) -> bool:
+    return info["source"] is not None and info["source"]["status"].get("state") == "joined"
 
 
 @contextmanager
@@ -184,19 +183,8 @@ def _nodes(run: Run, store: int) -> Iterator[list[Node]]:
             address = str(clients[-1].socket_path)
             nodes.append(Node(address, stack.enter_context(Process(Loader, address=address)).ready(), actor))
         for client in clients:
-            _wait_until_joined(client)
+            wait_for(client.get_server_info, _joined, 0.1)
         yield nodes
-
-
-def _wait_until_joined(client: Client) -> None:
-    until = time.monotonic() + PATIENCE
-    while True:
-        source = client.get_server_info()["source"]
-        if source is not None and source["status"].get("state") == "joined":
-            return
-        if time.monotonic() > until:
-            raise RuntimeError(f"the broker at {client.socket_path} has not become part of the cluster")
-        time.sleep(0.1)
 
 
 # The measurements.
@@ -204,9 +192,7 @@ def _wait_until_joined(client: Client) -> None:
 
 def _deploy(run: Run, nodes: list[Node], name: str, mebibytes: int, times: Times) -> None:
     """Have a process of every node call at once."""
-    for node in nodes:
-        node.process.tell("load", name=name, mebibytes=mebibytes)
-    answers = [node.process.read() for node in nodes]
+    answers = ask_all([node.process for node in nodes], "load", name=name, mebibytes=mebibytes)
     whole = max(end for _, end in answers) - min(begin for begin, _ in answers)
     lines = [line.split() for line in (run.folder / "builds").read_text().splitlines()]
     [build] = [float(seconds) for found, seconds in lines if found == name]
@@ -218,7 +204,7 @@ def _deploy(run: Run, nodes: list[Node], name: str, mebibytes: int, times: Times
 def _alone(nodes: list[Node], mebibytes: int, times: Times) -> None:
     """Put on one node, and get on the others at once."""
     source, *others = (node.actor for node in nodes)
-    begin, _, references = ray.get(source.put.remote(mebibytes))
+    begin, references = ray.get(source.put.remote(mebibytes))
     whole = max(end for _, end in ray.get([other.get.remote(references) for other in others])) - begin
     times[_MOVE, RAY].append(whole)
     begin, end = ray.get(others[0].get.remote(references))
@@ -236,10 +222,10 @@ def _attach(node: Node, name: str, mebibytes: int, times: Times, *, new: bool) -
 
 def _refresh(nodes: list[Node], cluster: Cluster, name: str, mebibytes: int, times: Times) -> None:
     for node in nodes:
-        node.process.ask("watch", name=name)
+        node.process.tell("watch", name=name, before=node.process.ask("versions", name=name))
     with times.of(_REFRESH):
         cluster.refresh("module", name, mebibytes)
-    answers = [node.process.ask("changed") for node in nodes]
+    answers = [node.process.read() for node in nodes]
     times[_SWAP, OURS].append(max(current for _, current in answers) - max(prepared for prepared, _ in answers))
 
 
@@ -247,9 +233,8 @@ class Loader:
     """A process of a node: it loads by ordinary calls, and sees when its broker has another version."""
 
     def __init__(self, address: str) -> None:
-        self._client, self._observer = (Client(socket_path=address, timeout=PATIENCE) for _ in range(2))
-        self._watching = threading.Thread()
-        self._times = 0.0, 0.0
+        self._client = Client(socket_path=address, timeout=PATIENCE)
+        self.close = self._client.close
 
     def load(self, name: str, mebibytes: int) -> tuple[float, float]:
         """Call, and have the module; return when that began and ended."""
@@ -258,34 +243,18 @@ class Loader:
             assert len(handle.value) == mebibytes // 4, "it has all of its layers"
             return begin, time.monotonic()
 
-    def watch(self, name: str) -> None:
-        """Begin to look for a version that the broker gets beside the one that it has."""
-        before = {found["object_id"] for found in self._found(name)}
+    def versions(self, name: str) -> dict[str, bool]:
+        """Return the versions of a module that the broker has, and whether each is current."""
+        results = [found for found in self._client.list_objects() if found["kind"] == "result"]
+        return {found["object_id"]: found["cached"] for found in results if repr(name) in (found["cache_key"] or "")}
 
-        def look() -> None:
-            prepared = 0.0
-            while True:
-                now = [found for found in self._found(name) if found["object_id"] not in before]
-                if now and not prepared:
-                    prepared = time.monotonic()
-                if any(found["cached"] for found in now):
-                    self._times = prepared, time.monotonic()
-                    return
-                time.sleep(_LOOK)
-
-        self._watching = threading.Thread(target=look)
-        self._watching.start()
-
-    def changed(self) -> tuple[float, float]:
-        """Wait until the other version is current; return when the broker had it, and when it was current."""
-        self._watching.join()
-        return self._times
-
-    def _found(self, name: str) -> list[Any]:
-        results = [found for found in self._observer.list_objects() if found["kind"] == "result"]
-        return [found for found in results if repr(name) in (found["cache_key"] or "")]
-
-    def close(self) -> None:
-        """Close the clients."""
-        self._client.close()
-        self._observer.close()
+    def watch(self, name: str, before: dict[str, bool]) -> tuple[float, float]:
+        """Wait until a version that was not there before is current; return when the broker had it, and when it was current."""
+        prepared = 0.0
+        while True:
+            news = [current for version, current in self.versions(name).items() if version not in before]
+            if news and not prepared:
+                prepared = time.monotonic()
+            if any(news):
+                return prepared, time.monotonic()
+            time.sleep(_LOOK)

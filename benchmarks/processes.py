@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,7 +57,7 @@ def python(
         return subprocess.Popen([sys.executable, *words], env={**environ(), **(variables or {})}, text=True, **options)
 
 
-class Process:
+class Process(AbstractContextManager["Process"]):
     """A process that makes an object and executes its methods. Its output goes to this process's standard error.
 
     :param make: a class, or another function of a module; ``config`` are its arguments.
@@ -110,11 +110,15 @@ class Process:
             self._process.kill()
             self._process.wait()
 
-    def __enter__(self) -> Process:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def ask_all(processes: Sequence[Process], do: str, **options: Any) -> list[Any]:
+    """Execute a method of all of them at once, and return the results."""
+    for process in processes:
+        process.tell(do, **options)
+    return [process.read() for process in processes]
 
 
 def main(fd: str) -> None:
@@ -143,9 +147,9 @@ def used(device: str) -> int:
     return total - free
 
 
-def private_bytes(pid: int | str = "self") -> int:
-    """Return the bytes of a process's private host memory."""
-    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+def private_bytes() -> int:
+    """Return the bytes of this process's private host memory."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
     return sum(int(kib) * 1024 for kib in re.findall(r"^Private_\w+:\s+(\d+) kB", rollup, re.MULTILINE))
 
 
@@ -162,36 +166,23 @@ def process_counts(pid: int) -> dict[str, int]:
     }
 
 
-class Watermark:
-    """The most memory in use while the block runs, read by a thread every half millisecond; :meth:`reset` begins again."""
+@contextmanager
+def readings(device: str) -> Iterator[list[int]]:
+    """Yield what :func:`used` returns, read by a thread every half millisecond while the block runs."""
+    found, done = [used(device)], threading.Event()
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.reset()
+    def read() -> None:
+        while not done.wait(5e-4):
+            found.append(used(device))
 
-    def reset(self) -> None:
-        """Count from what is in use now."""
-        self._baseline = self._peak = used(self._device)
-
-    @property
-    def rise(self) -> int:
-        """Bytes by which the peak is above the baseline."""
-        return self._peak - self._baseline
-
-    def _watch(self) -> None:
-        while not self._done.wait(5e-4):
-            self._peak = max(self._peak, used(self._device))
-
-    def __enter__(self) -> Watermark:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self._peak = max(self._peak, used(self._device))
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join()
+        found.append(used(device))
 
 
 if __name__ == "__main__":

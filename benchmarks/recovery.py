@@ -6,16 +6,14 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from benchmarks.processes import Process, process_counts
-from benchmarks.runner import OURS, PATIENCE, Device, Goal, Json, Run, Sample, Shape, Times, chosen
-from benchmarks.sides import load_lazy_modules
+from benchmarks.processes import Process, ask_all, process_counts
+from benchmarks.runner import OURS, Device, Goal, Json, Run, Sample, Shape, Times, chosen, wait_for
 from shared_rpc import Client
 
 #: The pace's multiple where a restart is timed: after a worker that lived for less than 10 s the next one is started later.
@@ -54,9 +52,7 @@ def run(
     with Run("recovery", title, [OURS], device, json) as run, run.broker(APP) as client:
         config: dict[str, Any] = {"address": client.socket_path, "device": device, "call": ["model", shape]}
         clients = processes or max(1, min(4, len(run.cores) // 2))
-        attaching = [run.process(Attacher, **config) for _ in range(clients)]
-        for process in attaching:
-            process.ready()
+        attaching = run.processes(clients, Attacher, **config)
         client.call("model", shape).release()
         broker = _Broker(client, pace)
         _kill_rows(run, broker, attaching, attaches, rate, kills)
@@ -91,39 +87,30 @@ class _Broker:
 
     def wait_for_another(self) -> None:
         """Wait for a worker that is ready and not the one that was killed."""
-        self._wait(1e-3, lambda info: any(one["state"] == "ready" and one["pid"] != self._killed for one in info["workers"]))
+
+        def came(info: Any) -> bool:
+            return any(worker["state"] == "ready" and worker["pid"] != self._killed for worker in info["workers"])
+
+        wait_for(self._client.get_server_info, came, 1e-3)
 
     def wait_for_zygote(self) -> int:
         """Wait until the next worker is a fork; return the bytes of its zygote."""
-        zygote = self._wait(0.1, lambda info: info["zygote"]["state"] in ("ready", "off"))["zygote"]
-        if zygote["state"] == "off":
-            raise RuntimeError(f"the broker has no zygote: {zygote}")
-        return int(zygote["pss"])
 
-    def _wait(self, period: float, condition: Callable[[Any], bool]) -> Any:
-        deadline = time.monotonic() + PATIENCE
-        while not condition(info := self._client.get_server_info()):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no worker came in place of the one that was killed, or no zygote: {info}")
-            time.sleep(period)
-        return info
+        def begun(info: Any) -> bool:
+            if info["zygote"]["state"] == "off":
+                raise RuntimeError(f"the broker has no zygote: {info['zygote']}")
+            return bool(info["zygote"]["state"] == "ready")
 
-
-class _Turn(NamedTuple):
-    """Seconds that attaches took until the worker was killed and from then on, and the errors."""
-
-    before: list[float]
-    after: list[float]
-    errors: list[str]
+        info: Any = wait_for(self._client.get_server_info, begun, 0.1)
+        return int(info["zygote"]["pss"])
 
 
 def _kill_rows(run: Run, broker: _Broker, attaching: list[Process], attaches: int, rate: float, kills: int) -> None:
     """Measure attaches from several processes, halfway through which the worker is killed, in several rounds."""
-    for process in attaching:
-        process.ask("attach", count=10, rate=50)  # modules are loaded with the first one
+    ask_all(attaching, "attach", count=10, rate=50)  # modules are loaded with the first one
     turns = [_attach_across_a_kill(broker, attaching, attaches, rate) for _ in range(kills)]
-    before, after = Sample(*(turn.before for turn in turns)), Sample(*(turn.after for turn in turns))
-    errors = [error for turn in turns for error in turn.errors]
+    before, after = Sample(*(before for before, _, _ in turns)), Sample(*(after for _, after, _ in turns))
+    errors = [error for _, _, errors in turns for error in errors]
     name = f"{attaches:,} attaches at {rate:g} a second, worker killed halfway, {kills} times: failed"
     run.row(name, len(errors), "number", Goal("≤", 0))
     for error in errors[:10]:
@@ -134,7 +121,10 @@ def _kill_rows(run: Run, broker: _Broker, attaching: list[Process], attaches: in
     run.row("… p99 from the kill on", after.p99, "s", Goal("≤", 2, "before", "ratio"), measured=after.p99 / before.p99)
 
 
-def _attach_across_a_kill(broker: _Broker, attaching: list[Process], attaches: int, rate: float) -> _Turn:
+def _attach_across_a_kill(
+    broker: _Broker, attaching: list[Process], attaches: int, rate: float
+) -> tuple[list[float], list[float], list[str]]:
+    """Return the seconds that attaches took until the worker was killed and from then on, and the errors."""
     broker.pause()
     for process in attaching:
         process.tell("attach", count=attaches // len(attaching), rate=rate / len(attaching))
@@ -142,12 +132,9 @@ def _attach_across_a_kill(broker: _Broker, attaching: list[Process], attaches: i
     killed = broker.kill()
     answers = [process.read() for process in attaching]
     broker.wait_for_another()
-    times = [(begin - killed, seconds) for times, _ in answers for begin, seconds in times]
-    return _Turn(
-        before=[seconds for since, seconds in times if since < 0],
-        after=[seconds for since, seconds in times if since >= 0],
-        errors=[error for _, errors in answers for error in errors],
-    )
+    times = [(begin < killed, seconds) for taken, _ in answers for begin, seconds in taken]
+    errors = [error for _, errors in answers for error in errors]
+    return [seconds for before, seconds in times if before], [seconds for before, seconds in times if not before], errors
 
 
 def _digest_row(run: Run, broker: _Broker, config: dict[str, Any], attached: Process) -> None:
@@ -227,7 +214,6 @@ class Attacher:
         self._address, self._device, self._call = address, device, call
         if device != "cpu":
             torch.zeros(1, device=device)
-        load_lazy_modules(device)
 
     def attach(self, count: int, rate: float) -> tuple[list[tuple[float, float]], list[str]]:
         """Attach with a new client: a connection, a session, the model, and the end of all of them.

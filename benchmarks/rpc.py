@@ -15,7 +15,7 @@ import torch
 import typer
 
 from benchmarks.clients import throughput
-from benchmarks.processes import private_bytes, process_counts, used
+from benchmarks.processes import process_counts, used
 from benchmarks.runner import ECHO, OURS, Goal, Json, Run, Sample, Unit, interleaved, shown, timed
 from benchmarks.sides import PEER, PEERS, Echo, Ours, SharedTensor, Side, Started, present, serve
 from benchmarks.workload import SMALL
@@ -46,7 +46,6 @@ def run(
     processes: Annotated[int, typer.Option(help="Processes for the times of import and of 'shared-rpc ls'.")] = 7,
     megabytes: Annotated[int, typer.Option(help="MiB of the large argument.")] = 64,
     kept: Annotated[int, typer.Option(help="Small results that the server caches.")] = 12_000,
-    tasks: Annotated[int, typer.Option(help="Finished tasks that the server remembers.")] = 9_000,
     clients: Annotated[int | None, typer.Option(help="Processes that call at once; 8, on the host one a core at most.")] = None,
     long_run: Annotated[
         int | None, typer.Option(help="Calls of the long run, 0 for none; 100000 on a GPU, 2000 on the host.")
@@ -66,74 +65,53 @@ def run(
             run.note(other.missing(device))
         servers = {side.name: serve(run, side) for side in sides}
         connected = {side.name: stack.enter_context(closing(side(servers[side.name].address, device))) for side in sides}
-        ours = connected[OURS]
-        assert isinstance(ours, Ours), "it is the client of this library"
-        turns = _Turns(run, connected, rounds, calls)
-        turns.pings_and_tasks()
-        turns.calls_with_tensors(megabytes)
+        _turns(run, connected, rounds, calls, megabytes)
         _concurrent_calls(run, servers[OURS].address, rounds)
         many = clients or (_TOGETHER if cuda else min(_TOGETHER, len(run.cores)))
         addresses = {side.name: servers[side.name].address for side in present(SharedTensor, Ours, device=device)}
         throughput(run, addresses, many, rounds, judge=cuda and many == _TOGETHER)
-        _kept_results(run, ours.link, servers[OURS].process.pid, kept)
-        _finished_tasks(run, ours, servers[OURS].process.pid, tasks)
+        _kept_results(run, connected[OURS].link, servers[OURS].process.pid, kept)
         count = long_run if long_run is not None else _LONG[device]
         if count:
             _many_calls(run, servers[OURS], count)
         _cold_starts(run, processes)
 
 
-class _Turns:
-    """The rows that are measured over open connections."""
+def _turns(run: Run, clients: dict[str, Side], rounds: int, calls: int, mebibytes: int) -> None:
+    """Measure what is called over open connections, in turns: pings, tasks, and calls with tensors."""
+    pair = {OURS} if SharedTensor.missing(run.device) else {PEER, OURS}
+    everyone = clients.keys() - {ECHO, PEER} | pair
+    on_gpu = run.device == "cuda"
 
-    def __init__(self, run: Run, clients: dict[str, Side], rounds: int, calls: int) -> None:
-        self._run = run
-        self._clients = clients
-        self._rounds = rounds
-        self._calls = calls
-
-    def _measure(self, sides: Iterable[str], action: Callable[[Any], object], *, slow: bool = False) -> dict[str, Sample]:
-        """Measure the action of these sides in turns with the echo; once for :data:`_SLOW` other calls if it is slow."""
-        actions: dict[str, Callable[[], object]] = {ECHO: self._clients[ECHO].ping}
-        actions |= {name: partial(action, client) for name, client in self._clients.items() if name in sides}
+    def measure(sides: Iterable[str], action: Callable[[Any], object], *, slow: bool = False) -> dict[str, Sample]:
+        actions: dict[str, Callable[[], object]] = {ECHO: clients[ECHO].ping}
+        actions |= {name: partial(action, client) for name, client in clients.items() if name in sides}
         if slow:
-            return interleaved(actions, rounds=self._rounds, calls=max(self._calls // _SLOW, 1), warm_up=1)
-        return interleaved(actions, rounds=self._rounds, calls=self._calls)
+            return interleaved(actions, rounds=rounds, calls=max(calls // _SLOW, 1), warm_up=1)
+        return interleaved(actions, rounds=rounds, calls=calls)
 
-    def pings_and_tasks(self) -> None:
-        """Measure pings: medians, and the slowest in a hundred; then tasks that do nothing."""
-        samples = self._measure(self._clients.keys() - {ECHO}, lambda side: side.ping())
-        goal = Goal("≤", 2, "raw echo", "ratio")
-        self._run.row("ping, p50", samples, "s", goal, measured=samples[OURS].p50 / samples[ECHO].p50)
-        self._run.row("ping, p99", {name: sample.p99 for name, sample in samples.items()})
-        samples = self._measure((PEER, OURS), lambda side: side.task("nothing"))
-        goal = Goal("≤", 6, "raw echo", "ratio")
-        ratio = samples[OURS].p50 / samples[ECHO].p50
-        self._run.row("submit and wait for a task, p50", samples, "s", goal, measured=ratio)
+    def row(sides: Iterable[str], name: str, action: Callable[[Side], Any], goal: Goal | None) -> None:
+        slow = goal is large
+        run.row(name, measure(sides, action, slow=slow), "s", goal, judge=on_gpu and (not slow or mebibytes == 64))
 
-    def calls_with_tensors(self, mebibytes: int) -> None:
-        """Measure direct calls, a managed one, and calls with a small and a large argument."""
-        device = self._run.device
-        pair = {OURS} if SharedTensor.missing(device) else {PEER, OURS}
-        everyone = self._clients.keys() - {ECHO, PEER} | pair
-        on_gpu = device == "cuda"
-        small, large = Goal("≤", 120e-6, "GPU"), Goal("≤", 0.5e-3, "64 MiB, GPU")
+    samples = measure(clients.keys() - {ECHO}, lambda side: side.ping())
+    run.row("ping, p50", samples, "s", Goal("≤", 2, of=ECHO))
+    run.row("ping, p99", {name: sample.p99 for name, sample in samples.items()})
+    samples = measure({PEER, OURS}, lambda side: side.task("nothing"))
+    run.row("submit and wait for a task, p50", samples, "s", Goal("≤", 6, of=ECHO))
 
-        def row(sides: Iterable[str], name: str, action: Callable[[Side], Any], goal: Goal | None = small) -> None:
-            samples = self._measure(sides, action, slow=goal is large)
-            self._run.row(name, samples, "s", goal, judge=on_gpu and (goal is not large or mebibytes == 64))
-
-        row(pair, "direct call, 4 KiB tensor, cached", lambda side: side.call("small"))
-        row(everyone, "direct call, 4 KiB tensor, new", lambda side: side.call("fresh"))
-        row(pair, "the same by an async def endpoint", lambda side: side.call("fresh_on_loop"))
-        if PEER in pair:
-            self._clients[PEER].call("kept")  # one reference that stays, or it would be built again after every release
-        row(pair, "managed call and release, 4 KiB", lambda side: side.call("kept").release(), None)
-        name = "direct call, takes and returns 4 KiB, new"
-        row(everyone, name, lambda side: side.call("plus_one", torch.ones(SMALL, device=device)))
-        argument = torch.ones(mebibytes << 20, dtype=torch.uint8, device=device)
-        row(everyone, f"echo of a {mebibytes} MiB tensor argument", lambda side: side.call("echo", argument), large)
-        row(pair, "the same echo by an async def endpoint", lambda side: side.call("echo_on_loop", argument), large)
+    small, large = Goal("≤", 120e-6, "GPU"), Goal("≤", 0.5e-3, "64 MiB, GPU")
+    row(pair, "direct call, 4 KiB tensor, cached", lambda side: side.call("small"), small)
+    row(everyone, "direct call, 4 KiB tensor, new", lambda side: side.call("fresh"), small)
+    row(pair, "the same by an async def endpoint", lambda side: side.call("fresh_on_loop"), small)
+    if PEER in pair:
+        clients[PEER].call("kept")  # one reference that stays, or it would be built again after every release
+    row(pair, "managed call and release, 4 KiB", lambda side: side.call("kept").release(), None)
+    name = "direct call, takes and returns 4 KiB, new"
+    row(everyone, name, lambda side: side.call("plus_one", torch.ones(SMALL, device=run.device)), small)
+    argument = torch.ones(mebibytes << 20, dtype=torch.uint8, device=run.device)
+    row(everyone, f"echo of a {mebibytes} MiB tensor argument", lambda side: side.call("echo", argument), large)
+    row(pair, "the same echo by an async def endpoint", lambda side: side.call("echo_on_loop", argument), large)
 
 
 def _cold_starts(run: Run, processes: int) -> None:
@@ -191,7 +169,7 @@ async def _calls(socket: str, endpoint: str, rounds: int) -> tuple[Sample, Sampl
     return Sample(*apart[1:]), Sample(*together[1:])
 
 
-# What many results, tasks and calls leave.
+# What many results and calls leave.
 
 
 def _kept_results(run: Run, client: Client, pid: int, count: int) -> None:
@@ -207,19 +185,6 @@ def _kept_results(run: Run, client: Client, pid: int, count: int) -> None:
     run.row("… descriptors of a client that has all", process_counts(os.getpid())["fds"], "number", Goal("≤", 400))
     results.clear()
     client.invalidate_endpoint_cache("small")
-
-
-def _finished_tasks(run: Run, ours: Ours, pid: int, count: int) -> None:
-    """Measure the server's memory of ended tasks, and the time to list them."""
-    for _ in range(200):  # what its allocator takes first is not theirs
-        ours.task("nothing")
-    before = private_bytes(pid)
-    for _ in range(count):
-        ours.task("nothing")
-    grown = private_bytes(pid) - before
-    goal = Goal("<", 30 << 20, "10,000 of them")
-    run.row(f"{count:,} finished tasks: the server's memory", grown, "bytes", goal, measured=grown * 10_000 / count)
-    run.row("… to list them all", Sample([timed(ours.link.list_tasks) for _ in range(5)]))
 
 
 #: Calls after which nothing may grow any more.
@@ -238,17 +203,15 @@ def _many_calls(run: Run, ours: Started, calls: int) -> None:
     seconds, before, after = client.ask("run", calls=calls)
     client.close()
 
-    def row(name: str, keys: tuple[str, ...], unit: Unit = "number", *, judge: bool = True) -> None:
+    def row(name: str, keys: tuple[str, ...], unit: Unit = "number") -> None:
         text = ", ".join(f"{shown(before[key], unit)} → {shown(after[key], unit)}" for key in keys)
         grown = sum(max(after[key] - before[key], 0) for key in keys)
-        run.row(name, text, unit, Goal("≤", 0, "as after the first 100") if judge else None, measured=grown)
+        run.row(name, text, unit, Goal("≤", 0, "as after the first 100"), measured=grown)
 
     run.row(f"{calls:,} calls, 4 KiB there and back: a call", seconds / calls)
     row(f"… {'GPU memory in use' if run.device == 'cuda' else 'shared memory'}", ("memory",), "bytes")
     row("… descriptors of client, server", ("client fds", "server fds"))
     row("… mappings of client, server", ("client mappings", "server mappings"))
-    # Python's allocator and the C library's keep what they like: printed, and not judged.
-    row("… private host memory of client, server", ("client private", "server private"), "bytes", judge=False)
 
 
 class LongRun:
@@ -282,7 +245,6 @@ class LongRun:
         return {
             "memory": used(self._device) if self._device == "cuda" else shared,
             **{f"{who} {key}": each[key] for who, each in counts.items() for key in ("fds", "mappings")},
-            **{f"{who} private": private_bytes(pid) for who, pid in self._pids.items()},
         }
 
     def _lowest(self, wanted: Counts | None = None) -> Counts:

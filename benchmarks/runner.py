@@ -6,7 +6,6 @@ import datetime
 import importlib.metadata
 import itertools
 import json
-import operator
 import os
 import platform
 import shlex
@@ -19,9 +18,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import typer
 from rich.console import Console
@@ -30,6 +28,8 @@ from rich.text import Text
 
 from benchmarks.processes import Process, environ, on_cores, python
 from shared_rpc import Client
+
+T = TypeVar("T")
 
 #: Seconds that anything may take.
 PATIENCE = 300.0
@@ -105,6 +105,19 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def wait_for(read: Callable[[], T], condition: Callable[[T], bool], period: float) -> T:
+    """Read again and again, and return what meets the condition.
+
+    :raises TimeoutError: with what was read last, if nothing does for :data:`PATIENCE`.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while not condition(found := read()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(str(found))
+        time.sleep(period)
+    return found
+
+
 def interleaved(
     actions: Mapping[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = 10
 ) -> dict[str, Sample]:
@@ -126,7 +139,6 @@ def interleaved(
 OURS, ECHO = "shared_rpc", "raw echo"
 
 Unit = Literal["s", "bytes", "ratio", "number"]
-_MET = {"≤": operator.le, "<": operator.lt, "≥": operator.ge}
 
 
 class Times(defaultdict[tuple[str, str], list[float]]):
@@ -145,19 +157,6 @@ class Times(defaultdict[tuple[str, str], list[float]]):
     def samples(self, row: str) -> dict[str, Sample]:
         """Return what was measured for a row, by side."""
         return {side: Sample(taken) for (found, side), taken in self.items() if found == row}
-
-
-class Goal(NamedTuple):
-    """A limit of a measured value, in ``unit`` or that of its row; ``about`` says what for, or on which machine."""
-
-    sign: Literal["≤", "<", "≥"]
-    limit: float
-    about: str = ""
-    unit: Unit | None = None
-
-    def met(self, measured: float) -> bool:
-        """Return whether a measurement meets the goal."""
-        return bool(_MET[self.sign](measured, self.limit))
 
 
 def shown(value: float, unit: Unit) -> str:
@@ -180,62 +179,62 @@ def size(nbytes: int) -> str:
     return f"{nbytes / 1e9:.4g} GB" if nbytes >= 10**9 else f"{nbytes / 1e6:.3g} MB"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return ``"1 process"``, ``"2 processes"``."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+class Goal(NamedTuple):
+    """A limit of a measured value.
+
+    :param about: on which machine, or for what.
+    :param unit: of the limit; None for that of the row.
+    :param of: the limit is a multiple of what this side has in the row.
+    """
+
+    sign: Literal["≤", "<", "≥"]
+    limit: float
+    about: str = ""
+    unit: Unit | None = None
+    of: str = ""
+
+    def met(self, measured: float) -> bool:
+        """Return whether a measurement meets the goal."""
+        return {"≤": measured <= self.limit, "<": measured < self.limit, "≥": measured >= self.limit}[self.sign]
+
+    def text(self, unit: Unit) -> str:
+        """Format the goal: ``"≤ 2 x raw echo"``, ``"≤ 8 ms (16 GB, GPU)"``."""
+        return f"{self.sign} {shown(self.limit, unit)}{self.of and ' ' + self.of}{self.about and f' ({self.about})'}"
+
+
 Value = float | str | Sample
 
 
-@dataclass
-class Row:
-    """One measurement of all sides that took part.
+class Row(NamedTuple):
+    """One measurement of all sides that took part, as the JSON has it.
 
-    :param values: by side: numbers in ``unit``, texts, or samples, whose value is their median.
+    :param values: by side: numbers in ``unit``, or texts.
     :param measured: what is compared with the goal; None if the goal is about another machine or size than this one.
     """
 
     name: str
-    values: Mapping[str, Value]
-    unit: Unit = "s"
-    goal: Goal | None = None
-    measured: float | None = None
-
-    def value(self, side: str) -> float | str:
-        """Return the value of a side; an empty text if it took no part."""
-        value = self.values.get(side, "")
-        return value.p50 if isinstance(value, Sample) else value
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is met; None if nothing was compared with it."""
-        return None if self.goal is None or self.measured is None else self.goal.met(self.measured)
+    unit: Unit
+    values: dict[str, float | str]
+    samples: dict[str, dict[str, Any]]
+    goal: str | None
+    measured: float | None
+    measured_unit: Unit
+    met: bool | None
 
     def cell(self, side: str) -> str:
         """Format the value of a side, with its ratio to the raw echo of the same row."""
-        value, echo = self.value(side), self.value(ECHO)
+        value, echo = self.values.get(side, ""), self.values.get(ECHO, "")
         if isinstance(value, str):
             return value
         if isinstance(echo, str) or side == ECHO:
             return shown(value, self.unit)
         ratio = value / echo
         return f"{shown(value, self.unit)} ({ratio:{',.0f' if ratio >= 100 else '.3g'}} x)"
-
-    def goal_cells(self) -> tuple[str, str]:
-        """Format the goal, and what is compared with it."""
-        if self.goal is None:
-            return "", ""
-        sign, limit, about, unit = self.goal
-        text = f"{sign} {shown(limit, unit or self.unit)}" + (f" ({about})" if about else "")
-        return text, "" if self.measured is None else shown(self.measured, unit or self.unit)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the row for JSON."""
-        return {
-            "name": self.name,
-            "unit": self.unit,
-            "values": {side: self.value(side) for side in self.values},
-            "samples": {side: value.as_json() for side, value in self.values.items() if isinstance(value, Sample)},
-            "goal": self.goal_cells()[0] or None,
-            "measured": self.measured,
-            "met": self.met,
-        }
 
 
 # The run.
@@ -285,6 +284,11 @@ class Run:
         """Start a :class:`Process`, which ends with the block."""
         return self._stack.enter_context(Process(make, **config))
 
+    def processes(self, count: int, make: Callable[..., Any], **config: Any) -> list[Process]:
+        """Start so many of them at once, and wait until all are ready."""
+        started = [self.process(make, **config) for _ in range(count)]
+        return [process.ready() for process in started]
+
     def program(self, *words: str, cores: Set[int] | None = None) -> str:
         """Return the output of a Python program, which runs in the folder, on these cores or this process's own."""
         with on_cores(cores or os.sched_getaffinity(0)):
@@ -324,14 +328,21 @@ class Run:
         """Add a row.
 
         :param values: by side; one value is ours.
-        :param measured: what is compared with the goal; None for our value.
+        :param measured: what is compared with the goal; None for our value, or its ratio to that of another side.
         :param judge: whether the goal is about this machine and size.
         """
-        row = Row(name, values if isinstance(values, Mapping) else {OURS: values}, unit, goal)
-        if goal is not None and judge:
-            ours = row.value(OURS)
-            row.measured = float(ours) if measured is None else measured
-        self.rows.append(row)
+        given = values if isinstance(values, Mapping) else {OURS: values}
+        medians = {side: value.p50 if isinstance(value, Sample) else value for side, value in given.items()}
+        samples = {side: value.as_json() for side, value in given.items() if isinstance(value, Sample)}
+        if goal is None:
+            self.rows.append(Row(name, unit, medians, samples, None, None, unit, None))
+            return
+        in_unit: Unit = "ratio" if goal.of else goal.unit or unit
+        if measured is None and (other := medians.get(goal.of) if goal.of else 1):
+            measured = float(medians[OURS]) / float(other)
+        measured = measured if judge else None
+        met = None if measured is None else goal.met(measured)
+        self.rows.append(Row(name, unit, medians, samples, goal.text(in_unit), measured, in_unit, met))
 
     def note(self, text: str | None) -> None:
         """Add a line below the table, once; None is nothing."""
@@ -343,7 +354,7 @@ class Run:
         machine = facts()
         self._print(machine["host"])
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row.as_json() for row in self.rows]
+        rows = [row._asdict() for row in self.rows]
         content = {"benchmark": self._name, "title": self._title, **machine, "rows": rows, "notes": self.notes}
         self._path.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
         print(f"\nwritten to {self._path}")
@@ -360,7 +371,8 @@ class Run:
             table.add_column(column)
         for row in self.rows:
             met = {True: Text("yes", "green"), False: Text("no", "red"), None: Text("")}[row.met]
-            table.add_row(*map(Text, (row.name, *map(row.cell, self._sides), *row.goal_cells())), met)
+            measured = "" if row.measured is None else shown(row.measured, row.measured_unit)
+            table.add_row(*map(Text, (row.name, *map(row.cell, self._sides), row.goal or "", measured)), met)
         console.print(table)
         console.print()
         gpu = f", {host['gpu']} (driver {host['driver']})" if host["gpu"] else ""
@@ -370,13 +382,13 @@ class Run:
             console.print(Text(line), highlight=False)
 
 
-_PACKAGES = ("torch", "shared-rpc", "shared-tensor", "uvloop", "cuda-bindings", "ray")
+_PACKAGES = ("torch", "shared_rpc", "shared_tensor", "uvloop", "cuda_bindings", "ray")
 
 
 def facts() -> dict[str, Any]:
     """Return ``date`` (UTC), ``command``, and ``host``: cores, load, versions, GPU and driver (None without one)."""
     gpu, driver = _gpu()
-    versions = {package.name: package.version for package in importlib.metadata.distributions()}
+    versions = {package.name.replace("-", "_"): package.version for package in importlib.metadata.distributions()}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
@@ -386,7 +398,7 @@ def facts() -> dict[str, Any]:
             "kernel": platform.release(),
             "machine": platform.machine(),
             "python": platform.python_version(),
-            **{name.replace("-", "_"): versions.get(name) for name in _PACKAGES},
+            **{name: versions.get(name) for name in _PACKAGES},
             "gpu": gpu,
             "driver": driver,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import signal
@@ -15,9 +16,9 @@ import torch
 import typer
 
 from benchmarks.attach import Attacher
-from benchmarks.processes import Process, process_counts
+from benchmarks.processes import Process, ask_all, process_counts
 from benchmarks.runner import ECHO, OURS, Goal, Json, Run, Sample, Shape, Unit, chosen, interleaved, numbers, shown, size, timed
-from benchmarks.sides import PEER, Echo, Ours, SharedTensor, Started, load_lazy_modules, serve
+from benchmarks.sides import PEER, Echo, Ours, SharedTensor, Started, serve
 from shared_rpc import Client
 from shared_rpc.memory.mapping import MAPPINGS
 
@@ -90,15 +91,11 @@ def _peer_row(run: Run, calls: int, patience: float) -> None:
 def _together_rows(run: Run, echo: Started, ours: Started, count: int, shape: str) -> None:
     """Measure processes that attach at the same moment."""
     config: dict[str, Any] = {"side": OURS, "address": ours.address, "echo": echo.address, "device": "cpu"}
-    clients = [run.process(Attacher, cores=run.cores, **config) for _ in range(count)]
-    for client in clients:
-        client.ready()
-    for client in clients:
-        client.tell("measure", cases=[["model", shape]], repeats=0, hold=True)
-    results = [client.read()["results"][0] for client in clients]
+    clients = run.processes(count, Attacher, cores=run.cores, **config)
+    results = [answers[0] for answers, _ in ask_all(clients, "measure", cases=[["model", shape]], repeats=0, hold=True)]
     for result in results:
-        if "error" in result:
-            raise RuntimeError(f"a client could not attach: {result['error']}")
+        if isinstance(result, str):
+            raise RuntimeError(f"a client could not attach: {result}")
     with Client(socket_path=ours.address) as asking:
         leases = asking.get_server_info()["leases"]
     for client in clients:
@@ -190,9 +187,9 @@ class Load:
         self._pids: list[int] = []
         # A fork reads from it to its end; this process alone holds the other side, so forks end with this process.
         self._leash, self._hand = os.pipe()
-        # Forks are light: what they need is imported once, without threads.
+        # Forks are light: they have no threads, and what a client imports with its first tensor is there.
         torch.set_num_threads(1)
-        load_lazy_modules("cpu")
+        importlib.import_module("shared_rpc.codec.results")
 
     def idle(self, count: int) -> None:
         """Have that many idle clients."""

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 import torch
 
-from benchmarks.processes import Process, Watermark
+from benchmarks.processes import Process, readings, used
 from benchmarks.runner import ECHO, OURS, Run
 from benchmarks.workload import Workload
 from shared_rpc import Client
@@ -177,17 +177,17 @@ class Ours(Side):
         def publish(endpoint: str, *args: Any) -> dict[str, float]:
             """Measure what it takes from the end of the module's making: seconds, and memory at its peak."""
             loaded = 0.0
-            with Watermark(device) as mark:
+            with readings(device) as memory:
 
                 def when_loaded() -> None:
                     nonlocal loaded
-                    mark.reset()
+                    memory[:] = [used(device)]
                     loaded = time.perf_counter()
 
                 workload.when_loaded = when_loaded
                 provider.call(endpoint, *args).release()
                 seconds = time.perf_counter() - loaded
-            return {"seconds": seconds, "peak": mark.rise, "largest": workload.largest_storage}
+            return {"seconds": seconds, "peak": max(memory) - memory[0], "largest": workload.largest_storage}
 
         return publish
 
@@ -480,12 +480,3 @@ class RayActor(_Host):
 PEERS: tuple[type[Side], ...] = (Connection, Zmq, Rpyc, Grpc, TorchRpc, RayActor)
 _ALL: list[type[Side]] = [Echo, SharedTensor, *PEERS, Ours]
 SIDES = {side.name: side for side in _ALL}
-
-
-def load_lazy_modules(device: str) -> None:
-    """Import what a client imports with its first tensor."""
-    import shared_rpc.codec.arguments
-    import shared_rpc.codec.results
-
-    if device != "cpu":
-        import shared_rpc.memory.backends.vmm  # noqa: F401

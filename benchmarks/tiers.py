@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.processes import Process, on_cores, private_bytes
-from benchmarks.runner import OURS, PATIENCE, Goal, Json, Run, Sample, Times, numbers
+from benchmarks.processes import Process, ask_all, on_cores, private_bytes
+from benchmarks.runner import OURS, PATIENCE, Goal, Json, Run, Sample, Times, counted, numbers
 from benchmarks.workload import Stack, digest, question
 from shared_rpc import Client, Handle
 
@@ -257,30 +257,23 @@ def _engines(run: Run, client: Client, mebibytes: int, counts: Sequence[int]) ->
                 for what in ("suspend", "resume"):  # the first of everything
                     process.ask(what)
             processes += started
-            awake = [process.ask("state")["private"] for process in processes]
-            asleep = [process.ask("suspend")["private"] for process in processes]
+            awake, asleep = ([each["private"] for each in ask_all(processes, do)] for do in ("state", "suspend"))
             client.evict("model")
             (item,) = client.list_objects()
             # What engines have of the host's memory beyond what they had awake counts as theirs.
             kept[count] = sum(item["copies"].values()) + sum(max(b - a, 0) for a, b in zip(awake, asleep, strict=True))
             begin = time.monotonic()
-            for process in processes:
-                process.tell("resume")
-            answers = [process.read() for process in processes]
+            answers = ask_all(processes, "resume")
             took = max(answer["ended"] for answer in answers) - begin
-            run.row(f"wake of {_processes(count)} at once, until the last one has it", took)
+            run.row(f"wake of {counted(count, 'process')} at once, until the last one has it", took)
             if not all(answer["same"] for answer in answers):
                 run.note("NOT ALL ENGINES HAD THE SAME BITS AFTER THE WAKE")
     for count, nbytes in kept.items():
-        run.row(f"copies in lower tiers, {_processes(count)} asleep", nbytes, "bytes")
+        run.row(f"copies in lower tiers, {counted(count, 'process')} asleep", nbytes, "bytes")
     if len(counts) > 1:
         first, last = counts[0], counts[-1]
         each = (kept[last] - kept[first]) / (last - first) / (mebibytes << 20)
         run.row("… what a process adds, as a part of a copy", each, "ratio", Goal("<", 0.05, "flat"))
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'' if count == 1 else 'es'}"
 
 
 def _round_robin(run: Run, mebibytes: int, models: int, rounds: int) -> None:

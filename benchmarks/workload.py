@@ -157,19 +157,18 @@ class Workload:
 
 # What `tiers` puts to sleep.
 
-#: Bytes of a layer: a weight of 4096 x 4096 in bfloat16 on a GPU, of 1024 x 1024 in float32 on the host.
-LAYER = {"cuda": 32 << 20, "cpu": 4 << 20}
-_WIDTH = {"cuda": 4096, "cpu": 1024}
-_DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+#: The width of a layer, and its dtype: 32 MiB on a GPU, 4 MiB on the host.
+_LAYERS = {"cuda": (4096, torch.bfloat16), "cpu": (1024, torch.float32)}
 
 
 class Stack(nn.Module):
     """Layers that an input goes through one after the other, so that a pass reads all weights once."""
 
-    def __init__(self, layers: int, kind: str) -> None:
+    def __init__(self, nbytes: int, kind: str) -> None:
         super().__init__()
-        width = _WIDTH[kind]
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=_DTYPE[kind]) for _ in range(layers))
+        width, dtype = _LAYERS[kind]
+        layers = max(nbytes // (width * width * dtype.itemsize), 1)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=dtype) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input after all layers."""
@@ -180,9 +179,8 @@ class Stack(nn.Module):
 
 def make_stack(mebibytes: int, number: int, device: str) -> Stack:
     """Make module ``number``, of so many MiB in whole layers, on a device."""
-    kind = torch.device(device).type
     with torch.device("meta"):
-        module = Stack(max((mebibytes << 20) // LAYER[kind], 1), kind)
+        module = Stack(mebibytes << 20, torch.device(device).type)
     module = module.to_empty(device=device).requires_grad_(False).eval()
     chance = torch.Generator(device).manual_seed(number)
     for parameter in module.parameters():

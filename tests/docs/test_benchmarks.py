@@ -23,7 +23,7 @@ import typer
 from benchmarks import starts
 from benchmarks.mechanisms import MAKING, MAPPING, Parts, Watch
 from benchmarks.processes import Process
-from benchmarks.runner import ECHO, OURS, Goal, Row, Run, Sample, interleaved, numbers, shown
+from benchmarks.runner import ECHO, OURS, Goal, Run, Sample, interleaved, numbers, shown
 from benchmarks.sides import PEER, PEERS, Echo, Served, SharedTensor
 from tests.kit.processes import ROOT
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(400)
 SMALL = {
     "recovery": "--device cpu --shape tiny --attaches 40 --rate 40 --kills 2 --restarts 1 --pace 1",
     "attach": "--device cpu --shape tiny --fresh 1 --repeats 2 --rounds 1 --tensors 2,100 --megabytes 1,2",
-    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --kept 50 --tasks 20 --clients 2 --long-run 50 --peers",
+    "rpc": "--rounds 2 --calls 5 --processes 1 --megabytes 1 --kept 50 --clients 2 --long-run 50 --peers",
     "mechanisms": "--megabytes 2 --rounds 2 --calls 3",
     "channel": "--device cpu --megabytes 8 --slot 2 --rounds 2 --syncs 50",
     "records": "--device cpu --megabytes 8 --rounds 2",
@@ -236,10 +236,14 @@ def test_turns_are_taken_one_after_the_other() -> None:
 
 def test_a_row_has_the_ratio_to_its_echo_and_meets_its_goal_up_to_the_limit() -> None:
     """Values without a number are texts; what nothing was compared with meets and misses nothing."""
-    row = Row("ping", {ECHO: 20e-6, OURS: 50e-6, PEER: "no answer"}, "s", Goal("≤", 2, "raw echo", "ratio"))
+    run = Run("ping", "", [])
+    run.row("ping", {ECHO: 20e-6, OURS: 50e-6, PEER: "no answer"}, "s", Goal("≤", 2, "host", of=ECHO), judge=False)
+    run.row("ping", {ECHO: 20e-6, OURS: 50e-6}, "s", Goal("≤", 2, of=ECHO))
+    first, second = run.rows
 
-    assert [row.cell(side) for side in (ECHO, OURS, PEER, "another")] == ["20 µs", "50 µs (2.5 x)", "no answer", ""]
-    assert (row.met, row.goal_cells()) == (None, ("≤ 2 x (raw echo)", ""))
+    assert [first.cell(side) for side in (ECHO, OURS, PEER, "another")] == ["20 µs", "50 µs (2.5 x)", "no answer", ""]
+    assert (first.goal, first.measured, first.met) == ("≤ 2 x raw echo (host)", None, None)
+    assert (second.measured, second.met) == (pytest.approx(2.5), False)
     assert [Goal("≤", 2).met(2), Goal("<", 2).met(2), Goal("≥", 2).met(2)] == [True, False, True]
 
 
