@@ -32,9 +32,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("warm")]
 def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     """The endpoints of these tests."""
 
-    @provider.share(managed=True)
-    def load(size: int) -> torch.Tensor:
-        return torch.ones(size)
+    provider.share("load", managed=True)(lambda size: torch.ones((size,)))
 
     @provider.share(cache=False)
     def hold(value: int) -> torch.Tensor:
@@ -46,13 +44,8 @@ def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
         go.wait(30)
         return torch.ones(1)
 
-    @provider.share(cache=False)
-    def add(x: torch.Tensor, y: int) -> torch.Tensor:
-        return x + y
-
-    @provider.share
-    def deep(layers: int) -> torch.nn.Module:
-        return torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)])
+    provider.share("add", cache=False)(lambda x, y: x + y)
+    provider.share("deep")(lambda layers: torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(layers)]))
 
     @provider.share
     def fail() -> torch.Tensor:

@@ -55,9 +55,7 @@ def shared(device: str, no_leaks: None, base_path: str) -> Provider:
     """A script of whose endpoints one is given memory."""
     provider = Provider(base_path, device=device)
 
-    @provider.share(managed=True)
-    def weights(nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    provider.share("weights", managed=True)(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
     @provider.share(cache=False)
     def add(target: torch.Tensor, number: float) -> None:

@@ -53,9 +53,7 @@ def test_an_invalidation_copies_no_memory(
 ) -> None:
     """Only the arguments that make the key are needed, whatever the others are."""
 
-    @provider.share(cache_format_key="{key}")
-    def scaled(x: torch.Tensor, model: torch.nn.Module, key: str) -> torch.Tensor:
-        return x * 2
+    provider.share("scaled", cache_format_key="{key}")(lambda x, model, key: x * 2)
 
     serve()
     client, arguments = connect(), (torch.ones(3), torch.nn.Linear(2, 2), "key")

@@ -29,13 +29,8 @@ def server(no_collector: None, base_path: str, device: str) -> Iterator[Server]:
     """Endpoints that take and return memory."""
     provider = Provider(base_path, device=device)
 
-    @provider.share(cache=False)
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @provider.share(managed=True)
-    def kept() -> torch.Tensor:
-        return torch.ones(3, device=device)
+    provider.share("doubled", cache=False)(lambda x: x * 2)
+    provider.share("kept", managed=True)(lambda: torch.ones(3, device=device))
 
     with Server(provider) as server:
         yield server

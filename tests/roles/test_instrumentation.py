@@ -65,9 +65,7 @@ def listener() -> Listener:
 def client(provider: Provider, serve: Serve, connect: Connect, go: threading.Event) -> Client:
     """A client of a server with a few endpoints, which takes two tasks."""
 
-    @provider.share(managed=True)
-    def held(size: int) -> torch.Tensor:
-        return torch.zeros(size)
+    provider.share("held", managed=True)(lambda size: torch.zeros((size,)))
 
     @provider.share(cache=False)
     def fails(value: int) -> torch.Tensor:
@@ -304,8 +302,7 @@ def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path
         """,
     )
     (tmp_path / "my_hooks.py").write_text(NOTES.replace("PATH", repr(str(of_broker))))
-    broker_app.start("--hook", "my_hooks:note")
-    client = broker_app.connect()
+    client = broker_app.serve(options=("--hook", "my_hooks:note"))
     client.call("model"), client.call("model"), client.call("plain"), client.call("later")
     with pytest.raises(ValueError, match="no"):
         client.call("fails")
@@ -327,9 +324,7 @@ def test_hooks_of_the_app_see_builds_in_a_worker(broker_app: BrokerApp, tmp_path
 def test_a_change_of_tier_is_told(provider: Provider, listener: Listener, tmp_path: Path) -> None:
     """From where to where, what that freed and copied, and why; the second eviction finds the copy."""
 
-    @provider.share(managed=True, access="read")
-    def held(size: int) -> torch.Tensor:
-        return torch.zeros(size)
+    provider.share("held", managed=True, access="read")(lambda size: torch.zeros((size,)))
 
     with Server(provider, spill_dir=tmp_path) as server, Client(socket_path=server.socket_path) as client:
         handle = client.call("held", 1 << 18)

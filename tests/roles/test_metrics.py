@@ -32,17 +32,13 @@ pytest.importorskip("prometheus_client")
 def server(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     """A server with a few endpoints, and metrics on a free port."""
 
-    @provider.share(managed=True)
-    def held(size: int) -> torch.Tensor:
-        return torch.zeros(size)
+    provider.share("held", managed=True)(lambda size: torch.zeros((size,)))
 
     @provider.share(cache=False)
     def fails(value: int) -> torch.Tensor:
         raise ValueError(f"not {value}")
 
-    @provider.share(cache=False)
-    def short(size: int) -> torch.Tensor:
-        return torch.zeros(size)
+    provider.share("short", cache=False)(lambda size: torch.zeros((size,)))
 
     @provider.share
     def wait(key: int = 0) -> torch.Tensor:
@@ -57,6 +53,11 @@ def url(server: Server) -> str:
     """Where its metrics are."""
     assert server.metrics_url is not None
     return server.metrics_url
+
+
+def metrics_of(app: BrokerApp) -> str:
+    """Start a broker; return where its metrics are."""
+    return app.start("--metrics-port", "0").expect("metrics at").removeprefix("metrics at ")
 
 
 def fresh(url: str, condition: Callable[[Any], bool]) -> Any:
@@ -136,9 +137,7 @@ def test_memory_leases_sessions_and_tasks(url: str, connect: Connect) -> None:
 def test_tiers_and_the_moves_between_them(provider: Provider, tmp_path: Path) -> None:
     """What is where now, what is in use, and how often and how much was moved."""
 
-    @provider.share(managed=True, access="read")
-    def held(number: int) -> torch.Tensor:
-        return torch.zeros(1 << 18)
+    provider.share("held", managed=True, access="read")(lambda number: torch.zeros(1 << 18))
 
     with Server(provider, metrics_port=0, spill_dir=tmp_path) as server, Client(socket_path=server.socket_path) as client:
         for number in range(3):
@@ -209,8 +208,7 @@ def test_two_servers_of_a_process_have_metrics_of_their_own(tmp_path: Path) -> N
 
 def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
     """The reference names every metric that a broker tells, with its kind and its labels, and none that it does not."""
-    child = broker_app.start("--metrics-port", "0")
-    url = child.expect("metrics at").removeprefix("metrics at ")
+    url = metrics_of(broker_app)
     with pytest.raises(errors.EndpointNotFound):
         broker_app.connect().call("nowhere")
     told = {
@@ -231,8 +229,7 @@ def test_every_metric_is_documented(broker_app: BrokerApp) -> None:
 
 def test_a_broker_tells_of_its_workers(broker_app: BrokerApp, tmp_path: Path) -> None:
     """How many there are, how often they ended, and what they need; and of calls as any server."""
-    child = broker_app.start("--metrics-port", "0")
-    url = child.expect("metrics at").removeprefix("metrics at ")
+    url = metrics_of(broker_app)
     client = broker_app.connect()
     client.call("model")
     (worker,) = worker_pids(client)
@@ -266,8 +263,7 @@ def test_a_broker_of_two_providers_tells_of_both_together(broker_app: BrokerApp)
     second.share("same")(lambda: model().weight.detach())
     second.share("model")(lambda: torch.zeros(1024))
     """)
-    child = broker_app.start("--metrics-port", "0")
-    url = child.expect("metrics at").removeprefix("metrics at ")
+    url = metrics_of(broker_app)
     broker_app.connect().call("model")
     alone = scrape(url)("object_bytes", device="cpu")
     with Client(other, device="cpu") as client:

@@ -40,9 +40,7 @@ def outcome_of(call: Callable[[], object]) -> object:
 def served(provider: Provider, serve: Serve, go: threading.Event) -> Server:
     """A server with a cached endpoint, and one that waits."""
 
-    @provider.share(managed=True)
-    def load(size: int) -> torch.Tensor:
-        return torch.zeros(size)
+    provider.share("load", managed=True)(lambda size: torch.zeros((size,)))
 
     @provider.share(concurrency="serialized")
     def gated(key: int) -> torch.Tensor:
@@ -168,8 +166,7 @@ def test_what_is_no_cached_result_is_not_invalidated(served: Server, connect: Co
 
 def test_a_worker_tells_its_device_and_how_often_it_was_started_again(broker_app: BrokerApp) -> None:
     """A crash of one does not count for another."""
-    broker_app.start("--worker-device", "cpu", "--workers", "2")
-    client = broker_app.connect()
+    client = broker_app.serve(options=("--worker-device", "cpu", "--workers", "2"))
     before = client.get_server_info()["workers"]
     assert [(one["number"], one["device"], one["restarts"]) for one in before] == [(0, "cpu", 0), (1, "cpu", 0)]
     os.kill(before[1]["pid"], signal.SIGKILL)
@@ -193,13 +190,9 @@ def client(
 ) -> Client:
     """A client of each kind of server, with a managed endpoint."""
     if request.param == "broker":
-        broker_app.write()
-        broker_app.start()
-        return broker_app.connect()
+        return broker_app.serve()
 
-    @provider.share(managed=True)
-    def held(size: int = 4) -> torch.Tensor:
-        return torch.full((size,), 7.0)
+    provider.share("held", managed=True)(lambda size=4: torch.full((size,), 7.0))
 
     serve()
     return connect()
@@ -310,9 +303,7 @@ def reply_to(path: str, request: m.Message) -> list[str]:
 
 def test_a_broker_answers_with_all_keys_and_no_others(broker_app: BrokerApp, tmp_path: Path) -> None:
     """Each of its replies, with workers, a zygote, a holder, a buffer, a run, and its end."""
-    broker_app.write()
-    broker_app.start()
-    client = broker_app.connect()
+    client = broker_app.serve()
     path, gate = client.socket_path, tmp_path / "gate"
     handle, buffer = client.call("held"), client.create_buffer(16, ttl=600)
     client.refresh("held")

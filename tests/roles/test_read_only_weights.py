@@ -120,9 +120,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
 def server(provider: Provider, serve: Serve) -> Server:
     """A server of small models that clients may only read."""
 
-    @provider.share(access="read")
-    def linear() -> torch.nn.Module:
-        return torch.nn.Linear(64, 64).requires_grad_(False)
+    provider.share("linear", access="read")(lambda: torch.nn.Linear(64, 64).requires_grad_(False))
 
     @provider.share(access="read")
     def normed() -> torch.nn.Module:

@@ -41,13 +41,8 @@ def shared(device: str, no_leaks: None, base_path: str) -> Iterator[Provider]:
     """The server's script, served. Its endpoints tell where what they were given lies."""
     provider = Provider(base_path, device=device)
 
-    @provider.share(managed=True)
-    def weights(size: int) -> torch.Tensor:
-        return torch.arange(float(size), device=device)
-
-    @provider.share(managed=True)
-    def model() -> torch.nn.Module:
-        return Tied().to(device)
+    provider.share("weights", managed=True)(lambda size: torch.arange(float(size), device=device))
+    provider.share("model", managed=True)(lambda: Tied().to(device))
 
     @provider.share(cache=False)
     def where(*tensors: torch.Tensor) -> torch.Tensor:
@@ -197,9 +192,7 @@ def test_another_server_gets_a_copy(shared: Provider, device: str, children: lis
     """What one server keeps, another one does not know."""
     other = Provider(f"{base_path}-other", device=device)
 
-    @other.share(cache=False)
-    def doubled(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
+    other.share("doubled", cache=False)(lambda x: x * 2)
 
     with Server(other):
         child = client(

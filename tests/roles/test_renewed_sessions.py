@@ -38,6 +38,8 @@ from tests.kit.suspending import APP, SIZE, has_numbers
 
 #: Bytes of an object, in pages.
 CAPACITY = -(-SIZE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+#: Options of a server for one object, whose requests wait for capacity.
+EVICTS = f"--quota cpu={CAPACITY} --when-full evict --spill-dir {{}}"
 
 #: Adds one to what all have, and goes on to do so when told.
 WRITER = """
@@ -268,9 +270,7 @@ async def test_a_request_waits_for_capacity_for_a_while(
     """Where requests wait for it: the warning says who has it, and nobody waits any more when the request has its answer."""
     for module in (blocking, asynchronous):
         monkeypatch.setattr(module, "RENEWAL", 0.1)
-    broker_app.write(APP)
-    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={CAPACITY}", "--when-full", "evict")
-    other = broker_app.connect()
+    other = broker_app.serve(APP, options=EVICTS.format(tmp_path).split())
     client = broker_app.connect() if blocks else AsyncClient(broker_app.base_path, device="cpu", timeout=30.0)
 
     async def done(answer: Any) -> Any:
@@ -463,9 +463,7 @@ async def test_a_cancelled_request_leaves_no_handle_with_earlier_memory(
     no_leaks: None, broker_app: BrokerApp, tmp_path: Path
 ) -> None:
     """It met the new session, and waited for the memory: the handle is suspended then."""
-    broker_app.write(APP)
-    broker_app.start("--spill-dir", str(tmp_path), "--quota", f"cpu={CAPACITY}", "--when-full", "evict")
-    other = broker_app.connect()
+    other = broker_app.serve(APP, options=EVICTS.format(tmp_path).split())
     async with AsyncClient(broker_app.base_path, device="cpu", timeout=30.0) as client:
         handle = await client.call("load")
         lose_and_evict(other, handle, client)

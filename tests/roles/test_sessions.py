@@ -42,13 +42,8 @@ def hold():
 def shared(provider: Provider, go: threading.Event, begun: threading.Event) -> Provider:
     """The endpoints of this module."""
 
-    @provider.share(managed=True)
-    def kept(size: int) -> torch.Tensor:
-        return torch.ones(size)
-
-    @provider.share(managed=True, cache=False)
-    def own(size: int) -> torch.Tensor:
-        return torch.ones(size)
+    provider.share("kept", managed=True)(lambda size: torch.ones((size,)))
+    provider.share("own", managed=True, cache=False)(lambda size: torch.ones((size,)))
 
     @provider.share(managed=True)
     def slow(size: int) -> torch.Tensor:

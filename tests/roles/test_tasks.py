@@ -110,9 +110,7 @@ def share_looking(app: App, begun: threading.Event) -> None:
 def test_submit_and_wait(app: App) -> None:
     """A task is a call that somebody waits for later, and all there is to know of it is told."""
 
-    @app.share()
-    def ones(size: int, scale: float = 2.0) -> torch.Tensor:
-        return torch.ones(size) * scale
+    app.share("ones")(lambda size, scale=2.0: torch.ones(size) * scale)
 
     before = time.time()
     task_id = app.provider.submit("ones", 3)
@@ -352,9 +350,7 @@ def test_an_endpoint_waits_for_a_task(app: App) -> None:
 def test_tasks_on_the_servers_loop(app: App) -> None:
     """An ``async def`` endpoint may submit, look, cancel and fetch; waiting there is an error that says what to do instead."""
 
-    @app.share()
-    def base() -> torch.Tensor:
-        return torch.ones(2)
+    app.share("base")(lambda: torch.ones(2))
 
     @app.share(cache=False)
     async def look() -> torch.Tensor:
@@ -429,9 +425,7 @@ def test_an_uncached_result_is_fetched_once(app: App, fetch: str) -> None:
 def test_a_managed_result_is_the_tasks_until_it_is_fetched(app: App) -> None:
     """It does not idle before, its lease is handed over by the fetch, and it goes when that is given back."""
 
-    @app.share(managed=True, idle_ttl=0)
-    def model() -> torch.Tensor:
-        return torch.ones(2)
+    app.share("model", managed=True, idle_ttl=0)(lambda: torch.ones(2))
 
     @app.share(idle_ttl=0)
     def passing() -> torch.Tensor:

@@ -54,10 +54,7 @@ def shared(provider: Provider) -> Provider:
     }
     for name, more in options.items():
         provider.share(name, managed=True, **more)(lambda size: torch.arange(size, dtype=torch.float32))
-
-    @provider.share(cache=False)
-    def total(x: torch.Tensor) -> torch.Tensor:
-        return x.sum()
+    provider.share("total", cache=False)(lambda x: x.sum())
 
     return provider
 

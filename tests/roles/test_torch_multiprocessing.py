@@ -439,10 +439,7 @@ def test_a_child_hands_it_to_the_server_by_name(
 ) -> None:
     """As an argument of a call it is named, not copied; the child has a lease of its own."""
     provider.share("get", managed=True)(lambda: torch.arange(4.0, device=device))
-
-    @provider.share(cache=False)
-    def where(value: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([value.data_ptr()], device=device)
+    provider.share("where", cache=False)(lambda value: torch.tensor([value.data_ptr()], device=device))
 
     serve()
     answer = elsewhere(

@@ -54,9 +54,7 @@ def shared(base_path: str, device: str, builds: list[int]) -> Provider:
     provider.share("dropped", managed=True, host_copy="never")(build)
     provider.share("line", managed=True, concurrency="serialized")(build)
 
-    @provider.share(managed=True, pinned=True)
-    def pinned(nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    provider.share("pinned", managed=True, pinned=True)(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
 
     return provider
 
