@@ -73,20 +73,6 @@ def test_loaded_tensors_are_published_in_place(
     assert [segment.info.id for segment in record.segments] == [found[0].info.id]
 
 
-def test_a_module_made_of_it_is_published_where_it_lies(tmp_path: Path, device: str, published: Callable[..., Record]) -> None:
-    """load_state_dict(assign=True) keeps the memory, parameters and buffers alike."""
-    made = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-    save_file(made.state_dict(), tmp_path / "x.safetensors")
-    with torch.device("meta"):
-        module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
-    module.load_state_dict(load(tmp_path / "x.safetensors", device), assign=True)
-    addresses = [tensor.data_ptr() for tensor in module.state_dict().values()]
-    assert len(published(module).segments) == 1
-    assert [tensor.data_ptr() for tensor in module.state_dict().values()] == addresses
-    x = torch.randn(1, 3, 8, 8, device=device)
-    assert torch.equal(module.eval()(x), made.to(device).eval()(x))
-
-
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_read_access_seals_loaded_memory(file: Path, no_leaks: None, published: Callable[..., Record]) -> None:
     """access="read" binds the kernel, though the memory was filled before anybody knew how it would be shared."""
