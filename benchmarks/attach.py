@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json as codec
+import subprocess
 from collections import defaultdict
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from benchmarks.processes import Process, private_bytes, used
-from benchmarks.runner import ECHO, OURS, Device, Goal, Json, Run, Sample, Shape, chosen, numbers, size, timed
+from benchmarks.processes import Process, private_bytes, python, used
+from benchmarks.runner import ECHO, OURS, PATIENCE, Device, Goal, Json, Run, Sample, Shape, chosen, numbers, size, timed
 from benchmarks.sides import SIDES, Echo, Ours, SharedTensor, present, serve
 
 #: Bytes of each tensor in the sweep over tensors, and tensors in the sweep over bytes.
@@ -48,6 +50,7 @@ def run(
         calls = [model, *(by_tensors + by_bytes if rounds else [])]
         made = {name: server.process.ask("make", calls=calls) for name, server in started.items()}
         _model_rows(run, clients, model, fresh, repeats, judge=device == "cuda" and shape == "llama-3-8b")
+        _rows_from_nothing(run, started[OURS].address, shape, fresh)
         _publishing_rows(run, made[OURS][0])
         if rounds:
             _sweep_rows(run, clients, by_tensors, by_bytes, rounds, max(repeats // 2, 1))
@@ -109,6 +112,40 @@ def _model_rows(run: Run, clients: _Clients, call: Case, fresh: int, repeats: in
     on_host = run.device == "cpu"
     name = "host memory a client adds of its own" if on_host else "GPU memory a client adds beside its context"
     run.row(name, _samples(results, "grown"), "bytes", Goal("<", 4 << 20, "GPU"), judge=not on_host)
+
+
+#: What a process does from the import to the model, where torch, CUDA and the model's classes are there already.
+_STEPS = """
+import gc, json, sys, time, torch, benchmarks.workload
+path, shape, device = sys.argv[1:]
+if device != "cpu":
+    torch.zeros(1, device=device)
+    torch.cuda.synchronize()
+gc.collect()
+times = [time.perf_counter()]
+from shared_rpc import Client
+times.append(time.perf_counter())
+client = Client(socket_path=path)
+times.append(time.perf_counter())
+client.ping()
+times.append(time.perf_counter())
+handle = client.call("model", shape)
+times.append(time.perf_counter())
+print(json.dumps([end - begin for begin, end in zip(times, times[1:])]))
+"""
+
+
+def _rows_from_nothing(run: Run, address: str, shape: str, fresh: int) -> None:
+    taken = []
+    for _ in range(fresh):
+        with python("-c", _STEPS, address, shape, run.device, stdout=subprocess.PIPE) as process:
+            output, _ = process.communicate(timeout=PATIENCE)
+        taken.append(codec.loads(output.splitlines()[-1]))
+    goal = Goal("≤", 40e-3, "host") if run.device == "cpu" else Goal("≤", 60e-3, "GPU")
+    whole = Sample([sum(steps) for steps in taken])
+    run.row("from the import of shared_rpc to the model, beyond torch and CUDA", whole, "s", goal)
+    for name, seconds in zip(("import Client", "Client(...)", "first ping", "call"), zip(*taken, strict=True), strict=True):
+        run.row(f"… {name}", Sample(seconds))
 
 
 def _publishing_rows(run: Run, costs: dict[str, float]) -> None:

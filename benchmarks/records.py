@@ -103,13 +103,22 @@ def _measure(client: Client, megabytes: int, file: Path, times: Times) -> None:
 
 
 def _loaders(device: str) -> _Loaders:
-    """Return our loader, and for a GPU that of safetensors where it is installed: on the host that maps the file alone."""
+    """Return our loader, and for a GPU others that are installed: on the host they map the file, and load nothing."""
     found: _Loaders = {OURS: safetensors.load}
     if device != "cpu" and importlib.util.find_spec("safetensors"):
         from safetensors.torch import load_file
 
         found["safetensors.torch.load_file"] = load_file
+    if device != "cpu" and importlib.util.find_spec("fastsafetensors"):
+        found["fastsafetensors"] = _fast_load
     return found
+
+
+def _fast_load(file: Path, device: str) -> object:
+    from fastsafetensors import fastsafe_open
+
+    with fastsafe_open([str(file)], nogds=True, device=f"cuda:{torch.cuda.current_device()}") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def _write_weights(file: Path, count: int) -> None:
