@@ -967,7 +967,7 @@ def ran() -> list[int]:
 
 @pytest.fixture
 def shared(provider: Provider, go: threading.Event, begun: threading.Event, ran: list[int]) -> Provider:
-    """The endpoints of this module."""
+    """The endpoints of the tests from here on."""
 
     def held(number: int) -> torch.Tensor:
         ran.append(number)
