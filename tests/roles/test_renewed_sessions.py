@@ -360,7 +360,7 @@ def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, ot
     handle = client.call("load")
     value = handle.value
 
-    def lose_and_evict() -> None:
+    def begin() -> None:
         client.ping()
         handle.resume()
         lose_and_evict(other, handle, client)
@@ -373,12 +373,12 @@ def test_a_request_that_is_interrupted_while_it_renews_memory(client: Client, ot
             theirs.value.add_(1)
             return torch.equal(theirs.value, value)
 
-    lose_and_evict()
+    begin()
     points = points_of(client.ping)
     seed = random.randrange(1 << 30)
     print(f"points chosen with the seed {seed}")
     for point in random.Random(seed).sample(range(1, points + 1), min(repetitions(40, 3000), points)):
-        lose_and_evict()
+        begin()
         with raising_handler(Interrupted):
             place, _ = interrupted_at(point, client.ping)
         eventually(is_present, 5.0, f"interrupted in {place}")
