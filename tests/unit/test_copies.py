@@ -23,7 +23,7 @@ from shared_rpc.execution.device_memory import DeviceMemory
 from shared_rpc.memory.backends.choice import backend_for
 from shared_rpc.memory.backends.host import HOST
 from shared_rpc.memory.copies import LowerCopy
-from shared_rpc.memory.file_parts import DIGEST, PART, STEP, Part, host_carrier, read_parts
+from shared_rpc.memory.file_parts import DIGEST, Part, host_carrier, read_parts
 from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.spill import SpillDirectory
 from tests.kit import fake_driver
@@ -35,9 +35,18 @@ Filled = Callable[..., Segment]
 
 PAGE = HOST.granularity
 MIB = 1 << 20
+#: Bytes of a part and of a step of it, in place of 64 and 4 MiB.
+PART, STEP = 16 * MIB, MIB
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 on_host = pytest.mark.parametrize("devices", ["cpu"], indirect=True)
 on_gpus = pytest.mark.parametrize("devices", ["fake", CUDA], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that are copied in no time; a segment of other tests here is one of them."""
+    monkeypatch.setattr("shared_rpc.memory.copies.PART", PART)
+    monkeypatch.setattr("shared_rpc.memory.file_parts.STEP", STEP)
 
 
 @pytest.fixture
