@@ -34,7 +34,7 @@ SHARED = Path(__file__).parent / ".nox" / "shared"
 EVERYTHING = ("docs", "examples", "types")
 
 #: What tests take part in `nox -s tests`; those of tests/docs run with what they are about.
-ROOMS = [f"tests/{room}" for room in ("unit", "roles", "broker", "faults", "cli", "integrations", "gpu")]
+ROOMS = [f"tests/{room}" for room in ("rules", "api", "processes", "cli", "integrations", "gpu")]
 #: The tests of `tests`, `busy` and `tests_on`: no GPU, and one representative of each cross product.
 QUICK = ("-m", "not gpu and not deep")
 #: As many tests at once as there are cores, up to a number for which there is memory anywhere.

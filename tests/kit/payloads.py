@@ -16,7 +16,7 @@ from tests.kit.deep import deep
 from tests.kit.interpreter import bits
 from tests.kit.models import Tied
 
-#: Dtypes of payloads: those of `tests/unit/test_codec.py` are all there are.
+#: Dtypes of payloads: those of `tests/rules/test_codec.py` are all there are.
 DTYPES = (
     torch.bool,
     torch.uint8,
@@ -202,7 +202,7 @@ PAYLOADS: dict[str, Make] = {
 def each_payload() -> pytest.MarkDecorator:
     """Run a test for the ``name`` of some payloads, and in ``nox -s deep`` of all.
 
-    What goes over a wire in every run; the codec's rules for the others are in tests/unit/test_codec.py.
+    What goes over a wire in every run; the codec's rules for the others are in tests/rules/test_codec.py.
     """
     usual = ("containers", "views", "the same twice", "conjugated and negated", "module beside its weight")
     return pytest.mark.parametrize("name", [*usual, *deep(*(name for name in PAYLOADS if name not in usual))])

@@ -19,7 +19,7 @@ from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo
 from shared_rpc.server.capacity import Capacity
 from shared_rpc.server.state.buffers import BufferTable
 from shared_rpc.server.state.objects import StoredObject
-from tests.unit.test_store import Shelf, record_of
+from tests.rules.test_store import Shelf, record_of
 
 #: What a device of these tests has, in bytes.
 TOTAL = 10_000

@@ -1,7 +1,7 @@
 """The units of ``examples/deploy`` under systemd itself, booted in namespaces of its own.
 
-What :mod:`tests.broker.test_systemd` shows with a stand-in is shown here by the manager that the units are for. It needs root,
-``unshare`` and systemd, and seconds for each boot: ``nox -s deep``.
+What :mod:`tests.processes.test_systemd` shows with a stand-in is shown here by the manager that the units are for. It needs
+root, ``unshare`` and systemd, and seconds for each boot: ``nox -s deep``.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from shared_rpc.protocol.records import EMPTY_TABLE, SegmentInfo, Tier
 from shared_rpc.server.capacity import HOST, Below, Capacity, Reservation
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.state.tiers import STALE
-from tests.unit.test_store import Shelf, record_of
+from tests.rules.test_store import Shelf, record_of
 
 GPU, CPU = "GPU-1", "cpu"
 PLACES: tuple[Tier, ...] = ("device", "host", "file")

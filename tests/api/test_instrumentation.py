@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from shared_rpc import Client, Provider, Server, errors
+from shared_rpc import Client, PoolOptions, Provider, Server, errors
 from shared_rpc.context import request_id
-from shared_rpc.memory.pool import PoolOptions
 from shared_rpc.observability import events as i
 from tests.kit.apps import Connect, Serve
 from tests.kit.brokers import BrokerApp, worker_pids

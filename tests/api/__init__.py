@@ -1,0 +1,1 @@
+"""What users write: public names and the kit alone, a file for each subject."""

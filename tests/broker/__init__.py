@@ -1,1 +1,0 @@
-"""The broker: its workers, its restarts, its service manager."""

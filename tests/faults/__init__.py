@@ -1,1 +1,0 @@
-"""Crashes, strangers, callers that give up, memory that must come back."""

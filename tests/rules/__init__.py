@@ -1,0 +1,1 @@
+"""Rules: state and codecs, without a server."""

@@ -1,1 +1,0 @@
-"""Parts by themselves: no server, no process."""
