@@ -23,6 +23,12 @@ from tests.kit.processes import Child, eventually, sigstop
 WITHOUT_ZYGOTE = "--no-preload"
 
 
+@pytest.fixture
+def app(broker_app: BrokerApp) -> BrokerApp:
+    """An app that is not served yet."""
+    return broker_app
+
+
 # What callers see.
 
 

@@ -1,7 +1,7 @@
 """The units of ``examples/deploy`` under systemd itself, booted in namespaces of its own.
 
-What :mod:`tests.processes.test_systemd` shows with a stand-in is shown here by the manager that the units are for. It needs
-root, ``unshare`` and systemd, and seconds for each boot: ``nox -s deep``.
+What :mod:`tests.processes.brokers.test_systemd` shows with a stand-in is shown here by the manager that the units are for. It
+needs root, ``unshare`` and systemd, and seconds for each boot: ``nox -s deep``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.kit.deep import repetitions
 from tests.kit.processes import eventually
 
 SYSTEMD = next((path for path in ("/usr/lib/systemd/systemd", "/lib/systemd/systemd") if os.path.exists(path)), "")
-UNITS = Path(__file__).parent.parent.parent / "examples" / "deploy"
+UNITS = Path(__file__).parents[3] / "examples" / "deploy"
 
 pytestmark = pytest.mark.skipif(
     not repetitions(0, 1) or os.geteuid() != 0 or not SYSTEMD or shutil.which("unshare") is None,

@@ -1,0 +1,1 @@
+"""The broker: its workers, its restarts, its service manager."""
