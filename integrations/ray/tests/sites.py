@@ -135,8 +135,10 @@ class Site:
     def serve(self, *options: str, cluster: str = "default", **environ: str) -> Site:
         """Start the broker, and wait until its app is loaded."""
         (self._folder / "app.py").write_text(APP)
-        words = ("-m", "shared_rpc.cli", "serve", str(self._folder / "app.py"), "--source-grace", "600", *options)
-        broker = Child(*words, environ={**self.environ, "SHARED_TENSOR_CLUSTER": cluster, **environ}, fresh=True)
+        words = ("serve", str(self._folder / "app.py"), "--no-preload", "--source-grace", "600", *options)
+        broker = Child(
+            "-m", "shared_rpc.cli", *words, environ={**self.environ, "SHARED_TENSOR_CLUSTER": cluster, **environ}, fresh=True
+        )
         self.broker = broker.process
         self.cluster.closing.callback(_end, self.broker)
         broker.expect("serving")
