@@ -15,7 +15,17 @@ import msgspec
 
 from shared_rpc.errors import CapabilityError, RecordError
 from shared_rpc.memory.backends.host import HOST
-from shared_rpc.memory.file_parts import DIGEST, PART, Carrier, Part, PartError, host_carrier, read_parts, write_parts
+from shared_rpc.memory.file_parts import (
+    DIGEST,
+    PART,
+    Carrier,
+    Part,
+    PartError,
+    SourceError,
+    host_carrier,
+    read_parts,
+    write_parts,
+)
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
 
@@ -245,6 +255,7 @@ def write_files(
 
     :param made: the files, by the id of their orders; they get their digests.
     :raises CapabilityError: if the disk refuses something.
+    :raises RecordError: if memory cannot be read.
     :raises CopyCancelled: if the copies are not wanted any more.
     """
     digests: dict[Part, bytes] = {}
@@ -266,7 +277,8 @@ def write_files(
     try:
         write_parts(list(parts), carrier, done)
     except PartError as error:
-        with writing(parts[error.part].wanted):
+        order = parts[error.part]
+        with reading(order.source) if isinstance(error, SourceError) else writing(order.wanted):
             raise error.problem or error from None
     by_order: dict[int, list[bytes]] = {}
     for part, order in parts.items():

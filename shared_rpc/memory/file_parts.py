@@ -63,6 +63,10 @@ class PartError(Exception):
         self.problem = problem
 
 
+class SourceError(PartError):
+    """A part that cannot be written, because the memory that it is to have the bytes of cannot be read."""
+
+
 class Carrier(Protocol):
     """The way between files and memory of one kind, for one thread."""
 
@@ -157,11 +161,10 @@ def write_parts(
     done: Callable[[Part, bytes], None],
     threads: int = THREADS,
 ) -> None:
-    """Write bytes in memory to parts of files, whose own digests are of no interest. The rest is as with :func:`read_parts`.
+    """Write bytes in memory to parts of files; ``digest`` of the parts is ignored. The rest is as with :func:`read_parts`.
 
     :param done: called with each part that is written, and the digest of the bytes that were.
-    :raises PartError: if a part cannot be written.
-    :raises OSError: if memory cannot be read.
+    :raises PartError: if a part cannot be written; :class:`SourceError` if its memory cannot be read.
     """
     _carry(parts, carrier, _write, done, threads)
 
@@ -239,7 +242,14 @@ def _read(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
 def _write(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
     """Write one part. The digest is that of the very bytes that are written: others may write to the memory meanwhile."""
     found, offset = xxhash.xxh3_128(), part.offset
-    for piece in carrier.pieces(part.place, part.memory, part.nbytes):
+    pieces = carrier.pieces(part.place, part.memory, part.nbytes)
+    while True:
+        try:
+            piece = next(pieces, None)
+        except OSError as error:
+            raise SourceError(part, error) from error
+        if piece is None:
+            return found.digest()
         if stop.is_set():
             return None
         found.update(piece)
@@ -248,7 +258,6 @@ def _write(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
         except OSError as error:
             raise PartError(part, error) from error
         offset += len(piece)
-    return found.digest()
 
 
 def read_exactly(fd: int, piece: memoryview, offset: int) -> None:

@@ -184,6 +184,19 @@ def test_a_copy_that_is_not_wanted_any_more(memory: BlockingMemory, filled: Fill
     assert to == "file" or len(memory.gpu_copies) == 0
 
 
+@on_host
+def test_memory_that_ends_early_is_no_copy(
+    memory: BlockingMemory, filled: Filled, spill: SpillDirectory, tmp_path: Path
+) -> None:
+    """Host memory that another process handed on may have fewer bytes than it says: the error names the segment."""
+    segment = filled(2 * MIB)
+    segment.info = msgspec.structs.replace(segment.info, nbytes=3 * MIB)
+    with pytest.raises(RecordError, match=f"segment {segment.info.id}: it ends after") as caught:
+        memory.lower([segment], "file", spill)
+    assert caught.value.reason == "unreadable"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("place", [PART + 7, PART + 2 * MIB - 1], ids=["inside", "last-byte"])
 def test_damage_is_noticed(memory: BlockingMemory, filled: Filled, spill: SpillDirectory, place: int) -> None:
     """The error says where; nothing is made of a damaged file."""
