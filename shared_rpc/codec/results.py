@@ -192,8 +192,8 @@ def decode_result(
     """
     if not segments and bytes(table) == EMPTY_TABLE:
         return _load(skeleton, [], [], []) if skeleton != _NONE else None
-    if pooled and skeleton in FIRST:
-        single = rebuild_single(table, segments, pooled, arenas, owner, trusted=True)
+    if skeleton in FIRST and segments and (pooled or segments[0].info.slab):
+        single = rebuild_single(table, segments, pooled or {}, arenas, owner, trusted=True, label=label, object_id=object_id)
         if single is not None:
             _drain()
             return single

@@ -18,7 +18,7 @@ from shared_rpc.errors import CodecError
 from shared_rpc.memory.arena import ALIGNMENT
 from shared_rpc.memory.chunk_references import ChunkReferences
 from shared_rpc.memory.devices import id_of, torch_device
-from shared_rpc.memory.mapping import MAPPINGS
+from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.pool import Chunk, Pool
 from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import ONE_TENSOR, StorageEntry, TensorEntry, TensorTable
@@ -120,34 +120,47 @@ def rebuild_single(
     owner: str = "",
     *,
     trusted: bool = False,
+    label: str = "",
+    object_id: str = "",
 ) -> torch.Tensor | None:
-    """Rebuild the tensor in a chunk of an arena that is mapped already; return None if the table has anything else.
+    """Rebuild the tensor in a chunk of an arena, or in a slab, that is mapped already; return None if there is anything else.
 
     For the parameters see :func:`~shared_rpc.codec.tensors.tensors_of`; the entry of ``pooled`` is taken if there is a tensor.
 
-    :param owner: the id of the server that keeps the arena, if one does.
+    :param owner: the id of the server that keeps the memory, if one does.
+    :param label: of a slab, see :meth:`MappingTable.attach`.
 
     :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
     """
-    if len(segments) != 1 or len(pooled) != 1 or 0 not in arenas:
+    if len(segments) != 1 or len(pooled) > 1:
         return None
     found = read_table(table)
     if len(found.storages) != 1 or len(found.tensors) != 1:
         return None
     place, entry = found.storages[0], found.tensors[0]
-    references = pooled.get(place.chunk)
-    hold = references.holds.get(segments[0].info.id) if references is not None else None
-    if references is None or hold is None or place.segment != 0 or entry.storage != 0:
+    info = segments[0].info
+    if place.segment != 0 or entry.storage != 0 or place.offset < 0 or not 0 <= place.nbytes <= info.nbytes - place.offset:
         return None
-    mapping = hold.mapping
-    if place.offset < 0 or place.nbytes < 0 or place.offset + place.nbytes > mapping.info.nbytes:
-        return None
-    mapping.owner = owner or mapping.owner
-    device = torch_device(mapping.info.device)
+    device = torch_device(info.device)
+
+    def storage_over(mapping: Mapping) -> torch.UntypedStorage:
+        return make_storage(mapping, place.offset, place.nbytes, device)
+
+    if pooled:
+        references = pooled.get(place.chunk)
+        hold = references.holds.get(info.id) if references is not None and 0 in arenas else None
+        if references is None or hold is None or info.nbytes > hold.mapping.info.nbytes:
+            return None
+        hold.mapping.owner = owner or hold.mapping.owner
+        storage = storage_over(hold.mapping)
+        del pooled[place.chunk]
+        references.acquire(place.chunk, place.nbytes, hold.mapping, (storage,))
+    else:
+        made = MAPPINGS.make_in_slab(info, storage_over, object_id, owner, label)
+        if made is None:
+            return None
+        storage = made
     make: Any = make_trusted if trusted and device.type == "cuda" else make_tensor
-    storage = make_storage(mapping, place.offset, place.nbytes, device)
-    del pooled[place.chunk]
-    references.acquire(place.chunk, place.nbytes, mapping, (storage,))
     try:
         tensor: torch.Tensor = make(entry, storage)
     except (AttributeError, TypeError, RuntimeError) as error:

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -38,6 +39,8 @@ from shared_rpc.memory.segments import Backend, Segment
 from shared_rpc.protocol.records import Access, SegmentInfo
 
 _log = logging.getLogger("shared_rpc")
+
+T = TypeVar("T")
 
 #: Labels of one mapping.
 _LABELS = 4
@@ -450,15 +453,39 @@ class MappingTable:
         for mapping, user in users:
             pin = pins.get(mapping)
             if pin is None:
-                pin = pins[mapping] = _Pin()
-                use = _Use(pin, self._pin_gone)
-                use.mapping, use.object_id = mapping, object_id
                 with self._lock:
-                    mapping.uses.add(use)
+                    pin = pins[mapping] = self._pin(mapping, object_id)
             attributes = user.__dict__
             held = attributes.setdefault(_HELD, pin)
             if held is not pin:
                 attributes[_HELD] = (held, pin)
+
+    def _pin(self, mapping: Mapping, object_id: str) -> _Pin:
+        pin = _Pin()
+        use = _Use(pin, self._pin_gone)
+        use.mapping, use.object_id = mapping, object_id
+        mapping.uses.add(use)
+        return pin
+
+    def make_in_slab(
+        self, info: SegmentInfo, make: Callable[[Mapping], T], object_id: str, owner: str = "", label: str = ""
+    ) -> T | None:
+        """Return what ``make`` makes over a slab of :meth:`keep_slab`, and keep the slab for it; None if there is none.
+
+        For the other parameters see :meth:`attach` and :meth:`keep_for`.
+        """
+        with self._lock:
+            mapping = self._mappings.get((info.id, info.access, 0))
+            if mapping is None or mapping not in self._slabs or mapping.vacated or info.access in _APART:
+                return None
+            if self.keeps and not mapping.publishes:
+                return None
+            pin = self._pin(mapping, object_id)
+        made = make(mapping)
+        made.__dict__[_HELD] = pin
+        mapping.owner = owner or mapping.owner
+        mapping.label(label)
+        return made
 
     def object_of(self, user: object) -> str:
         """Return the id of the server's object that something over a mapping is of, ``""`` where this process does not know."""

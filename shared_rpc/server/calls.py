@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from contextlib import suppress
+
+import msgspec
 
 from shared_rpc.errors import ConfigurationError
 from shared_rpc.execution.endpoints import check_chain, identity_of, key_of, takes
@@ -24,6 +27,9 @@ from shared_rpc.server.runs import Runs, close_arguments
 from shared_rpc.server.shared import State
 from shared_rpc.server.tasks import Tasks
 from shared_rpc.server.waiting import Delivery, Waiter, gone, resolve
+
+#: Bytes of the arguments of a call whose key is remembered.
+_FEW = 256
 
 
 class Calls:
@@ -197,7 +203,7 @@ class Calls:
                 count = count_args(arguments.args, arguments.kwargs)
             # Arguments that need no key and fit the signature are not decoded.
             if spec.cache or count is None or not takes(spec, count):
-                key = key_of(spec, *_read(lowered, arguments))
+                key = _key(spec, lowered, arguments)
             if chain:
                 check_chain(spec, key, chain)
                 waiter.inner = True
@@ -223,6 +229,20 @@ def _entered(caller: Caller, message: m.Call) -> tuple[Waiter, Lowered | None, C
     except BaseException:
         close_arguments(arguments)
         raise
+
+
+def _key(spec: EndpointSpec, lowered: Lowered | None, arguments: CallArguments) -> str | None:
+    """Return the key of a call; without decoding, if one with the same bytes came before and they are few."""
+    if lowered is None and isinstance(arguments, Arguments):
+        args, kwargs = bytes(arguments.args), bytes(arguments.kwargs)
+        if len(args) + len(kwargs) <= _FEW:
+            return _key_of_bytes(spec, args, kwargs)
+    return key_of(spec, *_read(lowered, arguments))
+
+
+@functools.lru_cache(maxsize=4096)
+def _key_of_bytes(spec: EndpointSpec, args: bytes, kwargs: bytes) -> str | None:
+    return key_of(spec, *decode_call(msgspec.Raw(args), msgspec.Raw(kwargs)))
 
 
 def _read(lowered: Lowered | None, arguments: CallArguments) -> Lowered:

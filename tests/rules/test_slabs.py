@@ -141,6 +141,21 @@ def test_a_reader_keeps_the_latest_slabs_mapped(device: str, slabs: Slabs, publi
     assert len(MAPPINGS) == 0
 
 
+def test_a_value_of_a_kept_slab_keeps_it(device: str, slabs: Slabs, published: Published) -> None:
+    """It is rebuilt without attaching the slab, which stays mapped after the end of the session until the value is gone."""
+    record = published(torch.arange(4.0, device=device), slabs=slabs)
+    MAPPINGS.keep_slab(record.segments[0].info)
+    value = value_of(record)
+    record.close()
+    slabs.close()
+    MAPPINGS.release_slabs()
+    assert len(MAPPINGS) == 1
+    assert value.tolist() == [0, 1, 2, 3]
+    del value
+    MAPPINGS.drain()
+    assert len(MAPPINGS) == 0
+
+
 def test_values_of_a_kept_slab_come_and_go_without_a_drain(device: str, slabs: Slabs, published: Published) -> None:
     """A loop of calls wakes no thread for them, and the end of the session unmaps the slab nevertheless."""
     record = published(torch.ones(4, device=device), slabs=slabs)
