@@ -17,6 +17,9 @@ from shared_rpc.client.link import Link, connect
 from shared_rpc.client.steps import Reply, Request
 from shared_rpc.errors import ConnectionClosed, ProtocolError, SharedRPCError
 
+#: Reads for other coroutines after the reader's own answer has come.
+_AT_ONCE = 64
+
 
 class _Rest:
     """The wait of a coroutine that does not read."""
@@ -152,21 +155,32 @@ class AsyncLink(Link):
                     await anyio.wait_writable(self._socket.sock)
 
     async def _read_for_all(self, exchange: Exchange) -> None:
-        """Deliver what arrives until there is news for one exchange, or something to send, or the connection has ended."""
+        """Deliver what arrives until there is news for one exchange, or something to send, or the connection has ended.
+
+        Other answers that have arrived by then are delivered too: one recvmsg(2) returns at most one frame with descriptors,
+        and handing the reading over takes a turn of the loop.
+        """
+        more = _AT_ONCE
         while True:
             try:
                 with self._lock:
                     self._read()
                     self._deliver()
             except BlockingIOError:
+                if exchange.answer is not None:
+                    return
                 try:
                     await anyio.wait_readable(self._socket.sock)
                 except (anyio.ClosedResourceError, OSError, ValueError) as error:
                     self._break(ConnectionClosed(f"the connection was closed: {error}"))
             except (ConnectionClosed, ProtocolError) as error:
                 self._break(error)
-            if exchange.updates or exchange.answer is not None or self._exchanges.broken is not None or self._socket.unsent:
+            if exchange.updates or self._exchanges.broken is not None or self._socket.unsent:
                 return
+            if exchange.answer is not None:
+                more -= 1
+                if not self._waiting or not more:
+                    return
 
     def _close(self) -> None:
         if self._socket.fileno() >= 0:
