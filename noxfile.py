@@ -126,11 +126,12 @@ def compat(session: nox.Session) -> None:
     # Nothing of the extra needs --no-deps: all of it is content with the torch of the constraints, and pip fetches no other.
     # The wheels of torchvision are built for CUDA, which tests/compat/site/ sees to.
     session.install("torch", "-e", ".[compat]", *CONSTRAINTS)
-    # The modules of these two that are tested need nothing but the others.
+    # verl asks for much more than its tested modules import.
     session.install("--no-deps", "verl==0.9.1", "checkpoint-engine==0.4.2", "loguru", "pyzmq")
+    session.install("ray", "tensordict<=0.10.0", "omegaconf", "codetiming", "fastapi", "uvicorn", *CONSTRAINTS)
     session.run("pytest", "tests/compat", "--require-all", *session.posargs)
     if not session.posargs:
-        names = ("diffusers", "peft", "quantised", "sentence_transformers", "weight_receivers")
+        names = ("diffusers", "peft", "quantised", "sentence_transformers", "verl", "weight_receivers")
         others = [f"tests/integrations/test_{name}.py" for name in names]
         session.run("pytest", "-m", "not gpu", *others, env={"PYTHONPATH": "tests/compat/site"})
 
