@@ -161,11 +161,12 @@ def test_restored_memory_takes_the_place_of_what_was_evicted(table: MappingTable
 def test_attaching_a_suspended_segment_maps_it_at_its_address(table: MappingTable, make: Make, use: Use) -> None:
     """Another result over the same memory, or over what it became, is built where the first one was."""
     segment = make(b"first")
-    _user, [mapping] = use([segment], "a")
-    address = mapping.address
+    first, [mapping] = use([segment], "a")
+    users, address = [first], mapping.address  # none of them ends: what is unused then is vacated
     for current in (segment, make(b"other", of=segment)):
         table.suspend("a")
-        _other, [again] = use([current], "a")
+        other, [again] = use([current], "a")
+        users.append(other)
         assert again is mapping
         assert (again.address, again.vacated, again.info.id) == (address, False, current.info.id)
     assert text(mapping, 5) == b"other"
