@@ -49,9 +49,9 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(scope="session", autouse=True)
 def beginnings(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Children of tests begin as forks of it, in the rooms whose tests have any."""
-    rooms = {item.path.parent.name for item in request.session.items}
-    if rooms - {"unit", "compat"}:
+    """Children of tests begin as forks of it, in the folders whose tests have any."""
+    folders = {item.path.parent.name for item in request.session.items}
+    if folders - {"rules", "compat"}:
         start_zygote()
     yield
     stop_zygote()

@@ -18,7 +18,6 @@ from shared_rpc import materialize
 from shared_rpc.errors import CapabilityError, ConfigurationError, StateMismatchError
 from tests.kit.apps import at_once
 from tests.kit.models import Tied
-from tests.kit.processes import python
 
 MIB = 1 << 20
 
@@ -672,49 +671,6 @@ def test_torchs_random_numbers_are_left_alone() -> None:
 
 
 # transformers.
-
-
-BIG = """
-    import resource, sys, torch
-    from shared_rpc import materialize
-    from torch import nn
-
-    class Big(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8192, 8192) for _ in range(4))
-            for layer in self.layers:
-                nn.init.normal_(layer.weight)
-            angles = torch.outer(torch.arange(4096), 10000 ** (-torch.arange(0, 128, 2).float() / 128))
-            self.register_buffer("cos", angles.cos(), persistent=False)
-
-    def resident():
-        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-
-    source = {name: torch.empty(shape) for number in range(4) for name, shape in
-              ((f"layers.{number}.weight", (8192, 8192)), (f"layers.{number}.bias", (8192,)))}
-    with materialize({"weight": torch.ones(3, 3), "bias": torch.ones(3)}):
-        nn.init.normal_(nn.Linear(3, 3).weight)
-        warm = nn.Linear(3, 3)
-    before, peak_before = resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with materialize(source):
-        model = Big()
-        inside = resident()
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print("compiler", "torch._dynamo" in sys.modules)
-    print("grown", total >> 20, (inside - before) >> 20, (resident() - before) >> 20, (peak - peak_before) >> 10)
-"""
-
-
-def test_a_gigabyte_takes_nothing() -> None:
-    """A model of 1 GiB is built with no growth of the process, neither meanwhile nor after."""
-    child = python(BIG, fresh=True)
-    assert child.expect("compiler") == "compiler False"  # which takes seconds to load, for shapes of the meta device
-    total, inside, after, peak = map(int, child.expect("grown").split()[1:])
-    assert child.close() == (0, "")
-    assert total >= 1024
-    assert max(inside, after, peak) < 64
 
 
 @pytest.mark.gpu

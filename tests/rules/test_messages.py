@@ -121,7 +121,6 @@ def test_an_unknown_kind_is_named(kind: int) -> None:
         decode_message(Frame(kind, 1, b"\x90"))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -135,10 +134,11 @@ def test_an_unknown_kind_is_named(kind: int) -> None:
     ],
     ids=["empty", "map", "nil", "4 Gi items", "deep lists", "deep maps", "reserved byte"],
 )
-def test_a_body_that_is_none_names_its_message(kind: type[Message], body: bytes, reason: str) -> None:
+def test_a_body_that_is_none_names_its_message(body: bytes, reason: str) -> None:
     """Structures that no sender writes, for every kind of message."""
-    with pytest.raises(ProtocolError, match=rf"cannot decode a {kind.__name__} message: .*{reason}"):
-        decode_message(Frame(NUMBERS[kind], 1, body))
+    for kind in KINDS:
+        with pytest.raises(ProtocolError, match=rf"cannot decode a {kind.__name__} message: .*{reason}"):
+            decode_message(Frame(NUMBERS[kind], 1, body))
 
 
 @given(any_message(), plain)
@@ -167,7 +167,7 @@ def test_a_message_cut_short_is_refused(message: Message, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 20)
 @given(data=st.data())
 def test_a_field_of_another_type_is_refused(kind: type[Message], data: st.DataObject) -> None:
     """No field is converted: nothing but its own type will do."""
