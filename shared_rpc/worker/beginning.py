@@ -50,9 +50,14 @@ class Beginning:
 
     def imports(self) -> Imports:
         """Return the imports of the app, and the variables that were set with them."""
-        modules = [(name, module) for name, module in list(sys.modules.items()) if _is_real(name, module)]
-        installed = [name for name, module in modules if _is_installed(name, module)]
-        own = [name for name, module in modules if name not in {*installed} and file_of(module)]
+        installed, own = [], []
+        for name, module in list(sys.modules.items()):
+            if not _is_real(name, module):
+                continue
+            if _is_installed(name, module):
+                installed.append(name)
+            elif file_of(module):
+                own.append(name)
         return Imports(installed, own, *_folders(), changes_since(self._before))
 
     def _begin_again(self) -> NoReturn:
