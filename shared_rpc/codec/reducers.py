@@ -154,11 +154,12 @@ def rebuild_tensor(
 ) -> torch.Tensor:
     """Return a tensor over memory that is taken from its server.
 
-    :param device: ignored: the memory is where it is.
+    :param device: ignored: the memory is where it is; but that of a tensor without bytes.
+    :param name: a :class:`StorageName`; nothing for a tensor without bytes.
     :raises StaleHandleError, BufferNotFound: if the server does not own the object any more.
     :raises ConnectError: if there is no server at the socket.
     """
-    storage = rebuild_storage(*name)
+    storage = rebuild_storage(*name) if name else torch.UntypedStorage(0, device=device)
     with torch.inference_mode(False), torch.no_grad():
         tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
         tensor = tensor.conj() if conj else tensor

@@ -1,8 +1,8 @@
 """Tensors of one process, kept by its host's server, for other processes of the host: by reference where they lie there.
 
 A :class:`TensorClient` keeps a list of tensors: what lies in memory of the server is named, and the rest is copied once, into
-one buffer. The result is a *held list*: one object of the server, which outlives its maker by :data:`LINGER`, and the layouts,
-plain data by which any process rebuilds the tensors over the same memory.
+one buffer. The result is a *held list*: one object of the server, which outlives its maker by :data:`LINGER`, and the names of
+the tensors, by which any process rebuilds them over the same memory: see :mod:`shared_rpc.codec.reducers`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from shared_rpc.client.handle import Handle
 from shared_rpc.client.starting import ServerStarter
 from shared_rpc.client.steps import Operation, Request
 from shared_rpc.codec.modes import without_modes
+from shared_rpc.codec.reducers import StorageName
 from shared_rpc.errors import CapabilityError, SegmentNotFound, SharedRPCError
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.lifecycle.finalizer import FINALIZER
@@ -27,9 +28,10 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.operations.binding import Leased, Steps, bound, lending, taken
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol import messages as m
+from shared_rpc.protocol.records import SegmentInfo
 from shared_rpc.settings import ServeOptions
 
-__all__ = ["LINGER", "HeldTensors", "TensorClient", "TensorLayout", "client_of", "let_go", "rebuilt"]
+__all__ = ["LINGER", "HeldTensors", "TensorClient", "client_of", "let_go"]
 
 _log = logging.getLogger("shared_rpc_ray")
 
@@ -43,25 +45,13 @@ _GRAIN = 16
 _SPARSE = 2
 
 
-class TensorLayout(NamedTuple):
-    """The place of one tensor: ``offset`` bytes into part number ``part``; strides count elements. -1: it has no bytes."""
-
-    part: int
-    offset: int
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    requires_grad: bool
-    parameter: bool
-
-
 @dataclass
 class HeldTensors:
-    """A held list: the handle of its object, None where no tensor has bytes, and the layouts of its tensors."""
+    """A held list: the handle of its object, None where no tensor has bytes, and the arguments of ``rebuild_tensor()``."""
 
     client: TensorClient
     handle: Handle[Any] | None
-    layouts: list[TensorLayout]
+    names: list[tuple[Any, ...]]
 
 
 @bound
@@ -71,12 +61,11 @@ class TensorClient(Client):
     :param device: that of the tensors; the server of the base path for it is used, as by every client.
     """
 
-    def __init__(self, device: str, *, socket_path: str | None = None, connect_timeout: float = 30.0) -> None:
-        super().__init__(device=device, socket_path=socket_path, connect_timeout=connect_timeout)
-        if socket_path is None:
-            # By a name and not by this class: the server's workers import it.
-            options = ServeOptions(devices=(device,), idle_exit=_IDLE_EXIT)
-            self._summon = ServerStarter(lambda: "shared_rpc.provider.empty:provider", options)
+    def __init__(self, device: str) -> None:
+        super().__init__(device=device, connect_timeout=30.0)
+        # By a name and not by this class: the server's workers import it.
+        options = ServeOptions(devices=(device,), idle_exit=_IDLE_EXIT)
+        self._summon = ServerStarter(lambda: "shared_rpc.provider.empty:provider", options)
 
     @lending
     def keep_segments(ctx: Any, segment_ids: Sequence[str], linger: float) -> Steps[Leased[list[torch.Tensor]]]:
@@ -111,7 +100,6 @@ class TensorClient(Client):
         server_id = self.ping_server() if named else ""
         spans = _Spans()
         places = [_place(tensor, spans, server_id) for tensor in tensors]
-        numbers: dict[str, int] = {}
         copied: Handle[torch.Tensor] | None = None
         nbytes = spans.packed()
         if nbytes:
@@ -124,11 +112,13 @@ class TensorClient(Client):
                 torch.cuda.synchronize(target.device)
             found = MAPPINGS.find(target.data_ptr())
             assert found is not None, "a buffer is mapped"
-            numbers[found[0].info.id] = 0
+            places = [place.copied_to(found[0].info) for place in places]
         try:
-            layouts = [_layout(tensor, place, numbers) for tensor, place in zip(tensors, places, strict=True)]
-            handle = self.keep_segments(list(numbers), LINGER) if numbers else None
-            return HeldTensors(self, handle, layouts)
+            segments = list(dict.fromkeys(place.segment.id for place in places if place.segment is not None))
+            handle = self.keep_segments(segments, LINGER) if segments else None
+            object_id = handle.object_id if handle is not None else ""
+            names = [place.name(tensor, self.socket_path, object_id) for tensor, place in zip(tensors, places, strict=True)]
+            return HeldTensors(self, handle, names)
         finally:
             if copied is not None:
                 copied.release()
@@ -146,49 +136,16 @@ def _kept(ctx: Any, segment_ids: Sequence[str], linger: float) -> Operation[Any]
     return (yield from taken(ctx, what, (yield Request(m.KeepSegments(list(segment_ids), linger), what))))
 
 
-def rebuilt(handle: Handle[Any] | None, layouts: Iterable[TensorLayout], device: torch.device) -> list[torch.Tensor]:
-    """Return the tensors of a held list over its memory.
-
-    :param handle: of the list's object; it is taken over, and its lease ends with the last of the tensors.
-    :param device: where tensors without bytes are.
-    """
-    parts = []
-    if handle is not None:
-        # Storages' own attributes: the lease is to last as long as a tensor, view or autograd graph over the memory.
-        parts = [part.untyped_storage() for part in handle.value]
-        # Not the handle's any more: what the storages keep must not keep them.
-        handle._value = None
-        for storage in parts:
-            storage.__dict__["_shared_rpc_lease"] = handle
-    tensors = []
-    with torch.inference_mode(False), torch.no_grad():
-        for layout in layouts:
-            dtype = getattr(torch, layout.dtype)
-            if layout.part < 0:
-                tensor = torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device=device)
-            else:
-                storage = parts[layout.part]
-                tensor = torch.empty(0, dtype=dtype, device=storage.device)
-                tensor.set_(storage, layout.offset // dtype.itemsize, layout.shape, layout.strides)
-            if layout.parameter:
-                tensor = torch.nn.Parameter(tensor, layout.requires_grad)
-            elif layout.requires_grad:
-                tensor.requires_grad_()
-            tensors.append(tensor)
-    return tensors
-
-
-_clients: dict[tuple[str, str], TensorClient] = {}
+_clients: dict[str, TensorClient] = {}
 _lock = fork_safe_lock()
 
 
-def client_of(device: str, socket_path: str | None = None) -> TensorClient:
-    """Return this process's client of a device's server; by its socket, if that is given, which is not started then."""
+def client_of(device: str) -> TensorClient:
+    """Return this process's client of a device's server."""
     with _lock:
-        key = (device, socket_path or "")
-        if key not in _clients:
-            _clients[key] = TensorClient(device, socket_path=socket_path, connect_timeout=2.0 if socket_path else 30.0)
-        return _clients[key]
+        if device not in _clients:
+            _clients[device] = TensorClient(device)
+        return _clients[device]
 
 
 def let_go(held: HeldTensors) -> None:
@@ -270,15 +227,29 @@ class _Place(NamedTuple):
     """The place of a tensor's first element: in a segment of the server at an offset, or in a span of what is copied."""
 
     tensor: torch.Tensor
-    segment_id: str
+    segment: SegmentInfo | None
     offset: int
     span: _Span | None
+
+    def copied_to(self, segment: SegmentInfo) -> _Place:
+        """Return the place in the segment of what was copied."""
+        if self.span is None:
+            return self
+        return self._replace(segment=segment, offset=self.span.offset + self.offset - self.span.start)
+
+    def name(self, original: torch.Tensor, socket_path: str, object_id: str) -> tuple[Any, ...]:
+        """Return the arguments of ``rebuild_tensor()``. Tensors of a segment have one storage, all of it."""
+        kind = torch.nn.Parameter if isinstance(original, torch.nn.Parameter) else torch.Tensor
+        tensor, segment = self.tensor, self.segment
+        view = (tuple(tensor.shape), tensor.stride(), self.offset // tensor.dtype.itemsize, tensor.dtype)
+        storage = StorageName(socket_path, object_id, segment.name, 0, segment.nbytes) if segment is not None else ()
+        return kind, *view, original.requires_grad, tensor.device.type, False, False, *storage
 
 
 def _place(tensor: torch.Tensor, spans: _Spans, server_id: str) -> _Place:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
-        return _Place(tensor, "", 0, None)
+        return _Place(tensor, None, 0, None)
     storage, item = tensor.untyped_storage(), tensor.dtype.itemsize
     start = int(tensor.storage_offset()) * item
     found = MAPPINGS.find(storage.data_ptr())
@@ -287,27 +258,9 @@ def _place(tensor: torch.Tensor, spans: _Spans, server_id: str) -> _Place:
         shared = mapping.owner == server_id and not mapping.pooled and offset + storage.nbytes() <= mapping.info.nbytes
         # A storage may begin anywhere, and a tensor's place is counted in elements.
         if shared and (offset + start) % item == 0:
-            return _Place(tensor, mapping.info.id, offset + start, None)
+            return _Place(tensor, mapping.info, offset + start, None)
     used = (sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * item
     if used > _SPARSE * max(tensor.nbytes, _GRAIN):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         storage, start, used = tensor.untyped_storage(), 0, tensor.nbytes
-    return _Place(tensor, "", start, spans.add(storage, start, start + used))
-
-
-def _layout(tensor: torch.Tensor, place: _Place, numbers: dict[str, int]) -> TensorLayout:
-    if place.span is not None:
-        part, offset = 0, place.span.offset + place.offset - place.span.start
-    elif place.segment_id:
-        part, offset = numbers.setdefault(place.segment_id, len(numbers)), place.offset
-    else:
-        part, offset = -1, 0
-    return TensorLayout(
-        part,
-        offset,
-        str(tensor.dtype).removeprefix("torch."),
-        tuple(place.tensor.shape),
-        tuple(place.tensor.stride()),
-        tensor.requires_grad,
-        isinstance(tensor, torch.nn.Parameter),
-    )
+    return _Place(tensor, None, start, spans.add(storage, start, start + used))

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from shared_rpc.codec.reducers import rebuild_tensor
 from shared_rpc.errors import BufferNotFound, ConfigurationError, SharedRPCError
-from shared_rpc_ray.tensors import LINGER, HeldTensors, TensorLayout, client_of, let_go, rebuilt
+from shared_rpc_ray.tensors import LINGER, HeldTensors, client_of, let_go
 
 try:
     import ray
@@ -71,13 +72,11 @@ def register() -> None:
 
 @dataclass
 class HeldMetadata(TensorTransportMetadata):  # type: ignore[misc]  # Ray's classes have no annotations where it is not installed
-    """The place of the tensors of one of Ray's objects: the node's server, the id there, and how they lie in it."""
+    """The place of the tensors of one of Ray's objects: the node's server, and the arguments of ``rebuild_tensor()``."""
 
     node_id: str = ""
     socket_path: str = ""
-    #: ``""`` if no tensor has bytes.
-    object_id: str = ""
-    layouts: list[TensorLayout] = field(default_factory=list)
+    names: list[tuple[Any, ...]] = field(default_factory=list)
     pid: int = 0
 
 
@@ -126,9 +125,7 @@ class SharedRpcTransport(TensorTransportManager):  # type: ignore[misc]
         if rdt_object:
             client = client_of(_device_of(rdt_object[0]))
             held = client.hold(rdt_object)
-            metadata.socket_path, metadata.layouts = client.socket_path, held.layouts
-            if held.handle is not None:
-                metadata.object_id = held.handle.object_id
+            metadata.socket_path, metadata.names = client.socket_path, held.names
             with self._lock:
                 self._made[obj_id] = held, metadata
         return metadata
@@ -191,11 +188,7 @@ def _device_of(tensor: torch.Tensor) -> str:
 
 def _attached(metadata: HeldMetadata) -> list[torch.Tensor]:
     """Return the tensors over the memory of this node's server."""
-    here = torch.device(metadata.tensor_device or "cpu")
-    if not metadata.object_id:
-        return rebuilt(None, metadata.layouts, here)
-    client = client_of(metadata.tensor_device or "cpu", metadata.socket_path)
-    return rebuilt(client.get_buffer(metadata.object_id), metadata.layouts, here)
+    return [rebuild_tensor(*name) for name in metadata.names]
 
 
 def _lost(obj_id: str, metadata: HeldMetadata, error: Exception) -> Exception:
@@ -224,7 +217,7 @@ def _fetched(metadata: HeldMetadata, targets: Sequence[torch.Tensor] | None) -> 
     room.
     """
     device = torch.device(metadata.tensor_device or "cpu")
-    tensors = list(targets) if targets else _empty(metadata.layouts, device)
+    tensors = list(targets) if targets else _empty(metadata.names, device)
     strategy = NodeAffinitySchedulingStrategy(metadata.node_id, soft=False)
     read = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(_read)
     stores = [node.store_nbytes for node in alive_nodes().values() if node.id in (metadata.node_id, _node())]
@@ -236,13 +229,13 @@ def _fetched(metadata: HeldMetadata, targets: Sequence[torch.Tensor] | None) -> 
         del reference  # before the next one is awaited: the stores have room for few
     writer.finish()
     if not targets:
-        for tensor, layout in zip(tensors, metadata.layouts, strict=True):
-            tensor.requires_grad_(layout.requires_grad)
+        for tensor, (_, _, _, _, _, requires_grad, *_) in zip(tensors, metadata.names, strict=True):
+            tensor.requires_grad_(requires_grad)
     return tensors
 
 
-def _empty(layouts: Sequence[TensorLayout], device: torch.device) -> list[torch.Tensor]:
-    return [torch.empty(layout.shape, dtype=getattr(torch, layout.dtype), device=device) for layout in layouts]
+def _empty(names: Sequence[tuple[Any, ...]], device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(size, dtype=dtype, device=device) for _, size, _, _, dtype, *_ in names]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared_rpc import Client
+from shared_rpc.codec.reducers import StorageName
 from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc_ray import transport
 from shared_rpc_ray.tensors import client_of
@@ -159,7 +160,8 @@ class Nodes:
     def ids_of(self, *references: Any) -> list[str]:
         """The ids of objects that references stand for, in their nodes' servers."""
         manager = ray._private.worker.global_worker.rdt_manager
-        return [manager.get_rdt_metadata(reference.hex()).tensor_transport_meta.object_id for reference in references]
+        found = [manager.get_rdt_metadata(reference.hex()).tensor_transport_meta for reference in references]
+        return [StorageName(*metadata.names[0][9:]).object_id for metadata in found]
 
     def spilled(self) -> int:
         """How many bytes the nodes' object stores have spilled."""
