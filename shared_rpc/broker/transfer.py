@@ -40,7 +40,7 @@ class ForwardedTransfer(SessionTransfer):
         """Note that a worker has chunks of the client's, and knows the session."""
         self._workers.add(worker)
         self._lent.update(dict.fromkeys(chunks, worker))
-        if self._wanted:
+        if self._subscribers:
             self._ask()
 
     def not_begun(self, chunks: Iterable[int]) -> None:
@@ -57,7 +57,7 @@ class ForwardedTransfer(SessionTransfer):
                 del self._lent[chunk]
                 self._returned.append(chunk)
         if self._returned:
-            self._tell()
+            self._notify_subscribers()
 
     def release(self, numbers: Iterable[int]) -> None:
         """Take chunks back that no worker has seen."""
@@ -117,13 +117,13 @@ class ForwardedTransfer(SessionTransfer):
     def put_back(self, chunks: Iterable[int]) -> None:
         """Keep chunks for the next reply."""
         self._returned += chunks
-        self._tell()
+        self._notify_subscribers()
 
     def await_chunks(self, notify: Callable[[], None]) -> None:
         """Call back when chunks were returned, and ask workers for them."""
-        self._wanted[notify] = None
+        self._subscribers[notify] = None
         if self._returned:
-            self._tell()
+            self._notify_subscribers()
         self._ask()
 
     def _ask(self) -> None:

@@ -123,13 +123,13 @@ class _Running:
             raise _Failed(f"the zygote (pid {self.child.pid}) did not answer within {seconds:g} s") from None
         except (OSError, Lost) as error:
             with anyio.move_on_after(_ENDING):
-                await self.child.gone.wait()
+                await self.child.exited.wait()
             raise _Failed(f"{self.ended()}: {error}") from error
 
     def ended(self) -> str:
         """End the process, if it has not ended; return how it has."""
         how = self.child.how()
-        text = last_lines(self.child.last_output()) if self.child.gone.is_set() else ""
+        text = last_lines(self.child.last_output()) if self.child.exited.is_set() else ""
         self.end()
         return f"the zygote (pid {self.child.pid}) {how}" + (f": {text}" if text else "")
 
@@ -269,7 +269,7 @@ class WorkerZygote:
         running: _Running | None = None
         try:
             running = _Running(imports)
-            self._made = [*(one for one in self._made if not one.child.gone.is_set()), running]
+            self._made = [*(one for one in self._made if not one.child.exited.is_set()), running]
             modules = [name for name in imports.installed if _top(name) not in self._left_out]
             answer = await running.prepare(modules=modules, own=imports.own, folders=imports.folders)
         except (_Failed, OSError, RuntimeError) as error:
@@ -291,7 +291,7 @@ class WorkerZygote:
                 running.modules, running.dropped = frozenset(answer["modules"]), dropped
                 self._running, self._state, self._why, self._gauged = running, "ready", "", (0.0, 0)
                 running.lost = self._lost
-            if running.child.gone.is_set():
+            if running.child.exited.is_set():
                 self._lost()
                 return
             took = time.monotonic() - begin

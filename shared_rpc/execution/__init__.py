@@ -1,1 +1,1 @@
-"""Running endpoints: what a process needs that does it, a worker or a server without workers."""
+"""Execution of endpoints, in a worker or in a server without workers."""

@@ -1,5 +1,5 @@
-"""The arguments of a call as they came, and the memory they refer to: in a server, on the client's word as little as can be,
-and in a worker.
+"""The received arguments of a call, and the memory that they refer to: in workers, and in servers, which trust the client's
+message as little as possible.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SegmentOf = Callable[[str], Segment | None]
 def read_arguments(
     frame: Frame, message: m.Call, session: str, transfers: Transfers[SessionTransfer], segment_of: SegmentOf | None
 ) -> Arguments:
-    """Return the arguments of a call. They own the frame's descriptors from here on.
+    """Return the arguments of a call. They take ownership of the frame's descriptors.
 
-    :param segment_of: finds a segment of the server's objects by its id; None in a worker, whose broker sends a descriptor of
-        every segment that is no arena, and whose ids are good.
+    :param segment_of: finds a segment of the server's objects by its id; None in a worker, whose broker has checked the ids and
+        sends a descriptor of every segment except arenas.
     """
     transfer = transfers.find(session)
     if transfer is None and (message.freed or message.arenas or message.chunks or message.held):
@@ -49,16 +49,16 @@ def read_arguments(
     arguments.chunks, arguments.held = message.chunks, message.held
     arguments.nbytes = len(frame.body) + len(frame.payload)
     arguments.session = session
-    #: None for segments that are still to be found by their ids.
+    #: None for segments still to be looked up by their ids.
     segments: list[Segment | None] = [None] * len(message.segments)
     try:
         if transfer is not None and message.chunks:
             arguments.pooled = transfer.lent(message.chunks)
         if frame.fds:
-            # The sent segments first: the client does not send an arena again, whatever becomes of this call.
+            # The sent segments first: the client sends an arena only once, even if this call fails.
             _take_sent(segments, frame, message, transfer, trusted=segment_of is None)
         if transfer is not None and message.held:
-            # Chunks of results in the session's pool: they are retained for as long as the endpoint has them.
+            # Chunks of results in the session's pool: they are retained while the endpoint uses them.
             held = transfer.retain(message.held)
             if held is None:
                 ids = [info.id[:100] for info in message.segments]
@@ -86,7 +86,7 @@ def read_arguments(
 def _take_sent(
     segments: list[Segment | None], frame: Frame, message: m.Call, transfer: SessionTransfer | None, *, trusted: bool
 ) -> None:
-    """Own the segments whose descriptors came."""
+    """Take ownership of the segments whose descriptors arrived with the call."""
     kept, arenas = frozenset(message.kept), frozenset(message.arenas)
     sent = deque(frame.detach_fds())
     try:
@@ -102,14 +102,14 @@ def _take_sent(
 
 
 def _renamed(info: SegmentInfo) -> SegmentInfo:
-    """Return a segment with an id that is made here, so that no client can pass its memory off as another segment."""
+    """Return a segment with a new id, so that no client can pass its memory off as another segment."""
     return msgspec.structs.replace(info, id=new_segment_id())
 
 
 def _find_kept(
     segments: list[Segment | None], message: m.Call, transfer: SessionTransfer | None, segment_of: SegmentOf | None
 ) -> None:
-    """Duplicate the segments that are named by their ids and are no arenas: segments that the server keeps."""
+    """Duplicate the segments named by their ids, except arenas: segments that the server keeps."""
     unknown = []
     for number in set(message.kept) - set(message.arenas):
         segment_id = message.segments[number].id
@@ -119,7 +119,7 @@ def _find_kept(
         if found is None:
             unknown.append(segment_id[:100])
         elif segments[number] is None:
-            # Mapped for writing, as it is mapped here already; but restored memory is mapped as it is shared: it may be sealed.
+            # Mapped for writing, like the existing mapping; restored memory is mapped as it is shared, since it may be sealed.
             segments[number] = found.duplicate("read_write" if found.info.id == found.info.name else None)
     if unknown:
         raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)

@@ -1,4 +1,4 @@
-"""A child process: how its end is watched and brought about, how it ended, and the pauses before it is started again."""
+"""A child process: watching and ending it, its exit status, and the pauses before restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import anyio
 
 from shared_rpc.observability.stderr import Tail
 
-#: Seconds to wait for the end of a child's output, and between two checks.
+#: Seconds to wait for the last output of a child, and between two polls for it.
 _PATIENCE, _LOOK = 0.2, 0.005
 
 
@@ -26,34 +26,34 @@ class Process(Protocol):
     returncode: Any
 
     def kill(self) -> None:
-        """Send SIGKILL, if it was not waited for."""
+        """Send SIGKILL, unless the process was already reaped."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; raise subprocess.TimeoutExpired if it has not ended within so many seconds."""
+        """Wait for the process to end; raise subprocess.TimeoutExpired after ``timeout`` seconds."""
 
 
 class Child:
-    """A child process, on one loop only, which never waits for it. It is killed if it cannot be watched.
+    """A child process, used on one loop only, which is never blocked by it. It is killed if it cannot be watched.
 
-    :param output: the reading end of a pipe, with its standard error.
-    :param ended: called once, when it has ended and was reaped.
-    :param passes_on: whether its output goes to this process's standard error too.
-    :param fd: a descriptor that is readable when it has ended, and closed when it was waited for; None for a pidfd.
-    :raises OSError, RuntimeError: without a descriptor or a thread for it.
+    :param output: the reading end of a pipe from the child's standard error.
+    :param ended: called once, after the child has ended and was reaped.
+    :param passes_on: True to copy its output to this process's standard error.
+    :param fd: a descriptor that becomes readable when the child has ended, closed after the reaping; None for a pidfd.
+    :raises OSError, RuntimeError: if no descriptor or thread is available to watch it.
     """
 
     def __init__(
         self, process: Process, output: IO[bytes] | None, ended: Callable[[], object], passes_on: bool = True, fd: int = -1
     ) -> None:
         self.pid = process.pid
-        #: Set when it has ended and was reaped.
-        self.gone = asyncio.Event()
+        #: Set when the child has ended and was reaped.
+        self.exited = asyncio.Event()
         self._process = process
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._pidfd = -1
         with ExitStack() as undo:
-            # It has just begun, so SIGKILL ends it at once; without the wait it would stay a zombie.
+            # SIGKILL ends a process that has just begun at once; without the wait it would stay a zombie.
             undo.callback(process.wait)
             undo.callback(process.kill)
             assert output is not None, "its output is a pipe"
@@ -76,7 +76,7 @@ class Child:
         self._process.kill()
 
     def end(self, until: float) -> None:
-        """Wait for its end until a time by the monotonic clock, then kill it. Its end is not reported."""
+        """Wait for the end until the given time of the monotonic clock, then kill the child. Its end is not reported."""
         self.unwatch()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(until - time.monotonic(), 0))
@@ -84,14 +84,14 @@ class Child:
         self._process.wait()
 
     async def reap(self, seconds: float) -> None:
-        """Kill it, and wait for its end for so long: a system call may hold it up, after which it ends."""
+        """Kill the child and wait at most this long for its end, which a system call may delay."""
         self.kill()
         with anyio.CancelScope(shield=True), anyio.move_on_after(seconds):
-            await self.gone.wait()
+            await self.exited.wait()
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Have its end not reported."""
+        """Stop watching the child: its end is not reported."""
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             if self._pidfd >= 0:
@@ -104,22 +104,22 @@ class Child:
         self._report(time.monotonic() + _PATIENCE)
 
     def _report(self, until: float) -> None:
-        """Report the end, with all output; a grandchild may keep the pipe open."""
+        """Report the end after all output; a grandchild may keep the pipe open."""
         if not self._tail.ended and time.monotonic() < until:
             self._loop.call_later(_LOOK, self._report, until)
             return
-        self.gone.set()
+        self.exited.set()
         self._ended()
 
     @property
     def code(self) -> int | None:
-        """Its exit code, or the number of the signal that ended it below 0; None while it was not waited for."""
+        """The exit code, or the negative number of the signal that ended the child; None until it is reaped."""
         code: int | None = self._process.returncode
         return code
 
     @property
     def signal_name(self) -> str | None:
-        """The name of the signal that ended it, if one did."""
+        """The name of the signal that ended the child, if any."""
         if self.code is None or self.code >= 0:
             return None
         try:
@@ -128,27 +128,27 @@ class Child:
             return f"signal {-self.code}"
 
     def how(self) -> str:
-        """Return how it ended, as the rest of a sentence."""
+        """Describe how the child ended, as the rest of a sentence."""
         if self.code is None:
             return "hung up"
         return f"was killed by {self.signal_name}" if self.signal_name else f"exited with code {self.code}"
 
     def last_output(self) -> str:
-        """Return the last lines of its output, when its end was reported."""
+        """Return the last lines of output, available once the end was reported."""
         return self._tail.text()
 
 
 def last_lines(text: str) -> str:
-    """Return the end of an output, in one line."""
+    """Return the end of an output as one line."""
     return " | ".join(line.strip() for line in text.splitlines()[-3:])
 
 
 class Backoff:
-    """The pauses before a process that has ended is started again: twice as long after each further one that ended soon.
+    """Pauses before restarts of a process, doubled after each further one that ended soon.
 
-    :param first: seconds, after one that has ended soon, or not soon.
-    :param longest: seconds at most.
-    :param soon: seconds of life below which a process has ended soon.
+    :param first: initial pause in seconds, also after a process that did not end soon.
+    :param longest: maximum pause in seconds.
+    :param soon: lifetime in seconds below which a process counts as having ended soon.
     """
 
     def __init__(self, first: float, longest: float, soon: float) -> None:
@@ -156,7 +156,7 @@ class Backoff:
         self._in_succession = 0
 
     def note(self, lived: float) -> None:
-        """Take in that a process has ended, after so many seconds."""
+        """Record the end of a process that lived for this many seconds."""
         self._in_succession = self._in_succession + 1 if lived < self._soon else 0
 
     @property

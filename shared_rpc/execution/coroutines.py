@@ -1,4 +1,4 @@
-"""The event loop of a server or a worker, and ``async def`` endpoints, each a task of it."""
+"""The event loop of a server or a worker, and ``async def`` endpoints as its tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared_rpc.errors import SharedRPCError, TaskCancelled
 from shared_rpc.execution.outcomes import Failure
 from shared_rpc.forks import after_fork
 
-#: Whether uvloop is installed.
+#: True if uvloop is installed.
 USES_UVLOOP = importlib.util.find_spec("uvloop") is not None
 #: Seconds between two cancellations of a coroutine that continues.
 _AGAIN = 0.02
@@ -28,25 +28,25 @@ Ended = Callable[[Failure | list[Any]], None]
 
 
 class Coroutines:
-    """Runs under way, by their keys. On the loop only."""
+    """Active runs by their keys. On the loop only."""
 
     def __init__(self) -> None:
-        #: References to the tasks: a loop keeps only weak ones.
+        #: Strong references to the tasks: a loop keeps only weak ones.
         self._tasks: dict[object, asyncio.Task[Failure | None]] = {}
-        #: Whether a start is under way: a run that ends at once may start another run.
+        #: True while a start is in progress: a run that ends at once may start another run.
         self._starting = False
-        #: The context of callbacks after an endpoint's end, without a current run. One thread at a time can enter a context, so
-        #: each loop needs its own.
+        #: The context of callbacks after an endpoint's end, without a current run. Only one thread at a time can enter a
+        #: context, so each loop needs its own.
         self._outside = contextvars.Context()
 
     def start(
         self, name: object, endpoint: str, run: RunContext, begin: list[Callable[[], Awaitable[Any]]], ended: Ended
     ) -> None:
-        """Run an endpoint; ``ended`` is called outside its task, perhaps before this returns. Nothing that it raises is raised.
+        """Run an endpoint; ``ended`` is called outside its task, perhaps before this returns, also with any error.
 
-        :param begin: what to await, with its arguments; it is taken out.
+        :param begin: a single function to call and await; it is removed from the list.
 
-        From Python 3.12 on its first step is taken here, and what needs no second one costs no turn of the loop.
+        From Python 3.12 on the first step runs here, so an endpoint that needs no second one costs no turn of the loop.
         """
         value: list[Any] = []
         # A task of its own: an endpoint that cancels its task must not cancel the server's.
@@ -74,13 +74,13 @@ class Coroutines:
         task.add_done_callback(done, context=self._outside)
 
     def cancel(self, name: object) -> None:
-        """Cancel a run where it awaits, if it does."""
+        """Cancel a run at its current await, if any."""
         task = self._tasks.get(name)
         if task is not None:
             task.cancel()
 
     async def finish(self) -> None:
-        """Cancel all. One that refuses is cancelled again, until it gives in."""
+        """Cancel all runs, repeatedly where a coroutine suppresses the cancellation."""
         while self._tasks:
             for task in self._tasks.values():
                 task.cancel()
@@ -100,7 +100,7 @@ def _outcome(task: asyncio.Task[Failure | None], value: list[Any]) -> Failure | 
 
 
 async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunContext, value: list[Any]) -> Failure | None:
-    """Return whatever the endpoint raises. SystemExit would end the loop, and every waiter would hang."""
+    """Return any exception of the endpoint: SystemExit would end the loop and leave every waiter hanging."""
     CURRENT_RUN.set(run)
     try:
         value.append(await one_process(begin(), os.getpid(), endpoint))
@@ -116,15 +116,15 @@ async def _awaited(begin: Callable[[], Awaitable[Any]], endpoint: str, run: RunC
 
 
 def run_loop(main: Callable[[], Awaitable[None]]) -> None:
-    """Run a coroutine function in a new event loop of this thread: uvloop's where it is installed."""
+    """Run a coroutine function in a new event loop of this thread, from uvloop if it is installed."""
     anyio.run(main, backend="asyncio", backend_options={"use_uvloop": USES_UVLOOP})
 
 
 def end_if_forked(pid: int, endpoint: str) -> None:
-    """Exit if the endpoint, which began in process ``pid``, returns, raises or awaits in a process that it has forked.
+    """Exit if an endpoint that began in process ``pid`` returns, raises or awaits in a forked child.
 
-    Below its frame there is nothing to return to: the thread only waits for the next job, and the event loop reads its
-    parent's descriptors. Processes of :mod:`multiprocessing`, and those that call ``os._exit()``, never return here.
+    The child has nothing to return to below the endpoint's frame: the thread only waits for the next job, and the event loop
+    reads the parent's descriptors. :mod:`multiprocessing` children and callers of ``os._exit()`` never return here.
     """
     if os.getpid() != pid:
         text = f"shared_rpc: endpoint {endpoint!r} forked this process (pid {os.getpid()}) from pid {pid}, and left it"
@@ -134,7 +134,7 @@ def end_if_forked(pid: int, endpoint: str) -> None:
 
 @types.coroutine
 def one_process(begun: Awaitable[Any], pid: int, endpoint: str) -> Generator[Any, Any, Any]:
-    """Await an endpoint's coroutine, and check the process whenever it gives control back."""
+    """Await an endpoint's coroutine, and check the process at each step."""
     work = begun if isinstance(begun, Coroutine) else _wait_for(begun)
     thrown: list[BaseException] = []
     while True:

@@ -1,4 +1,4 @@
-"""The memory that a server makes buffers of, and to which it takes the bytes of objects; and waiting until it is free."""
+"""Memory of a server for buffers and for copies of objects between tiers; and waiting for pending frees."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ from shared_rpc.protocol.specs import DeviceSpec
 if TYPE_CHECKING:
     from shared_rpc.memory.gpu_copies import GpuCopies
 
-#: Threads that call drivers, each for one request: restoring an object does not wait until another one is evicted.
+#: Threads that call drivers, one request each: restoring an object does not wait for the eviction of another.
 _THREADS = 4
 _UNMAPPING = "shared-rpc-unmapping"
-#: One part in so many of the host's memory is left to others by what only saves time.
+#: Optional copies leave one part in this many of the host's memory free.
 _SPARE = 4
 
 
 class DeviceMemory:
-    """The devices of a server, whose memory this process makes and copies; on a GPU that needs no CUDA context.
+    """The devices of a server, whose memory this process allocates and copies; on a GPU that needs no CUDA context.
 
-    On the server's loop. Drivers are called in threads, which may have to wait for them.
+    On the server's loop. Driver calls may block, so they run in threads.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._threads = WorkerThreads(_THREADS)
-        #: Copies that are unmapped where they were mapped when they end, by their ids.
+        #: Ids of copies whose mappings are removed when the copies end.
         self._watched: set[str] = set()
 
     def close(self) -> None:
-        """End the threads: the loop has ended."""
+        """End the threads, after the loop has ended."""
         self._threads.close()
 
     async def device(self, name: str) -> DeviceSpec:
         """Describe a device of the server.
 
-        :raises CapabilityError: if it is none.
+        :raises CapabilityError: if the server has no such device.
         """
         devices = {device.id: device for device in await self._devices()}
         if name not in devices:
@@ -73,31 +73,31 @@ class DeviceMemory:
         return devices[name]
 
     async def devices(self) -> list[tuple[DeviceSpec, int | None]]:
-        """Return all devices, each with its free bytes, which are None if they are not known."""
+        """Return all devices, each with its free bytes (None if unknown)."""
         return [(device, await self.free(device.id)) for device in await self._devices()]
 
     async def _devices(self) -> list[DeviceSpec]:
         return await self._threads.run(lambda: [facts_of(device) for device in devices_of(self._device)])
 
     async def free(self, device: str) -> int | None:
-        """Return the free bytes of a device, None if they are not known."""
+        """Return the free bytes of a device, None if unknown."""
         return await self._threads.run(lambda: free_bytes(device))
 
     @property
     def host_free(self) -> int | None:
-        """The free bytes of the host, None if they are not known."""
+        """The free bytes of the host, None if unknown."""
         return free_bytes("cpu")
 
     @property
     def host_is_short(self) -> bool:
-        """Whether less than a quarter of the host's memory is available."""
+        """True if less than a quarter of the host's memory is available."""
         free = self.host_free
         return free is not None and free < facts_of("cpu").total // _SPARE
 
     async def allocate(self, device: str, nbytes: int) -> Segment:
-        """Make zeroed memory.
+        """Allocate zeroed memory.
 
-        :raises CapabilityError: if the device has not enough.
+        :raises CapabilityError: if the device has too little.
         """
         if frees_are_pending():
             await until_freed()
@@ -105,7 +105,7 @@ class DeviceMemory:
 
     async def _created(self, device: str, nbytes: int) -> Segment:
         def create() -> Segment:
-            # A safe point: memory that was dropped is returned to the device before more is allocated.
+            # A safe point: dropped memory is returned to the device before more is allocated.
             MAPPINGS.drain()
             return backend_for(device).create(nbytes)
 
@@ -121,15 +121,15 @@ class DeviceMemory:
     ) -> list[LowerCopy]:
         """Copy the bytes of an object to a lower tier; its segments are borrowed, and may be copies in host memory themselves.
 
-        What is in host memory already is its own copy there, by the same descriptor.
+        A segment in host memory is its own copy there, by the same descriptor.
 
         :param to: ``"host"`` or ``"file"``.
-        :param spill: where files are made.
-        :param progress: called with how many bytes of how many are copied, in any thread.
-        :param into: host memory that is written to in place of new one, by the id of the segment that it had the bytes of. It
-            is borrowed, and after an error or if this is cancelled it may be written to still.
+        :param spill: the directory for files.
+        :param progress: called with the copied and the total bytes, in any thread.
+        :param into: host memory to reuse instead of new memory, by the id of the segment whose bytes it held. It is borrowed,
+            and may still be written to after an error or a cancellation.
         :raises CapabilityError: if there is too little memory, or no spill directory.
-        :raises WorkerCrashed: if the worker that copied has ended; nothing is left of its copies.
+        :raises WorkerCrashed: if the worker that copied has ended; its copies are discarded.
         """
         orders: list[CopyOrder] = []
         try:
@@ -156,12 +156,12 @@ class DeviceMemory:
     async def raise_(
         self, copies: Sequence[LowerCopy], infos: Sequence[SegmentInfo], progress: Progress = ignore_progress
     ) -> list[Segment]:
-        """Make segments of copies, which stay as they are: on their devices, or in host memory of files.
+        """Make segments from copies, which are kept: on their devices, or in host memory for files.
 
-        :param infos: what the segments are to be, in the order of the copies.
+        :param infos: descriptions of the segments to make, in the order of the copies.
         :param progress: as in :meth:`lower`.
         :raises CapabilityError: if the device has not enough memory.
-        :raises RecordError: with reason ``"damaged"`` if a file has not the bytes that were written, or ``"unreadable"``.
+        :raises RecordError: with reason ``"damaged"`` if a file differs from the written bytes, or ``"unreadable"``.
         :raises WorkerCrashed: as :meth:`lower`.
         """
         if frees_are_pending():
@@ -170,9 +170,9 @@ class DeviceMemory:
         return [segment for segment, _ in await self.copy(orders, progress)]
 
     async def copy(self, orders: Sequence[CopyOrder], progress: Progress = ignore_progress) -> list[Written]:
-        """Return the segments that are ordered, in their order; the caller owns them.
+        """Carry out the orders and return their segments in order; the caller owns them.
 
-        If this is cancelled, the copying stops at its next step, and what was made is closed.
+        On cancellation the copying stops at its next step, and the segments made so far are closed.
         """
         there = [order for order in orders if _is_there(order)]
         here = [order for order in orders if order not in there and _is_of_host(order)]
@@ -197,7 +197,7 @@ class DeviceMemory:
         return [made[id(order)] for order in orders]
 
     async def _copied_on_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Make the segments that need a GPU's driver."""
+        """Make the segments that need a GPU driver."""
 
         def copy(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
             # A safe point, see allocate().
@@ -209,7 +209,7 @@ class DeviceMemory:
     async def _in_thread(
         self, copy: Callable[[Sequence[CopyOrder], Steps], list[Written]], orders: Sequence[CopyOrder], steps: Steps
     ) -> list[Written]:
-        """Copy in a thread. It has descriptors of its own: where this is cancelled, it goes on until its next step."""
+        """Copy in a thread that has its own descriptors: after a cancellation it continues until its next step."""
         own = [order.duplicate() for order in orders]
 
         def close() -> None:
@@ -226,14 +226,14 @@ class DeviceMemory:
 
     @functools.cached_property
     def gpu_copies(self) -> GpuCopies:
-        """The copies that this process makes with a GPU's driver."""
+        """The copies that this process makes with a GPU driver."""
         with gpu_support("copying a GPU's memory"):
             from shared_rpc.memory.gpu_copies import GpuCopies
 
         return GpuCopies()
 
     def _watch(self, order: CopyOrder, made: Segment) -> None:
-        """Have host memory unmapped where it was copied from or to, once its last descriptor in this process is closed."""
+        """Unmap the copy's host memory once its last descriptor in this process is closed."""
         for segment in (order.source, made):
             info, descriptor = segment.info, segment.descriptor
             if info.mechanism in ("host_vmm", "memfd") and info.id not in self._watched and descriptor is not None:
@@ -246,14 +246,14 @@ class DeviceMemory:
         self.forget([copy_id])
 
     def forget(self, copies: Sequence[str]) -> None:
-        """Unmap host memory of copies that are gone, in a thread of its own: it takes as long as it took to map it."""
+        """Unmap host memory of ended copies, in a thread of its own: unmapping takes as long as mapping."""
         if copies and "gpu_copies" in vars(self):  # otherwise nothing was ever mapped
             with suppress(RuntimeError):  # the interpreter ends
                 threading.Thread(target=self.gpu_copies.forget, args=(copies,), name=_UNMAPPING, daemon=True).start()
 
 
 def _is_there(order: CopyOrder) -> bool:
-    """Return whether the memory is the one that is wanted: host memory of the object, which is its own copy."""
+    """Return True if the memory is the object's own host memory, which needs no copy."""
     return (order.source.info.device, order.source.info.mechanism) == (order.wanted.device, order.wanted.mechanism) and (
         order.wanted.mechanism in ("memfd", "host_vmm")
     )
@@ -269,8 +269,8 @@ def _as(segment: Segment, info: SegmentInfo) -> Segment:
 
 
 def frees_are_pending() -> bool:
-    """Return True if an allocation may fail because frees are pending: any of a GPU's memory, which is allocated as a whole, or
-    more of the host's than is free.
+    """Return True if an allocation may fail because frees are pending: any free of a GPU's memory, which is allocated as a
+    whole, or more of the host's than is free.
     """
     if not CLOSER:
         return False
@@ -280,7 +280,7 @@ def frees_are_pending() -> bool:
 
 
 async def until_freed() -> None:
-    """Wait until all memory that was dropped so far is free. It is the one place where a request waits for that."""
+    """Wait until all memory dropped so far is free. The only place where a request waits for frees."""
     if not CLOSER:
         return
     loop, freed = asyncio.get_running_loop(), asyncio.Event()

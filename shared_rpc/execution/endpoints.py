@@ -1,7 +1,7 @@
-"""Endpoints: their options, how a call binds to them, and the key its result is cached under.
+"""Endpoints: their options, the binding of calls, and cache keys.
 
-Nothing here needs the function itself: a server that only holds records binds calls and finds cached results
-from the :class:`EndpointSpec` alone.
+No function is needed here: a server that only holds records binds calls and finds cached results with the
+:class:`EndpointSpec` alone.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from shared_rpc.protocol.specs import EndpointSpec, Parameter
 from shared_rpc.protocol.values import DtypeRef, canonical, lower
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]{0,199}")
-#: Characters of an unknown name that an error shows.
+#: Characters of an unknown name shown in an error.
 _SHOWN = 100
-#: A key longer than this is replaced by its digest.
+#: Longer keys are replaced by their digests.
 KEY_LIMIT = 512
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A spec and the function it describes."""
+    """A function and its spec."""
 
     spec: EndpointSpec
     function: Callable[..., Any]
@@ -73,7 +73,7 @@ def describe(function: Callable[..., Any], name: str | None = None, **options: A
 
 
 def _fingerprint(function: Callable[..., Any]) -> str:
-    """Return a digest of a function's compiled code, wherever in its file it stands, without the functions that it calls."""
+    """Return a digest of a function's compiled code, independent of its position in the file and of the functions it calls."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
@@ -108,7 +108,7 @@ def _parameter(parameter: inspect.Parameter) -> Parameter:
     if parameter.default is inspect.Parameter.empty:
         variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         return Parameter(parameter.name, int(parameter.kind), required=not variadic)
-    # A default that is no plain value has no canonical text; within one server its identity stands for it.
+    # A default that is not a plain value has no canonical text; its identity stands for it within one server.
     default = parameter.default
     try:
         known = canonical(lower(default, parameter.name, _dtype_by_name))
@@ -144,9 +144,9 @@ def _check_template(spec: EndpointSpec) -> None:
 
 
 def _fields(template: str) -> Iterator[str]:
-    """Yield the names in a template, those in format specs (``{x:{width}}``) too.
+    """Yield the names in a template, including those in format specs (``{x:{width}}``).
 
-    :raises ValueError: if it is no format string.
+    :raises ValueError: if the template is not a format string.
     """
     for _, field, spec, conversion in string.Formatter().parse(template):
         if field is not None:
@@ -156,12 +156,12 @@ def _fields(template: str) -> Iterator[str]:
             yield from _fields(spec or "")
 
 
-#: The enumeration of parameter kinds, whose numbers are sent; it has no public name.
+#: The enumeration of parameter kinds, sent as numbers; it has no public name.
 _Kind: Any = type(inspect.Parameter.KEYWORD_ONLY)
 
 
 class _Default(str):
-    """A default that no argument replaced: it prints as its value."""
+    """A default value that was not overridden, which prints as its value."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -178,7 +178,7 @@ def _signature(parameters: tuple[Parameter, ...]) -> inspect.Signature:
 def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a call's lowered arguments by parameter name, defaults included.
 
-    :raises SignatureError: if they do not fit the endpoint's signature: a TypeError, as the function itself would raise.
+    :raises SignatureError: if they do not fit the endpoint's signature; a TypeError, like that of the function itself.
     """
     try:
         bound = _signature(spec.parameters).bind(*args, **kwargs)
@@ -190,7 +190,7 @@ def bind(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> dic
 
 @functools.lru_cache(maxsize=1024)
 def _positions(parameters: tuple[Parameter, ...]) -> tuple[int, int]:
-    """Return the least and the most arguments by position where there are none by name; ``(1, 0)`` if that is not so simple."""
+    """Return the minimum and maximum of positional arguments, without keyword ones; ``(1, 0)`` for complex signatures."""
     plain = (int(inspect.Parameter.POSITIONAL_ONLY), int(inspect.Parameter.POSITIONAL_OR_KEYWORD))
     if any(parameter.kind not in plain for parameter in parameters):
         return 1, 0
@@ -198,13 +198,13 @@ def _positions(parameters: tuple[Parameter, ...]) -> tuple[int, int]:
 
 
 def takes(spec: EndpointSpec, count: int) -> bool:
-    """Return whether so many arguments by position, and none by name, fit an endpoint; False if that is not so simple."""
+    """Return True if ``count`` positional arguments alone fit an endpoint; False for complex signatures."""
     least, most = _positions(spec.parameters)
     return least <= count <= most
 
 
 def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Return the :func:`cache_key` of a call, whose arguments are bound where that can fail, or makes a difference.
+    """Return the :func:`cache_key` of a call; binds the arguments only where binding can fail or changes the key.
 
     :raises SignatureError: if they do not fit the endpoint's signature.
     """
@@ -216,7 +216,7 @@ def key_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> s
 def identity_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     """Return a text that identifies a call's arguments, including those that its key leaves out.
 
-    None where nothing does, because there are tensors or modules among them.
+    None if there are tensors or modules among them.
 
     :raises SignatureError: if they do not fit the endpoint's signature.
     """
@@ -224,10 +224,10 @@ def identity_of(spec: EndpointSpec, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def cache_key(spec: EndpointSpec, bound: dict[str, Any]) -> str | None:
-    """Return the key of a call, None where it is not cached.
+    """Return the key of a call, None if it is not cached.
 
-    The endpoint and a canonical form of the bound arguments, or its ``cache_format_key`` filled in. A call with a
-    tensor or a module has no default key; a template that leaves these out gives it one.
+    The key is the endpoint's name and a canonical form of the bound arguments, or its filled-in ``cache_format_key``. A call
+    with a tensor or a module has no default key, only one from a template that leaves these out.
 
     :raises CapabilityError: if the template names an argument that is a tensor or a module.
     """
@@ -274,7 +274,7 @@ _NO_LITERALS = {text: float(text) for text in ("nan", "inf", "-inf")}
 
 
 def _unquoted(value: Any) -> Any:
-    """Return a default as its value would print; texts lose the quotes that :func:`canonical` gave them."""
+    """Return a default as its value prints: strings lose the quotes that :func:`canonical` added."""
     if type(value) is DtypeRef:
         return str(value)
     if type(value) is not _Default:
@@ -290,8 +290,8 @@ def _unquoted(value: Any) -> Any:
 def check_chain(spec: EndpointSpec, key: str | None, chain: frozenset[str]) -> None:
     """Refuse a call that would wait for itself.
 
-    :param chain: names and keys of the calls that, directly or not, make this one.
-    :raises ConfigurationError: if the call is among them, or a serialized endpoint of that name is.
+    :param chain: names and keys of the calls that directly or indirectly make this one.
+    :raises ConfigurationError: if the chain contains this call, or a serialized endpoint of the same name.
     """
     if key is not None and key in chain and spec.singleflight:
         raise ConfigurationError(
@@ -312,13 +312,13 @@ class Registry:
         self.on_add: Callable[[EndpointSpec], None] | None = None
 
     def add(self, spec: EndpointSpec) -> None:
-        """Take an endpoint in; one of the same name is replaced, as a function defined twice is."""
+        """Add an endpoint; it replaces one of the same name, like a repeated function definition."""
         self._specs[spec.name] = spec
         if self.on_add is not None:
             self.on_add(spec)
 
     def replace(self, specs: Iterable[EndpointSpec]) -> None:
-        """Have these endpoints and no others."""
+        """Replace all endpoints with these."""
         self._specs = {spec.name: spec for spec in specs}
         #: Returns the spec of an endpoint, or None.
         self.find: Callable[[str], EndpointSpec | None] = self._specs.get
@@ -326,7 +326,7 @@ class Registry:
     def get(self, name: str) -> EndpointSpec:
         """Return the spec of an endpoint.
 
-        :raises EndpointNotFound: naming the existing ones.
+        :raises EndpointNotFound: with the names of the existing ones.
         """
         spec = self._specs.get(name)
         if spec is None:
@@ -337,7 +337,7 @@ class Registry:
         return spec
 
     def all(self) -> list[EndpointSpec]:
-        """Return all specs, in the order they were shared."""
+        """Return all specs, in the order of registration."""
         return list(self._specs.values())
 
     def __len__(self) -> int:

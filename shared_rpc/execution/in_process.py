@@ -1,4 +1,4 @@
-"""Running endpoints in this process."""
+"""Execution of endpoints in this process."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from shared_rpc.protocol.infos import ExecutorInfo
 
 
 class InProcessExecutor:
-    """Endpoints in this process: ``def`` in daemon threads, ``async def`` on the server's loop.
+    """Executor in this process: ``def`` endpoints in daemon threads, ``async def`` endpoints on the server's loop.
 
     :param endpoints: by name.
-    :param device: the id of the device results must be on.
-    :param pool: of each session; by default the usual one.
-    :param max_workers: how many threads run endpoints at once; by default four more than there are cores, and at most 32.
-    :param shares: whether results are moved into shared memory; False if only this process uses them.
+    :param device: the id of the device of results.
+    :param pool: options of each session's pool; by default the usual ones.
+    :param max_workers: maximum number of endpoint threads; by default four more than there are cores, and at most 32.
+    :param shares: True to move results into shared memory; False if only this process uses them.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class InProcessExecutor:
         self._kind = device_kind(device)
         limit = max_workers if max_workers is not None else min(32, (os.cpu_count() or 1) + 4)
         self._threads = WorkerThreads(limit, self._prepare)
-        #: As many again for tasks: a few long tasks must not hold up all calls.
+        #: A second set of threads for tasks, so that a few long ones do not hold up all calls.
         self._background = WorkerThreads(limit, self._prepare, next_turn=True)
         #: Runs whose work has not begun, with their jobs.
         self._queued: dict[Run[Any], tuple[WorkerThreads, Job]] = {}
         self._coroutines = Coroutines()
 
     def _prepare(self) -> None:
-        """Make the provider's GPU the current one of this thread: an endpoint's ``"cuda"`` means it, and cuBLAS warns where no
-        context is current.
+        """Make the provider's GPU current in this thread: endpoints mean it by ``"cuda"``, and cuBLAS warns without a current
+        context.
         """
         if self._kind == "cuda":
             import torch
@@ -72,12 +72,12 @@ class InProcessExecutor:
 
     @property
     def busy(self) -> int:
-        """Threads that run an endpoint now."""
+        """The number of threads that run an endpoint now."""
         return self._threads.busy + self._background.busy
 
     @contextmanager
     def lend_thread(self) -> Iterator[None]:
-        """Allow one thread more while an endpoint waits for another one, so that waiting does not use up ``max_workers``."""
+        """Allow one more thread while an endpoint waits for another one, so that waiting does not exhaust ``max_workers``."""
         with self._threads.lend(), self._background.lend():
             yield
 
@@ -89,13 +89,13 @@ class InProcessExecutor:
         return {"workers": []}
 
     def close(self) -> None:
-        """End idle threads: the loop has ended. One that runs an endpoint ends with it, or with the process."""
+        """End idle threads, after the loop has ended. Other threads end with their endpoint or with the process."""
         self._threads.close()
         self._background.close()
         self._publisher.slabs.close()
 
     async def finish(self) -> None:
-        """End the runs on the loop, which ends after this."""
+        """End the runs on the loop, just before the loop ends."""
         await self._coroutines.finish()
 
     def start(self, run: Run[Any], owner: Owner) -> None:
@@ -111,12 +111,12 @@ class InProcessExecutor:
             begun()
             loaded = guarded(lambda: Completed(None, load(run)))
             if isinstance(loaded, Failure):
-                asyncio.get_running_loop().call_soon(ended, loaded)  # soon: it may start the next run in line
+                asyncio.get_running_loop().call_soon(ended, loaded)  # soon: it may start the next queued run
             else:
                 self._await(endpoint, run, context, loaded, ended)
             return
         else:
-            # Mapping large arguments and publishing the result take time, and are done in threads all the same.
+            # Mapping large arguments and publishing the result take time, so threads do that in either case.
             job = Job(
                 lambda: guarded(lambda: Completed(None, load(run))),
                 lambda loaded: self._await(endpoint, run, context, loaded, ended),
@@ -154,7 +154,7 @@ class InProcessExecutor:
         return True
 
     def cancel(self, run: Run[Any]) -> None:
-        """Ask a run to stop. An ``async def`` endpoint is cancelled where it awaits; any other has to look."""
+        """Ask a run to stop. An ``async def`` endpoint is cancelled at its current await; any other must poll."""
         if run.running and run.place is not None:
             run.place.cancelled = True
             self._coroutines.cancel(run)
@@ -167,7 +167,7 @@ class InProcessExecutor:
         loaded: Completed | Failure,
         ended: Callable[[Completed | Failure], None],
     ) -> None:
-        """Run an ``async def`` endpoint with the arguments that were loaded."""
+        """Run an ``async def`` endpoint with its loaded arguments."""
         if isinstance(loaded, Failure):
             ended(loaded)
             return
@@ -184,7 +184,7 @@ class InProcessExecutor:
 
         args, kwargs = loaded.live
         begin: list[Callable[[], Awaitable[Any]]] = [functools.partial(endpoint.function, *args, **kwargs)]
-        # Other references to the arguments decide whether the result can be returned in their memory.
+        # The result can reuse the memory of the arguments only if there are no other references to them.
         loaded.live = None
         del args, kwargs
         try:
@@ -201,7 +201,7 @@ class InProcessExecutor:
         value: list[Any],
         ended: Callable[[Completed | Failure], None],
     ) -> None:
-        """End a run with its coroutine's result: here if that takes microseconds, otherwise in a thread."""
+        """End a run with its coroutine's result: here if publishing takes microseconds, otherwise in a thread."""
         outcome = self._publisher.publish_soon(endpoint, run, value)
         if isinstance(outcome, (Completed, Failure)):
             value.clear()
@@ -230,7 +230,7 @@ class InProcessExecutor:
         awaiting: AwaitingPool,
         ended: Callable[[Completed | Failure], None],
     ) -> None:
-        """Set a result aside until its pool has free memory, without a thread: one client does not hold up others."""
+        """Park a result until its pool has free memory, without a thread, so that one client does not hold up others."""
 
         def publish() -> Completed:
             return self._publisher.publish(endpoint, run, [awaiting.live])
@@ -250,11 +250,11 @@ class InProcessExecutor:
         ended: Callable[[Completed | Failure], None],
         begun: Callable[[], None] | None = None,
     ) -> Job:
-        """Return the job of a run that ends with it."""
+        """Return a job whose end is the end of the run."""
         return Job(functools.partial(_outcome, run, work), ended, begun, functools.partial(self._settle, run))
 
     def _settle(self, run: Run[Any]) -> None:
-        """Poll the chunks that the endpoint has used, after its caller has been answered."""
+        """Poll the chunks used by the endpoint, after the reply to its caller."""
         transfer = self.transfers.find(run.session)
         if transfer is not None:
             transfer.poll()
@@ -268,13 +268,13 @@ class InProcessExecutor:
         finally:
             end_if_forked(pid, run.spec.name)
             CURRENT_RUN.reset(token)
-        # Arguments that nothing uses any more are freed before the result is copied.
+        # Unused arguments are freed before the result is copied.
         del args, kwargs
         return self._publisher.publish(endpoint, run, value)
 
 
 def _outcome(run: Run[Any], work: Callable[[], Completed]) -> Completed | Failure:
-    # In a list that is emptied: a kept error of the endpoint's code may keep this frame.
+    # In a list that is emptied: a retained error of the endpoint's code may keep this frame.
     outcome = [guarded(work)]
     if type(outcome[0]) is Failure:
         let_go(run, outcome[0])

@@ -1,4 +1,4 @@
-"""Limits of memory that a server was given, in bytes."""
+"""Configured memory limits of a server, in bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shared_rpc.memory.devices import device_id, devices_of, facts_of
 
 
 def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, int]:
-    """Return the quotas that a server was given, in bytes by device id.
+    """Return the configured quotas in bytes, by device id.
 
     :param device: the id of the server's device.
-    :raises ConfigurationError: for a device that is not the server's, and for an amount that is neither bytes nor a fraction.
+    :raises ConfigurationError: for a device of another server, and for an amount that is neither bytes nor a fraction.
     """
     resolved: dict[str, int] = {}
     for name, amount in quotas.items():
@@ -30,7 +30,7 @@ def resolve_quotas(quotas: Mapping[str, int | float], device: str) -> dict[str, 
 
 
 def resolve_host_quota(amount: float | None) -> int | None:
-    """Return a limit of host copies in bytes, None for no limit.
+    """Return the limit of host copies in bytes, None for no limit.
 
     :raises ConfigurationError: for an amount that is neither bytes nor a fraction of the host's memory.
     """
@@ -38,9 +38,9 @@ def resolve_host_quota(amount: float | None) -> int | None:
 
 
 def check_when_full(when_full: str, quotas: Mapping[str, int | float]) -> None:
-    """Check what a server is to do when a device is full.
+    """Check the policy for a full device.
 
-    :raises ConfigurationError: for an unknown word, and if no device can be full, because none has a quota.
+    :raises ConfigurationError: for an unknown word, and if no device has a quota and can become full.
     """
     if when_full not in ("evict", "refuse"):
         raise ConfigurationError(f"when_full={when_full!r}: use 'evict' or 'refuse'")

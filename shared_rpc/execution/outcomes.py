@@ -1,4 +1,4 @@
-"""Outcomes of runs: a record and a value, or an error that can travel and be kept."""
+"""Outcomes of runs: a record and a value, or an error that can be sent and kept."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shared_rpc.memory.records import Record
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Bytes. An exception that pickles larger carries data, and arrives as a RemoteError.
+#: Bytes. An exception with a larger pickle carries data, and arrives as a RemoteError.
 _EXCEPTION_LIMIT = 1 << 20
 
 
 @dataclass(slots=True)
 class Completed:
-    """A run that went well. ``record`` belongs to the receiver, ``live`` is the value where it is in this process."""
+    """A successful run. The receiver owns ``record``; ``live`` is the value if it is in this process."""
 
     record: Record | None
     live: Any
@@ -31,7 +31,7 @@ class Completed:
 class AwaitingPool(Completed):
     """A successful run whose result does not fit into its reader's pool; ``why`` lists the holders.
 
-    ``frees`` is how many chunks had become free when it was tried.
+    ``frees`` counts the chunks freed before the attempt.
     """
 
     why: str
@@ -40,9 +40,9 @@ class AwaitingPool(Completed):
 
 @dataclass(frozen=True)
 class Failure:
-    """A run, or a call, that did not. ``pickled`` holds an endpoint's own exception, to be loaded by the caller only.
+    """A failed run or call. ``pickled`` holds an endpoint's own exception, which only the caller loads.
 
-    ``sealed``: the receiver passes the exception on, and does not load it.
+    ``sealed`` is True if the receiver forwards the exception without loading it.
     """
 
     code: str
@@ -59,15 +59,15 @@ class Failure:
         return self.detail.get("type_name") or class_of(self.code).__name__
 
     def clear_frames(self) -> None:
-        """Release the objects of the endpoint's frames when it failed, such as its arguments."""
+        """Release the objects in the failed endpoint's frames, such as its arguments."""
         if self.error is not None:
             for error in _related(self.error):
                 traceback.clear_frames(error.__traceback__)
 
     def remembered(self, limit: int) -> Failure:
-        """Return the same, to be kept for long, without anything that the endpoint had in hand.
+        """Return a copy to keep, without references to objects of the endpoint.
 
-        An exception that pickles larger than ``limit`` bytes, or not at all, becomes a RemoteError.
+        An exception whose pickle is larger than ``limit`` bytes, or that cannot be pickled, becomes a RemoteError.
         """
         self.clear_frames()
         if self.code != RemoteError.code or 0 < len(self.pickled) <= limit:
@@ -76,7 +76,7 @@ class Failure:
         return dataclasses.replace(self, pickled=b"", error=kept, kept=True)
 
     def seal(self) -> Failure:
-        """Return the same for a receiver that passes it on: an endpoint's exception stays pickled."""
+        """Return a copy for a receiver that forwards it: an endpoint's exception stays pickled."""
         if self.code != RemoteError.code:
             return self
         traceback_text = self.detail.get("traceback", "")
@@ -84,7 +84,7 @@ class Failure:
         return dataclasses.replace(self, error=sealed, sealed=True)
 
     def to_raise(self) -> BaseException:
-        """Return the exception for a caller in this process; a copy where the failure is kept, as raising adds frames."""
+        """Return the exception for a caller in this process; a copy if the failure is kept, since raising adds frames."""
         assert self.error is not None, "a failure of this process has its exception"
         if not self.kept:
             return self.error
@@ -97,14 +97,14 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Make the failure of an error that the library raised."""
+        """Make the failure of an error raised by the library."""
         return cls(*to_wire(error), error=error)
 
     @classmethod
     def unexpected(cls, error: BaseException, what: str) -> Failure:
-        """Make the failure of any error in this process. One that the library did not raise is logged with its traceback.
+        """Make the failure of any error in this process. Errors from outside the library are logged with their tracebacks.
 
-        :param what: what failed, for the log.
+        :param what: the failed operation, for the log.
         """
         if isinstance(error, SharedRPCError):
             return cls.of(error)
@@ -122,20 +122,20 @@ class Failure:
         )
         remote = RemoteError(text_of(error), type_name=name, traceback=text)
         pickled = b""
-        # SystemExit and the like end the process that raises them, and must not end the caller's.
+        # SystemExit and its like end the process that raises them, and must not end the caller's.
         if isinstance(error, Exception):
             try:
                 from shared_rpc.codec.skeleton import dump_exception
 
                 pickled = dump_exception(error)
-            except BaseException:  # nothing that the exception's own methods raise may pass the waiters
+            except BaseException:  # no error of the exception's own methods may reach the waiters
                 pickled = b""
         local = error if isinstance(error, Exception) else remote
         return cls(*to_wire(remote), pickled=pickled if len(pickled) <= _EXCEPTION_LIMIT else b"", error=local)
 
 
 def _related(error: BaseException) -> list[BaseException]:
-    """List an exception, its causes and contexts, and the members of groups, each once."""
+    """List an exception, its causes and contexts, and the members of groups, without duplicates."""
     found: dict[int, BaseException] = {}
     open_ends: list[BaseException | None] = [error]
     while open_ends:

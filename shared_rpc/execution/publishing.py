@@ -1,4 +1,4 @@
-"""The work around an endpoint: its arguments are loaded, and its result is published."""
+"""Loading of an endpoint's arguments, and publication of its result."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from shared_rpc.codec.results import Soon
 
 
-#: Seconds of copying a result on the loop, above which a thread copies results.
+#: Results that take longer than this to copy, in seconds, are copied in a thread instead of on the loop.
 _PATIENCE = 100e-6
-#: Bytes of a table of so few tensors that they are rebuilt on the loop.
+#: Maximum bytes of a table whose tensors are few enough to be rebuilt on the loop.
 _FEW = 1024
 
 
 class Publisher:
-    """The maker of records of endpoints' results.
+    """Makes the records of endpoints' results.
 
-    :param device: the id of the device results must be on.
-    :param shares: whether results are moved into shared memory.
+    :param device: the id of the device of results.
+    :param shares: True to move results into shared memory.
     """
 
     def __init__(self, device: str, transfers: Transfers[ServerTransfer], *, shares: bool) -> None:
@@ -41,13 +41,13 @@ class Publisher:
         self._kind = device_kind(device)
         self._transfers = transfers
         self._shares = shares
-        #: Small results of all sessions lie in these.
+        #: Hold the small results of all sessions.
         self.slabs = Slabs()
 
     def publish(self, endpoint: Endpoint, run: Run[Any], only: list[Any]) -> Completed:
-        """Return the outcome of a run, in one of its threads.
+        """Return the outcome of a run. Called in a thread of the run.
 
-        :param only: the value, to which nothing else in the library refers.
+        :param only: the value, in a list that holds the library's only reference to it.
         """
         from shared_rpc.codec.payload import check_result
         from shared_rpc.codec.results import publish
@@ -75,7 +75,7 @@ class Publisher:
             only.clear()
 
     def elsewhere(self, work: Callable[[], Completed]) -> Callable[[], Completed]:
-        """Return ``work`` for another thread, with this one's current stream: the endpoint's queued work is on it."""
+        """Wrap ``work`` for another thread so that it uses this one's current stream, which has the endpoint's queued work."""
         if self._kind == "cpu":
             return work
         import torch
@@ -89,7 +89,7 @@ class Publisher:
         return on_stream
 
     def publish_soon(self, endpoint: Endpoint, run: Run[Any], value: list[Any]) -> Completed | Failure | Soon | None:
-        """Return the outcome of a run whose result needs no thread; what a thread is to wait for; or None, to begin in one."""
+        """Return the outcome if it needs no thread, the work that a thread must wait for, or None to publish in a thread."""
         transfer = self._transfers.find(run.session) if run.pooled and self._shares else None
         if transfer is None or endpoint.spec.access != "read_write" or "shared_rpc.codec.results" not in sys.modules:
             return None
@@ -108,13 +108,13 @@ class Publisher:
 
 
 def let_go(run: Run[Any], outcome: Completed | Failure) -> None:
-    """Let go of a failed run's arguments: a caller in another process gets a traceback as text, and its memory back at once."""
+    """Release a failed run's arguments: a caller in another process gets a traceback as text, and its memory back at once."""
     if isinstance(outcome, Failure) and isinstance(run.arguments, Arguments):
         outcome.clear_frames()
 
 
 def loads_soon(run: Run[Any]) -> bool:
-    """Return whether loading the arguments takes microseconds: there is nothing to map or to unpickle."""
+    """Return True if loading the arguments takes microseconds: nothing to map or to unpickle."""
     arguments = run.arguments
     return isinstance(arguments, tuple) or (
         "shared_rpc.codec.arguments" in sys.modules  # torch is loaded with it
@@ -125,7 +125,7 @@ def loads_soon(run: Run[Any]) -> bool:
 
 
 def load(run: Run[Any]) -> tuple[Any, Any]:
-    """Return the arguments of a run, for its function."""
+    """Load the arguments of a run and return them as ``(args, kwargs)``."""
     if isinstance(run.arguments, tuple):
         return run.arguments
     from shared_rpc.codec.arguments import decode_arguments
@@ -137,7 +137,7 @@ def load(run: Run[Any]) -> tuple[Any, Any]:
 
 
 def guarded(work: Callable[[], Completed]) -> Completed | Failure:
-    """Return whatever ``work`` raises, SystemExit included: nothing may get past the waiters."""
+    """Return any exception of ``work``, including SystemExit, as a failure, so that waiters always get an outcome."""
     try:
         return work()
     except BaseException as error:
@@ -145,5 +145,5 @@ def guarded(work: Callable[[], Completed]) -> Completed | Failure:
 
 
 def failure(error: BaseException) -> Failure:
-    """Return the failure of an error of the library's own, or of an endpoint's."""
+    """Return the failure for an error of the library or of an endpoint."""
     return Failure.of(error) if isinstance(error, SharedRPCError) else Failure.raised(error)

@@ -1,4 +1,4 @@
-"""Progress that travels from an endpoint's thread to the loop."""
+"""Progress reports from an endpoint's thread to the loop."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import msgspec
 from shared_rpc.forks import fork_safe_lock
 from shared_rpc.protocol.tasks import Progress
 
-#: Reports that are all sent, before they are thinned out.
+#: Number of reports sent before thinning begins.
 _BURST = 100
-#: Seconds between two reports from then on; a report that was held back is sent after as long.
+#: Minimum seconds between two reports from then on; a deferred report is sent after the same time.
 _PERIOD = 0.05
-#: Of all reporters: it is held for less than a microsecond, and making a lock takes as long.
+#: Shared by all reporters: it is held for less than a microsecond, and creating a lock takes as long.
 _lock = fork_safe_lock()
 
 
 class Reporter(msgspec.Struct, eq=False):
-    """The way of reports from any thread to the loop. Reports that come too fast are thinned out; the last is sent.
+    """Forwards reports from any thread to the loop. Reports in quick succession are thinned out; the last is sent.
 
     :param report: called on the loop.
     """
 
     _loop: asyncio.AbstractEventLoop
-    _tell: Callable[[Progress], None]
-    #: Made with the first report: most runs report nothing.
+    _send: Callable[[Progress], None]
+    #: Created with the first report: most runs report nothing.
     _waiting: deque[Progress] | None = None
     _scheduled: bool = False
     _allowance: float = float(_BURST)
@@ -37,7 +37,7 @@ class Reporter(msgspec.Struct, eq=False):
     _closed: bool = False
 
     def put(self, progress: Progress) -> None:
-        """Report; from any thread. After the end of the run, or of the loop, nothing is sent."""
+        """Report, from any thread. Ignored after the end of the run or of the loop."""
         with _lock:
             if self._closed:
                 return
@@ -51,7 +51,7 @@ class Reporter(msgspec.Struct, eq=False):
             self._loop.call_soon_threadsafe(self._flush)
 
     def close(self) -> None:
-        """Send a report that was held back: the run has ended. On the loop."""
+        """Send any deferred report at the end of the run. On the loop."""
         with _lock:
             self._closed = True
             waiting, self._waiting = self._waiting, None
@@ -60,7 +60,7 @@ class Reporter(msgspec.Struct, eq=False):
         if self._timer is not None:
             self._timer.cancel()
         if waiting:
-            self._tell(waiting[-1])
+            self._send(waiting[-1])
 
     def _flush(self) -> None:
         now = self._loop.time()
@@ -70,13 +70,13 @@ class Reporter(msgspec.Struct, eq=False):
         with _lock:
             if self._waiting is None:  # the run has ended
                 return
-            # The newest ones: a watcher wants the present progress.
-            told = list(self._waiting)[-count:] if count else []
+            # The newest ones: a watcher needs the current progress.
+            newest = list(self._waiting)[-count:] if count else []
             if count or not self._waiting:
                 self._waiting.clear()
                 self._scheduled = False
             else:
                 self._timer = self._loop.call_later(_PERIOD, self._flush)
-        self._allowance -= len(told)
-        for progress in told:
-            self._tell(progress)
+        self._allowance -= len(newest)
+        for progress in newest:
+            self._send(progress)

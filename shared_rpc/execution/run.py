@@ -1,6 +1,6 @@
-"""One run of an endpoint, as an executor and the server's table of runs have it; and the contract of executors.
+"""One run of an endpoint, shared by an executor and the server's table of runs; and the contract of executors.
 
-Executors run endpoints for the server core, which gets records, made here or elsewhere.
+Executors run endpoints for the server core, which receives records from this or another process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared_rpc.protocol.tasks import Progress
 
 W = TypeVar("W")
 
-#: The arguments for an executor: lowered, or the live ``(args, kwargs)`` of a caller in this process.
+#: Arguments for an executor: lowered, or the live ``(args, kwargs)`` of a caller in this process.
 CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -25,23 +25,23 @@ CallArguments = Arguments | tuple[tuple[Any, ...], dict[str, Any]]
 class Run(Generic[W]):
     """One run of an endpoint, from the call that starts it to its outcome.
 
-    ``key`` is None where its result is not to be cached, or no longer, and then ``former_key`` is the earlier key.
-    ``refreshes`` is for a refresh the identity of its arguments, None if they have none. ``number`` is its place in the
-    order in which runs were opened, from 1 on; in a worker, its broker's number for it.
+    ``key`` is None if the result is not, or no longer, to be cached; in the latter case ``former_key`` is the earlier key.
+    ``refreshes`` is the identity of a refresh's arguments, None if they have none. ``number`` is the run's place in the order
+    of opening, from 1 on; in a worker, its number in the broker.
 
-    For the executor: ``publish``: whether a record is needed; a caller in this process needs only the value.
-    ``chain``: see :class:`shared_rpc.context.RunContext`. ``background``: whether it may take long, and must not hold up calls
-    that are waited for. ``session`` is whose call it is, and ``pooled`` whether the result is for this session alone, and may
-    lie in its pool; ``shares_slab`` whether it may share a segment with others if it is small. ``request_id`` is that of the
-    call which it was started for, ``cached`` whether the cache would list its result: both are for events.
+    For the executor: ``publish``: True if a record is needed; a caller in this process needs only the value.
+    ``chain``: see :class:`shared_rpc.context.RunContext`. ``background``: True if the run may take long and must not hold up
+    calls with waiting callers. ``session`` is the caller's session; ``pooled``: True if the result is for this session alone
+    and may lie in its pool; ``shares_slab``: True if a small result may share a segment with others. For events,
+    ``request_id`` is that of the call that started it, and ``cached`` is True if the cache would list its result.
 
-    ``begun_at`` is when its work began, on the caller's clock; ``progress`` is its latest progress.
+    ``begun_at`` is the start of its work on the caller's clock; ``progress`` is its latest progress.
     """
 
     spec: EndpointSpec
     key: str | None
     arguments: CallArguments
-    #: In the order in which they came; leaving takes constant time.
+    #: In order of arrival; removal takes constant time.
     waiters: dict[W, None] = field(default_factory=dict)
     refreshes: str | None = None
     publish: bool = True
@@ -54,64 +54,64 @@ class Run(Generic[W]):
     cached: bool = False
     number: int = 0
     former_key: str | None = None
-    #: Whether it builds a candidate, whose key is ``former_key``, and whether that was invalidated since.
+    #: True if it builds a candidate, whose key is ``former_key``; and True if that was invalidated since.
     prepares: bool = False
     invalidated: bool = False
     #: When the run was opened, in Unix seconds.
     created_at: float = 0.0
     running: bool = False
-    #: The number of its miss while it waits for a source of records, else 0; and whether the source was given that.
+    #: The number of its miss while it waits for a source of records, else 0; and True once the source has that miss.
     miss: int = 0
     offered: bool = False
-    #: Whether its record came from a source.
+    #: True if its record came from a source.
     adopted: bool = False
     begun_at: float = 0.0
     progress: Any = None
-    #: Whether its executor has finished with the run.
+    #: True once its executor has finished with the run.
     over: bool = False
     #: The reservation for its result.
     reservation: Any = None
-    #: The executor's own data about the run.
+    #: Private data of the executor.
     place: Any = None
 
 
 class Owner(Protocol):
-    """The owner of a run, which had it started and is notified of it; on the loop."""
+    """Starts runs and receives their notifications; on the loop."""
 
     def began(self, run: Run[Any]) -> None:
-        """Note that the run's work starts."""
+        """Handle the start of the run's work."""
 
     def progressed(self, run: Run[Any], progress: Progress) -> None:
-        """Note progress that the endpoint reports."""
+        """Handle progress reported by the endpoint."""
 
     def out_of_memory(self, run: Run[Any], why: str) -> None:
-        """Note that the endpoint has ended, and that its result waits until its reader gives memory back."""
+        """Handle a finished endpoint whose result waits until its reader releases memory."""
 
     def ended(self, run: Run[Any], outcome: Completed | Failure) -> None:
-        """Note that the run ended; nothing is raised that the endpoint raised."""
+        """Handle the end of the run; an endpoint's exception arrives as a Failure."""
 
 
 class Executor(Protocol):
-    """The place where endpoints run."""
+    """Runs endpoints."""
 
     @property
     def transfers(self) -> Transfers[SessionTransfer]:
         """The pools of sessions."""
 
     def info(self) -> ExecutorInfo:
-        """Return the processes that run endpoints."""
+        """Describe the processes that run endpoints."""
 
     def reclaim(self) -> None:
-        """Give back the memory that only the live value of a dropped object held. Does not wait."""
+        """Release memory held only by the live values of dropped objects. Does not wait."""
 
     def start(self, run: Run[Any], owner: Owner) -> None:
         """Run an endpoint, and notify the owner.
 
-        The arguments' descriptors belong to the executor from here on.
+        The executor takes ownership of the arguments' descriptors.
         """
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """Drop a run that has not begun, or a result that waits for memory, without notifying the owner. False for others."""
+        """Drop a run that has not begun, or a result that waits for memory, without notifying the owner; otherwise False."""
 
     def cancel(self, run: Run[Any]) -> None:
-        """Ask a run that has begun to stop."""
+        """Ask a begun run to stop."""

@@ -1,4 +1,4 @@
-"""The short-lived memory of a session, as the server core needs it, wherever it is mapped."""
+"""The short-lived memory of a session, as seen by the server core in whichever process it is mapped."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.infos import PoolInfo
 from shared_rpc.protocol.records import SegmentInfo
 
-#: The limit of arenas of one client; a pool that doubles as it grows has a dozen.
+#: Maximum number of arenas of one client; a pool that doubles as it grows has a dozen.
 _MAX_ARENAS = 64
 
 
 class SessionTransfer(ABC):
-    """One session's pool of results, and its client's chunks for arguments. On the server's loop."""
+    """A session's pool of results, and its client's chunks for arguments. On the server's loop."""
 
     def __init__(self) -> None:
         #: The client's arenas, by the client's ids.
         self._arenas: dict[str, Segment] = {}
-        #: What :meth:`await_chunks` is to call.
-        self._wanted: dict[Callable[[], None], None] = {}
+        #: Functions registered with :meth:`await_chunks`, in order.
+        self._subscribers: dict[Callable[[], None], None] = {}
 
     def add_arena(self, info: SegmentInfo, fd: int) -> Segment:
-        """Take a client's new arena, and return another descriptor of it. The received one belongs to the transfer.
+        """Register a client's new arena, and return a duplicate of its descriptor. The transfer owns the received one.
 
-        Its id is made here, so that no client can pass its memory off as another segment.
+        The arena gets a new id, so that no client can pass its memory off as another segment.
         """
         segment = Segment.owning(msgspec.structs.replace(info, id=new_segment_id()), fd, foreign=True)
         # Several connections may send the same arena: the first one counts.
@@ -42,9 +42,9 @@ class SessionTransfer(ABC):
         return self.arena(info.id)
 
     def arena(self, segment_id: str) -> Segment:
-        """Return another descriptor of an arena that came before.
+        """Return a duplicate of a registered arena.
 
-        :raises SegmentNotFound: if none of that id did.
+        :raises SegmentNotFound: if there is none of that id.
         """
         known = self._arenas.get(segment_id)
         if known is None:
@@ -53,58 +53,58 @@ class SessionTransfer(ABC):
 
     @abstractmethod
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
-        """Return the sinks to which the chunks of a call are returned."""
+        """Return the sinks that take back the chunks of a call."""
 
     @abstractmethod
     def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
-        """Hold chunks of the session's results once more that it names as arguments; None if one of them is not in use."""
+        """Add a hold on chunks of the session's results that it sends as arguments; None if one of them is not in use."""
 
     @abstractmethod
     def result_segment(self, segment_id: str) -> Segment | None:
-        """Return a segment of the results' pool; it stays the pool's."""
+        """Return a segment of the results' pool, which keeps ownership."""
 
     @abstractmethod
     def release_results(self, chunks: Sequence[int]) -> None:
-        """Take back chunks of the results' pool that the client has done with, or that were never sent."""
+        """Free chunks of the results' pool that the client has released, or that were never sent."""
 
     @abstractmethod
     def returned(self) -> list[int]:
-        """Return the client's chunks to return now."""
+        """Pop the client's chunks that can be returned now."""
 
     def freed(self) -> list[int]:
-        """Return :meth:`returned`, to be sent with a reply. Waiters are notified too: they are the same client's."""
+        """Return :meth:`returned`, for a reply. Also notifies the waiters, which are of the same client."""
         chunks = self.returned()
         if chunks:
-            self._tell()
+            self._notify_subscribers()
         return chunks
 
     @abstractmethod
     def put_back(self, chunks: Iterable[int]) -> None:
-        """Take back the chunks of :meth:`freed` that could not be sent."""
+        """Take back chunks of :meth:`freed` that could not be sent."""
 
     @abstractmethod
     def await_chunks(self, notify: Callable[[], None]) -> None:
-        """Call ``notify``, from any thread, when there are or may be chunks for :meth:`returned`."""
+        """Call ``notify`` once, from any thread, when :meth:`returned` may have chunks."""
 
     def unsubscribe(self, notify: Callable[[], None]) -> None:
-        """Forget the function given to :meth:`await_chunks`."""
-        self._wanted.pop(notify, None)
+        """Remove a function registered with :meth:`await_chunks`."""
+        self._subscribers.pop(notify, None)
 
-    def _tell(self) -> None:
-        for notify in [*self._wanted]:
-            if self._wanted.pop(notify, "called") is None:  # another thread may notify too
+    def _notify_subscribers(self) -> None:
+        for notify in [*self._subscribers]:
+            if self._subscribers.pop(notify, "called") is None:  # another thread may notify too
                 notify()
 
     @abstractmethod
     def info(self) -> PoolInfo:
-        """Describe the pool for results."""
+        """Describe the pool of results."""
 
     def close(self) -> None:
-        """Release everything: the session ended."""
+        """Release everything at the end of the session."""
         for segment in self._arenas.values():
             segment.close()
         self._arenas.clear()
-        self._wanted.clear()
+        self._subscribers.clear()
 
 
 TransferT_co = TypeVar("TransferT_co", bound=SessionTransfer, covariant=True)
@@ -113,7 +113,7 @@ TransferT_co = TypeVar("TransferT_co", bound=SessionTransfer, covariant=True)
 class Transfers(Generic[TransferT_co]):
     """The transfers of all sessions that have one.
 
-    :param make: a new transfer for a session.
+    :param make: creates the transfer of a session.
     """
 
     def __init__(self, make: Callable[[str], TransferT_co]) -> None:
@@ -123,7 +123,7 @@ class Transfers(Generic[TransferT_co]):
         self.find: Callable[[str], TransferT_co | None] = self._transfers.get
 
     def of(self, session: str) -> TransferT_co:
-        """Return a session's transfer, made when it is first needed."""
+        """Return a session's transfer, created on first use."""
         transfer = self._transfers.get(session)
         if transfer is None:
             transfer = self._transfers[session] = self._make(session)
@@ -134,23 +134,23 @@ class Transfers(Generic[TransferT_co]):
         return tuple(self._transfers.values())
 
     def release_results(self, session: str, chunks: Sequence[int]) -> None:
-        """Take back chunks of a session's results, if it has a transfer."""
+        """Free chunks of a session's results, if it has a transfer."""
         transfer = self.find(session)
         if transfer is not None:
             transfer.release_results(chunks)
 
     def end(self, session: str) -> None:
-        """Release all that a session had: it ended."""
+        """Release all memory of a session at its end."""
         transfer = self._transfers.pop(session, None)
         if transfer is not None:
             transfer.close()
 
     def info(self) -> PoolInfo:
-        """Describe the pools for results."""
+        """Describe the pools of results."""
         infos = [transfer.info() for transfer in self.all()]
         return {"nbytes": sum(info["nbytes"] for info in infos), "chunks": sum(info["chunks"] for info in infos)}
 
     def close(self) -> None:
-        """Release everything: the server ends."""
+        """Release everything at the end of the server."""
         for session in tuple(self._transfers):
             self.end(session)

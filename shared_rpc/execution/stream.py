@@ -1,4 +1,4 @@
-"""A socket that carries frames, on an event loop: between a server and a client, and between a broker and a worker."""
+"""A socket for frames on an event loop: between a server and a client, and between a broker and a worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared_rpc.protocol.socket import FdOwner, FrameSocket
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Reads of one stream before other streams get their turn, and frames whose answers are sent in one write.
+#: Reads of one stream before other streams get their turn, and frames answered in one write.
 _TURN = 32
 _PEEK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
@@ -31,17 +31,17 @@ def _ignore(nbytes: int) -> None:
 
 
 class FramedStream:
-    """Owns its socket. The loop calls it when there is something to read, or when it can write: there is no task, which would
-    cost each frame a turn of the loop. On the loop only.
+    """A framed socket, which it owns. The loop calls it when the socket is readable or writable: a task would cost each frame a
+    turn of the loop. On the loop only.
 
-    :param on_frame: called with every frame, whose descriptors are closed afterwards. Its error ends the stream.
-    :param on_end: called once, when the other side has hung up, after all its frames were handled, or with the error that
-        ends the stream. It is to call :meth:`close`, perhaps after a last message.
-    :param on_drained: called when the other side has read so much that :attr:`congested` is False again.
-    :param backpressure: bytes that the other side may leave unread before nothing more is read from it.
-    :param fd_backpressure: descriptors that it may leave unread.
-    :param on_held: called when something is left of what has arrived, with its bytes, or nothing is left any more.
-    :param limits: those of the first frames, see :meth:`limit_frames`.
+    :param on_frame: called with every frame, whose descriptors are closed afterwards. An exception from it ends the stream.
+    :param on_end: called once, when the peer has hung up and all its frames were handled, or with the error that ends the
+        stream. It must call :meth:`close`, perhaps after a last message.
+    :param on_drained: called when the peer has read enough that :attr:`congested` is False again.
+    :param backpressure: unread bytes of the peer above which reading from it stops.
+    :param fd_backpressure: unread descriptors of the peer above which reading from it stops.
+    :param on_held: called with the number of received bytes that are not handled yet, and again when there are none.
+    :param limits: limits of the first frames, see :meth:`limit_frames`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class FramedStream:
         self._socket = FrameSocket(sock, limits)
         self.limit_frames = self._socket.limit_frames
         self._on_held = on_held
-        #: Whether bytes of an incomplete frame were there at the end of the last turn.
+        #: True if the last turn ended with an incomplete frame.
         self._holds = False
         self._on_frame = on_frame
         self._on_end = on_end
@@ -67,45 +67,45 @@ class FramedStream:
         self._backpressure = backpressure
         self._fd_backpressure = fd_backpressure
         self._loop = asyncio.get_running_loop()
-        #: The context of the loop's callbacks: a message may be sent in the context of an endpoint, which they must not keep.
+        #: The context of the loop's callbacks, which must not keep that of an endpoint that sends a message.
         self._context = contextvars.copy_context()
-        #: Whether there may be frames that have arrived and are not handled yet.
+        #: True if received frames may still have to be handled.
         self._behind = False
-        #: Whether the loop continues the stream in its next turn.
+        #: True if the loop continues the stream in its next turn.
         self._scheduled = False
-        #: Whether everything must be written before more frames are handled.
+        #: True if all output must be written before more frames are handled.
         self._paused = False
         self._gathering = False
         self._broken = False
-        #: Whether queued messages wait: the other side does not read, or has stopped reading for good.
+        #: True while messages are queued because the peer reads slowly, or not at all any more.
         self.congested = False
         self.closed = False
 
     def start(self) -> None:
-        """Begin to read.
+        """Start reading.
 
-        :raises OSError: if the kernel does not watch the socket.
+        :raises OSError: if the kernel cannot watch the socket.
         """
         self._loop.add_reader(self._socket.fileno(), self._turn)
 
     @property
     def full(self) -> bool:
-        """Whether the other side leaves more unread than it may."""
+        """True if the peer exceeds its limit of unread output."""
         return self._socket.unsent > self._backpressure or self._socket.queued_fds > self._fd_backpressure
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is read from the other side, which leaves too much unread."""
+        """True while nothing is read from the peer because it leaves too much unread."""
         return self._paused
 
     @property
     def held_fds(self) -> int:
-        """Descriptors of incomplete frames, and of messages that the other side has not read."""
+        """The number of descriptors of incomplete frames and of unsent messages."""
         return self._socket.held_fds
 
     @property
     def newest_fd(self) -> int:
-        """The last descriptor of an incomplete frame, -1 for none."""
+        """The last descriptor of an incomplete frame, or -1."""
         return self._socket.newest_fd
 
     def send(
@@ -118,13 +118,13 @@ class FramedStream:
         *,
         at_once: bool = False,
     ) -> None:
-        """Queue a message, and write as much as goes at once. Never waits.
+        """Queue a message, and write as much as possible at once. Never blocks.
 
-        :param fds: descriptors that are duplicated.
-        :param owners: of descriptors, which are referred to until the message is written.
-        :param at_once: whether it is written now though frames are being handled, at the end of which all goes in one write:
-            for messages that must arrive before this process does anything else.
-        :raises ProtocolError: if it is too large, or has too many descriptors; the stream stays good.
+        :param fds: descriptors, which are duplicated.
+        :param owners: owners of descriptors, referenced until the message is written.
+        :param at_once: write now even while frames are being handled, rather than in one write at the end of the turn: for
+            messages that must arrive before this process does anything else.
+        :raises ProtocolError: if it is too large or has too many descriptors; the stream remains usable.
         :raises OSError: if this process cannot open more files.
         """
         if not self.closed:
@@ -133,12 +133,12 @@ class FramedStream:
                 self._flush()
 
     def stop_reading(self) -> None:
-        """Read nothing more until the stream is closed, which is to be soon."""
+        """Stop reading; the stream must be closed soon."""
         self._paused = True
         self._loop.remove_reader(self._socket.fileno())
 
     def close(self) -> None:
-        """Hang up. ``on_end`` is not called."""
+        """Hang up, without calling ``on_end``."""
         if not self.closed:
             self.closed = True
             self._loop.remove_reader(self._socket.fileno())
@@ -149,11 +149,11 @@ class FramedStream:
             del self._on_frame, self._on_end, self._on_drained, self._on_held
 
     def abandon(self) -> None:
-        """Close the descriptors and nothing else: this is a forked child, and the stream is its parent's."""
+        """Close only the descriptors, in a forked child: the stream is the parent's."""
         self._socket.close()
 
     def drain(self) -> None:
-        """Handle all that has come, as far as it can be read. For when the other process has ended. Never raises."""
+        """Handle all readable frames after the other process has ended. Never raises."""
         try:
             while not self.closed:
                 while self._handle_frames():
@@ -169,10 +169,10 @@ class FramedStream:
         self._turn()
 
     def _turn(self) -> None:
-        """Read and handle until there is nothing more, or others must have their turn. Never raises, whatever comes.
+        """Read and handle frames until none is left or other streams must get their turn. Never raises.
 
-        Reading goes on to the end, because uvloop calls once, and never again, where the other side closed with something
-        unread: libuv stops polling a descriptor after an error.
+        Reading continues to the end, because uvloop calls only once if the peer closes with unread data: libuv stops polling a
+        descriptor after an error.
         """
         if self.closed or self._paused or self._scheduled:
             return
@@ -210,7 +210,7 @@ class FramedStream:
             self._on_end(error)
 
     def _handle_frames(self) -> bool:
-        """Handle received frames, and send the answers in one write. True if there may be more."""
+        """Handle received frames, and send the answers in one write. Return True if there may be more."""
         sock, left = self._socket, _TURN
         if not sock.ready():
             return False
@@ -248,7 +248,7 @@ class FramedStream:
                 self._context.run(self._loop.add_writer, self._socket.fileno(), self._writable)
                 self.congested = True
         except ConnectionClosed:
-            # The reading side reports the error too, after the last frames of the other side; nothing is sent until then.
+            # The reader reports the error too, after the peer's last frames; nothing is sent until then.
             self.congested = self._broken = True
         except OSError as error:
             self._unwatched(error)
@@ -277,5 +277,5 @@ class FramedStream:
             self._on_drained()
 
     def _unwatched(self, error: OSError) -> None:
-        """End soon: the kernel does not watch the socket any more, so its end would go unnoticed."""
+        """End the stream soon: the kernel no longer watches the socket, so its end would go unnoticed."""
         self._loop.call_soon(self._end, error)

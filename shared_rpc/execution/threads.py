@@ -1,6 +1,6 @@
-"""Worker threads that do not hold up the end of the process.
+"""Worker threads that do not delay the end of the process.
 
-The threads of anyio and of ``concurrent.futures`` are joined when the interpreter exits, so a model that still loads
+The threads of anyio and of ``concurrent.futures`` are joined when the interpreter exits, so a model still loading
 would keep a stopped server alive for minutes. These are daemons.
 """
 
@@ -31,10 +31,10 @@ def _close_record(result: object) -> None:
 
 
 class Job(msgspec.Struct, eq=False):
-    """Work for a thread; nothing here may raise.
+    """A job for a thread; none of its functions may raise.
 
-    ``begun`` is called on the loop when the job has a thread, and ``done`` with what ``work`` returned; ``after`` is called in
-    the thread when the loop has been notified. ``unused`` takes what ``work`` returned after the loop has ended.
+    ``begun`` is called on the loop when the job gets a thread, and ``done`` with the result of ``work``; ``after`` is called in
+    the thread once the loop was notified. ``unused`` takes the result of ``work`` if the loop has ended.
     """
 
     work: Callable[[], Any]
@@ -45,12 +45,12 @@ class Job(msgspec.Struct, eq=False):
 
 
 class WorkerThreads:
-    """At most ``limit`` threads that do jobs for an asyncio loop; started as needed and kept for the next job.
+    """At most ``limit`` threads that run jobs for an asyncio loop, started on demand and reused.
 
-    Its methods, but for :meth:`lend` and :attr:`busy`, are for that loop's thread.
+    Methods other than :meth:`lend` and :attr:`busy` must be called in that loop's thread.
 
-    :param prepare: called first in a new thread.
-    :param next_turn: submit jobs in the loop's next turn: a client is answered before the thread of its job uses the CPU.
+    :param prepare: called first in each new thread.
+    :param next_turn: submit jobs in the loop's next turn, so that a client is answered before its job's thread uses the CPU.
     """
 
     def __init__(self, limit: int, prepare: Callable[[], None] | None = None, *, next_turn: bool = False) -> None:
@@ -59,25 +59,25 @@ class WorkerThreads:
         self._prepare = prepare
         self._limit = limit
         self._next_turn = next_turn
-        #: Jobs in threads.
+        #: Number of jobs in threads.
         self._begun = 0
         self._waiting: deque[Job] = deque()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads = 0
-        #: Threads with a job, which may end after the loop.
+        #: Threads with a job, which may outlive the loop.
         self._working: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: Ended jobs with their results, until the loop processes them.
+        #: Finished jobs and their results, until the loop processes them.
         self._results: deque[tuple[Job, Any]] = deque()
         self._closed = False
 
     @property
     def busy(self) -> int:
-        """Jobs that run now."""
+        """The number of running jobs."""
         return len(self._working)
 
     def start(self, job: Job) -> None:
-        """Do a job as soon as there is a thread for it, perhaps before this returns.
+        """Run a job once a thread is free, perhaps before this returns.
 
         :raises RuntimeError: if there is no thread, and none can be started.
         """
@@ -96,11 +96,11 @@ class WorkerThreads:
         unused: Callable[[T], object] = lambda result: None,
         skipped: Callable[[], None] = lambda: None,
     ) -> T:
-        """Do some work in a thread; return its result, or raise its error. Cancelling this does not stop the thread.
+        """Run ``work`` in a thread; return its result, or raise its error. Cancellation does not stop the thread.
 
-        :param unused: called with a result that nothing takes any more, in any thread.
+        :param unused: called with a result that no longer has a taker, in any thread.
         :param skipped: called if the work does not begin.
-        :raises RuntimeError: as :meth:`start`.
+        :raises RuntimeError: like :meth:`start`.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -138,7 +138,7 @@ class WorkerThreads:
             raise
 
     def withdraw(self, job: Job) -> bool:
-        """Drop a job that has not begun; False if it has."""
+        """Drop a job that has not begun; return False if it has."""
         if job not in self._waiting:
             return False
         self._waiting.remove(job)
@@ -156,7 +156,7 @@ class WorkerThreads:
                 self._jobs.put(job)
 
     def _add_thread(self) -> bool:
-        """Start a thread; return False if none can be started, and jobs have to wait for those that there are."""
+        """Start a thread; return False if none can be started, so that jobs must wait for the existing ones."""
         try:
             threading.Thread(target=self._serve, name=f"shared-rpc-worker-{self._threads + 1}", daemon=True).start()
         except RuntimeError as error:
@@ -201,7 +201,7 @@ class WorkerThreads:
 
     @contextmanager
     def lend(self) -> Iterator[None]:
-        """Allow one thread more while the block runs; entered in a worker thread that only waits."""
+        """Allow one more thread while the block runs; entered in a worker thread that only waits."""
         loop = self._loop
         if loop is None:
             yield
@@ -219,7 +219,7 @@ class WorkerThreads:
         self._begin()
 
     def close(self) -> None:
-        """Let idle threads end, and drop results of jobs from now on: the loop has ended."""
+        """End idle threads, and from now on drop results: the loop has ended."""
         self._closed = True
         self._discard_results()
         for _ in range(self._threads):

@@ -14,7 +14,7 @@ from shared_rpc.memory.records import ChunkSink
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.infos import PoolInfo
 
-#: Seconds between two looks at a GPU that cannot be waited for, because one of its streams is being captured.
+#: Seconds between polls of a GPU that cannot be waited for, because one of its streams is being captured.
 _AGAIN = 0.05
 
 
@@ -35,27 +35,27 @@ class ServerTransfer(SessionTransfer):
         self.results = Pool(options, f"the pool for results of session {session}")
         #: References to chunks of the client's pool.
         self.references = ChunkReferences(self._chunk_dropped)
-        #: References to chunks of the results' pool that arrived as arguments.
+        #: References to chunks of the results' pool that came back as arguments.
         self.own = ChunkReferences(self._own_dropped)
         #: In a worker, the ids of the pool's arenas whose descriptors the broker has.
         self.sent: set[str] = set()
-        #: Results that wait for memory of the pool: the owner of each, and a function to call when some may be free.
+        #: Results that wait for memory of the pool: the owner of each, and a function to call when chunks were freed.
         self._parked: dict[object, Callable[[], None]] = {}
-        self._looking = False
+        self._polling = False
         #: The server's loop, once a result is parked.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def poll(self) -> None:
-        """Poll the chunks that endpoints have used. A safe point, in the thread of an endpoint."""
+        """Poll the chunks used by endpoints. A safe point, in the thread of an endpoint."""
         self.references.poll()
         if self.references.free:
-            self._tell()
+            self._notify_subscribers()
         if self.own.dropped or self.own.fenced or self.own.free:
             self.own.poll()
             self._give_own()
 
     def reclaim(self) -> bool:
-        """Free chunks that came back as arguments and are unused, after waiting for the GPU; return whether there were any."""
+        """Free unused chunks that came back as arguments, after waiting for the GPU; return True if there were any."""
         self.own.drain()
         return self._give_own()
 
@@ -88,12 +88,12 @@ class ServerTransfer(SessionTransfer):
         return self.results.segment(segment_id)
 
     def await_chunks(self, notify: Callable[[], None]) -> None:
-        """Call ``notify``, from another thread, when there are chunks to return."""
-        self._wanted[notify] = None
+        """Call ``notify`` once, from another thread, when there are chunks to return."""
+        self._subscribers[notify] = None
         FINALIZER.start()
-        if not self._looking:
-            self._looking = True
-            FINALIZER.submit(self._look)
+        if not self._polling:
+            self._polling = True
+            FINALIZER.submit(self._poll_references)
 
     def returned(self) -> list[int]:
         return self.references.pop_returned()
@@ -103,18 +103,18 @@ class ServerTransfer(SessionTransfer):
 
     def _chunk_dropped(self) -> None:
         # Runs in a finaliser.
-        if self._wanted and not self._looking:
-            self._looking = True
-            FINALIZER.submit(self._look)
+        if self._subscribers and not self._polling:
+            self._polling = True
+            FINALIZER.submit(self._poll_references)
 
-    def _look(self) -> None:
-        self._looking = False
+    def _poll_references(self) -> None:
+        self._polling = False
         self.references.drain()
         if self.references.free:
-            self._tell()
-        elif self._wanted and (self.references.dropped or self.references.fenced):
-            self._looking = True
-            FINALIZER.submit(self._look, after=_AGAIN)
+            self._notify_subscribers()
+        elif self._subscribers and (self.references.dropped or self.references.fenced):
+            self._polling = True
+            FINALIZER.submit(self._poll_references, after=_AGAIN)
 
     # Results, on the server's loop.
 
@@ -131,16 +131,16 @@ class ServerTransfer(SessionTransfer):
             retry()
 
     def park(self, result: object, retry: Callable[[], None], frees: int) -> None:
-        """Have ``retry`` called when chunks have come back since there were ``frees``, see :attr:`Pool.frees`."""
+        """Call ``retry`` when chunks have come back after the first ``frees``, see :attr:`Pool.frees`."""
         self._loop = asyncio.get_running_loop()
         self._parked[result] = retry
         if self.results.frees != frees:  # an endpoint's thread has freed chunks before the result was parked
             self._loop.call_soon(self._retry)
         elif self.own.dropped or self.own.fenced:
-            self._own_dropped()  # since the last look, when no result was parked
+            self._own_dropped()  # since the last poll, when no result was parked
 
     def unpark(self, result: object) -> bool:
-        """Forget a result without waiters; False if it is not parked."""
+        """Forget a result without waiters; return False if it is not parked."""
         return self._parked.pop(result, None) is not None
 
     def close(self) -> None:
@@ -148,6 +148,6 @@ class ServerTransfer(SessionTransfer):
         self._parked.clear()
         self.references.close()
         self.own.close()
-        # For a GPU this waits for the device.
+        # This waits for the device, if it is a GPU.
         FINALIZER.start()
         FINALIZER.submit(self.results.close)
