@@ -1,7 +1,7 @@
 """Share GPU models between the processes of a host: one copy in memory, attached in milliseconds.
 
-Importing this package configures nothing and imports no torch; every public name is loaded when it is first used. The names
-are written in ``__init__.pyi``.
+Importing this package configures nothing and imports no torch; every public name is loaded on first use. The names are listed
+in ``__init__.pyi``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The run that an endpoint is in: its progress, its cancellation, its request.
+"""The run of the present endpoint: its progress, its cancellation, its request.
 
-``progress``, ``cancelled``, ``raise_if_cancelled`` and ``request_id`` may be called anywhere: where no endpoint runs, or no
-caller asked, they do nothing.
+``progress``, ``cancelled``, ``raise_if_cancelled`` and ``request_id`` may be called anywhere: outside of endpoints, and for
+runs without a waiting caller, they do nothing.
 """
 
 from __future__ import annotations
@@ -18,69 +18,69 @@ __all__ = ["CALLED_BY", "CURRENT_RUN", "RunContext", "cancelled", "progress", "p
 
 
 class RunContext(msgspec.Struct, eq=False):
-    """One run of an endpoint, as the endpoint sees it. Thread-safe.
+    """One run of an endpoint, as used by the endpoint. Thread-safe.
 
-    :param chain: names and keys of the calls it serves, to recognise a call that would wait for itself.
-    :param report: takes progress, from whichever thread.
-    :param request_id: of the call that it was started for.
+    :param chain: names and keys of the calls that it serves, to detect a call that would wait for itself.
+    :param report: receives progress, from any thread.
+    :param request_id: the id of the call that started it.
     """
 
     chain: frozenset[str]
     report: Callable[[Progress], None]
     request_id: str = ""
-    #: Whether the run was asked to stop.
+    #: True if the run was asked to stop.
     cancelled: bool = False
 
 
 #: The run of the endpoint that this thread or coroutine executes.
 CURRENT_RUN: ContextVar[RunContext | None] = ContextVar("run", default=None)
-#: For a call by an endpoint through the broker of its own process: the run's chain.
+#: For a call by an endpoint through its own process's broker: the run's chain.
 CALLED_BY: ContextVar[frozenset[str]] = ContextVar("called by", default=frozenset())
 
 
 def progress(done: float, total: float | None = None, message: str = "") -> None:
-    """Report to all waiters of this endpoint's task how far it is.
+    """Report the progress of this endpoint's task to all its waiters.
 
-    It is cheap enough for every step of a loop: of more than 20 reports a second some are left out, and the last one never.
+    Cheap enough for every step of a loop: above 20 reports a second some are dropped, but never the last one.
 
-    :param done: the amount that is done, in units of your choice.
-    :param total: the whole amount, None where it is not known.
-    :param message: a text for people.
+    :param done: the completed amount, in units of your choice.
+    :param total: the whole amount, None if unknown.
+    :param message: a text for display.
     """
     run = CURRENT_RUN.get()
     if run is not None:
         run.report(progress_of(done, total, str(message)))
 
 
-#: Characters of a progress message.
+#: Maximum characters of a progress message.
 _SHOWN = 1000
 
 
 def progress_of(done: float, total: float | None, message: str) -> Progress:
     """Return a report that can be sent."""
-    # A message may have the name of a file, which need not be valid UTF-8.
+    # A message may contain the name of a file, which need not be valid UTF-8.
     return Progress(float(done), None if total is None else float(total), sendable(message[:_SHOWN]))
 
 
 def request_id() -> str:
-    """Return the id of the call that this endpoint runs for, by which the server's log and the caller's error name it.
+    """Return the id of the call that this endpoint runs for, which the server's log and the caller's error contain.
 
-    It is empty where no endpoint runs, and that of the first call where several joined the run.
+    It is empty outside of endpoints, and that of the first call if several joined the run.
     """
     run = CURRENT_RUN.get()
     return run.request_id if run is not None else ""
 
 
 def cancelled() -> bool:
-    """Return whether this endpoint's task is to stop. An endpoint that takes long should ask, and end early."""
+    """Return True if this endpoint's task must stop. A long-running endpoint should poll this, and end early."""
     run = CURRENT_RUN.get()
     return run is not None and run.cancelled
 
 
 def raise_if_cancelled() -> None:
-    """End the endpoint here if its task is to stop.
+    """End the endpoint here if its task must stop.
 
-    :raises TaskCancelled: then; do not catch it.
+    :raises TaskCancelled: in that case; do not catch it.
     """
     if cancelled():
         raise TaskCancelled

@@ -1,8 +1,8 @@
-"""The registry of functions that a forked child calls before its own code: the only registration with CPython.
+"""The registry of functions called in a forked child before its own code: the only registration with CPython.
 
-First every lock of :func:`fork_safe_lock` is freed, then the callbacks of :func:`after_fork` run, in the order of their
-registration, and at last what :func:`around_fork` has begun is ended. Each of them runs, whatever another one raises; that is
-reported as unraisable.
+First every lock of :func:`fork_safe_lock` is freed, then the callbacks of :func:`after_fork` run, in order of registration,
+and finally the end functions of :func:`around_fork`. Each of them runs regardless of exceptions in others, which are reported
+as unraisable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[[], object])
-#: What begins something, and returns what ends it.
+#: A function called before the fork, which returns the function to call after it.
 Beginning = Callable[[], Callable[[], object]]
 
 _numbers = itertools.count()
@@ -28,9 +28,9 @@ _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def after_fork(callback: F) -> F:
-    """Call a function in every child that this process forks. A decorator too.
+    """Call a function in every child that this process forks. Also a decorator.
 
-    A bound method is called for as long as its object lives, and does not keep it.
+    A bound method is called while its object lives, and held by a weak reference.
     """
     number = next(_numbers)
     if isinstance(callback, MethodType):
@@ -44,22 +44,22 @@ def after_fork(callback: F) -> F:
 
 
 def around_fork(begin: Beginning) -> Beginning:
-    """Call a function in the thread that forks, before it does, and what it returns afterwards: in the parent, and in the child
-    when all its callbacks have run. A decorator too.
+    """Call a function in the forking thread before the fork, and its result afterwards: in the parent, and in the child after
+    all its callbacks. Also a decorator.
     """
     _beginnings.append(begin)
     return begin
 
 
 def fork_safe_lock() -> threading.RLock:
-    """Return a reentrant lock that a forked child finds free, unless the thread that forked holds it."""
+    """Return a reentrant lock that is free in a forked child, unless the forking thread holds it."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
 
 
 class _Forks(threading.local):
-    """Forks that this thread has begun, each with what ends it: a callback may fork too."""
+    """Forks begun by this thread, each with its end functions: a callback may fork too."""
 
     def __init__(self) -> None:
         self.begun: list[list[Callable[[], object]]] = []
@@ -76,7 +76,7 @@ def _begin_fork() -> None:
 
 
 def _end_fork() -> None:
-    # There is none if the handler of a signal has raised as it began.
+    # There is none if a signal handler raised at the beginning.
     for end in reversed(_forks.begun.pop() if _forks.begun else ()):
         _call(end)
 
@@ -86,7 +86,7 @@ def _begin_child() -> None:
         # Private; the standard library resets its own locks by them: in Python 3.9 to 3.14.
         if not lock._is_owned():
             lock._at_fork_reinit()
-    # Objects dropped by an earlier callback must be called too: references to all are taken first.
+    # Callbacks of objects dropped by an earlier callback must run too: references to all are taken first.
     callbacks = [callback for found in list(_callbacks.values()) if (callback := found()) is not None]
     for callback in callbacks:
         _call(callback)

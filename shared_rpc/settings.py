@@ -13,7 +13,7 @@ Role, from the two variables (an empty value counts as unset, any other value is
                              spawn
     true                     unset                        client
 
-Arguments of ``Provider`` beat the environment.
+Arguments of ``Provider`` override the environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from shared_rpc.errors import ConfigurationError
 
-#: Whose pickles a server takes, see :class:`shared_rpc.Server`.
+#: The clients whose pickles a server accepts, see :class:`shared_rpc.Server`.
 ClientCode = Literal["all", "namespace", "none"]
 Role = Literal["local", "server", "client", "spawn"]
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
@@ -45,7 +45,7 @@ _SWITCH = {"": None, "1": True, "true": True, "yes": True, "on": True, "0": Fals
 
 #: sockaddr_un.sun_path holds 108 bytes, the last of them the terminator (unix(7)).
 SOCKET_PATH_LIMIT = 107
-#: The form of a cluster's name, which no command line of a program has.
+#: The form of a cluster's name, which no command line of a program matches.
 CLUSTER_NAME = re.compile(r"[\w.-]+")
 _SOCKET_END = re.compile(r"-(cpu|[0-9a-f]{8})\.sock")
 
@@ -57,7 +57,7 @@ def resolve_role(
 ) -> Role:
     """Return the role of this process; see the table above.
 
-    :raises ConfigurationError: for a value that is none of those allowed, naming the variable and the values.
+    :raises ConfigurationError: for an invalid value, naming the variable and the allowed values.
     """
     environ = os.environ if environ is None else environ
     if execution_mode not in ("auto", *_ROLES):
@@ -75,7 +75,7 @@ def resolve_role(
 
 
 def _choice(environ: Mapping[str, str], name: str, values: Collection[str], allowed: str) -> str:
-    """Return the value of a variable, ``""`` where it is not set; ``allowed`` has the values in words."""
+    """Return the value of a variable, ``""`` if unset; ``allowed`` lists the values in words."""
     text = environ.get(name, "").strip().lower()
     if text and text not in values:
         raise ConfigurationError(f"{name}={text!r}: use {allowed}, or leave it unset")
@@ -83,12 +83,12 @@ def _choice(environ: Mapping[str, str], name: str, values: Collection[str], allo
 
 
 def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a server that this process starts: its own, in the server role, with its ``sys.path``.
+    """Return the environment for a server started by this process: its own, in the server role, with its ``sys.path``.
 
     The interpreter's own folders are left out: a server's functions may start another interpreter. So are folders within
-    installed packages, which these add by themselves: setuptools adds its old copies of other packages behind all else, and in
-    ``PYTHONPATH`` they would be before what is installed. Output is not buffered, so that what workers print is in the server's
-    log at once.
+    installed packages, which add these themselves: setuptools appends its old copies of other packages, and in ``PYTHONPATH``
+    they would precede installed packages. Output is not buffered, so that prints of workers appear in the server's log at
+    once.
     """
     import site
     import sysconfig
@@ -105,12 +105,12 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, st
 
 
 def client_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a client that a server starts, which finds the modules that this process finds."""
+    """Return the environment for a client started by a server, with this process's module path."""
     return {**server_environment(environ), _ROLE: "client"}
 
 
 def source_environment(token: str) -> dict[str, str]:
-    """Return the environment for a source of records that a server starts: that of a client, with the server's token."""
+    """Return the environment for a source of records started by a server: that of a client, with the server's token."""
     return {**client_environment(), _SOURCE_TOKEN: token}
 
 
@@ -120,7 +120,7 @@ def source_token() -> str:
 
 
 def inheritable() -> list[int]:
-    """Return the descriptors that a program which this process became would have, the least one first."""
+    """Return the descriptors inherited by a program executed in this process, in ascending order."""
     found = []
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         with suppress(OSError):  # the descriptor of the listing itself
@@ -132,14 +132,14 @@ def inheritable() -> list[int]:
 def program(module: str, *words: str) -> list[str]:
     """Return the command line that runs a module of this package as a program.
 
-    It takes no module from the working directory (``-P``), which may be another user's. Unlike ``PYTHONSAFEPATH``, the option
+    No module is taken from the working directory (``-P``), which may be another user's. Unlike ``PYTHONSAFEPATH``, the option
     is not inherited by interpreters that the program starts.
     """
     return [sys.executable, "-P", "-m", module, *words]
 
 
 def resolve_base_path(base_path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """Return the path that every socket of one application begins with.
+    """Return the common prefix of the socket paths of one application.
 
     It is the argument, else ``SHARED_TENSOR_BASE_PATH``, else ``$XDG_RUNTIME_DIR/shared-tensor``, else
     ``/tmp/shared-tensor-<uid>/shared-tensor``.
@@ -167,7 +167,7 @@ def resolve_cluster(cluster: str | None = None, environ: Mapping[str, str] | Non
 def socket_path(base_path: str, tag: str) -> str:
     """Return ``<base_path>-<tag>.sock``; the tag is ``cpu`` or the first eight hex digits of the GPU's UUID.
 
-    :raises ConfigurationError: if the path is longer than a Unix socket address can be, or no UTF-8.
+    :raises ConfigurationError: if the path is too long for a Unix socket address, or not UTF-8.
     """
     path = checked_path(f"{base_path}-{tag}.sock")
     if len(os.fsencode(path)) > SOCKET_PATH_LIMIT:
@@ -179,7 +179,7 @@ def socket_path(base_path: str, tag: str) -> str:
 
 
 def checked_path(path: str) -> str:
-    """Return the path of a socket, which must be UTF-8, as all text on the wire.
+    """Return the path of a socket, which must be UTF-8, like all text on the wire.
 
     :raises ConfigurationError: if it is not.
     """
@@ -193,7 +193,7 @@ def checked_path(path: str) -> str:
 
 
 def is_socket_of(base_path: str, path: str) -> bool:
-    """Return whether :func:`socket_path` gives ``path`` for some tag. A base path may begin with another one."""
+    """Return True if :func:`socket_path` gives ``path`` for some tag. A base path may begin with another one."""
     return path.startswith(f"{base_path}-") and _SOCKET_END.fullmatch(path, len(base_path)) is not None
 
 
@@ -202,13 +202,13 @@ _SERVICE = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "FDST
 
 
 def take_service_variables(environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Remove a service manager's variables from the environment, and return them: processes started here must not have them."""
+    """Remove a service manager's variables from the environment, and return them: child processes must not inherit them."""
     environ = os.environ if environ is None else environ
     return {name: environ.pop(name) for name in _SERVICE if name in environ}
 
 
 def mps_control() -> str:
-    """Return the path at which the daemon of NVIDIA's Multi-Process Service has its pipe, if one runs for this process."""
+    """Return the pipe directory of NVIDIA's Multi-Process Service, if its daemon runs for this process."""
     return f"{os.environ.get('CUDA_MPS_PIPE_DIRECTORY', '/tmp/nvidia-mps')}/control"
 
 
@@ -218,7 +218,7 @@ def environment() -> dict[str, str]:
 
 
 def change_environment(changes: Mapping[str, str | None]) -> None:
-    """Set variables of this process; those whose value is None are removed."""
+    """Set variables of this process; a value of None removes the variable."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
@@ -238,9 +238,9 @@ class ScriptSettings(NamedTuple):
 
 
 def script_settings(environ: Mapping[str, str] | None = None) -> ScriptSettings:
-    """Read ``SHARED_TENSOR_RUN_PRELOAD``, names with commas between them, and ``SHARED_TENSOR_RUN_IDLE_EXIT``, seconds.
+    """Read ``SHARED_TENSOR_RUN_PRELOAD``, comma-separated names, and ``SHARED_TENSOR_RUN_IDLE_EXIT``, seconds.
 
-    :raises ConfigurationError: for a text that is no number of seconds.
+    :raises ConfigurationError: for a text that is not a number of seconds.
     """
     environ = os.environ if environ is None else environ
     names = tuple(name.strip() for name in environ.get(_RUN_PRELOAD, "").split(",") if name.strip())
@@ -263,14 +263,14 @@ class ServeOptions(NamedTuple):
 
     :param devices: the device of each worker, in turn.
     :param threads: threads of a worker, or of a server of this process, that run endpoints.
-    :param build_timeout: seconds after which a run is taken for stuck.
-    :param preload: whether workers may be forks of a zygote.
-    :param quotas: bytes, or a fraction of the memory, by device: a worker resolves them, which knows the devices.
-    :param spill_dir: where objects are evicted to files, None for no files.
-    :param when_full: what becomes of requests that exceed a quota.
+    :param build_timeout: seconds after which a run counts as stuck.
+    :param preload: True if workers may be forks of a zygote.
+    :param quotas: bytes, or a fraction of the memory, by device; resolved by a worker, which has the devices.
+    :param spill_dir: the directory for objects evicted to files, None for no files.
+    :param when_full: the policy for requests that exceed a quota.
     :param host_quota: bytes of host copies, or a fraction of the host's memory.
-    :param pool_initial: bytes with which a session's pool begins; see :class:`shared_rpc.PoolOptions`.
-    :param pool_limit: bytes up to which a session's pool grows.
+    :param pool_initial: initial bytes of a session's pool; see :class:`shared_rpc.PoolOptions`.
+    :param pool_limit: maximum bytes of a session's pool.
     :param cluster: the cluster that the server joins, see :func:`resolve_cluster`; ``""`` for none.
     :param source_grace: seconds that misses wait for a source of records.
     :param client_code: which clients may send pickled code.
@@ -304,12 +304,12 @@ class ServeOptions(NamedTuple):
     hooks: tuple[str, ...] = ()
 
     def device_of(self, number: int) -> str | None:
-        """Return the device of a worker, by its number from 0; None where the app decides."""
+        """Return the device of a worker, by its number from 0; None if the app decides."""
         return self.devices[number % len(self.devices)] if self.devices else None
 
     @property
     def words(self) -> list[str]:
-        """Return the words of a command line that :meth:`of` reads."""
+        """Return the command-line arguments that :meth:`of` parses."""
         changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
         return ["--options", json.dumps(changed)]
 
@@ -317,7 +317,7 @@ class ServeOptions(NamedTuple):
     def of(cls, text: str) -> ServeOptions:
         """Read the options written by :attr:`words`.
 
-        :raises ConfigurationError: for a text that is of another release, or was written by hand and is wrong.
+        :raises ConfigurationError: for a text of another release, or an invalid one written by hand.
         """
         import msgspec
 

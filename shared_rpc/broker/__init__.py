@@ -1,1 +1,1 @@
-"""A server whose endpoints run in worker processes: it holds their results, and needs neither torch nor CUDA."""
+"""A server with its endpoints in worker processes: it holds their results, and needs neither torch nor CUDA."""

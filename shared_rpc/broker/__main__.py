@@ -45,7 +45,7 @@ def main() -> int:
         for name in options.hooks:
             _add_hook(name, words.target)
         exporter = None
-        if options.metrics_port is not None:  # before the app is loaded: a server must not begin without its metrics port
+        if options.metrics_port is not None:  # before the app is loaded: fail early if the metrics port is taken
             from shared_rpc.observability.exporter import Exporter
 
             exporter = Exporter((*SERVERS, *WORKERS), options.metrics_port, options.metrics_host, "--metrics-port")
@@ -72,7 +72,7 @@ def main() -> int:
         if crash.exit_code is None or not crash.stderr:  # otherwise its traceback has been printed
             print(f"shared-rpc: {crash}", file=sys.stderr)
         return 1
-    except ConnectionClosed:  # a signal asked the broker to stop while the app was being loaded
+    except ConnectionClosed:  # a signal stopped the broker while the app was being loaded
         return 0
     except SharedRPCError as error:
         print(f"shared-rpc: {error}", file=sys.stderr)
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _say(text: str) -> None:
-    """Write a line to standard output if it fits: the process that started the broker may have ended or not read."""
+    """Write a line to standard output if it fits: its reader may have ended or stopped reading."""
     with suppress(OSError):
         if select.select([], [1], [], 0)[1]:
             os.write(1, f"{text}\n".encode())
@@ -97,9 +97,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_hook(name: str, target: str) -> None:
-    """Import a hook, ``package.module:name``, which may lie in the app's folder.
+    """Import a hook, ``package.module:name``, which may be in the app's folder.
 
-    :raises ConfigurationError: if there is none.
+    :raises ConfigurationError: if it does not exist.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -126,7 +126,7 @@ def _reload(broker: Broker) -> None:
 
 
 def lines_of(info: ReloadInfo) -> list[str]:
-    """Describe the changes of a reload, for people."""
+    """Describe the changes of a reload, for display."""
     return [
         f"reloaded {path}: {', '.join(service['changed']) or 'no endpoint'} changed, {service['dropped']} objects dropped"
         for path, service in info["services"].items()

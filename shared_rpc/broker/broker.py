@@ -1,4 +1,4 @@
-"""A broker: sockets, sessions, objects and tasks in this process, endpoints in workers."""
+"""The broker: sockets, sessions, objects and tasks in this process, endpoints in workers."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ import time
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: Seconds that :meth:`Broker.stop` waits for the thread.
+#: Maximum seconds that :meth:`Broker.stop` waits for the thread.
 _STOP_TIMEOUT = 3.0
-#: The longest and the shortest time between two checks whether the broker is used, in seconds.
+#: Maximum and minimum seconds between two checks for use.
 _LONGEST, _SHORTEST = 30.0, 0.02
 
 
 @dataclass
 class Service:
-    """One provider of the app, as served. ``facts`` is the first worker's message about it."""
+    """A served provider of the app. ``facts`` is the first worker's message about it."""
 
     facts: w.Serve
     core: Core
     acceptor: Acceptor
     executor: WorkerExecutor
-    #: Ends this service alone, once the service has begun.
+    #: Cancels this service alone, once it has begun.
     scope: anyio.CancelScope | None = None
-    #: Whether an earlier broker stored this service, and no worker has loaded the app yet.
+    #: True if an earlier broker stored this service, and no worker has loaded the app yet.
     recovered: bool = False
 
 
 class Broker:
-    """A server of an app's providers, in a thread of its own, with the endpoints in worker processes.
+    """A server of an app's providers, in its own thread, with the endpoints in worker processes.
 
-    :param on_end: called in its thread with the reason when it ends because it is idle, has failed, or a client asked it to.
+    :param on_end: called in its thread with the reason when it ends because it is idle, has failed, or a client stopped it.
     :param inherited: descriptors passed by a service manager; see :class:`shared_rpc.broker.systemd.Inherited`.
-    :param exporter: serves metrics, None for no metrics; it is closed in the end.
-    :param spill: where objects are evicted to files, None if they are not.
+    :param exporter: serves metrics, None for no metrics; it is closed at the end.
+    :param spill: the directory for objects evicted to files, None for no files.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Broker:
         self._notifier = self._inherited.notifier
         self._store = FdStore(self._notifier, self._inherited.capacity)
         self._exporter = exporter
-        #: Whether the broker's loop ended without a request.
+        #: True if the broker's loop ended without a request.
         self.failed = False
         self._asked_to_stop = False
         self._thread = threading.Thread(target=self._run, name="shared-rpc-broker", daemon=True)
@@ -108,13 +108,13 @@ class Broker:
         self._memory: WorkersMemory
 
     def start(self, wait: Callable[[Future[None]], object] | None = None) -> None:
-        """Start the workers, and listen. Returns when the app has been imported, or at once where an earlier broker's
-        objects can be attached: what needs a worker waits for one then.
+        """Start the workers, and listen. Returns when the app has been imported, or at once if an earlier broker's objects
+        can be attached: requests that need a worker wait for one then.
 
-        :param wait: waits for a future in place of its own method; if it returns before that is done, the broker is stopped.
-        :raises WorkerCrashed: if it cannot be.
-        :raises ConfigurationError: if a socket cannot be had; a live server's pid is named.
-        :raises ConnectionClosed: if it was stopped during it.
+        :param wait: waits for a future instead of its own method; if it returns before that is done, the broker is stopped.
+        :raises WorkerCrashed: if no worker can load the app.
+        :raises ConfigurationError: if a socket is not available; names the pid of a live server.
+        :raises ConnectionClosed: if it was stopped meanwhile.
         """
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -126,8 +126,8 @@ class Broker:
         self._ready.result()
 
     def stop(self) -> None:
-        """Stop: waiters get :class:`ConnectionClosed`, the sockets go, the workers end, clients keep their memory."""
-        self._store.close()  # what is stored stays
+        """Stop: waiters get :class:`ConnectionClosed`, sockets are removed, workers end, clients keep their memory."""
+        self._store.close()  # the stored state stays
         self._notifier.stopping()
         for service in tuple(self._services.values()):
             service.acceptor.remove_socket()
@@ -135,17 +135,17 @@ class Broker:
         self._thread.join(_STOP_TIMEOUT)
 
     def ask_to_stop(self) -> None:
-        """Begin to stop, without a wait. A :meth:`start` that still waits for the app raises :class:`ConnectionClosed`."""
+        """Begin to stop, without blocking. A :meth:`start` that still waits for the app raises :class:`ConnectionClosed`."""
         self._asked_to_stop = True
         with suppress(RuntimeError, AttributeError):  # the loop has ended, or has not begun and reads _asked_to_stop first
             self._loop.call_soon_threadsafe(self._scope.cancel)
 
     def reload(self, objects: str = "changed") -> ReloadInfo:
-        """Have new workers read the app's code, and let them take over when they are ready.
+        """Start workers with the app's current code, which replace the old ones once they are ready.
 
-        :param objects: which cached objects are dropped: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``.
+        :param objects: the cached objects to drop: those whose endpoint has ``"changed"``, ``"all"`` or ``"none"``.
         :returns: the changes, by socket path.
-        :raises WorkerCrashed: if the new code cannot be loaded; then nothing has changed.
+        :raises WorkerCrashed: if the new code cannot be loaded; nothing has changed then.
         """
         self._ready.result()
         return asyncio.run_coroutine_threadsafe(self._reload(objects), self._loop).result()
@@ -205,7 +205,7 @@ class Broker:
                     if self._options.idle_exit is None:
                         await anyio.sleep_forever()
                     else:
-                        await wait_until_idle(self._options.idle_exit, self._look)
+                        await wait_until_idle(self._options.idle_exit, self._activity)
                         self._end(f"no client, lease or task for {self._options.idle_exit:g} s")
             finally:
                 if self._exporter is not None:
@@ -223,9 +223,9 @@ class Broker:
         return found._replace(numbers={**found.numbers, **{each.name: each.read(self._supervisor) for each in WORKERS}})
 
     def _add_service(self, message: w.Serve, server_id: str | None = None) -> Service:
-        """Make a service of a provider, as a worker describes it.
+        """Add a service for a provider, as described by a worker.
 
-        :param server_id: of an earlier broker's server.
+        :param server_id: the id of an earlier broker's server.
         """
         executor = WorkerExecutor(message.key, self._dispatcher, self._zygote.info)
         core = Core(
@@ -263,17 +263,17 @@ class Broker:
                 await service.acceptor.serve()
 
     def _serve_endpoints(self, message: w.Serve | w.Shared) -> None:
-        """Serve a provider that is new, or one more endpoint."""
+        """Serve a new provider, or a further endpoint."""
         service = self._services.get(message.key)
         if service is not None and service.recovered:
             return  # the earlier endpoints stay until the worker has loaded the app
         if isinstance(message, w.Shared):
-            if service is not None:  # otherwise listening failed, and that is logged
+            if service is not None:  # otherwise listening failed, which was logged
                 service.core.registry.add(message.endpoint)
         elif service is None:
-            self._serve_anew(message)
+            self._serve_new(message)
 
-    def _serve_anew(self, message: w.Serve) -> None:
+    def _serve_new(self, message: w.Serve) -> None:
         for key in self._recovered:
             if self._services[key].acceptor.path == message.socket_path:
                 self._replace(key, message)
@@ -293,7 +293,7 @@ class Broker:
             transfer.came_back(worker, message.chunks)
 
     def _take_change(self) -> None:
-        """Meet the first worker that is ready, and send waiting runs."""
+        """Handle the first ready worker, and send queued runs."""
         ready = next((worker for worker in self._supervisor.workers if worker.state == "ready"), None)
         if ready is not None:
             if self._recovered:
@@ -307,7 +307,7 @@ class Broker:
         self._dispatcher.send_waiting()
 
     def _clean_up(self, worker: Worker, crash: WorkerCrashed) -> None:
-        """End or move the runs of a worker, and drop objects whose memory has ended with it."""
+        """End or move the runs of an ended worker, and drop objects whose memory has ended with it."""
         worker.requests.fail(crash)
         self._memory.lost(worker)
         for service in self._services.values():
@@ -318,7 +318,7 @@ class Broker:
 
     @property
     def _recovered(self) -> list[str]:
-        """The keys of providers that are served as an earlier broker served them."""
+        """The keys of providers still served as an earlier broker served them."""
         return [key for key, service in self._services.items() if service.recovered]
 
     def _recover_service(self, message: w.Serve, server_id: str) -> Core:
@@ -327,7 +327,7 @@ class Broker:
         return service.core
 
     def _replace(self, key: str, message: w.Serve) -> None:
-        """Discard what was recovered, for the provider that the app serves in its place, or at its socket."""
+        """Discard a recovered service in favour of the app's provider that has its key or its socket."""
         earlier = self._services[key].facts
         _log.error(
             "the stored objects of %s at %s are dropped: the app now serves %s at %s",
@@ -359,7 +359,7 @@ class Broker:
         return self._inherited.unserved([service.acceptor.path for service in self._services.values()])
 
     def _status(self) -> str:
-        """Return one line for people."""
+        """Return a one-line status for display."""
         count = sum(len(service.core.objects) for service in self._services.values())
         return f"{count} objects can be attached; the app is {'being loaded' if self._recovered else 'loaded'}"
 
@@ -369,7 +369,7 @@ class Broker:
         usages = [service.acceptor.usage(asker) for service in self._services.values()]
         return Usage(*map(sum, zip(*usages, strict=True))) if usages else Usage(0, 0, 0, 0)
 
-    def _look(self) -> tuple[bool, int]:
+    def _activity(self) -> tuple[bool, int]:
         return any(self._usage()), sum(service.acceptor.admitted for service in self._services.values())
 
     def _end(self, why: str) -> None:
@@ -410,11 +410,11 @@ class Broker:
             raise ConfigurationError(f"objects={objects!r}: use 'changed', 'all' or 'none'")
         self._notifier.reloading()
         try:
-            return await self._load_anew(objects)
+            return await self._load_new_code(objects)
         finally:
             self._notifier.ready(self._status())
 
-    async def _load_anew(self, objects: str) -> ReloadInfo:
+    async def _load_new_code(self, objects: str) -> ReloadInfo:
         workers = await self._supervisor.reload()
         try:
             services = self._take_over(workers[0], objects)
@@ -425,9 +425,9 @@ class Broker:
         return {"workers": [worker.pid for worker in workers], "services": services}
 
     def _take_over(self, worker: Worker, objects: str) -> dict[str, ReloadedServiceInfo]:
-        """Serve what a worker has loaded, in place of what was served or recovered; return the changes by socket path.
+        """Serve the providers loaded by a worker, in place of earlier or recovered ones; return the changes by socket path.
 
-        :raises ConfigurationError: when all is done, if there is no place to listen for a provider that is new.
+        :raises ConfigurationError: at the end, if a new provider cannot listen.
         """
         recovered = self._recovered
         services: dict[str, ReloadedServiceInfo] = {}
@@ -464,7 +464,7 @@ class Broker:
 
 
 def _fits(service: Service, message: w.Serve) -> bool:
-    """Return whether a provider is served at the same place and on the same device as before."""
+    """Return True if a provider keeps its socket and its device."""
     return (message.socket_path, message.device) == (service.facts.socket_path, service.facts.device)
 
 
@@ -481,18 +481,18 @@ def _only(error: BaseException) -> BaseException:
     return error
 
 
-async def wait_until_idle(seconds: float, look: Callable[[], tuple[bool, int]]) -> None:
-    """Return when the server has been unused for that long: not earlier, and at most two looks later.
+async def wait_until_idle(seconds: float, activity: Callable[[], tuple[bool, int]]) -> None:
+    """Return once the server has been unused for that long: not earlier, and at most two checks later.
 
-    It looks ten times in ``seconds``, at least every 30 s. Between the last look and the return nothing happens on the loop.
+    It checks ten times in ``seconds``, at least every 30 s. Nothing runs on the loop between the last check and the return.
 
-    :param look: returns whether the server is in use, and a number that changes with any use since the last look.
+    :param activity: returns True if the server is in use, and a number that changes with any use since the last check.
     """
     pause = max(min(seconds / 10, _LONGEST), _SHORTEST)
     quiet_since: float | None = None
     earlier = -1
     while True:
-        used, count = look()
+        used, count = activity()
         now = time.monotonic()
         if used or count != earlier:
             quiet_since, earlier = None, count

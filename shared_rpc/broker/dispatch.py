@@ -1,4 +1,4 @@
-"""The runs of a broker: which worker gets one, the queue, and what becomes of a run when its worker ends."""
+"""The runs of a broker: their assignment to workers, the queue, and recovery from a worker's end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shared_rpc.protocol.infos import ExecutorInfo, ZygoteInfo
 from shared_rpc.protocol.messages import Message
 from shared_rpc.server.state.descriptors import open_limit
 
-#: Limits of waiting calls, and of the bytes of their arguments. A call is always admitted to an empty backlog.
+#: Maximum number of queued calls, and of bytes of their arguments. An empty backlog always admits a call.
 _RUNS, _NBYTES = 10_000, 1 << 30
 
 
@@ -31,7 +31,7 @@ _RUNS, _NBYTES = 10_000, 1 << 30
 class _Place:
     """The place of a run: with a worker, or in the backlog.
 
-    ``session`` is whose memory it has: a task's arguments are those of the session that submitted it.
+    ``session`` is the owner of its memory: a task's arguments belong to the session that submitted it.
     """
 
     executor: WorkerExecutor
@@ -41,11 +41,11 @@ class _Place:
     #: The worker that has the run, and the number of the request there.
     worker: Worker | None = None
     number: int = 0
-    #: Whether the result waits for memory.
+    #: True while the result waits for memory.
     awaiting: bool = False
-    #: Whether a worker ended before the run had begun there.
+    #: True if a worker ended before the run had begun there.
     again: bool = False
-    #: Whether the run's outcome is not reported. Its chunks of the session's pools are returned all the same.
+    #: True if the run's outcome is not reported. Its chunks of the session's pools are returned nevertheless.
     forgotten: bool = False
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
@@ -58,7 +58,7 @@ class _Place:
 class Backlog:
     """Queued runs, oldest first, within limits on their number, bytes and descriptors.
 
-    Their arguments take at most a quarter of the descriptors that this process may have: objects and clients need some too.
+    Their arguments take at most a quarter of this process's descriptors: objects and clients need some too.
     """
 
     def __init__(self, runs: int = _RUNS, nbytes: int = _NBYTES) -> None:
@@ -68,10 +68,10 @@ class Backlog:
         self._held = dict.fromkeys(self._limits, 0)
 
     def check(self, run: Run[Any], why: str) -> None:
-        """Check that one more may wait.
+        """Check that one more run may wait.
 
         :param why: the reason of the wait.
-        :raises ServerBusy: if not.
+        :raises ServerBusy: if it may not.
         """
         for unit, amount in _weight(run).items():
             if self._runs and self._held[unit] + amount > self._limits[unit]:
@@ -87,7 +87,7 @@ class Backlog:
             self._held[unit] += amount
 
     def remove(self, run: Run[Any]) -> bool:
-        """Remove a run; return whether it was here."""
+        """Remove a run; return True if it was queued."""
         weight = self._runs.pop(run, None)
         if weight is None:
             return False
@@ -108,7 +108,7 @@ class Dispatcher:
     """All runs of a broker. On its loop only.
 
     :param workers: returns the workers that get new runs.
-    :param refusal: why there will be no worker, None where there is or may be one.
+    :param refusal: returns the reason why no worker will come, None if there is or may be one.
     :param build_timeout: seconds after which the worker of a run that has begun is killed; None for never.
     """
 
@@ -123,7 +123,7 @@ class Dispatcher:
         self._sent: set[Run[Any]] = set()
 
     def start(self, executor: WorkerExecutor, run: Run[Any], owner: Owner) -> None:
-        """Have a worker do a run, as soon as there is one."""
+        """Send a run to a worker as soon as one is available."""
         arguments = run.arguments
         assert isinstance(arguments, Arguments), "calls of a broker come from sessions"
         run.place = _Place(executor, owner, arguments, arguments.session or run.session)
@@ -137,23 +137,23 @@ class Dispatcher:
             self._waiting.add(run)
 
     def send_waiting(self) -> None:
-        """Send waiting runs, as far as workers take them; end them if there will be no worker any more."""
+        """Send queued runs to available workers; end the runs if no worker will come."""
         for run in self._waiting:
             self._send_or_end(run)
 
     def _able(self, run: Run[Any]) -> list[Worker]:
-        """Return the workers that can do a run."""
+        """Return the workers that can execute a run."""
         place: _Place = run.place
         able = [worker for worker in self.workers() if worker.serves(place.executor.key, run.spec.name)]
         if place.arguments.held and (transfer := place.transfer) is not None:
-            # No other worker can hold results that it takes as arguments.
+            # Only the worker that owns results which it takes as arguments can hold these.
             return [worker for worker in able if worker is transfer.owner(place.arguments.held)] or able
         return able
 
     def _send_or_end(self, run: Run[Any]) -> bool:
-        """Send a run, or end it where no worker will ever do it; False if it has to wait.
+        """Send a run, or end it if no worker will ever execute it; return False if it must wait.
 
-        A worker that does not read gets nothing more: a waiting run can be withdrawn, or sent to another one.
+        A worker that does not read gets no more: a queued run can be withdrawn, or sent to another one.
         """
         worker, able = None, self._able(run)
         for one in able:
@@ -212,7 +212,7 @@ class Dispatcher:
             transfer.sent(worker, arguments.chunks)
 
     def withdraw(self, run: Run[Any]) -> bool:
-        """Drop a run that has not begun, or a result that waits for memory; False for others."""
+        """Drop a run that has not begun, or a result that waits for memory; otherwise return False."""
         if self._waiting.remove(run):
             run.place.arguments.close()
             return True
@@ -241,7 +241,7 @@ class Dispatcher:
     # Messages of workers.
 
     def _take(self, run: Run[Any], message: Message, frame: Frame) -> bool:
-        """Handle a message about a run; return whether it was the last one."""
+        """Handle a message about a run; return True if it was the last one."""
         place: _Place = run.place
         if isinstance(message, (w.RunFinished, w.RunFailed, w.RunWithdrawn)):
             assert place.worker is not None, "it has sent the message"
@@ -300,7 +300,7 @@ class Dispatcher:
         run.place.owner.ended(run, failure)
 
     def _lost(self, run: Run[Any], crash: SharedRPCError) -> None:
-        """Send the run of an ended worker to another one, once; end one that had begun."""
+        """Send the run of an ended worker to another one, once; a run that had begun fails."""
         place: _Place = run.place
         self._sent.discard(run)
         if place.timer is not None:
@@ -317,7 +317,7 @@ class Dispatcher:
                 place.transfer.not_begun(place.arguments.chunks)
 
     def stop(self) -> None:
-        """End all runs, because the broker ends."""
+        """End all runs at the end of the broker."""
         gone = Failure.of(ConnectionClosed(f"the broker (pid {os.getpid()}) was stopped before the call ended"))
         for run in (*self._waiting, *self._sent):
             self._waiting.remove(run)
@@ -328,7 +328,7 @@ class Dispatcher:
 class WorkerExecutor:
     """Runs the endpoints of one provider in the broker's workers.
 
-    :param key: the provider's.
+    :param key: the provider's key.
     :param zygote: describes the workers' zygote.
     """
 
@@ -336,7 +336,7 @@ class WorkerExecutor:
         self.key = key
         self.transfers: Transfers[ForwardedTransfer] = Transfers(lambda session: ForwardedTransfer(key, session))
         self._dispatcher = dispatcher
-        #: Has a worker do a run, as soon as there is one.
+        #: Sends a run to a worker as soon as one is available.
         self.start: Callable[[Run[Any], Owner], None] = functools.partial(dispatcher.start, self)
         self.withdraw, self.cancel = dispatcher.withdraw, dispatcher.cancel
         self._zygote = zygote
@@ -346,18 +346,18 @@ class WorkerExecutor:
         return {"workers": [worker.info() for worker in self._dispatcher.workers()], "zygote": self._zygote()}
 
     def lost(self, worker: Worker) -> None:
-        """Release the sessions' memory of an ended worker."""
+        """Release the sessions' memory in an ended worker."""
         for transfer in self.transfers.all():
             transfer.lost(worker)
 
     def reclaim(self) -> None:
-        """Tell the workers that an object was dropped."""
+        """Notify the workers that an object was dropped."""
         for worker in self._dispatcher.workers():
             worker.reclaim()
 
 
 def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: ForwardedTransfer | None) -> Completed | Failure:
-    """Return the outcome that a worker reports. The frame's descriptors belong to the record."""
+    """Return the outcome reported by a worker. Its record owns the frame's descriptors."""
     if isinstance(message, w.RunFailed):
         return Failure(message.code, message.text, message.detail, frame.payload)
     segments: list[Segment] = []
@@ -386,7 +386,7 @@ def _outcome(message: w.RunFinished | w.RunFailed, frame: Frame, transfer: Forwa
 
 
 def _awaited(able: list[Worker]) -> str:
-    """Describe the reason of a wait, with the workers that could do the runs."""
+    """Describe the reason of a wait, with the workers able to execute the runs."""
     if not able:
         return "no worker has loaded the app yet: wait and call again"
     pids = ", ".join(str(worker.pid) for worker in able)

@@ -1,18 +1,18 @@
-"""The store: the state and the memory that a broker has its service manager keep for the next broker.
+"""The store: state and memory that a broker's service manager keeps for the next broker.
 
-The manager keeps descriptors by name. It takes the same open file only once, and keeps no order::
+The manager keeps descriptors by name. It accepts the same open file only once, and keeps no order::
 
-    state                      what changes: the providers, and of each object all but its memory and its value
+    state                      mutable facts: the providers, and all of each object except its memory and value
     object-<object id>         an object's skeleton and table, which may be large, and never change
-    page-<object id>           the page of its revision, where it has one
+    page-<object id>           the page of its revision, if any
     segment-<device>-<inode>   a file: host memory, or a copy in a lower tier
-    segment-<tier>-<id>        memory of a GPU, or a copy of it in memory of its driver: all of that has one inode
+    segment-<tier>-<id>        memory of a GPU, or a copy of it in memory of its driver, all of which has one inode
 
-The state is a memfd that broker and manager share: it is stored once, and written in place. The first change in a turn of the
+The state is a memfd shared by broker and manager: it is stored once, and written in place. The first change in a turn of the
 loop is written at once, before a client has its reply, and all others of that turn together at its end. Descriptors are stored
-before the state names them, and removed when it no longer names them, so a broker that is killed in between leaves nothing
-half. The next one drops what the state does not name, and an object of which something is missing: without its page, for
-example, processes that have the page would not see what others write.
+before the state names them, and removed once it no longer names them, so a broker killed in between leaves a consistent
+store. The next one drops descriptors that the state does not name, and incomplete objects: without its page, for example,
+processes that have the page would miss the writes of others.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _log = logging.getLogger("shared_rpc.broker")
 STATE = "state"
 #: The first bytes of the state. The number is raised with every change of the format.
 _FORMAT = b"shared-rpc state 2\n"
-#: Where its halves begin; and the head of a half: the number of the write, the size, the digest.
+#: The offsets of its halves; and the head of a half: the number of the write, the size, the digest.
 _HALVES = (1 << 12, 1 << 31)
 _HEAD = struct.Struct("<QQ16s")
-#: The largest state in bytes.
+#: Maximum bytes of the state.
 _LIMIT = 1 << 30
 
 
 class _Service(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A provider. ``serve`` has the endpoints as they are now."""
+    """A provider. ``serve`` has its present endpoints."""
 
     server_id: str
     serve: w.Serve
@@ -80,7 +80,7 @@ class _Facts(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Memory of the segment with that number, by the name of its descriptor: its own, or a :class:`LowerCopy` of it."""
+    """Memory of the segment with this number, by the name of its descriptor: its own, or a :class:`LowerCopy` of it."""
 
     name: str
     segment: int
@@ -90,9 +90,9 @@ class _Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True, dict=True):
-    """An object. ``key`` is the provider's, ``code`` the :func:`code_of` its endpoint.
+    """An object. ``key`` is the provider's key, ``code`` the :func:`code_of` its endpoint.
 
-    ``memory`` is that of its segments, in their order, or of their copies if it is cold; ``page`` the name of its page.
+    ``memory`` lists its segments in order, or their copies if it is cold; ``page`` is the name of its page.
     """
 
     key: str
@@ -114,7 +114,7 @@ class _Object(msgspec.Struct, array_like=True, forbid_unknown_fields=True, dict=
 
 
 class StoredState(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """All that is described: providers by their keys, and objects by their ids."""
+    """The whole state: providers by their keys, and objects by their ids."""
 
     services: dict[str, _Service] = {}
     objects: dict[str, _Object] = {}
@@ -128,9 +128,9 @@ def code_of(spec: EndpointSpec | None) -> str:
 class StateFile:
     """A memfd that is written in place. Its two halves are written in turn, the head of a half last.
 
-    A half whose digest is wrong was being written when its writer was killed: then the other one is the latest.
+    A half with a wrong digest was being written when its writer was killed: the other one is the latest then.
 
-    :param fd: that of an earlier writer, which belongs to this object; None for a new one.
+    :param fd: that of an earlier writer, which this object takes ownership of; None for a new one.
     :raises ValueError: for a file of another version.
     """
 
@@ -142,7 +142,7 @@ class StateFile:
         if begin != _FORMAT:
             raise ValueError(f"another version wrote it: it begins with {begin!r}, not with {_FORMAT!r}")
         self.fd = fd
-        #: What the latest write of an earlier writer left, empty for none.
+        #: The latest data of an earlier writer, empty for none.
         self._number, self.data = max(map(self._read, _HALVES))
 
     def _read(self, offset: int) -> tuple[int, bytes]:
@@ -156,7 +156,7 @@ class StateFile:
     def write(self, data: bytes) -> None:
         """Replace the data.
 
-        :raises OSError: if that is not possible; the file has the earlier data.
+        :raises OSError: if writing fails; the file keeps the earlier data.
         """
         number = self._number + 1
         offset = _HALVES[number % 2]
@@ -169,10 +169,10 @@ class StateFile:
 class FdStore:
     """The descriptors and the state that a broker stores with its service manager, if it has one.
 
-    On the broker's loop only, but for :meth:`close`.
+    On the broker's loop only, except for :meth:`close`.
 
     :param soon: schedules a call for the end of the loop's turn.
-    :param capacity: how many descriptors the manager keeps, None where that is not known.
+    :param capacity: the manager's limit of descriptors, None if unknown.
     """
 
     def __init__(
@@ -187,13 +187,13 @@ class FdStore:
         self._closed = not notifier.there
         self._file: StateFile | None = None
         self._state = StoredState()
-        #: The names of all that is stored, but for the state.
+        #: The names of all stored descriptors except the state.
         self._stored: set[str] = set()
-        #: Whether the state was written in this turn of the loop, and whether it has changed since.
+        #: True if the state was written in this turn of the loop; and True if it has changed since.
         self._turn = self._changed = False
 
     def close(self) -> None:
-        """Take no changes from now on."""
+        """Ignore changes from now on."""
         self._closed = True
 
     # Storing.
@@ -230,11 +230,11 @@ class FdStore:
     ) -> None:
         """Store an object, or its changes. An object whose memory ends with a process is not stored.
 
-        Where its changes cannot be stored, nothing of it is: its description is out of date.
+        If its changes cannot be stored, the object is removed, because its description is out of date.
 
-        :param key: its provider's.
+        :param key: its provider's key.
         :param code: see :func:`code_of`.
-        :param copies: of a cold object, by the ids of its segments.
+        :param copies: for a cold object, by the ids of its segments.
         """
         if self._closed or any(segment.info.mechanism in EXPORTER_OWNED for segment in stored.record.segments):
             return
@@ -254,7 +254,7 @@ class FdStore:
     def _describe(
         self, key: str, stored: StoredObject, code: str, terms: Terms | None, copies: Mapping[str, Sequence[LowerCopy]]
     ) -> _Object:
-        """Store the descriptors of an object; return what the state is to say of it."""
+        """Store the descriptors of an object; return its entry in the state."""
         record, memory = stored.record, []
         for number, segment in enumerate(record.segments):
             for part in copies[segment.info.id] if stored.cold else [LowerCopy(segment, "device")]:
@@ -309,7 +309,7 @@ class FdStore:
             self._write()
 
     def _write(self) -> None:
-        """Write the state, and remove what it does not name. If that fails, it is tried again with the next change."""
+        """Write the state, then remove descriptors that it does not name. A failed write is retried with the next change."""
         try:
             if self._file is None:
                 self._file = StateFile()
@@ -326,7 +326,7 @@ class FdStore:
     # Recovery.
 
     def recover(self, passed: Iterable[Passed], serve: Callable[[w.Serve, str], Core]) -> None:
-        """Serve an earlier broker's providers and objects again. What is unusable is logged and removed.
+        """Serve an earlier broker's providers and objects again. Unusable ones are logged and removed.
 
         :param serve: serves a provider, with the id of its earlier server.
         """
@@ -368,7 +368,7 @@ class FdStore:
 
 
 def _name_of(segment_id: str, part: LowerCopy) -> str:
-    """Return the name of the memory of a segment in a tier. Host memory that is its own copy has one name in both."""
+    """Return the name of a segment's memory in a tier. Host memory that is its own copy has one name in both."""
     found = os.fstat(part.segment.fileno())
     return f"segment-{found.st_dev}-{found.st_ino}" if stat.S_ISREG(found.st_mode) else f"segment-{part.tier}-{segment_id}"
 

@@ -1,4 +1,4 @@
-"""Memory of a broker's devices: the host's is made and copied in this process, a GPU's by workers, which have its driver."""
+"""Memory of a broker's devices: the host's is allocated and copied in this process, a GPU's by workers that have its driver."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import EXPORTER_OWNED
 from shared_rpc.protocol.specs import DeviceSpec
 
-#: Seconds for a worker's answer to a request for memory.
+#: Seconds to wait for a worker's answer to a request for memory.
 _PATIENCE = 30.0
-#: Seconds in which a worker must make a step of a copy. The steps of a slow disk are the longest.
+#: Maximum seconds between two steps of a copy in a worker. The steps of a slow disk are the longest.
 _STEP_PATIENCE = 60.0
-#: Segments of one request: their descriptors, and those of as many targets, fit one frame.
+#: Maximum segments per request: their descriptors, and those of as many targets, fit into one frame.
 _SEGMENTS = 256
 
 
 class WorkersMemory:
     """The GPU memory that a broker's workers allocate and copy. On the broker's loop, apart from :meth:`forget`.
 
-    A worker that ends before it answers leaves nothing behind, so another one is asked, once.
+    A worker that ends before it answers leaves nothing behind, so the request is repeated once with another one.
 
-    :param workers: returns the workers that may be asked.
-    :param bare: returns a worker without the app, for when none of them can.
+    :param workers: returns the candidate workers.
+    :param bare: returns a worker without the app, as a fallback.
     """
 
     def __init__(self, workers: Callable[[], list[Worker]], bare: Callable[[], Awaitable[Worker]]) -> None:
@@ -43,11 +43,11 @@ class WorkersMemory:
         self._mapped: dict[str, set[Worker]] = {}
 
     async def ask(self, message: w.Allocate | w.FreeBytes) -> tuple[w.Allocated, list[int]]:
-        """Return a worker's answer, and the descriptors of its frame.
+        """Send a request to a worker; return its answer, and the descriptors of the answer's frame.
 
         :raises CapabilityError: if the worker refuses.
-        :raises WorkerCrashed: if none can start, or the second one ends too, or none answers in time; or if none runs that
-            could be asked for a mere fact.
+        :raises WorkerCrashed: if none can start, the second one ends too, or none answers in time; for a mere query, also if
+            none is running.
         """
         try:
             async with asyncio.timeout(_PATIENCE):
@@ -70,10 +70,10 @@ class WorkersMemory:
         return answer, fds
 
     async def copy(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Have workers make the ordered segments. If this is cancelled, the worker stops, and what it made is closed.
+        """Have workers make the ordered segments. On cancellation the worker stops, and the segments made are closed.
 
-        :raises SharedRPCError: as the worker does.
-        :raises WorkerCrashed: if the second worker ends too, or makes no step for long, or answers nonsense; or none can start.
+        :raises SharedRPCError: that of the worker.
+        :raises WorkerCrashed: if the second worker ends too, stalls or sends an invalid answer; or if none can start.
         """
         made: list[Written] = []
         with closing_all(made):
@@ -82,7 +82,7 @@ class WorkersMemory:
                 try:
                     made += await self._copied(some, attempts)
                 except WorkerCrashed:
-                    made += await self._copied([_anew(order) for order in some], attempts)
+                    made += await self._copied([_for_retry(order) for order in some], attempts)
         return made
 
     async def _copied(self, orders: Sequence[CopyOrder], attempts: _Attempts) -> list[Written]:
@@ -117,9 +117,9 @@ class WorkersMemory:
         return [worker for worker in self._workers() if worker.served]
 
     def _choose(self, message: w.CopySegments, failed: Worker | None) -> Worker | None:
-        """Return the worker to ask: one that sees the GPUs; rather one that reads, and has the host memory mapped.
+        """Choose a worker that sees the GPUs, preferably one that reads and has the host memory mapped.
 
-        :param failed: the one that was asked before, and is not asked again.
+        :param failed: the worker of an earlier attempt, which is excluded.
         """
         devices = {info.device for info in (*message.sources, *message.wanted)} - {"cpu"}
         mapping = {worker for info in message.sources for worker in self._mapped.get(info.id, ())}
@@ -132,9 +132,9 @@ class WorkersMemory:
     def _written(
         self, orders: Sequence[CopyOrder], answer: w.SegmentsCopied, received: list[int], worker: Worker
     ) -> list[Written]:
-        """Return what a worker has made.
+        """Return the segments made by a worker.
 
-        :raises WorkerCrashed: if that is not what was ordered.
+        :raises WorkerCrashed: if they differ from the order.
         """
         new = sum(order.target is None for order in orders)
         if not len(orders) == len(answer.segments) == len(answer.digests) or len(received) != new:
@@ -156,13 +156,13 @@ class WorkersMemory:
         return made
 
     def _discard(self, worker: Worker, answer: w.SegmentsCopied) -> None:
-        """Have a worker unmap copies that it made for a request that was cancelled."""
+        """Have a worker unmap copies that it made for a cancelled request."""
         copies = [info.id for info in answer.segments]
         if copies:
             worker.send(w.ForgetCopies(copies))
 
     def forget(self, copies: Sequence[str]) -> None:
-        """Have the workers unmap host memory whose copies were closed; from any thread, without waiting."""
+        """Have the workers unmap host memory whose copies were closed; from any thread, without blocking."""
         with suppress(RuntimeError):  # the loop is closed: the workers end too
             self._loop.call_soon_threadsafe(self._forget, copies)
 
@@ -172,15 +172,15 @@ class WorkersMemory:
                 worker.send(w.ForgetCopies([copy_id]))
 
     def lost(self, worker: Worker) -> None:
-        """Note that a worker has ended: it has nothing mapped any more."""
+        """Handle the end of a worker, and of its mappings."""
         for workers in tuple(self._mapped.values()):
             workers.discard(worker)
 
 
 class RelayedMemory(DeviceMemory):
-    """The memory of one provider's devices: the host's is made here, a GPU's by a worker.
+    """The memory of one provider's devices: the host's is allocated here, a GPU's by a worker.
 
-    :param devices: as the workers report them.
+    :param devices: as reported by the workers.
     """
 
     def __init__(self, workers: WorkersMemory, devices: Sequence[DeviceSpec]) -> None:
@@ -192,7 +192,7 @@ class RelayedMemory(DeviceMemory):
         return self._specs
 
     async def free(self, device: str) -> int | None:
-        """Return the free bytes of a device, None while no worker can be asked."""
+        """Return the free bytes of a device, None while no worker is available."""
         if device == "cpu":
             return await super().free(device)
         try:
@@ -201,7 +201,7 @@ class RelayedMemory(DeviceMemory):
             return None
 
     async def _created(self, device: str, nbytes: int) -> Segment:
-        """Make zeroed memory, here or in a worker."""
+        """Allocate zeroed memory, here or in a worker."""
         if device == "cpu":
             return await super()._created(device, nbytes)
         answer, fds = await self._workers.ask(w.Allocate(device, nbytes))
@@ -209,7 +209,7 @@ class RelayedMemory(DeviceMemory):
         return Segment.owning(answer.segment, fds[0])
 
     async def _copied_on_gpus(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Have a worker make the segments that need a GPU's driver."""
+        """Have a worker make the segments that need a GPU driver."""
         return await self._workers.copy(orders, steps)
 
     def forget(self, copies: Sequence[str]) -> None:
@@ -218,7 +218,7 @@ class RelayedMemory(DeviceMemory):
 
 
 class _Attempts:
-    """The attempts to make some segments: the worker that was asked last, and progress, which is reported once."""
+    """Attempts to make segments: the last worker used, and the progress, which is reported without repetition."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -232,8 +232,8 @@ class _Attempts:
             self._steps.count(more)
 
 
-def _anew(order: CopyOrder) -> CopyOrder:
-    """Return an order that was given before. Host memory of then may be written to still: it is left alone."""
+def _for_retry(order: CopyOrder) -> CopyOrder:
+    """Return an order for a new attempt, without the earlier host memory, which may still be written to."""
     if order.target is None or order.target.info.mechanism == "file":
         return order
     return CopyOrder(order.source, on_host(order.source.info))

@@ -1,4 +1,4 @@
-"""Requests to one worker, and their answers: runs, allocations and copies alike."""
+"""Requests to one worker and their answers: runs, allocations and copies alike."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shared_rpc.protocol import worker as w
 from shared_rpc.protocol.frames import Frame, close_all
 from shared_rpc.protocol.messages import Message
 
-#: Numbers of requests are from 1 to this one: 0 is the number of messages that belong to none.
+#: The highest number of a request; numbers start at 1, and 0 marks messages outside of requests.
 _LAST = (1 << 32) - 1
 
 
 class _Pending(NamedTuple):
-    """A request that is not answered yet."""
+    """An unanswered request."""
 
     take: Callable[[Any, Frame], bool]
     lost: Callable[[WorkerCrashed], object]
@@ -34,11 +34,11 @@ class WorkerRequests:
         self._send = send
         self._number = 0
         self._pending: dict[int, _Pending] = {}
-        #: The monotonic time at which the last request was answered, or at first that of the worker's start.
+        #: The monotonic time of the last answer; initially of the worker's start.
         self.answered_at = time.monotonic()
 
     def __len__(self) -> int:
-        """Count the requests without an answer."""
+        """Return the number of unanswered requests."""
         return len(self._pending)
 
     def begin(
@@ -52,9 +52,9 @@ class WorkerRequests:
     ) -> int:
         """Send a request, and return its number.
 
-        :param take: called with each message about it and the message's frame; returns whether that was the last one.
-        :param lost: called with the reason if the worker ends before.
-        :raises ProtocolError, OSError: as :meth:`FramedStream.send`.
+        :param take: called with each message about it and the message's frame; returns True if that was the last one.
+        :param lost: called with the reason if the worker ends first.
+        :raises ProtocolError, OSError: like :meth:`FramedStream.send`.
         """
         number = self._number = self._number % _LAST + 1
         self._send(message, number, payload, fds, owners)
@@ -62,7 +62,7 @@ class WorkerRequests:
         return number
 
     def take(self, message: Message, frame: Frame) -> None:
-        """Pass a message on to what waits for it. The descriptors of a message for which nothing waits stay the frame's."""
+        """Dispatch a message to its request. The frame keeps the descriptors of a message without a request."""
         number = frame.request_id
         pending = self._pending.get(number)
         if pending is not None and pending.take(message, frame):
@@ -70,7 +70,7 @@ class WorkerRequests:
             self._pending.pop(number, None)
 
     def fail(self, crash: WorkerCrashed) -> None:
-        """End all requests: the worker has ended."""
+        """End all requests, after the worker has ended."""
         while self._pending:
             self._pending.pop(next(iter(self._pending))).lost(crash)
 
@@ -83,14 +83,14 @@ class WorkerRequests:
         stop: Message | None = None,
         unused: Callable[[Any], object] = lambda answer: None,
     ) -> tuple[Any, list[int]]:
-        """Send a request; return its answer, and the descriptors of its frame, which the caller owns.
+        """Send a request; return its answer, and the descriptors of the answer's frame, which the caller owns.
 
-        :param progressed: called with each report of progress before the answer.
-        :param stop: sent to the worker if this is cancelled.
-        :param unused: called with the answer if this is cancelled; its descriptors are closed.
-        :raises ProtocolError, OSError: as :meth:`FramedStream.send`.
+        :param progressed: called with each progress report before the answer.
+        :param stop: sent to the worker on cancellation.
+        :param unused: called with the answer after a cancellation; its descriptors are closed.
+        :raises ProtocolError, OSError: like :meth:`FramedStream.send`.
         :raises WorkerCrashed: if the worker ends before it answers.
-        :raises SharedRPCError: the error with which it answers.
+        :raises SharedRPCError: the worker's error.
         """
         answered: asyncio.Future[tuple[Any, list[int]]] = asyncio.get_running_loop().create_future()
 

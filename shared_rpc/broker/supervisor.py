@@ -1,4 +1,4 @@
-"""The supervisor of workers: starts them, again when they crash, and replaces them by others with new code."""
+"""The supervisor of workers: starts them, restarts them after crashes, and replaces them on a reload."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from shared_rpc.protocol.messages import Message
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: This many crashes within this many seconds are a crash loop: no worker is started for as long again.
+#: This many crashes within this many seconds are a crash loop: no worker is started during the following such period.
 _LIMIT, _WINDOW = 5, 30.0
-#: Seconds for workers to end by themselves when the broker stops.
+#: Seconds for workers to exit when the broker stops.
 _GRACE = 0.6
-#: Seconds. A worker that ends earlier counts as short-lived.
+#: Lifetime in seconds below which a worker counts as short-lived.
 _SHORT = 10.0
-#: Seconds without an order after which a bare worker ends.
+#: Idle seconds after which a bare worker ends.
 _UNUSED = 10.0
-#: Why a worker that loads the app is ended in favour of another one: that says nothing about the worker.
+#: The reason for ending a worker that loads the app when another one replaces it: no fault of the worker.
 _OVERTAKEN = "a later reload took its place"
-#: Seconds before the first restart, and the most before any restart.
+#: Seconds before the first restart, and the maximum of later pauses.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
 
 class Spawner:
     """Starts tasks of a group from callbacks of the loop. anyio needs the group's context, which ``add_reader`` does not keep.
 
-    The error of a task is logged and ends that task alone: the group is the broker, which holds every object. That of
-    :meth:`vital` ends the group.
+    An error of a task is logged and ends that task alone: the group is the broker, which holds every object. An error of a
+    :meth:`vital` task ends the group.
 
-    Made in a task of the group.
+    Create it in a task of the group.
     """
 
     def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -58,7 +58,7 @@ class Spawner:
         self._context.copy().run(lambda: self._tasks.start_soon(_guarded, function, arguments))
 
     def vital(self, function: Callable[..., Coroutine[Any, Any, Any]], *arguments: object) -> None:
-        """Start a task without which the broker is of no use: its error ends the broker."""
+        """Start a task that the broker depends on: its error ends the broker."""
         self._context.copy().run(lambda: self._tasks.start_soon(function, *arguments))
 
 
@@ -72,12 +72,11 @@ async def _guarded(function: Callable[..., Coroutine[Any, Any, Any]], arguments:
 class Supervisor:
     """The workers of a broker. On its loop only.
 
-    :param count: how many there are to be.
+    :param count: the number of workers.
     :param zygote: starts workers as forks.
     :param handlers: handlers of the workers' other messages.
-    :param on_endpoints: called with a provider, or one more endpoint, of a worker of the current generation.
-    :param on_change: called when a worker is new, has ended, or reads again after it was congested, or when none will come
-        any more.
+    :param on_endpoints: called with a provider, or a further endpoint, of a worker of the current generation.
+    :param on_change: called when a worker is new, has ended, or reads again after congestion, or when none will come any more.
     :param on_lost: called when a worker has ended.
     """
 
@@ -108,13 +107,13 @@ class Supervisor:
         self._next: list[Worker] = []
         #: Replaced workers, which only finish their runs.
         self._old: list[Worker] = []
-        #: The worker without the app, None while there is none; and the pauses before the next one, if it ended by itself.
+        #: The worker without the app, if any; and the pauses before the next one, if it crashed.
         self._bare: Worker | None = None
         self._bare_pauses: Backoff | None = None
         self._starting_bare = anyio.Lock()
         #: Restarts after crashes, by the worker's number.
         self.restarts: Counter[int] = Counter()
-        #: Workers that ended without a request.
+        #: Number of workers that ended without a request.
         self.crashes = 0
         self._crashes: deque[float] = deque(maxlen=_LIMIT)
         self._last: WorkerCrashed | None = None
@@ -122,7 +121,7 @@ class Supervisor:
         self._stopped_until = 0.0
         #: Workers whose loading of the app is awaited.
         self._loaded: dict[Worker, asyncio.Future[None]] = {}
-        #: Whether any worker has ever loaded the app.
+        #: True once any worker has loaded the app.
         self._serves = False
         self._reloading = anyio.Lock()
         self._reload: asyncio.Task[list[Worker]] | None = None
@@ -131,7 +130,7 @@ class Supervisor:
 
     @property
     def all(self) -> list[Worker]:
-        """Every worker that runs."""
+        """All running workers."""
         return [*self.workers, *self._next, *self._old]
 
     async def start(self, spawn: Spawner, *, wait: bool = True) -> None:
@@ -139,7 +138,7 @@ class Supervisor:
 
         A worker that fails after another one has loaded it counts as crashed and is restarted: the broker serves by then.
 
-        :param spawn: where restarts wait for their time.
+        :param spawn: runs delayed restarts.
         :param wait: False to return at once: a worker that fails to import the app then counts as crashed.
         :raises WorkerCrashed: if a worker ends before any has loaded the app.
         :raises ConfigurationError: if a worker refuses to serve the app.
@@ -165,7 +164,7 @@ class Supervisor:
     async def _new(self, number: int) -> Worker:
         """Start a worker.
 
-        :raises WorkerCrashed: if the system lets no process begin.
+        :raises WorkerCrashed: if the system refuses a new process.
         """
         try:
             begun = await self._zygote.begin(number)
@@ -184,11 +183,11 @@ class Supervisor:
             raise WorkerCrashed(f"cannot start a worker: {error}") from error
 
     async def bare(self) -> Worker:
-        """Return a worker without the app, for copies and allocations while no other worker can; start it if there is none.
+        """Return a worker without the app, started on demand, for copies and allocations while no other worker is available.
 
-        It gets no runs, is no worker of :attr:`workers`, and ends when it was not used for a while.
+        It gets no runs, is not in :attr:`workers`, and ends after a period without use.
 
-        :raises WorkerCrashed: if the system lets no process begin, or the broker stops.
+        :raises WorkerCrashed: if the system refuses a new process, or the broker stops.
         """
         async with self._starting_bare:
             if self._bare is None:
@@ -201,7 +200,7 @@ class Supervisor:
             return self._bare
 
     async def _end_unused(self, worker: Worker) -> None:
-        """End the bare worker, when it has had no order for a while. One that keeps memory of its own process stays."""
+        """End the bare worker after a period without an order. One that keeps memory of its own process stays."""
         while worker is self._bare:
             left = worker.requests.answered_at + _UNUSED - time.monotonic()
             if len(worker.requests) or worker.keeps_memory or left > 0:
@@ -212,7 +211,7 @@ class Supervisor:
                 self.retire_old()
 
     def refusal(self) -> SharedRPCError | None:
-        """Return why there will be no worker soon; None where there is or may be one."""
+        """Return the reason why no worker will come soon; None if there is or may be one."""
         left = self._stopped_until - time.monotonic()
         if self.workers or self._last is None or left <= 0:
             return None
@@ -230,7 +229,7 @@ class Supervisor:
         self._notify(worker, message)
 
     def _shares(self, worker: Worker, message: w.Shared, frame: Frame) -> None:
-        # An endpoint that another thread shares may arrive before its provider.
+        # An endpoint registered by another thread may arrive before its provider.
         worker.endpoints.setdefault(message.key, {})[message.endpoint.name] = message.endpoint
         self._notify(worker, message)
 
@@ -263,7 +262,7 @@ class Supervisor:
                 future.set_exception(crash)
 
     def _end_if_idle(self, worker: Worker) -> None:
-        """End a worker that is draining and has no request left."""
+        """End a draining worker that has no request left."""
         if worker.state == "draining" and not len(worker.requests):
             worker.hang_up()
 
@@ -275,7 +274,7 @@ class Supervisor:
         crash = worker.crash()
         if worker.forked and worker.condemned != _OVERTAKEN:
             self._zygote.ended(worker.loaded, crash.signal is not None and not worker.condemned)
-        # Where a start or reload awaits the worker, that one raises the reason.
+        # A start or reload that awaits the worker raises the reason itself.
         crashed = worker in self.workers and (worker not in self._loaded or self._does_without(worker))
         for group in (self.workers, self._next, self._old):
             if worker in group:
@@ -307,13 +306,13 @@ class Supervisor:
             await self._restart(worker.number)
 
     def _does_without(self, worker: Worker) -> bool:
-        """Return whether the broker begins without a worker that has ended: another one has loaded the app, and may be at work.
-        Errors of the configuration are still reported at once.
+        """Return True if the broker starts without an ended worker, because another one has loaded the app and may be in use.
+        Configuration errors are still reported at once.
         """
         return self._serves and not isinstance(worker.refusal, ConfigurationError)
 
     def _not_started(self, crash: WorkerCrashed) -> None:
-        """Note that no process could begin, which is to be tried again."""
+        """Handle a refused new process, which is retried."""
         _log.error("%s", crash)
         self._count_crash(crash, 0.0)
         self._on_change()
@@ -329,7 +328,7 @@ class Supervisor:
             _log.error("%d workers ended within %g s: no worker is started for the next %g s", _LIMIT, _WINDOW, _WINDOW)
 
     async def _restart(self, number: int) -> None:
-        """Start a worker in place of an ended one, after a pause; unless a reload begins first."""
+        """Restart an ended worker after a pause, unless a reload begins first."""
         while True:
             await anyio.sleep(max(self._pauses.pause, self._stopped_until - time.monotonic()))
             if number in {worker.number for worker in self.workers} or self._stopping:
@@ -348,12 +347,12 @@ class Supervisor:
                 return
 
     async def reload(self) -> list[Worker]:
-        """Start workers with the app's code as it is now, and let them take over when all are ready: the new ones.
+        """Start workers with the app's current code, switch to them when all are ready, and return them.
 
-        A later reload ends the loading of an earlier one, which may hang; the earlier one then ends as the later one does. A
-        worker may have ended again when this returns.
+        A later reload cancels the loading of an earlier one, which may hang; the earlier one then has the outcome of the later.
+        A worker may have ended again on return.
 
-        :raises WorkerCrashed: if a worker fails to load the code; then nothing has changed.
+        :raises WorkerCrashed: if a worker fails to load the code; nothing has changed then.
         """
         if self._reload is not None:
             self._reload.cancel()
@@ -368,7 +367,7 @@ class Supervisor:
                     raise
 
     async def _load_next(self) -> list[Worker]:
-        """Replace the workers by new ones, which are returned. If that fails or is cancelled, the new ones are killed."""
+        """Replace the workers by new ones, and return these. On failure or cancellation the new ones are killed."""
         async with self._reloading:
             if self._stopping:
                 raise ConfigurationError("the broker is stopping")
@@ -397,14 +396,14 @@ class Supervisor:
             return mine
 
     def retire_old(self) -> None:
-        """Have the workers that were replaced end as soon as they have nothing to do."""
+        """End each replaced worker as soon as it is idle."""
         for worker in tuple(self._old):
             if worker.state != "ended":
                 worker.state = "draining"
                 self._end_if_idle(worker)
 
     def stop(self) -> None:
-        """End all of them."""
+        """End all workers."""
         self._stopping = True
         if self._reload is not None:
             self._reload.cancel()
@@ -449,13 +448,13 @@ WORKERS: Sequence[Read[Supervisor]] = (
 
 
 async def _all_done(loaded: list[asyncio.Future[None]]) -> None:
-    """Wait until all have loaded the app, or one has failed to; and raise why."""
+    """Wait until all have loaded the app, or raise the first failure."""
     done, _ = await asyncio.wait(loaded, return_when=asyncio.FIRST_EXCEPTION)
     for one in done:
         one.result()
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Mark the error of a future as seen: of several that fail together one is reported."""
+    """Mark a future's error as retrieved: of several simultaneous failures only one is reported."""
     if not future.cancelled():
         future.exception()

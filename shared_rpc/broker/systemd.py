@@ -1,8 +1,8 @@
 """The protocols of a service manager, sd_listen_fds(3) and sd_notify(3), without their library.
 
-Sockets that the manager listens on and descriptors that it has stored have numbers from 3 on, with a name for each in
-``LISTEN_FDNAMES``. Messages to it are sent to a datagram socket as lines of ``NAME=value``, a descriptor to store with it
-(SCM_RIGHTS). It answers nothing: what it does not take, as more descriptors than ``FileDescriptorStoreMax``, it drops.
+The manager's listening sockets and stored descriptors have numbers from 3 on, with a name for each in ``LISTEN_FDNAMES``.
+Messages to it are datagrams with lines of ``NAME=value``, and a descriptor to store is attached (SCM_RIGHTS). It sends no
+replies, and silently drops what it refuses, such as more descriptors than ``FileDescriptorStoreMax``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NAME_LIMIT = 255
 
 
 class Passed(NamedTuple):
-    """A descriptor that the manager passed, and its name."""
+    """A descriptor passed by the manager, and its name."""
 
     name: str
     fd: int
 
 
 class Notifier:
-    """The way to the service manager; where there is none, nothing is sent. Safe to use from any thread.
+    """The connection to the service manager, if any; otherwise nothing is sent. Thread-safe.
 
     :param address: ``NOTIFY_SOCKET``: a path, or with a leading ``@`` a name in the abstract namespace; ``""`` for none.
     """
@@ -54,7 +54,7 @@ class Notifier:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
 
     def notify(self, *lines: str, fd: int | None = None) -> None:
-        """Send lines, and a descriptor that stays the caller's. A failure is logged, and ends nothing."""
+        """Send lines, and a borrowed descriptor. Failures are only logged."""
         if not self.there:
             return
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd is not None else []
@@ -64,23 +64,23 @@ class Notifier:
             _log.warning("cannot send %s to the service manager: %s", " ".join(lines), error)
 
     def ready(self, status: str) -> None:
-        """Tell that the service has started, or that a reload has ended."""
+        """Report the completion of the start or of a reload."""
         self.notify("READY=1", f"STATUS={status}")
 
     def status(self, text: str) -> None:
-        """Tell one line for people."""
+        """Report a one-line status for display."""
         self.notify(f"STATUS={text}")
 
     def reloading(self) -> None:
-        """Tell that the service reloads, until the next :meth:`ready`."""
+        """Report a reload, in progress until the next :meth:`ready`."""
         self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
-        """Tell that the service ends."""
+        """Report that the service is stopping."""
         self.notify("STOPPING=1")
 
     def store(self, name: str, fd: int) -> None:
-        """Have the manager keep a descriptor, which stays the caller's too, for the next process of the service.
+        """Store a duplicate of a borrowed descriptor in the manager, for the next process of the service.
 
         :param name: at most 255 characters, printable ASCII without a colon.
         """
@@ -95,11 +95,11 @@ class Notifier:
 
 @dataclass
 class Inherited:
-    """The sockets and descriptors that a broker begins with; without a service manager, none.
+    """The sockets and descriptors passed to a broker at its start; none without a service manager.
 
-    :param listeners: sockets that listen already and that no provider serves, by path.
-    :param stored: descriptors that an earlier process of the service stored in the manager. They belong to their receiver.
-    :param capacity: how many the manager keeps, None if it does not report that.
+    :param listeners: listening sockets not yet used by a provider, by path.
+    :param stored: descriptors stored in the manager by an earlier process of the service. Their receiver owns them.
+    :param capacity: the manager's limit of descriptors, None if it does not report that.
     """
 
     listeners: dict[str, socket.socket] = field(default_factory=dict)
@@ -108,9 +108,9 @@ class Inherited:
     capacity: int | None = None
 
     def unserved(self, served: Iterable[str]) -> str:
-        """Return why the sockets that are left, which no provider serves, are an error; ``""`` if there are none.
+        """Return an error text for the remaining sockets, which no provider serves; ``""`` if there are none.
 
-        :param served: the paths at which the app serves.
+        :param served: the paths served by the app.
         """
         if not self.listeners:
             return ""

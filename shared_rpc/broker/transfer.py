@@ -1,4 +1,4 @@
-"""A session's short-lived memory, as a broker knows it: numbers of chunks, and which worker has them."""
+"""A session's short-lived memory as tracked by a broker: numbers of chunks, and the workers that have them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shared_rpc.protocol.infos import PoolInfo
 
 
 class ForwardedTransfer(SessionTransfer):
-    """The memory is mapped by workers. When a worker ends, the kernel has ended its use of the memory.
+    """Memory mapped by workers. When a worker ends, the kernel ends its use of the memory.
 
-    :param key: the provider's; ``session`` the session's id.
+    :param key: the provider's key; ``session`` is the session's id.
     """
 
     def __init__(self, key: str, session: str) -> None:
@@ -27,7 +27,7 @@ class ForwardedTransfer(SessionTransfer):
         self._returned: list[int] = []
         #: Workers with an unanswered request to return chunks.
         self._asked: set[Worker] = set()
-        #: Chunks of results, by the worker whose pool has them.
+        #: Chunks of results, by the worker that owns their pool.
         self._results: dict[int, Worker] = {}
         #: Arenas of these pools, by segment id.
         self._segments: dict[str, tuple[Segment, Worker]] = {}
@@ -37,19 +37,19 @@ class ForwardedTransfer(SessionTransfer):
     # Chunks sent to a worker, and returned by it.
 
     def sent(self, worker: Worker, chunks: Iterable[int]) -> None:
-        """Note that a worker has chunks of the client's, and knows the session."""
+        """Record that a worker has chunks of the client's, and is aware of the session."""
         self._workers.add(worker)
         self._lent.update(dict.fromkeys(chunks, worker))
         if self._subscribers:
             self._ask()
 
     def not_begun(self, chunks: Iterable[int]) -> None:
-        """Note that chunks go to another worker than the one they were sent to."""
+        """Record that chunks move to another worker because their run had not begun."""
         for chunk in chunks:
             self._lent.pop(chunk, None)
 
     def came_back(self, worker: Worker, chunks: Sequence[int]) -> None:
-        """Take chunks of the client's back from a worker."""
+        """Take back chunks of the client from a worker."""
         if chunks:
             self._asked.discard(worker)
         for chunk in chunks:
@@ -60,11 +60,11 @@ class ForwardedTransfer(SessionTransfer):
             self._notify_subscribers()
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Take chunks back that no worker has seen."""
+        """Take back chunks that no worker has received."""
         self.put_back(numbers)
 
     def made(self, worker: Worker, record: Record) -> None:
-        """Note that a result lies in chunks of a worker's pool."""
+        """Record that a result lies in chunks of a worker's pool."""
         self._results.update(dict.fromkeys(record.chunks, worker))
         for number in record.arenas:
             segment = record.segments[number]
@@ -72,11 +72,11 @@ class ForwardedTransfer(SessionTransfer):
                 self._segments[segment.info.id] = segment.duplicate(), worker
 
     def owner(self, chunks: Iterable[int]) -> Worker | None:
-        """Return the worker in whose pool chunks are."""
+        """Return the worker that owns the pool of these chunks."""
         return next((self._results[chunk] for chunk in chunks if chunk in self._results), None)
 
     def lost(self, worker: Worker) -> None:
-        """Free the client's chunks of an ended worker. The worker's own pool is its readers' now."""
+        """Free the client's chunks of an ended worker. The worker's own pool now belongs to its readers."""
         self._workers.discard(worker)
         self._asked.discard(worker)
         self.came_back(worker, [chunk for chunk, has in self._lent.items() if has is worker])
@@ -87,15 +87,15 @@ class ForwardedTransfer(SessionTransfer):
     # Requests of the core.
 
     def lent(self, chunks: Sequence[int]) -> dict[int, ChunkSink]:
-        """Return the sinks of chunks that a call brings."""
+        """Return the sinks of the chunks in a call."""
         return dict.fromkeys(chunks, self)
 
     def retain(self, chunks: Sequence[int]) -> dict[int, ChunkSink] | None:
-        """Return no sinks: the worker holds chunks of results when the call is there, and has the last word."""
+        """Return no sinks: the worker itself holds chunks of results on receipt of the call, and may refuse them."""
         return {} if all(chunk in self._results for chunk in chunks) else None
 
     def result_segment(self, segment_id: str) -> Segment | None:
-        """Return a segment of the pools of results; None if there is none of that id."""
+        """Return a segment of the pools of results; None for an unknown id."""
         found = self._segments.get(segment_id)
         return found[0] if found is not None else None
 
@@ -110,7 +110,7 @@ class ForwardedTransfer(SessionTransfer):
             worker.send(w.ReleaseChunks(self.key, self.session, numbers))
 
     def returned(self) -> list[int]:
-        """Return the client's chunks that were returned since the last time."""
+        """Pop the client's chunks that were returned."""
         chunks, self._returned = self._returned, []
         return chunks
 
@@ -120,7 +120,7 @@ class ForwardedTransfer(SessionTransfer):
         self._notify_subscribers()
 
     def await_chunks(self, notify: Callable[[], None]) -> None:
-        """Call back when chunks were returned, and ask workers for them."""
+        """Call back when chunks were returned, and request them from the workers."""
         self._subscribers[notify] = None
         if self._returned:
             self._notify_subscribers()
@@ -137,7 +137,7 @@ class ForwardedTransfer(SessionTransfer):
         return {"nbytes": nbytes, "chunks": len(self._results)}
 
     def close(self) -> None:
-        """Release all that the session has, here and in its workers."""
+        """Release all memory of the session, here and in its workers."""
         super().close()
         for worker in self._workers:
             worker.send(w.SessionEnded(self.key, self.session))

@@ -1,4 +1,4 @@
-"""One worker process, as its broker sees it: its providers, its runs, and its end."""
+"""One worker process, from its broker's side: its providers, its runs, and its end."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from shared_rpc.zygote.process import WatchedProcess
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: Seconds for a worker to end by itself after its broker has closed the connection.
+#: Seconds for a worker to exit after its broker has closed the connection.
 _GRACE = 0.6
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: The kernel's counters; `oom_kill` counts kills of the whole host and of control groups at their limits. Linux 4.13, proc(5).
 _COUNTS = Path("/proc/vmstat")
 
 
-#: A function called with a message of a worker and the message's frame.
+#: A handler of a worker's message and its frame.
 Handler = Callable[["Worker", Any, Frame], None]
-#: The word in place of a target that starts a worker without an app.
+#: Replaces the target on the command line of a worker without an app.
 BARE = "--bare"
 
 
@@ -58,15 +58,15 @@ class WorkerCommand:
         return replace(self, target=BARE)
 
     def words(self, number: int, fd: int) -> list[str]:
-        """Return the words for a worker's command line, behind the module's name.
+        """Return the arguments after the module's name in a worker's command line.
 
-        :param number: which of the workers it is, from 0.
+        :param number: the worker's number, from 0.
         :param fd: its end of the socket pair.
         """
         return [self.target, "--fd", str(fd), "--number", str(number), *self.options.words]
 
     def start(self, number: int, fd: int) -> subprocess.Popen[bytes]:
-        """Start a worker in a process group of its own: Ctrl-C at a terminal is for the broker. See :meth:`words`."""
+        """Start a worker in its own process group: Ctrl-C at a terminal is for the broker. See :meth:`words`."""
         words = program("shared_rpc.worker", *self.words(number, fd), "--parent", str(os.getpid()))
         return subprocess.Popen(
             words, pass_fds=(fd,), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, process_group=0, bufsize=0
@@ -75,7 +75,7 @@ class WorkerCommand:
 
 @dataclass(frozen=True)
 class ForkedWorker:
-    """A worker's process that began as a fork, its standard error, and this end of its socket pair."""
+    """A forked worker's process, its standard error, and this end of its socket pair."""
 
     process: WatchedProcess
     errors: IO[bytes]
@@ -85,10 +85,10 @@ class ForkedWorker:
 class Worker:
     """A worker process. On the broker's loop only.
 
-    :param number: which of the broker's workers it is, from 0.
-    :param begun: its process, where that is a fork; else a new one is started.
-    :param restarts: how many of that number were started again before it, after crashes.
-    :param handlers: handlers of its messages that answer no request.
+    :param number: the worker's number, from 0.
+    :param begun: its process if it is a fork; otherwise a new one is started.
+    :param restarts: number of earlier restarts of this worker number after crashes.
+    :param handlers: handlers of its messages outside of requests.
     :param rest: called after each message of a draining worker.
     :param ended: called once, when the process has ended and all its messages are processed.
     :param caught_up: called when a congested worker reads again.
@@ -118,21 +118,21 @@ class Worker:
         self.runs: set[Any] = set()
         #: Arenas of clients that the worker has mapped, by session.
         self.arenas: dict[str, set[str]] = {}
-        #: Whether it has made memory that ends with it.
+        #: True if it has allocated memory that ends with it.
         self.keeps_memory = False
-        #: Why the broker ended the worker.
+        #: The reason why the broker ended the worker.
         self.condemned = ""
-        #: Why the worker cannot serve the app, as the worker reports it.
+        #: The worker's reason for refusing the app.
         self.refusal: Exception | None = None
         self._handlers = handlers
         self._rest = rest
         self._ended = ended
         self._caught_up = caught_up
-        #: Whether to tell the worker of dropped objects when it reads again.
+        #: True to notify the worker of dropped objects when it reads again.
         self._to_reclaim = False
         self._loop = asyncio.get_running_loop()
         self.forked = begun is not None
-        #: Whether the worker has reported that the app is loaded.
+        #: True once the worker has reported that the app is loaded.
         self.loaded = False
         process: Process
         errors: IO[bytes] | None
@@ -150,10 +150,10 @@ class Worker:
             errors, fd = new.stderr, -1
         with ExitStack() as undo:
             undo.callback(ours.close)
-            self.child = Child(process, errors, self._gone, fd=fd)
+            self.child = Child(process, errors, self._on_exit, fd=fd)
             undo.callback(self.child.end, 0.0)
-            self._link = FramedStream(ours, self._hear, self._hung_up, self._reads)
-            #: Sends nothing to a worker that has ended.
+            self._link = FramedStream(ours, self._handle, self._hung_up, self._reads)
+            #: Sends nothing to an ended worker.
             self.send = self._link.send
             self.requests = WorkerRequests(self.send)
             self._link.start()
@@ -165,18 +165,18 @@ class Worker:
         return self.child.pid
 
     def serves(self, key: str, endpoint: str) -> bool:
-        """Return whether a run of an endpoint may be sent to it now."""
+        """Return True if it can be sent a run of an endpoint now."""
         if self.state == "ended":
             return False
         return endpoint in self.endpoints.get(key, {}) or (self.state == "ready" and key in self.served)
 
     @property
     def congested(self) -> bool:
-        """Whether sent bytes are unread: the worker is stopped, its loop is stuck, or it has had no time yet."""
+        """True if sent bytes are unread: the worker is stopped, its loop is stuck, or it has not been scheduled yet."""
         return self._link.congested
 
     def reclaim(self) -> None:
-        """Tell it that an object was dropped; once, however many are while it does not read."""
+        """Notify it of a dropped object; only once while it does not read."""
         if self._link.congested:
             self._to_reclaim = True
         else:
@@ -201,20 +201,20 @@ class Worker:
         }
 
     def resident_bytes(self) -> int:
-        """Return how much memory of the host it has.
+        """Return its resident host memory in bytes.
 
         :raises OSError, IndexError: if it has ended.
         """
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
 
     def kill(self, why: str) -> None:
-        """End it now; callers of its runs get ``why``."""
+        """Kill it now; callers of its runs get ``why`` as the reason."""
         if self.state != "ended":
             self.condemned = self.condemned or why
             self.child.kill()
 
     def hang_up(self) -> None:
-        """Have it end by itself, soon."""
+        """Close the connection, so that it exits soon."""
         self.state = "draining"
         self._link.close()
         self._loop.call_later(_GRACE, self.kill, "it did not end when asked")
@@ -222,12 +222,12 @@ class Worker:
     def end(self, until: float) -> None:
         """End it with its broker.
 
-        :param until: the time at which its patience ends, by the monotonic clock.
+        :param until: the time of the monotonic clock at which it is killed.
         """
         self.child.end(until)
         self.state = "ended"
 
-    def _hear(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         message = decode_message(frame)
         if frame.request_id:
             self.requests.take(message, frame)
@@ -243,20 +243,20 @@ class Worker:
         if error is not None:
             _log.error("cannot read a message of worker %d: %s", self.pid, error, exc_info=error)
         self._link.close()
-        # Most have ended. A worker that has closed its connection is of no use, whatever it still does.
+        # Most have ended. A worker that has closed its connection is useless, whatever it still does.
         self._loop.call_later(_GRACE, self.kill, "it closed its connection to the broker")
 
-    def _gone(self) -> None:
+    def _on_exit(self) -> None:
         self._link.drain()
         self._link.close()
         self.state = "ended"
         self._ended(self)
 
     def crash(self) -> WorkerCrashed:
-        """Return how it ended."""
+        """Describe its end as an error."""
         code, name = self.child.code, self.child.signal_name
         assert code is not None, "wait() has returned"
-        reason = self.condemned or (self._want_of_memory() if name == "SIGKILL" else "")
+        reason = self.condemned or (self._memory_shortage() if name == "SIGKILL" else "")
         why = f" ({reason})" if reason else ""
         tail = self.child.last_output()
         last = f"; last lines of its standard error: {last_lines(tail)}" if tail else ""
@@ -267,7 +267,7 @@ class Worker:
             stderr=tail,
         )
 
-    def _want_of_memory(self) -> str:
+    def _memory_shortage(self) -> str:
         killed = _oom_kills() - self._kills
         if not killed:
             return ""
@@ -278,7 +278,7 @@ class Worker:
 
 
 def _oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory since boot; 0 if the counter is missing."""
+    """Return the number of processes killed by the kernel for lack of memory since boot; 0 if the counter is missing."""
     with suppress(OSError):
         for line in _COUNTS.read_text().splitlines():
             name, _, count = line.partition(" ")

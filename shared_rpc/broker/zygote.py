@@ -1,4 +1,4 @@
-"""The zygote of a broker's workers: made when a first worker has reported the app's imports, and replaced when these change."""
+"""The zygote of a broker's workers: created once a first worker has reported the app's imports, replaced when these change."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from shared_rpc.zygote.wire import GO, PADDING, Lost, ask, framed, receive, send
 
 _log = logging.getLogger("shared_rpc.broker")
 
-#: Seconds between a worker's report of its imports and the start of a zygote with them: several workers report one after the
-#: other, and a short-lived broker needs no zygote.
+#: Seconds between a worker's report of its imports and the start of a zygote with them: several workers report in sequence,
+#: and a short-lived broker needs no zygote.
 _SETTLE = 2.0
-#: Seconds for all imports of a zygote.
+#: Maximum seconds for all imports of a zygote.
 _PREPARATION = 600.0
 #: Descriptor number of a worker's link: libraries that the zygote imports may have opened files with the lowest numbers.
 _LINK = 100
 #: Seconds without an answer after which a zygote counts as stuck. A fork takes 0.02 to 0.1 s.
 _PATIENCE = 2.0
-#: Seconds in which a killed zygote ends.
+#: Seconds for a killed zygote to end.
 _ENDING = 0.5
-#: Packages that zygotes are made without, because they made an earlier one unfit for forks.
+#: Maximum number of packages excluded from zygotes because they made an earlier one unfit for forks.
 _LEFT_OUT = 7
-#: Consecutive failures of zygotes or forks after which none is started any more.
+#: Consecutive failures of zygotes or forks after which no more are started.
 _FAILURES = 3
 #: Seconds for which the size of the zygote's memory is cached: the kernel walks all of it.
 _GAUGE = 5.0
@@ -51,15 +51,15 @@ class _Failed(Exception):
 
 
 class _Running:
-    """A zygote's process, whose end the loop watches and never waits for.
+    """A zygote's process, watched by the loop without blocking it.
 
-    :param imports: the imports it was made with.
-    :raises OSError, RuntimeError: if it cannot be started, or not be watched.
+    :param imports: the imports of its creation.
+    :raises OSError, RuntimeError: if it cannot be started or watched.
     """
 
     def __init__(self, imports: Imports) -> None:
         self.imports = imports
-        #: Called when the process has ended, unless :meth:`end` has ended it.
+        #: Called when the process has ended, except after :meth:`end`.
         self.lost: Callable[[], None] | None = None
         self.modules: frozenset[str] = frozenset()
         self.dropped: dict[str, str] = {}
@@ -81,9 +81,9 @@ class _Running:
             opened.pop_all()
 
     async def prepare(self, **request: Any) -> dict[str, Any]:
-        """Have it import modules; return the answer. See :meth:`shared_rpc.zygote.serving.Zygote.prepare`.
+        """Import modules in it; return the answer. See :meth:`shared_rpc.zygote.serving.Zygote.prepare`.
 
-        :raises _Failed: if there is no answer; then it has been ended.
+        :raises _Failed: if there is no answer; the zygote has been ended then.
         """
 
         def prepared() -> dict[str, Any]:
@@ -93,11 +93,11 @@ class _Running:
         return await self._exchange(self._socket, prepared, _PREPARATION)
 
     async def fork(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], socket.socket]:
-        """Have it fork a process; return the answer, and the connection to the watcher. One at a time.
+        """Fork a process from it; return the answer, and the connection to the watcher. One at a time.
 
-        If this is cancelled, the process ends and the zygote continues.
+        On cancellation the process ends and the zygote continues.
 
-        :raises _Failed: if there is no answer; then it has been ended.
+        :raises _Failed: if there is no answer; the zygote has been ended then.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -114,7 +114,7 @@ class _Running:
             raise
 
     async def _exchange(self, sock: socket.socket, exchange: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-        """Exchange messages in a thread, within so many seconds each, and return the answer."""
+        """Exchange messages in a thread, with a timeout of ``seconds`` for each, and return the answer."""
         sock.settimeout(seconds)
         try:
             return await anyio.to_thread.run_sync(exchange, abandon_on_cancel=True)
@@ -127,32 +127,32 @@ class _Running:
             raise _Failed(f"{self.ended()}: {error}") from error
 
     def ended(self) -> str:
-        """End the process, if it has not ended; return how it has."""
+        """End the process if it is running; describe its end."""
         how = self.child.how()
         text = last_lines(self.child.last_output()) if self.child.exited.is_set() else ""
         self.end()
         return f"the zygote (pid {self.child.pid}) {how}" + (f": {text}" if text else "")
 
     def end(self) -> None:
-        """Kill it. Forks of it live on. The kernel needs a while to free its memory."""
+        """Kill it. Its forks live on. The kernel needs a while to free its memory."""
         self.lost = None
         self._socket.close()
         self.child.kill()
 
 
 class WorkerZygote:
-    """Starts workers as forks, where that can be done. On the broker's loop only.
+    """Starts workers as forks where possible. On the broker's loop only.
 
-    :param command: has workers report their imports; otherwise there is no zygote: every worker is a new process.
+    :param command: if it has workers report their imports, there is a zygote; otherwise every worker is a new process.
     """
 
     def __init__(self, command: WorkerCommand) -> None:
-        wanted = command.options.preload
+        enabled = command.options.preload
         self._command = command
-        self._state: Literal["off", "waiting", "starting", "ready"] = "waiting" if wanted else "off"
-        self._why = "no worker has loaded the app yet" if wanted else "--no-preload"
+        self._state: Literal["off", "waiting", "starting", "ready"] = "waiting" if enabled else "off"
+        self._why = "no worker has loaded the app yet" if enabled else "--no-preload"
         self._imports: Imports | None = None
-        #: Packages that make a zygote unfit for forks, and why.
+        #: Packages that make a zygote unfit for forks, and the reasons.
         self._left_out: dict[str, str] = {}
         self._running: _Running | None = None
         #: Zygotes that have not ended yet.
@@ -160,13 +160,13 @@ class WorkerZygote:
         self._due = asyncio.Event()
         self._asking = anyio.Lock()
         self._failures = 0
-        #: Whether the next worker is a new process, because a fork ended before it had loaded the app.
+        #: True if the next worker is a new process, because a fork ended before it had loaded the app.
         self._plain_next = False
         self._gauged = 0.0, 0
 
     @property
-    def wanted(self) -> bool:
-        """Whether there may be one yet."""
+    def enabled(self) -> bool:
+        """True while zygotes are enabled."""
         return self._state != "off"
 
     def info(self) -> ZygoteInfo:
@@ -186,9 +186,9 @@ class WorkerZygote:
         return self._gauged[1]
 
     async def run(self) -> None:
-        """Make a zygote whenever another one is needed, until this is cancelled."""
+        """Create zygotes on demand until cancelled."""
         try:
-            while self.wanted:
+            while self.enabled:
                 await self._due.wait()
                 await anyio.sleep(_SETTLE)
                 self._due = asyncio.Event()
@@ -205,12 +205,11 @@ class WorkerZygote:
             self._running = None
 
     def learn(self, imports: Imports | None, forked: bool) -> None:
-        """Take in a worker's imports of the app: the next zygote has those of the last worker.
+        """Record a worker's imports of the app: the next zygote gets those of the last worker.
 
-        :param forked: whether it began as a fork. If the app set variables of the environment, it has begun again as a new
-            process.
+        :param forked: True if it began as a fork. If the app set environment variables, it has restarted as a new process.
         """
-        if imports is None or not self.wanted:
+        if imports is None or not self.enabled:
             return
         before = self._imports
         if forked and before is not None:
@@ -218,16 +217,16 @@ class WorkerZygote:
                 self._give_up(_sets(imports.variables.keys() - before.variables.keys() or imports.variables))
                 return
             self._failures = 0
-            # A fork cannot tell when its zygote's modules would have been imported; it adds what is new.
+            # A fork cannot know when its zygote's modules would have been imported; it adds the new ones.
             known = {*before.installed, *(self._running.modules if self._running is not None else ())}
             new = [name for name in imports.installed if name not in known]
             imports = msgspec.structs.replace(imports, installed=[*before.installed, *new], variables=before.variables)
         self._imports = imports
-        if self.wanted and (imports != before or self._running is None):
+        if self.enabled and (imports != before or self._running is None):
             self._due.set()
 
     def ended(self, loaded: bool, by_signal: bool) -> None:
-        """Note that a fork has ended. If it had not loaded the app, the next worker is no fork: being one may be the reason."""
+        """Record a fork's end. If it had not loaded the app, the next worker is not forked: the fork may be the reason."""
         if loaded:
             return
         self._plain_next = True
@@ -235,12 +234,12 @@ class WorkerZygote:
             self._fail("a fork of the zygote was killed by a signal while loading the app")
 
     def _lost(self) -> None:
-        """Replace a zygote that has ended, unless a request to it is under way, which finds that out as well."""
+        """Replace an ended zygote, unless there is a pending request to it, which fails as well and replaces it."""
         if self._running is not None and not self._asking.locked():
             self._replace(self._running.ended())
 
     def _replace(self, why: str) -> None:
-        """End the zygote, and have another one made, if not too many have failed."""
+        """End the zygote, and schedule another one unless too many have failed."""
         self._end()
         self._state, self._why = "waiting", why
         self._due.set()
@@ -259,7 +258,7 @@ class WorkerZygote:
         _log.warning("from now on workers are new processes instead of forks of a zygote: %s", why)
 
     async def _make(self) -> None:
-        """Start a zygote with the app's imports, which takes over when it is ready."""
+        """Start a zygote with the app's imports, which becomes current when it is ready."""
         if self._imports is None:
             return
         imports = self._imports
@@ -363,7 +362,7 @@ class WorkerZygote:
 
 
 def _top(module: str) -> str:
-    """Return the package that a module belongs to."""
+    """Return the top-level package of a module."""
     return module.partition(".")[0]
 
 

@@ -22,7 +22,7 @@
     ├── TicketError             a ticket that cannot be used here
     ├── RecordError             an exported record that cannot be adopted here
     ├── RemoteError             an endpoint's exception that cannot be rebuilt here
-    ├── TaskError               a task, or its result, is not to be had
+    ├── TaskError               a task, or its result, is not available
     │   └── TaskCancelled       it was cancelled
     ├── WorkerCrashed           the process that ran an endpoint has ended
     ├── ClusterError            the source of records, or the cluster behind it, has failed
@@ -92,10 +92,10 @@ def _exit_code(text: str) -> int | None:
 
 
 class SharedRPCError(Exception):
-    """The root: ``except SharedRPCError`` catches all that this library raises itself."""
+    """The root: ``except SharedRPCError`` catches every error raised by this library itself."""
 
     code: ClassVar[str] = "error"
-    #: For an error from a server: the request's id in the server's log. An exception that an endpoint raised has the same
+    #: For an error from a server: the request's id in the server's log. An exception raised by an endpoint has the same
     #: attribute.
     request_id: str = ""
 
@@ -104,12 +104,12 @@ class SharedRPCError(Exception):
 
     @classmethod
     def restore(cls, message: str, detail: dict[str, str]) -> SharedRPCError:
-        """Return the error as it was, from the parts that :meth:`detail` put on the wire, some of which may be missing."""
+        """Rebuild an error from the parts that :meth:`detail` put on the wire, some of which may be missing."""
         make: Any = cls
         return cast("SharedRPCError", make(message, **{name: read(detail.get(name, "")) for name, read in cls._FIELDS.items()}))
 
     def detail(self) -> dict[str, str]:
-        """Return the attributes that this class has apart from its message, as texts."""
+        """Return the attributes of this class other than its message, as texts."""
         return {name: _as_text(getattr(self, name)) for name in self._FIELDS}
 
     def __reduce__(self) -> tuple[Callable[..., SharedRPCError], tuple[str, dict[str, str]]]:
@@ -119,7 +119,7 @@ class SharedRPCError(Exception):
 
 
 class ConfigurationError(SharedRPCError):
-    """An option, an environment variable or a path cannot be used as it is."""
+    """An option, an environment variable or a path is unusable."""
 
     code = "configuration"
 
@@ -131,16 +131,16 @@ class ConnectError(SharedRPCError, ConnectionError):
 
 
 class ConnectionClosed(SharedRPCError, ConnectionError):
-    """The connection ended before the reply came; the request may or may not have had its effect.
+    """The connection ended before the reply arrived; the request may or may not have had its effect.
 
-    The clients repeat by themselves what was not sent in full, and what only asks.
+    The clients themselves repeat requests that were not sent in full, and queries.
     """
 
     code = "connection-closed"
 
 
 class DeadlineExceeded(SharedRPCError, TimeoutError):
-    """The caller's timeout passed. The server is notified; other waiters of the same run go on."""
+    """The caller's timeout passed. The server is notified; other waiters of the same run are unaffected."""
 
     code = "deadline-exceeded"
 
@@ -152,9 +152,9 @@ class ProtocolError(SharedRPCError):
 
 
 class SegmentNotFound(ProtocolError):
-    """A call names memory that the server does not keep, or not any more: the library's own client sends it then.
+    """A call names memory that the server does not, or no longer, keep: the library's own client sends it then.
 
-    ``segments`` are the ids that mean nothing to the server.
+    ``segments`` are the ids unknown to the server.
     """
 
     code = "segment-not-found"
@@ -211,13 +211,13 @@ class CheckpointError(SharedRPCError, ValueError):
 
 
 class RefreshError(SharedRPCError):
-    """A generation was built and not made current: its call was invalidated since, or a later refresh ended first."""
+    """A generation was built but not made current: its call was invalidated since, or a later refresh ended first."""
 
     code = "refresh"
 
 
 class ChannelClosed(SharedRPCError):
-    """The other side of a channel sends or receives nothing any more.
+    """The peer of a channel no longer sends or receives.
 
     ``reason`` is ``"closed"``, ``"ended"`` (its process was killed, or did not close the channel) or ``"abandoned"`` (the
     sender gave up in the middle of this message; the next one can be received). ``pid`` is that process, in its own pid
@@ -236,7 +236,7 @@ class ChannelClosed(SharedRPCError):
 class UpdateInterrupted(SharedRPCError):
     """An update in place began and did not end, so the memory is partly old and partly new, until a later update ends.
 
-    ``revision`` is the odd number it left, ``pid`` the writing process, in its own pid namespace.
+    ``revision`` is the odd number that it left, ``pid`` the writing process, in its own pid namespace.
     """
 
     code = "update-interrupted"
@@ -275,8 +275,8 @@ class StateMismatchError(SharedRPCError):
 class TicketError(SharedRPCError):
     """A ticket that cannot be used here; the message names the file and the remedy.
 
-    ``reason`` is ``"unreadable"`` (no such file, or none that may be read), ``"untrusted"`` (others may have written it),
-    ``"malformed"``, or ``"other_server"``: the client is connected to another one than the ticket's.
+    ``reason`` is ``"unreadable"`` (missing or not readable), ``"untrusted"`` (others may have written it), ``"malformed"``, or
+    ``"other_server"``: the client is connected to a server other than the ticket's.
     """
 
     code = "ticket"
@@ -288,11 +288,11 @@ class TicketError(SharedRPCError):
 
 
 class RecordError(SharedRPCError):
-    """An exported record, or a file of one, that cannot be adopted here; the message says why, and names both sides.
+    """An exported record, or a file of one, that cannot be adopted here; the message gives the reason, and names both sides.
 
-    ``reason`` is ``"unreadable"`` (no such file, or none that may be read or written), ``"untrusted"`` (others may have written
-    it), ``"malformed"``, ``"damaged"`` (other bytes than were written), ``"version"``, ``"device"``, ``"endpoint"``, ``"code"``
-    (the endpoint's code is another), or ``"buffers"``: the buffers are not those for its segments.
+    ``reason`` is ``"unreadable"`` (missing, or not readable or writable), ``"untrusted"`` (others may have written it),
+    ``"malformed"``, ``"damaged"`` (the bytes have changed), ``"version"``, ``"device"``, ``"endpoint"``, ``"code"``
+    (the endpoint's code differs), or ``"buffers"``: the buffers do not match its segments.
     """
 
     code = "record"
@@ -310,10 +310,10 @@ class ServerBusy(SharedRPCError):
 
 
 class WorkerCrashed(SharedRPCError):
-    """The process that ran an endpoint has ended, or cannot be had.
+    """The process that ran an endpoint has ended, or could not be started.
 
-    ``signal`` is the name of the signal that ended it, such as ``"SIGSEGV"``, and ``exit_code`` its exit code;
-    either is None where it does not apply. ``stderr`` holds the last lines that it wrote to its standard error.
+    ``signal`` is the name of the signal that ended it, such as ``"SIGSEGV"``, and ``exit_code`` its exit code; either is None
+    if it does not apply. ``stderr`` holds the last lines of its standard error.
     """
 
     code = "worker-crashed"
@@ -327,11 +327,11 @@ class WorkerCrashed(SharedRPCError):
 
 
 class ClusterError(SharedRPCError):
-    """The source of a server's records, or the cluster behind it, did not do its part; the message says which.
+    """The source of a server's records, or the cluster behind it, has failed; the message says which.
 
-    ``reason`` is ``"failed"``; of a source's own methods also ``"replaced"`` (another source was attached to the server),
-    ``"detached"`` (it was closed, or its session or server has ended), or ``"answered"``: the miss has an answer, or no call
-    waits for one any more.
+    ``reason`` is ``"failed"``; for a source's own methods also ``"replaced"`` (another source was attached to the server),
+    ``"detached"`` (it was closed, or its session or server has ended), or ``"answered"``: the miss was answered, or no call
+    waits for it any more.
     """
 
     code = "cluster"
@@ -345,8 +345,8 @@ class ClusterError(SharedRPCError):
 class StaleHandleError(SharedRPCError):
     """The handle's object is no longer owned by the server that issued it.
 
-    ``reason`` is ``"released"``, ``"object_gone"``, ``"server_changed"`` or ``"server_unreachable"``; of ``latest()`` also
-    ``"invalidated"``, of ``open_ticket()`` also ``"superseded"``. Tensors taken from the handle stay valid: their memory is
+    ``reason`` is ``"released"``, ``"object_gone"``, ``"server_changed"`` or ``"server_unreachable"``; for ``latest()`` also
+    ``"invalidated"``, for ``open_ticket()`` also ``"superseded"``. Tensors taken from the handle stay valid: their memory is
     held by this process.
     """
 
@@ -359,17 +359,17 @@ class StaleHandleError(SharedRPCError):
 
 
 class HandleSuspended(SharedRPCError):
-    """The handle is suspended, so that its value cannot be touched in this process. ``resume()`` it, or use ``active()``.
+    """The handle is suspended, so its value cannot be accessed in this process. ``resume()`` it, or use ``active()``.
 
-    Its process has suspended it; or its object was evicted while the session with the server was lost, and the memory that the
-    process has is not the present one.
+    Either its process has suspended it, or its object was evicted while the session with the server was lost, so its
+    memory is outdated.
     """
 
     code = "handle-suspended"
 
 
 class TaskError(SharedRPCError):
-    """A task, or its result, is not to be had.
+    """A task, or its result, is not available.
 
     ``reason`` is ``"unknown"``, ``"expired"``, ``"unfinished"``, ``"released"`` or ``"cancelled"``.
     """
@@ -392,10 +392,10 @@ class TaskCancelled(TaskError):
 
 
 class RemoteError(SharedRPCError):
-    """An endpoint raised something that has no counterpart here.
+    """An endpoint raised an exception that has no counterpart here.
 
     ``type_name`` is the qualified name of its type, ``message`` its text, ``traceback`` the remote traceback. ``pickled`` is
-    the exception itself where a source of records gets it, which passes it on as it is; else ``b""``.
+    the exception itself for a source of records, which forwards it; else ``b""``.
     """
 
     code = "remote"
@@ -441,30 +441,30 @@ _BY_CODE = _tree(SharedRPCError)
 
 
 def to_wire(error: BaseException) -> tuple[str, str, dict[str, str]]:
-    """Return ``(code, message, detail)`` of an error that the library itself raised. Never raises."""
+    """Return ``(code, message, detail)`` of an error raised by the library itself. Never raises."""
     code, message, detail = _parts(error)
     return code, sendable(message), {name: sendable(text) for name, text in detail.items()}
 
 
 def text_of(error: BaseException) -> str:
-    """Return ``str(error)``, also of an error whose ``__str__`` fails, be it with SystemExit."""
+    """Return ``str(error)``, even if its ``__str__`` fails, including with SystemExit."""
     try:
         return str(error)
     except BaseException as problem:
         return f"<its __str__ raised {type(problem).__name__}>"
 
 
-#: Characters. A longer text is cut in the middle: it must fit a frame, and be readable.
+#: Characters. A longer text is cut in the middle to fit a frame and stay readable.
 _TEXT_LIMIT = 1 << 16
 
 
 def one_line(text: str) -> str:
-    """Return a text without line breaks and other control characters, for a terminal or a log: others may have written it."""
+    """Return a text without line breaks and other control characters, for a terminal or a log: it may be untrusted."""
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())
 
 
 def sendable(text: str) -> str:
-    """Return a text as MessagePack takes it, and of bounded length."""
+    """Convert a text for MessagePack, with a bounded length."""
     if len(text) > _TEXT_LIMIT:
         half = _TEXT_LIMIT // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
@@ -486,15 +486,15 @@ def class_of(code: str) -> type[SharedRPCError]:
 
 
 def from_wire(code: str, message: str, detail: dict[str, str]) -> SharedRPCError:
-    """Rebuild the error that :func:`to_wire` took apart; an unknown code gives the root class."""
+    """Rebuild the error from the result of :func:`to_wire`; an unknown code gives the root class."""
     return class_of(code).restore(message, detail)
 
 
 def raised_by_handler(error: BaseException) -> bool:
-    """Return whether a signal handler raised an error, by the frames that it passed.
+    """Return True if a signal handler raised an error, judging by its traceback.
 
-    Python's own handler of SIGINT has none. A handler that calls ``sys.exit()`` is distinguished by its frame from code that
-    does.
+    Python's own handler of SIGINT has no frame. A handler that calls ``sys.exit()`` is distinguished from other code by its
+    frame.
     """
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
     passed = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -61,7 +61,7 @@ class Child:
             if fd < 0:
                 fd = self._pidfd = os.pidfd_open(process.pid)
                 undo.callback(os.close, fd)
-            self._loop.add_reader(fd, self._gone)
+            self._loop.add_reader(fd, self._on_exit)
             self._fd = fd
             undo.pop_all()
 
@@ -98,7 +98,7 @@ class Child:
                 os.close(self._pidfd)
             self._fd = self._pidfd = -1
 
-    def _gone(self) -> None:
+    def _on_exit(self) -> None:
         self.unwatch()
         self._process.wait()
         self._report(time.monotonic() + _PATIENCE)

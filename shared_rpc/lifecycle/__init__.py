@@ -1,1 +1,1 @@
-"""Life of a process: signals, the thread that runs finalisers, the end of its main code, forks."""
+"""Process lifecycle: signals, the thread that runs finalisers, the end of the main code, forks."""

@@ -1,8 +1,8 @@
-"""Pauses of the cyclic garbage collector while thousands of objects are made that are all in use.
+"""Pauses of the cyclic garbage collector during the creation of thousands of live objects.
 
-What rebuilds a module of 10,000 tensors, or imports modules in addition to torch, sets off full collections again and again,
-each over everything torch has loaded: measured on the host, 34 µs a tensor with them and 9 µs without. ``python -m benchmarks
-rpc`` times the import of this package.
+Rebuilding a module of 10,000 tensors, or importing modules in addition to torch, triggers repeated full collections, each over
+all objects of torch: measured on the host, 34 µs a tensor with them and 9 µs without. ``python -m benchmarks rpc`` times the
+import of this package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from shared_rpc.forks import after_fork, fork_safe_lock
 
-#: The most frozen objects that count as none: some Pythons freeze a few of their own.
+#: Maximum number of frozen objects treated as none: some Pythons freeze a few of their own.
 _FEW = 10_000
 
 _lock = fork_safe_lock()
@@ -36,8 +36,8 @@ def paused() -> Iterator[None]:
         with _lock:
             _users -= 1
             if _users == 0 and _was_enabled:
-                # Counting frozen objects walks over them: milliseconds if an application froze everything. A few frozen objects
-                # of Python's own may be examined again.
+                # Counting frozen objects walks over them: milliseconds if an application froze everything. A few frozen
+                # objects of Python's own may be examined again.
                 if gc.get_count()[0] > gc.get_threshold()[0] and gc.get_freeze_count() < _FEW:
                     # All objects count as old from here on; otherwise enabling would first walk over all new ones.
                     gc.freeze()

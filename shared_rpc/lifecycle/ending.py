@@ -1,4 +1,4 @@
-"""The end of this process where it does not come by itself, and the processes that :mod:`multiprocessing` starts."""
+"""Forced ends of this process, and the processes started by :mod:`multiprocessing`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NoReturn
 
 
 def end_now(code: int) -> NoReturn:
-    """End the process without the interpreter's own end, which could wait without limit.
+    """End the process without the interpreter's shutdown, which could wait without limit.
 
-    From an exit callback there is no other way to set the exit code either. No exit callback runs.
+    It is also the only way to set the exit code in an exit callback. No exit callback runs.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the stream is None or closed, or a pipe without a reader
@@ -23,8 +23,8 @@ def end_now(code: int) -> NoReturn:
 
 
 def end_children() -> None:
-    """Ask the processes that :mod:`multiprocessing` started here to end: pools wait for work without limit, and no other
-    process knows of them.
+    """Send SIGTERM to the processes that :mod:`multiprocessing` started here: pools wait for work without limit, and no other
+    process has their ids.
     """
     for child in multiprocessing.active_children():
         with suppress(OSError, ValueError):  # the wait has ended, and another thread has written
@@ -32,14 +32,14 @@ def end_children() -> None:
 
 
 def end_within(seconds: float, code: int, why: str = "") -> None:
-    """End the process by then, if it has not ended by itself. The interpreter does not wait for that.
+    """End the process after ``seconds`` if it is still running. The interpreter's exit does not wait for this timer.
 
-    :param why: why the process ends. If given, standard error names the thread or callback that has kept it.
+    :param why: the reason for the end. If given, the thread or callback that delays the end is named on standard error.
     """
 
     def end() -> None:
         if why and sys.__stderr__ is not None:
-            with suppress(OSError):  # not by sys.stderr: a thread that hangs may have its lock
+            with suppress(OSError):  # not by sys.stderr: a hanging thread may hold its lock
                 os.write(
                     2, f"shared_rpc: {why}, but {_hindrance()} after {seconds:g} s: ends without\n".encode(errors="replace")
                 )
@@ -52,7 +52,7 @@ def end_within(seconds: float, code: int, why: str = "") -> None:
 
 
 def _hindrance() -> str:
-    """Name the threads or callbacks that the interpreter waits for at its end: threads first, then exit callbacks."""
+    """Name the threads or callbacks that delay the interpreter's exit: threads first, then exit callbacks."""
     main, own = threading.main_thread(), threading.current_thread()
     names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread not in (main, own)]
     if not names:
@@ -61,10 +61,10 @@ def _hindrance() -> str:
 
 
 def is_child() -> bool:
-    """Return whether :mod:`multiprocessing` started this process, whichever way: it has the role's environment of its parent.
+    """Return True if :mod:`multiprocessing` started this process, in any way: it has the role's environment of its parent.
 
-    A child that was spawned runs the main module before it knows of its parent. The fork server has none, imports what it is
-    told to preload (from Python 3.14 on the main module, by default), and ends as a main program does, after its parent.
+    A spawned child runs the main module before its parent process is set. The fork server has none, imports the modules to
+    preload (from Python 3.14 on the main module, by default), and ends like a main program, after its parent.
     """
     if multiprocessing.parent_process() is not None or getattr(multiprocessing.current_process(), "_inheriting", False):
         return True

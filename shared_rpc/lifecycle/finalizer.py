@@ -1,7 +1,7 @@
-"""Threads for work that finalisers, and threads with better things to do, must not do.
+"""Threads for work that must not run in finalisers or in latency-critical threads.
 
-A finaliser can run between any two instructions of any thread, so it must not lock, talk to a socket or wait
-for a GPU. It submits a job instead, and the job runs here.
+A finaliser can run between any two instructions of any thread, so it must not lock, use a socket or wait for a GPU. It submits
+a job instead, which runs here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Job = Callable[[], object]
 
 
 def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Call a bound method without keeping its object: when the object is collected, the call does nothing.
+    """Call a bound method through a weak reference to its object: after the object is collected, the call does nothing.
 
-    What an object gives to its parts, to threads and to finalisers must not keep it: it is to end with its last user, and not
+    Parts of an object, threads and finalisers must not hold a strong reference to it: it must end with its last user instead of
     with the next pass of the cyclic collector.
     """
     reference = weakref.WeakMethod(method)
@@ -44,7 +44,7 @@ def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
 class FinalizerThread:
     """A queue of jobs and one daemon thread, started with the first :meth:`start`. A forked child has neither.
 
-    :param name: the thread's.
+    :param name: the name of the thread.
     """
 
     def __init__(self, name: str = "shared-rpc-finalizer") -> None:
@@ -57,11 +57,11 @@ class FinalizerThread:
         self._jobs: queue.SimpleQueue[tuple[float, int, Job]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._starting = threading.Lock()
-        #: Whether the thread is running.
+        #: True while the thread is running.
         self.started = False
 
     def start(self) -> None:
-        """Start the thread if it does not run; call it before a finaliser that submits is registered."""
+        """Start the thread unless it runs; call it before registering a finaliser that submits."""
         if not self.started:
             with self._starting:
                 if not self.started:
@@ -69,7 +69,7 @@ class FinalizerThread:
                     self.started = True
 
     def submit(self, job: Job, after: float = 0.0) -> None:
-        """Queue a job, to be done ``after`` so many seconds. Safe in a finaliser."""
+        """Queue a job, to be run ``after`` so many seconds. Safe in a finaliser."""
         self._jobs.put((time.monotonic() + after if after else 0.0, next(self._numbers), job))
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""The end of the main code, after which a server goes on, and any other process ends."""
+"""The end of the main code, after which a server continues, and any other process ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared_rpc.lifecycle.signals import wait_for_signal
 
 
 class RunningServer(Protocol):
-    """A server that goes on when the main code has ended."""
+    """A server that continues after the end of the main code."""
 
     @property
     def socket_path(self) -> str:
@@ -23,24 +23,24 @@ class RunningServer(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether an endpoint runs."""
+        """True while an endpoint runs."""
 
     @property
     def running(self) -> bool:
-        """Whether it serves."""
+        """True while it serves."""
 
     def stop(self) -> None:
         """End it."""
 
 
 class Serves(Protocol):
-    """A provider, which may have a server when the main code ends."""
+    """A provider, which may have a server at the end of the main code."""
 
     def _serves_at_end(self) -> bool:
-        """Return whether it goes on serving."""
+        """Return True if it continues to serve."""
 
     def _server_at_end(self) -> RunningServer | None:
-        """Return the server that goes on, started where it was not yet."""
+        """Return the server that continues, started if necessary."""
 
     def close(self) -> None:
         """End the provider's role."""
@@ -51,7 +51,7 @@ _providers: dict[Serves, None] = {}
 
 
 def register(provider: Serves) -> None:
-    """Ask this provider at the end whether it serves on."""
+    """Include this provider in the check at the end of the main code."""
     global _main_file
     _providers[provider] = None
     # Not at the import of this module, which may have happened in another process: one that was forked to run this script.
@@ -59,19 +59,19 @@ def register(provider: Serves) -> None:
 
 
 def unregister(provider: Serves) -> None:
-    """Do not ask this provider any more: it is closed."""
+    """Exclude a closed provider from the check."""
     _providers.pop(provider, None)
 
 
 def _end_of_main() -> None:
-    """Serve on, where a provider does, and only then begin to end: stands in place of ``threading._shutdown``.
+    """Continue to serve if a provider does, and only then begin to end: replaces ``threading._shutdown``.
 
-    When the main code has ended, however it did, ``Py_FinalizeEx`` calls that attribute of the module, in the main thread and
-    before anything else. Until the original is called, the interpreter has not begun to shut down for anybody: what is
-    imported, started or registered is as in the main code. The callbacks of ``atexit`` come after it, and those of
-    ``threading._register_atexit`` are what it begins with; in either, ``concurrent.futures.process``, joblib and others can no
-    longer be imported. Read in Python 3.11 to 3.14; children of :mod:`multiprocessing` call it too, and more than one call is
-    not excluded.
+    After the end of the main code, in any way, ``Py_FinalizeEx`` calls that attribute of the module, in the main thread and
+    before anything else. Until the original is called, the interpreter has not begun to shut down: imports, threads and
+    registrations work as in the main code. The callbacks of ``atexit`` come after it, and those of
+    ``threading._register_atexit`` are its first step; in either, ``concurrent.futures.process``, joblib and others can no
+    longer be imported. Read in Python 3.11 to 3.14; children of :mod:`multiprocessing` call it too, and repeated calls are
+    possible.
     """
     # Neither a child of the server nor a failed script serves; a forked child's providers are cleared.
     goes_on = not _ended.is_set() and not is_child() and not hasattr(sys, "last_value")
@@ -87,7 +87,7 @@ def _end_of_main() -> None:
 
 
 _ended = threading.Event()
-#: The script's file, which Python forgets when the main code has ended.
+#: The script's file, which Python forgets at the end of the main code.
 _main_file: str | None = None
 _threading: Any = threading  # private names have no annotations
 _wait_for_threads: Callable[[], None] = _threading._shutdown
@@ -95,7 +95,7 @@ _threading._shutdown = _end_of_main
 
 
 def _serve() -> None:
-    """Ask every provider whether it goes on serving; if so, return when the process was asked to end."""
+    """Serve until the process must end, if any provider continues to serve."""
     serving: list[RunningServer] = []
 
     def begin() -> list[RunningServer] | None:
@@ -120,14 +120,14 @@ def _serve() -> None:
 
 
 def _remember_main_file() -> None:
-    """Give the main module its file back: spawned children run it, and :mod:`inspect` reads the sources of its classes."""
+    """Restore the main module's file: spawned children run it, and :mod:`inspect` reads the sources of its classes."""
     main = sys.modules["__main__"]
     if _main_file is not None and not hasattr(main, "__file__"):
         main.__file__ = _main_file
 
 
 def _check_that_threads_start() -> None:
-    """Raise where the interpreter forbids them already: Python 3.12.0 to 3.12.2 do, at the end of the main code (gh-113964)."""
+    """Raise if the interpreter already forbids new threads: Python 3.12.0 to 3.12.2 do after the main code (gh-113964)."""
     try:
         threading.Thread(target=int, daemon=True).start()
     except RuntimeError as error:
@@ -138,14 +138,14 @@ def _check_that_threads_start() -> None:
 
 
 def close_all() -> None:
-    """Close every provider of this process, so that none goes on serving when its main code ends."""
+    """Close every provider of this process, so that none continues to serve after the main code."""
     for provider in list(_providers):
         provider.close()
 
 
 def end_now_if_busy(servers: Iterable[RunningServer]) -> None:
-    """End the process where a stopped server still runs an endpoint: its thread cannot be ended, and the interpreter
-    must not be torn down under it.
+    """End the process if a stopped server still runs an endpoint: its thread cannot be ended, and the interpreter must not be
+    finalised under it.
     """
     if any(server.busy or server.running for server in servers):
         end_now(0)

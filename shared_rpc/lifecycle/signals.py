@@ -1,18 +1,18 @@
-"""Serving until a signal asks for the end.
+"""Serving until a signal requests the end.
 
-The rule for signals, of every process that serves: *a signal wakes the main thread through a descriptor, and what it asks for
-is done by that thread's wait, never by a handler.*
+The rule for signals, in every process that serves: *a signal wakes the main thread through a descriptor, and is handled by that
+thread's wait, never by a handler.*
 
-- The kernel hands a signal to any thread that does not block it. Of two that come together the second one wakes another thread
-  than the first, and whichever runs first takes both; a main thread that waits for a lock is then not interrupted, and CPython
-  runs handlers in the main thread alone. The descriptor of :func:`signal.set_wakeup_fd` is written to in whichever thread has
-  the signal.
+- The kernel delivers a signal to any thread that does not block it. Of two simultaneous signals the second one wakes another
+  thread than the first, and whichever runs first takes both; a main thread that waits for a lock is then not interrupted, and
+  CPython runs handlers in the main thread alone. The descriptor of :func:`signal.set_wakeup_fd` is written to in whichever
+  thread has the signal.
 - A handler runs between any two instructions of the main thread, which may hold a lock that the handler would wait for.
   Starting a thread takes one.
 
-And for the processes that such a process forks: *a signal that one is sent before it has handlers of its own waits for them.*
-In a child that has its parent's, it would come to nothing. A pool of multiprocessing sends SIGTERM to workers that may just
-have been forked, and waits for them to end.
+And for the forks of such a process: *a signal sent to a child before it has its own handlers stays pending until then.* With
+the parent's handlers it would have no effect. A pool of multiprocessing sends SIGTERM to workers that may just have been
+forked, and waits for them to end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GRACE = 5.0
 
 
 class End:
-    """A request that this process ends. The main thread waits for it, and handles signals while it waits."""
+    """A request to end this process. The main thread waits for it, and handles signals while it waits."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -51,7 +51,7 @@ class End:
         self._on_hangup: Callable[[], None] | None = None
 
     def set(self) -> None:
-        """Ask for the end; from any thread, but not from the handler of a signal."""
+        """Request the end; from any thread, but not from a signal handler."""
         self._asked = True
         self._wake()
 
@@ -82,9 +82,9 @@ class End:
 
     @contextmanager
     def _receiving(self, on_hangup: Callable[[], None] | None) -> Iterator[None]:
-        """Have signals come here while the block runs."""
+        """Receive signals while the block runs."""
         self._on_hangup = on_hangup
-        # Other bytes in the pipe, of the app's handlers, only wake the main thread.
+        # Other bytes in the pipe, from the app's handlers, only wake the main thread.
         before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         try:
             yield
@@ -117,15 +117,14 @@ def wait_for_signal(
 ) -> None:
     """Return when this process gets SIGINT or SIGTERM. In the main thread only.
 
-    :param on_hangup: called in a thread of its own for every SIGHUP; by default that ends the process.
-    :param asked: ends the wait too, when another thread asks for it.
-    :param begin: called first, when a signal ends the wait and no longer the process: what it starts can be stopped from
-        its first moment on. If it returns None, there is nothing to wait for. What takes long in it is to be waited for by
-        ``asked.wait()``.
-    :param end: called when the wait is over, or ``begin`` has failed, while another signal still does nothing: who presses
-        Ctrl-C twice does not interrupt the end.
-    :param last: whether the process ends after this, unless there was nothing to wait for. Then signals do nothing any more,
-        and threads or exit callbacks that would hold it up are ended with it after some seconds.
+    :param on_hangup: called in its own thread for every SIGHUP; by default that ends the process.
+    :param asked: another thread's request to end the wait.
+    :param begin: called first, when a signal already ends the wait instead of the process, so that everything it starts can
+        be stopped. If it returns None, there is nothing to wait for. Long waits in it must use ``asked.wait()``.
+    :param end: called after the wait, or when ``begin`` has failed, while further signals have no effect: a second Ctrl-C does
+        not interrupt the end.
+    :param last: True if the process ends after this, unless there was nothing to wait for. Then signals have no effect any
+        more, and threads or exit callbacks that delay the end are cut off after some seconds.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("start(blocking=True) waits for signals: call it in the main thread")
@@ -155,7 +154,7 @@ def wait_for_signal(
 _earlier: dict[int, Any] = {}
 #: The receiver of signals during a wait.
 _receiver: End | None = None
-#: Whether this process is ending.
+#: True while this process is ending.
 _ending = False
 
 
@@ -171,13 +170,13 @@ def _uninstall() -> None:
     global _receiver
     for number in tuple(_earlier):
         earlier = _earlier.pop(number)
-        # None: Python does not know the handler of a native library.
+        # None: the handler of a native library is unknown to Python.
         signal.signal(number, earlier if earlier is not None else signal.SIG_DFL)
     _receiver = None
 
 
 def _let_nothing_disturb(code: int) -> None:
-    """Have the process end, undisturbed by Ctrl-C and within some seconds."""
+    """End the process within some seconds, ignoring Ctrl-C."""
     global _ending
     for number in _earlier:
         signal.signal(number, _nothing)
@@ -186,11 +185,11 @@ def _let_nothing_disturb(code: int) -> None:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing. Processes that exit callbacks start do not inherit that, as they would SIG_IGN."""
+    """Do nothing. Unlike SIG_IGN, this is not inherited by processes that exit callbacks start."""
 
 
 def _ignore_from_now_on() -> None:
-    """Ignore signals: the interpreter gives the others back their defaults when it is torn down."""
+    """Ignore signals: the interpreter restores the defaults of other handlers when it is finalised."""
     if _ending:
         for number in _earlier:
             signal.signal(number, signal.SIG_IGN)
@@ -202,8 +201,8 @@ atexit.register(_ignore_from_now_on)
 
 @after_fork
 def _give_signals_back() -> None:
-    """Have a child that an endpoint forks wait for nothing: SIGTERM, as from the pools of multiprocessing, and Ctrl-C end it.
-    Its signals are not its parent's.
+    """Let SIGTERM, such as from the pools of multiprocessing, and Ctrl-C end a child forked by an endpoint. Its signals are not
+    its parent's.
     """
     global _ending
     _ending = False
@@ -215,8 +214,8 @@ def _give_signals_back() -> None:
 
 @around_fork
 def _hold_signals_back() -> Callable[[], object]:
-    # In any thread but the main one no handler of Python runs, and the main one may set its handlers just now. In that, only
-    # signals whose handlers are those above: what an app's own one raises would be lost in here.
+    # In any thread but the main one no Python handler runs, and the main one may just be setting its handlers. In that one,
+    # block only signals with the handlers above: the exception of an app's own handler would be lost in here.
     main = threading.get_ident() == threading.main_thread().ident
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, tuple(_earlier) if main else _NUMBERS)
     pid = os.getpid()
@@ -227,7 +226,7 @@ def _hold_signals_back() -> Callable[[], object]:
         except KeyboardInterrupt:
             if os.getpid() == pid:
                 raise
-            # Nobody could catch it here. The child's own code, which could, has not begun.
+            # No code could catch it here. The child's own code, which could, has not begun.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
 

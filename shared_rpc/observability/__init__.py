@@ -1,1 +1,1 @@
-"""Observability of a process: events for hooks, logs and metrics. It knows neither server nor broker nor client."""
+"""Observability of a process: events for hooks, logs and metrics. Independent of server, broker and client."""

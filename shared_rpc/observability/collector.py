@@ -1,4 +1,4 @@
-"""The metrics of the servers of a process, for a registry of prometheus-client. Imported only where metrics are requested."""
+"""The metrics of a process's servers, for a registry of prometheus-client. Imported only if metrics are requested."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Collector:
             series.inc(amount) if isinstance(series, prometheus_client.Counter) else series.observe(amount)
 
     def update(self, reading: Reading) -> None:
-        """Set the numbers for :meth:`collect`, with zeros of events that have not happened yet, so that rates begin with 1."""
+        """Set the numbers for :meth:`collect`, with zeros for events that have not happened yet, so that rates begin with 1."""
         self._reading = reading
         added = set(reading.endpoints) - self._endpoints
         self._endpoints |= added
@@ -58,7 +58,7 @@ class Collector:
                 _begin(metric, counted, added)
 
     def describe(self) -> Iterator[prometheus_client.Metric]:
-        """Yield every metric without numbers, by which a registry finds their names."""
+        """Yield every metric without numbers, to register the names."""
         for _, counted in self._counted:
             yield from counted.describe()
         for metric in self._read.values():
@@ -97,6 +97,6 @@ def _family(metric: Read[Any]) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def _named(sample: Sample) -> Sample:
-    """Name buckets as ``le="1"``, where prometheus-client has ``"1.0"``: queries compare text."""
+    """Name buckets as ``le="1"`` instead of prometheus-client's ``"1.0"``: queries compare text."""
     le = sample.labels.get("le", "")
     return sample._replace(labels={**sample.labels, "le": le.removesuffix(".0")}) if le.endswith(".0") else sample

@@ -1,8 +1,8 @@
 """Events of a server, and the hooks that receive them: to count, trace or log.
 
 A **hook** is a function that takes one event, a frozen object of one of the classes below. It is called in the thread of the
-server's loop, so it must be quick, and neither wait nor send requests to the server. An exception of a hook does no harm: the
-first of each hook is logged. A :class:`HookFactory` makes its hook when the first event comes, and may import libraries.
+server's loop, so it must be quick, and neither block nor send requests to the server. Exceptions of hooks are caught; the
+first of each hook is logged. A :class:`HookFactory` makes its hook with the first event, and may import libraries.
 
 ::
 
@@ -61,12 +61,12 @@ __all__ = [
 
 _log = logging.getLogger("shared_rpc")
 
-#: How a call ended: answered from the cache, by a run under way, by a record of the source of records, or by a run of its own;
-#: with an error; or abandoned by its caller.
+#: The outcome of a call: answered from the cache, by an active run, by a record of the source of records, or by its own run;
+#: failed; or abandoned by its caller.
 Outcome = Literal["hit", "joined", "adopted", "built", "failed", "left"]
 
-#: Why an object changed its tier: a request named it; a device's or the host's capacity was needed; a suspended
-#: handle was resumed; or an object was to be used, by a call, a ticket, an export.
+#: The reason for an object's change of tier: a request named it; a device's or the host's capacity was needed; a suspended
+#: handle was resumed; or the object was needed by a call, a ticket or an export.
 MoveReason = Literal["request", "capacity", "resume", "use"]
 
 
@@ -77,7 +77,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallStarted(Event, frozen=True, kw_only=True):
-    """A call, or the submit of a task, of a registered endpoint with arguments that fit.
+    """The start of a call, or of a task's submit, of a registered endpoint with arguments that fit.
 
     ``request_id`` identifies it; ``session`` and ``pid`` are its caller's.
     """
@@ -111,7 +111,7 @@ class BuildStarted(Event, frozen=True, kw_only=True):
 
 
 class BuildFinished(Event, frozen=True, kw_only=True):
-    """The end of a run, ``seconds`` later. ``cached``: the cache would list its result."""
+    """The end of a run, ``seconds`` after its start. ``cached`` is True if the cache would list its result."""
 
     endpoint: str
     request_id: str
@@ -121,7 +121,7 @@ class BuildFinished(Event, frozen=True, kw_only=True):
 
 
 class ObjectPublished(Event, frozen=True, kw_only=True):
-    """A result or a buffer that the server keeps from now on."""
+    """A new result or buffer of the server."""
 
     object_id: str
     endpoint: str
@@ -132,7 +132,7 @@ class ObjectPublished(Event, frozen=True, kw_only=True):
 
 
 class ObjectFreed(Event, frozen=True, kw_only=True):
-    """An object that the server keeps no longer. Memory that clients have mapped goes with the last of them."""
+    """An object dropped by the server. Memory mapped by clients is freed with the last mapping."""
 
     object_id: str
     endpoint: str
@@ -144,8 +144,8 @@ class ObjectFreed(Event, frozen=True, kw_only=True):
 class ObjectEvicted(Event, frozen=True, kw_only=True):
     """The move of an object to a lower tier, ``seconds`` after it began.
 
-    ``nbytes`` are what the tier above has got back, and ``copied`` those that were copied for it: none where there was a good
-    copy. A move that fails is none: the object stays where it is.
+    ``nbytes`` is the memory freed in the tier above, and ``copied`` the bytes copied for it: 0 if there was a good copy. A
+    failed move causes no event: the object stays in its tier.
     """
 
     object_id: str
@@ -184,7 +184,7 @@ class LeaseGiven(Event, frozen=True, kw_only=True):
 
 
 class LeaseEnded(Event, frozen=True, kw_only=True):
-    """The end of a lease. ``reclaimed``: the client's process ended without closing, as a killed one does."""
+    """The end of a lease. ``reclaimed`` is True if the client's process ended without closing, for example if killed."""
 
     object_id: str
     kind: HolderKind
@@ -200,7 +200,7 @@ class SessionOpened(Event, frozen=True, kw_only=True):
 
 
 class SessionClosed(Event, frozen=True, kw_only=True):
-    """The end of a session's last connection. ``clean``: the client closed; else its process ended, or was killed."""
+    """The end of a session's last connection. ``clean`` is True if the client closed, False if its process ended."""
 
     session: str
     pid: int
@@ -239,7 +239,7 @@ class WorkerStarted(Event, frozen=True, kw_only=True):
 
 
 class WorkerEnded(Event, frozen=True, kw_only=True):
-    """The end of a worker's process. ``crashed``: it ended without a request; ``signal`` or ``exit_code`` is how."""
+    """The end of a worker's process. ``crashed`` is True if it was not requested; ``signal`` or ``exit_code`` is the status."""
 
     number: int
     pid: int
@@ -254,16 +254,16 @@ Hook = Callable[[Event], object]
 
 @dataclass(frozen=True)
 class HookFactory:
-    """A hook that is made when the first event comes.
+    """A hook created with the first event.
 
-    :param make: called once; it may import a library that loads slowly, or is not installed.
+    :param make: called once; it may import a library that is slow to load, or not installed.
     """
 
     make: Callable[[], Hook]
 
 
 class _Entry:
-    """A registered hook, with its original and a note whether an exception of it was logged."""
+    """A registered hook, with its original and a flag for a logged exception."""
 
     __slots__ = ("given", "hook", "logged")
 
@@ -287,7 +287,7 @@ class Hooks:
     """Hooks of a process. Thread-safe."""
 
     def __init__(self) -> None:
-        #: Whether any hook is registered. Read before an event is made.
+        #: True if any hook is registered. Checked before an event is created.
         self.registered = False
         self._entries: tuple[_Entry, ...] = ()
         self._changing = fork_safe_lock()
@@ -310,7 +310,7 @@ class Hooks:
         return tuple(entry.given for entry in self._entries)
 
     def emit(self, event: Event) -> None:
-        """Call every hook. Of a hook's exceptions only KeyboardInterrupt, in the main thread, is raised."""
+        """Call every hook. Only KeyboardInterrupt, in the main thread, is raised from a hook."""
         for entry in self._entries:
             try:
                 entry.hook(event)

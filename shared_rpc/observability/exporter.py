@@ -1,7 +1,7 @@
-"""``http://host:port/metrics``, by the HTTP server of prometheus-client. Imported only where metrics are requested.
+"""``http://host:port/metrics``, by the HTTP server of prometheus-client. Imported only if metrics are requested.
 
-A client of this port is not trusted: it may be another user of the host, or a web page. A connection ends when it is silent,
-and an answer costs the server's loop one reading of its tables.
+Clients of this port are untrusted: they may be other users of the host, or web pages. A silent connection is closed, and an
+answer costs the server's loop one reading of its tables.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ class Exporter:
     def start(self, loop: asyncio.AbstractEventLoop, read: Callable[[], Reading]) -> None:
         """Serve, and count events.
 
-        :param read: is called in the server's loop, for each answer.
+        :param read: called on the server's loop, for each answer.
         """
         self._loop, self._read = loop, read
         HOOKS.add(self._collector)
         self._ready.set()
 
     def close(self) -> None:
-        """Release the port, and count no longer. Does not wait for answers."""
+        """Release the port, and stop counting. Does not wait for answers."""
         HOOKS.remove(self._collector)
         with suppress(OSError):
             self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts connections
@@ -149,7 +149,7 @@ class Exporter:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether a request's Host is an address or ``localhost``; one of HTTP/1.0 may have none."""
+    """Return True if a request's Host is an address or ``localhost``; HTTP/1.0 requests may have none."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     with suppress(ValueError):
         return name in ("", "localhost") or bool(ipaddress.ip_address(name.strip("[]")))

@@ -1,4 +1,4 @@
-"""Logs: one line for each event, as text or as JSON, with the id of the request that it belongs to.
+"""Logs: one line per event, as text or as JSON, with the id of its request.
 
 The library writes to loggers below ``shared_rpc``, and configures none of them when it is imported. :func:`configure` is for
 programs: ``shared-rpc serve --log-format json`` calls it, in the server and in its workers. A program that configures logging
@@ -53,12 +53,12 @@ _LEVELS: dict[type[e.Event], int] = {
 
 
 class RequestIdFilter(logging.Filter):
-    """Filter for handlers that adds ``request_id`` to every record: that of the call whose endpoint logs it, else ``"-"``.
+    """Filter for handlers that adds ``request_id`` to every record: the id of the call whose endpoint logs it, else ``"-"``.
     ``handler.addFilter(RequestIdFilter())``; in a format it is ``%(request_id)s``.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Add the id to a record that has none."""
+        """Add the id to a record without one."""
         if not hasattr(record, "request_id"):
             run = CURRENT_RUN.get()
             record.request_id = run.request_id if run is not None and run.request_id else "-"
@@ -99,12 +99,12 @@ class JsonFormatter(_Utc, BaseJsonFormatter):
         super().__init__(" ".join(f"%({name})s" for name in fields), rename_fields=names, json_default=str)
 
     def process_log_record(self, log_data: dict[str, Any]) -> dict[str, Any]:
-        """Complete a record that no :class:`RequestIdFilter` has seen."""
+        """Complete a record that no :class:`RequestIdFilter` has processed."""
         return log_data | {"request_id": log_data["request_id"] or "-"}
 
 
 def _shown(value: object) -> str:
-    """Return a value for a line of text; one with blanks, quotes or control characters in it is quoted as in JSON."""
+    """Format a value for a line of text; with blanks, quotes or control characters it is quoted as in JSON."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if text.isprintable() and text and not any(c in ' "=' for c in text) else json.dumps(text)
 
@@ -147,9 +147,9 @@ def configure(
     """Log to standard error, in a program that does not configure logging itself. Returns the root logger's new handler.
 
     :param style: ``"text"`` or ``"json"``.
-    :param level: the least severe level that is shown: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
-    :param handler: the handler of the lines, in place of one for standard error.
-    :param events: whether there is a line for each event.
+    :param level: the least severe level shown: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
+    :param handler: the handler of the lines, instead of one for standard error.
+    :param events: True for a line per event.
     """
     handler = handler or logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())

@@ -1,7 +1,7 @@
-"""Declarations of metrics, and those of metrics counted from events. Each is declared once: here, or by the part that has it.
+"""Declarations of metrics, and the metrics counted from events. Each is declared once: here, or by the part that owns it.
 
 The declarations need no prometheus-client; :mod:`shared_rpc.observability.collector` exports them. The names are those of
-``docs/reference/metrics.md``. A label has bounded values: the name of a registered endpoint, a device, a state, a code of an
+``docs/reference/metrics.md``. Labels have bounded values: the name of a registered endpoint, a device, a state, a code of an
 error, the number of a worker.
 """
 
@@ -17,7 +17,7 @@ from shared_rpc.errors import class_of
 from shared_rpc.observability import events as e
 from shared_rpc.protocol.tasks import TaskStatus
 
-#: The numbers of one metric at one moment, by values of its labels.
+#: The numbers of one metric at one time, by values of its labels.
 Numbers = Mapping[tuple[str, ...], float]
 S = TypeVar("S")
 
@@ -28,12 +28,12 @@ _CALL_BUCKETS = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
 _BUILD_BUCKETS = (1e-3, 10e-3, 100e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-#: From an eviction whose copy is there to a restore of a large model from a slow disk.
+#: From an eviction with an existing copy to a restore of a large model from a slow disk.
 _MOVE_BUCKETS = (1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 class Reading(NamedTuple):
-    """The numbers of the servers of a process at one moment, by metric, and the names of their endpoints."""
+    """The numbers of a process's servers at one time, by metric, and the names of their endpoints."""
 
     endpoints: Collection[str]
     numbers: Mapping[str, Numbers]
@@ -44,7 +44,7 @@ class Metric:
     """One metric.
 
     :ivar name: without the prefix ``shared_rpc_``, and without the ``_total`` of a counter.
-    :ivar labels: with their values where these are known, so that a series begins with 0; those of ``endpoint`` come with a
+    :ivar labels: with their values if these are known, so that a series begins with 0; those of ``endpoint`` come with a
         :class:`Reading`.
     """
 
@@ -53,13 +53,13 @@ class Metric:
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict, kw_only=True)
 
     def zeros(self, endpoints: Iterable[str]) -> Iterator[tuple[str, ...]]:
-        """Yield the label values that are known before anything was counted."""
+        """Yield the label values known before any count."""
         return itertools.product(*({**self.labels, "endpoint": endpoints}[name] for name in self.labels))
 
 
 @dataclass(frozen=True)
 class Read(Metric, Generic[S]):
-    """A metric that is read from a subject when a scraper asks."""
+    """A metric that is read from a subject on each scrape."""
 
     kind: Literal["counter", "gauge"]
     read: Callable[[S], Numbers]
@@ -67,7 +67,7 @@ class Read(Metric, Generic[S]):
 
 @dataclass(frozen=True)
 class Counted(Metric):
-    """A metric that is counted with each event of a type: a histogram if it has buckets. Its labels are fields of the event."""
+    """A metric counted with each event of a type: a histogram if it has buckets. Its labels are fields of the event."""
 
     event: type[e.Event]
     amount: Callable[[Any], float] = lambda event: 1
@@ -78,9 +78,9 @@ class Counted(Metric):
         return tuple(_FIELDS.get((self.event, name), attrgetter(name))(event) for name in self.labels)
 
 
-#: Labels whose value is not the field of that name.
+#: Labels with a value other than the field of that name.
 _FIELDS: Mapping[tuple[type[e.Event], str], Callable[[Any], str]] = {
-    # Codes that are not this library's, which a worker may send, would make unbounded labels.
+    # Codes unknown to this library, which a worker may send, would make unbounded labels.
     (e.RequestFailed, "code"): lambda event: class_of(event.code).code,
     (e.ObjectEvicted, "tier"): attrgetter("to_tier"),
     (e.ObjectRestored, "tier"): attrgetter("from_tier"),

@@ -1,4 +1,4 @@
-"""A server's standard error, for which nothing waits, and that of its children: passed on, and its last lines remembered."""
+"""A server's standard error, written without blocking, and that of its children: forwarded, with its last lines kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import suppress
 from typing import IO
 
-#: Remembered lines, and characters of each.
+#: Number of lines kept, and of characters of each.
 _LINES, _WIDTH = 40, 500
 #: Bytes of one read.
 _CHUNK = 1 << 16
@@ -23,7 +23,7 @@ _writing = threading.Lock()
 
 
 def _write(data: bytes) -> bool:
-    """Write to standard error as much as fits, at most PIPE_BUF bytes; return False if nothing does."""
+    """Write as much as fits to standard error, at most PIPE_BUF bytes; return False if nothing fits."""
     with _writing:
         if not _has_space(0):
             return False
@@ -38,7 +38,7 @@ def _has_space(seconds: float) -> bool:
 
 
 class LogHandler(logging.Handler):
-    """A log on the broker's standard error that drops what does not fit: the broker's loop must not wait for a terminal."""
+    """A log on the broker's standard error that drops excess output: the broker's loop must not wait for a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, as far as it fits."""
@@ -54,9 +54,9 @@ class LogHandler(logging.Handler):
 
 
 class Tail:
-    """The output of a child, read in a thread of its own: no slow terminal can hold up the loop.
+    """The output of a child, read in its own thread, so that no slow terminal can block the loop.
 
-    :param passes_on: whether the output goes to this process's standard error too.
+    :param passes_on: True to forward the output to this process's standard error.
     """
 
     def __init__(self, stream: IO[bytes], passes_on: bool = True) -> None:
@@ -64,7 +64,7 @@ class Tail:
         self._passes_on = passes_on
         self._lines: deque[str] = deque(maxlen=_LINES)
         self._rest = b""
-        #: Whether the last write found no space.
+        #: True if the last write found no space.
         self._stuck = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._pump, name="shared-rpc-stderr", daemon=True)
@@ -98,7 +98,7 @@ class Tail:
 
     @property
     def ended(self) -> bool:
-        """Whether no process can write to it any more, and all is read."""
+        """True once no process can write to it any more, and all is read."""
         return not self._thread.is_alive()
 
     def text(self) -> str:

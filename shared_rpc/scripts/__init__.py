@@ -1,8 +1,8 @@
-"""``shared-rpc run``: scripts that begin as forks of a process which has imported torch already.
+"""``shared-rpc run``: scripts forked from a process that has already imported torch.
 
-The *command* (:mod:`~shared_rpc.scripts.command`) is what the shell started; it stands for the script towards shell and
-terminal (:mod:`~shared_rpc.scripts.front`). It finds the user's *zygote* of its :mod:`~shared_rpc.scripts.key`, or starts it
-(:mod:`~shared_rpc.scripts.starting`); see :mod:`shared_rpc.zygote` for what that does.
+The *command* (:mod:`~shared_rpc.scripts.command`) is the process started by the shell; it represents the script to the shell
+and the terminal (:mod:`~shared_rpc.scripts.front`). It finds the user's *zygote* by its :mod:`~shared_rpc.scripts.key`, or
+starts it (:mod:`~shared_rpc.scripts.starting`); see :mod:`shared_rpc.zygote` for the zygote itself.
 
-What the command imports is kept small: it is a part of the time that a person waits.
+The command has few imports: they delay the script.
 """

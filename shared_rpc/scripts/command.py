@@ -1,4 +1,4 @@
-"""The command: it has a zygote begin the script, or becomes the script itself."""
+"""The command: starts the script by a zygote, or executes it in place of itself."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from shared_rpc.scripts.key import interpreter_options, key_of, limits
 from shared_rpc.settings import ScriptSettings, environment, inheritable, resolve_base_path, script_settings
 from shared_rpc.zygote.wire import Lost, ask
 
-#: Seconds for a listening zygote's answer. It forks one script after another, in some ten milliseconds each.
+#: Seconds for a listening zygote's answer. It forks for one script after another, in some ten milliseconds each.
 _PATIENCE = 20.0
-#: Seconds between two checks whether a zygote that has not answered is stopped.
+#: Seconds between two checks for a stopped zygote while waiting for its answer.
 _LOOK = 0.02
 
 
 class Script(NamedTuple):
-    """The program that is to be run.
+    """The program to run.
 
     :param name: the path of a script, of a directory or archive with a ``__main__.py``; or a module's name.
-    :param arguments: the words behind it.
-    :param module: whether it is a module.
+    :param arguments: the arguments after it.
+    :param module: True if it is a module.
     :param preload: modules that the zygote imports besides its usual ones.
-    :param idle_exit: seconds after which the zygote ends if nothing was run; None for the default.
+    :param idle_exit: idle seconds after which the zygote ends; None for the default.
     """
 
     name: str
@@ -44,14 +44,14 @@ class Script(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """The command line for the interpreter, behind its own name and options."""
+        """The command line for the interpreter, after its own name and options."""
         return [*(["-m"] if self.module else []), self.name, *self.arguments]
 
 
 def parse(words: list[str]) -> Script | None:
-    """Read the words behind ``run``; None for misuse and ``--help``, which need an explanation.
+    """Parse the arguments of ``run``; None for misuse and ``--help``, which need an explanation.
 
-    The library that reads those of the other commands takes too long to load.
+    The library that parses the other commands takes too long to load.
     """
     try:
         options, program = getopt.getopt(words, "m", ["preload=", "idle-exit="])
@@ -70,7 +70,7 @@ class _Gone(Exception):
 
 
 def launch(script: Script) -> NoReturn:
-    """Run a script, and end as it does."""
+    """Run a script, and end like it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -88,7 +88,7 @@ def launch(script: Script) -> NoReturn:
 
 
 def _check(script: Script) -> None:
-    """Find cases that only the interpreter itself can handle, or reports better."""
+    """Raise an error in cases that only the interpreter itself can handle, or reports better."""
     if not script.module:
         if script.name == "-":
             raise ConnectError("a program from standard input has no path")
@@ -112,7 +112,7 @@ def _become(script: Script) -> NoReturn:
 
 
 class _Run:
-    """One script that is being started."""
+    """One script being started."""
 
     def __init__(self, script: Script, environ: dict[str, str]) -> None:
         self.fds = inheritable()
@@ -126,8 +126,8 @@ class _Run:
         self._path = f"{resolve_base_path(None, environ)}-{key_of(environ, self._settings.preload)}.zygote"
 
     def begin(self) -> tuple[socket.socket, int]:
-        """Have the script made, ready to begin: the connection to its watcher, and its process id."""
-        # A zygote that ends just now is replaced; if zygotes end repeatedly, the script runs without one.
+        """Request the script's process; return the connection to its watcher, and its process id, once it is ready to run."""
+        # A zygote that is just ending is replaced; if zygotes end repeatedly, the script runs without one.
         for _ in range(3):
             connection = self._connect()
             try:
@@ -187,7 +187,7 @@ class _Run:
 
 
 def _await_greeting(connection: socket.socket) -> None:
-    """Wait until the zygote has forked for this command, which one that is stopped does not."""
+    """Wait until the zygote has forked for this command, which a stopped one does not."""
     deadline = time.monotonic() + _PATIENCE
     pid = peer_of(connection).pid
     greeting = select.poll()
@@ -200,7 +200,7 @@ def _await_greeting(connection: socket.socket) -> None:
 
 
 def _connected(path: str) -> socket.socket | None:
-    """Return a connection to the process that listens there, None if none does."""
+    """Return a connection to the process that listens at a path, None if there is none."""
     if os.path.islink(path) and (owner := foreign_owner(path)) is not None:
         raise ConnectError(f"{path} is a link of another user ({named(owner)})")
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -218,7 +218,7 @@ def _connected(path: str) -> socket.socket | None:
 
 
 def _fill_gaps() -> None:
-    """Have nothing that is opened from here on be taken for a standard stream, where one of them is closed."""
+    """Occupy closed standard streams, so that no descriptor opened later is mistaken for one."""
     fd = -1
     while fd <= 2:
         fd = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)

@@ -1,7 +1,7 @@
-"""The stand-in for a script, towards the shell and the terminal that started the command.
+"""Represents a script to the shell and the terminal that started the command.
 
 A process cannot join the session of another one, so the script is in no group that the shell or the terminal knows. The command
-is: it passes the signals on that are meant for the script, stops with it, and ends as the script has ended.
+is: it forwards the script's signals, stops with it, and ends with its status.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _OF_JOBS = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIG
 
 
 def ignored_signals() -> list[int]:
-    """Return the signals that a program which this process became would ignore."""
+    """Return the signals that would be ignored by a program executed in this process."""
     # The interpreter ignores these two itself.
     own = (signal.SIGPIPE, signal.SIGXFSZ)
     return [int(n) for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN and n not in own]
 
 
 def is_in_background() -> bool:
-    """Return whether standard input is the terminal of this process's session, and another process group has it now.
+    """Return True if standard input is the terminal of this process's session, and another process group has it now.
 
-    A process that reads there is stopped by the kernel; a script in another session would not be.
+    The kernel stops a process that reads there, but would not stop a script in another session.
     """
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
@@ -40,10 +40,10 @@ def is_in_background() -> bool:
 
 
 def stand_for(connection: socket.socket, pid: int, fds: list[int]) -> NoReturn:
-    """Let a script begin, pass signals on to it until it has ended, and end as it has.
+    """Start a prepared script, forward signals until it has ended, and end with its status.
 
     :param connection: to its watcher.
-    :param pid: the script's, and its group's.
+    :param pid: the process id of the script, and of its group.
     :param fds: descriptors of the script that this process must not keep: readers wait for the script to close them.
     """
     everything = signal.valid_signals()
@@ -69,7 +69,7 @@ def stand_for(connection: socket.socket, pid: int, fds: list[int]) -> NoReturn:
         _send(pid, number, info.si_code == _SI_KERNEL or number in _OF_JOBS)
         if number in _OF_JOBS and number != signal.SIGCONT:
             _suffer(number)
-            # A process that cannot be stopped, as one without a shell, is not resumed either.
+            # A process that cannot be stopped, such as one without a shell, is not resumed either.
             if signal.SIGCONT not in signal.sigpending():
                 _send(pid, signal.SIGCONT, True)
 
@@ -80,7 +80,7 @@ def _send(pid: int, number: int, group: bool) -> None:
 
 
 def _suffer(number: int) -> None:
-    """Give a blocked signal its default effect."""
+    """Take the default action of a blocked signal."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
@@ -88,7 +88,7 @@ def _suffer(number: int) -> None:
 
 
 def _end_as(connection: socket.socket) -> NoReturn:
-    """End as the script has."""
+    """End with the status of the script."""
     code = code_of_ended(connection)
     if code >= 0:
         os._exit(code)

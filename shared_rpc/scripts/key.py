@@ -1,8 +1,8 @@
-"""The key of the zygote that a script may be a fork of.
+"""The key that selects the zygote of a script.
 
-A fork cannot change what its zygote took from its own beginning: the interpreter and its options, the variables that it, the
-loader and libraries read when they begin, credentials and namespaces, and limits that can only be lowered. All of that is put
-into a key, and each key has a zygote of its own.
+A fork cannot change state fixed at its zygote's start: the interpreter and its options, the variables that it, the loader and
+libraries read at their start, credentials and namespaces, and limits that can only be lowered. All of that is hashed into a
+key, and each key has its own zygote.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ _PREFIXES = (
     *("CUDA_", "CUBLAS", "CUDNN_", "CUSOLVER_", "NVIDIA_", "HIP_", "HSA_", "ROCM_", "ROCR_"),
     *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_"),
 )
-#: Variables that are read likewise, by their full names: HOME leads to the user's own site-packages.
+#: Further such variables by full name: HOME determines the user's site-packages.
 _NAMES = frozenset({"HOME"})
-#: Lines of /proc/self/status: credentials, privileges given up for good, and the processors that size thread pools.
+#: Lines of /proc/self/status: credentials, irrevocably dropped privileges, and the processors that size thread pools.
 _STATUS = frozenset({"Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "Seccomp_filters", "Cpus_allowed", "Mems_allowed"})
 
 
 def key_of(environ: Mapping[str, str], preload: Iterable[str]) -> str:
-    """Return the key of this process, for scripts that it runs: sixteen hexadecimal digits."""
+    """Return the key of this process for its scripts: sixteen hexadecimal digits."""
     preload = sorted(set(preload))
     unbuffered = any(getattr(stream, "write_through", False) for stream in (sys.stdout, sys.stderr))  # in none of the flags
     lines = _content("/proc/self/status").splitlines()
     prefixes = (*_PREFIXES, *(f"{name.partition('.')[0].upper()}_" for name in preload))
     facts: list[object] = [
-        # The package itself: a zygote talks to its own version only.
+        # The package itself: a zygote only serves its own version.
         (shared_rpc.__version__, os.path.dirname(shared_rpc.__file__)),
         (sys.executable, sys.version, sys.prefix, sys.base_prefix, _identity(os.path.realpath(sys.executable))),
         (tuple(sys.flags), unbuffered, sorted(sys._xoptions.items(), key=str), sys.warnoptions),
         preload,
         sorted((name, value) for name, value in environ.items() if name in _NAMES or name.startswith(prefixes)),
-        # The module site makes relative entries of the path absolute when the interpreter begins.
+        # The module site makes relative entries of the path absolute at the interpreter's start.
         _link("/proc/self/cwd") if is_relative(environ.get("PYTHONPATH", "")) else None,
         [line for line in lines if line.startswith("Cap") or line.partition(":")[0] in _STATUS],
         [_link(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))],
         _identity("/"),
         [_content(f"/proc/self/{name}") for name in ("personality", "oom_score_adj", "loginuid", "attr/current")],
         (os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)),
-        # The C library takes the stack size of threads from the soft limit when a program begins.
+        # The C library takes the stack size of threads from the soft limit at a program's start.
         ([resource.getrlimit(limit)[1] for limit in limits()], resource.getrlimit(resource.RLIMIT_STACK)[0]),
     ]
     return blake2b(repr(facts).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def interpreter_options() -> list[str]:
-    """Return the options that this interpreter was started with, as they stood before the program and its arguments."""
+    """Return the options of this interpreter's command line, before the program and its arguments."""
     before, behind = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) + 1 :]
     if len(sys.argv) == 1 or behind != sys.argv[1:]:  # the program has changed its arguments
         return []
@@ -67,12 +67,12 @@ def interpreter_options() -> list[str]:
 
 
 def limits() -> list[int]:
-    """Return the resource limits that this system has."""
+    """Return the resource limits supported by this system."""
     return sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 
 def is_relative(path: str) -> bool:
-    """Return whether a variable such as PYTHONPATH has entries that depend on the working directory."""
+    """Return True if a variable such as PYTHONPATH has entries that depend on the working directory."""
     return bool(path) and any(not os.path.isabs(entry) for entry in path.split(os.pathsep))
 
 

@@ -1,4 +1,4 @@
-"""The zygotes of a user: their list, and their end."""
+"""Listing and stopping the zygotes of a user."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _PATIENCE = 2.0
 
 
 def live_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return facts of the zygotes that listen in the directory of the base path.
+    """Describe the zygotes that listen in the directory of the base path.
 
-    :param passed_over: called with the reason where one does not answer: it may be another program.
+    :param passed_over: called with the reason for each one that does not answer: it may be another program.
     """
     return [facts for _, _, facts in _answering(base_path, passed_over)]
 
 
 def stop_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> list[dict[str, Any]]:
-    """End the zygotes, and return when they have ended. Scripts continue without them. See :func:`live_zygotes`."""
+    """Stop the zygotes, and wait for their ends. Scripts continue without them. See :func:`live_zygotes`."""
     ended = []
     for path, pidfd, facts in _answering(base_path, passed_over):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # a zygote has no state to lose
@@ -40,7 +40,7 @@ def stop_zygotes(base_path: str | None, passed_over: Callable[[str], None]) -> l
 
 
 def _answering(base_path: str | None, passed_over: Callable[[str], None]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Ask the zygotes of this user, one after the other; yield the path, a pidfd and the facts of each that answers."""
+    """Query the zygotes of this user in turn; yield the path, a pidfd and the facts of each that answers."""
     for path in map(str, sorted(Path(resolve_base_path(base_path)).parent.glob("*.zygote"))):
         if os.path.islink(path) and foreign_owner(path) is not None:
             continue

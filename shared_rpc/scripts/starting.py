@@ -13,12 +13,12 @@ from shared_rpc.scripts.key import interpreter_options, is_relative
 from shared_rpc.settings import ScriptSettings
 from shared_rpc.zygote.wire import PADDING
 
-#: Seconds for a zygote to import torch and the other modules that it was given.
+#: Seconds for a zygote to import torch and its other modules.
 _START = 120.0
-#: Seconds for which a zygote is not started again after its imports made it unfit for forks.
+#: Seconds for which no zygote is started after its imports made it unfit for forks.
 _BELIEVED = 600.0
-#: The imports of every zygote: torch, numpy, and the modules of a client. Users name further modules: a script's imports differ
-#: from script to script, and some libraries start threads, or CUDA, when imported.
+#: The imports of every zygote: torch, numpy, and the modules of a client. Users name further modules: the imports of scripts
+#: differ, and some libraries start threads, or CUDA, when imported.
 _MODULES = (
     *("numpy", "torch"),
     *("shared_rpc.provider.provider", "shared_rpc.operations.client", "shared_rpc.operations.async_client"),
@@ -38,9 +38,9 @@ run()
 
 
 def start_zygote(path: str, settings: ScriptSettings, variables: Mapping[str, str]) -> None:
-    """Return when a zygote listens at ``path``, which this process has started or another one.
+    """Start a zygote at ``path``, unless another process does; return once it listens.
 
-    :param variables: the environment of a zygote that is started.
+    :param variables: the environment of the new zygote.
     :raises ConnectError: if none listens, with the reason.
     """
     until = time.monotonic() + _START

@@ -1,1 +1,1 @@
-"""The server: an event loop around its state, and the handlers of requests."""
+"""The server: its state, and request handlers on an event loop."""

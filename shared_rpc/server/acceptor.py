@@ -35,10 +35,10 @@ class Usage(NamedTuple):
 
 
 class Acceptor:
-    """Listens at ``path`` from its making on, and serves clients while :meth:`serve` runs.
+    """Listens at ``path`` from construction on, and serves clients while :meth:`serve` runs.
 
-    :param listener: a socket that listens there already, whose file another process removes.
-    :raises ConfigurationError: if the socket cannot be had; a live server's pid is named.
+    :param listener: a socket already listening there, whose file another process removes.
+    :raises ConfigurationError: if the socket is not available; names the pid of a live server.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Acceptor:
         self._core = core
         self._max_connections = max_connections
         self._connections: set[RemoteClient] = set()
-        #: Admitted connections so far.
+        #: Number of connections admitted so far.
         self.admitted = 0
         self._removing = threading.Lock()
         self._removed = listener is not None
@@ -63,7 +63,7 @@ class Acceptor:
     def usage(self, asker: str = "") -> Usage:
         """Count the server's users and their uses, without those of :meth:`Core.apart`. On the loop only.
 
-        :param asker: the session of the asking client, which does not count; neither do then connections without a Hello.
+        :param asker: the session of the asking client, excluded from the count, as are connections without a Hello.
         """
         own = {*self._core.own_processes(), *self._core.sources.pids}
         leases, apart = self._core.leases, self._core.apart(asker)
@@ -77,7 +77,7 @@ class Acceptor:
         )
 
     async def serve(self) -> None:
-        """Accept until cancelled; then the core stops, so that waiters get the reason, and the connections end."""
+        """Accept until cancelled; then stop the core, so that waiters get the reason, and end the connections."""
         try:
             await self._accept()
         finally:
@@ -88,7 +88,7 @@ class Acceptor:
     async def _accept(self) -> None:
         with self._listener:
             while True:
-                # However many clients connect, the connected ones get their turn.
+                # Connected clients get their turn, however many others connect.
                 await anyio.lowlevel.checkpoint()
                 try:
                     await self._accept_one()
@@ -103,7 +103,7 @@ class Acceptor:
             await anyio.wait_readable(self._listener)
             return
         except OSError as error:
-            # Without free descriptors, or when the client hung up at once. Neither may end the server.
+            # No descriptor is free, or the client hung up at once. Neither may end the server.
             _log.error("cannot accept a connection: %s", error)
             await anyio.sleep(_PAUSE)
             return
@@ -145,7 +145,7 @@ class Acceptor:
                 connection.close()
 
     def remove_socket(self) -> None:
-        """Take the socket's file away: once, and while it still listens, because the next server's may get the same path
+        """Remove the socket's file: only once, and while it still listens, because the next server's file may get the same path
         and the same inode number.
         """
         with self._removing:
@@ -154,19 +154,19 @@ class Acceptor:
                 remove_socket(self.path, self._inode)
 
     def inherited(self) -> socket.socket | None:
-        """Return another descriptor of a socket that listened already, for the next server there; None for one of its own.
+        """Return a duplicate of an inherited listening socket for the next server; None if this server created its own.
 
-        :raises OSError: if there is no descriptor left.
+        :raises OSError: if no descriptor is free.
         """
         return self._listener.dup() if self._inode == 0 else None
 
     def close(self) -> None:
-        """Give up a socket that never served."""
+        """Discard a socket that never served."""
         self.remove_socket()
         self._listener.close()
 
     def _abandon(self) -> None:
-        # With a child's copy of the listening socket, a dead server would seem to run.
+        # A child's copy of the listening socket would make a dead server seem to run.
         self._listener.close()
         for connection in self._connections:
             connection.stream.abandon()

@@ -21,7 +21,7 @@ from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery
 
-#: Seconds. A century: timers do not take more.
+#: A century in seconds: the maximum of a timer.
 _LONGEST = 100 * 365 * 86400.0
 
 
@@ -32,26 +32,26 @@ class Buffers:
         self._state = state
         self._tiers = tiers
         self.table = state.buffers
-        #: Buffers that are being allocated.
-        self._coming = 0
+        #: Number of buffers being allocated.
+        self._allocating = 0
 
     @handles(m.CreateBuffer)
     async def create(self, caller: Caller, message: m.CreateBuffer) -> None:
-        """Make a buffer that the caller's session holds."""
+        """Allocate a buffer that the caller's session holds."""
         extent = Extent.of(message.shape, message.dtype)
         _check_terms(message.ttl, message.max_accesses, message.keep)
         state = self._state
         device = await state.memory.device(message.device or state.device)
-        self.table.check_capacity(self._coming)
+        self.table.check_capacity(self._allocating)
         self.table.check_name(message.name)
-        state.capacity.require_descriptors(1 + self._coming)
+        state.capacity.require_descriptors(1 + self._allocating)
         sizes = {device.id: -(-extent.nbytes // device.granularity) * device.granularity}
-        self._coming += 1
+        self._allocating += 1
         try:
             async with state.capacity.reserve(caller.waiter, sizes, totals={device.id: device.total}):
                 record = await self._new_record(extent, device.id, for_record=message.for_record)
         finally:
-            self._coming -= 1
+            self._allocating -= 1
         try:
             self.table.check_name(message.name)  # another request may have taken it
         except BaseException:
@@ -66,9 +66,9 @@ class Buffers:
 
     @handles(m.KeepSegments)
     def keep(self, caller: Caller, message: m.KeepSegments) -> None:
-        """List a buffer over memory that is there, which the caller's session holds.
+        """List a buffer over existing memory, held by the caller's session.
 
-        It has descriptors of its own, and the memory is mapped as it was shared.
+        It gets its own descriptors, and the memory is mapped as it was shared.
         """
         found = {segment_id: self._state.objects.segment(segment_id) for segment_id in message.segment_ids}
         unknown = [segment_id[:100] for segment_id, segment in found.items() if segment is None]
@@ -76,7 +76,7 @@ class Buffers:
             raise SegmentNotFound(f"this server does not have the segments {', '.join(unknown)[:1000]} any more", unknown)
         if not 0 <= message.linger <= _LONGEST:
             raise ConfigurationError(f"linger={message.linger!r}: use seconds from 0 on, and less than a century")
-        self.table.check_capacity(self._coming)
+        self.table.check_capacity(self._allocating)
         record = _whole([segment for segment in found.values() if segment is not None])
         try:
             stored = self.table.add(caller.session, record, None, None, linger=message.linger)
@@ -87,14 +87,14 @@ class Buffers:
 
     @handles(m.GetBuffer)
     def get(self, caller: Caller, message: m.GetBuffer) -> Answer:
-        """Hand a buffer out, at once if it is on its device.
+        """Send a buffer to the caller, at once if it is on its device.
 
         :raises BufferNotFound: if it is not listed.
         """
         return self.deliver(caller, self.table.named(message.name) if message.name else message.object_id)
 
     def deliver(self, caller: Caller, object_id: str) -> Answer:
-        """Deliver a buffer, see :meth:`get`."""
+        """Send a buffer, see :meth:`get`."""
         return self._tiers.serve(
             caller,
             lambda: self.table.listed(object_id),
@@ -103,7 +103,7 @@ class Buffers:
 
     @handles(m.FreeBuffer)
     def free(self, caller: Caller, message: m.FreeBuffer) -> m.Count:
-        """End a buffer for all processes."""
+        """Unlist a buffer for all processes."""
         freed = self.table.free(message.object_id)
         if message.release:
             self._state.release(caller.session, [message.object_id])
@@ -142,7 +142,7 @@ def _deliver(caller: Caller, stored: StoredObject) -> None:
 
 
 def _whole(segments: Sequence[Segment]) -> Record:
-    """Return a record of all bytes of some segments: a flat tensor for each, in a list."""
+    """Return a record of all bytes of some segments, as a list with a flat tensor for each."""
     devices = tuple(dict.fromkeys(segment.info.device for segment in segments))
     sizes = [segment.info.nbytes for segment in segments]
     table = TensorTable(

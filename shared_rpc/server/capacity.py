@@ -1,17 +1,17 @@
-"""Capacity of a server's devices, and of its host for copies: who waits for it, whose turn it is, and what gives way.
+"""Capacity of a server's devices, and of its host for copies: reservations, the queue of requests, and evictions.
 
 Everything that takes memory reserves it here: results, buffers, restored objects and host copies. Rules:
 
-- Requests are served in the order in which they came, device by device. One that waits for a device holds up all later ones
-  for that device, those too that need no memory. This prevents starvation: no later request overtakes an earlier one, and an
+- Requests are served in order of arrival, device by device. A request that waits for a device blocks all later ones for that
+  device, including those that need no memory. This prevents starvation: no later request overtakes an earlier one, and an
   object in constant use becomes idle.
-- With the first request for an object all that wait for it are granted. Later ones queue again.
-- What is not in use gives way, the least recently used first; objects that a request waits for go last. Nothing gives way
-  unless all of it together is enough.
-- An object goes to the nearest lower tier that has capacity for it. On the host, copies of objects that are on their devices
-  give way first, and then the objects that lie there, to files. An object without a lower tier is dropped.
-- A request that could not be granted if everything gave way, pinned objects excepted, is refused. A server that does not evict
-  refuses whatever dropping cached objects without holders does not make fit.
+- The first request granted for an object grants all pending ones for it. Later ones queue again.
+- Unused objects are evicted, the least recently used first and those with a pending request last. Nothing is evicted unless
+  all of it together suffices.
+- An object moves to the nearest lower tier with capacity for it. On the host, copies of objects that are on their devices
+  are dropped first; then host-tier objects move to files. An object without a lower tier is dropped.
+- A request is refused if evicting everything that is not pinned would not suffice. A server that does not evict refuses it
+  if dropping cached objects without holders would not suffice.
 """
 
 from __future__ import annotations
@@ -33,48 +33,48 @@ from shared_rpc.server.state.tiers import STALE
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: A tier below a device, where the bytes of an object can lie.
+#: A tier below a device.
 Below = Literal["host", "file"]
-#: Those tiers, the nearest first.
+#: The lower tiers, nearest first.
 BELOW: tuple[Below, ...] = ("host", "file")
 
-#: The host memory of copies: a device like the others here, whose quota is the host quota.
+#: The host memory of copies: treated as a device here, whose quota is the host quota.
 HOST = "host copies"
-#: Seconds after which an object is moved again whose move failed: because it was used during the move, or for another reason.
+#: Seconds before a failed move is retried: if the object was used during the move, and otherwise.
 _AGAIN_SOON, _AGAIN = 0.1, 5.0
-#: Holders, and other things, that an error lists.
+#: Number of holders, and of other items, listed in an error.
 _SHOWN = 5
 _QUOTA, _ALL = "the quota (--quota, or Server(quotas=...))", "the device's memory"
 
 
 class Mover(Protocol):
-    """The moves of a server's objects between tiers: :class:`shared_rpc.server.tiers.Tiers`."""
+    """Moves a server's objects between tiers: :class:`shared_rpc.server.tiers.Tiers`."""
 
     def is_moving(self, stored: StoredObject) -> bool:
-        """Return whether an object is being moved, or is about to be used."""
+        """Return True if an object is being moved, or is about to be used."""
 
     def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
-        """Return where an object is being moved, ``""`` if it stays."""
+        """Return the direction of an object's move, ``""`` for none."""
 
     def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
-        """Return the tiers below the one of a group that it can go to, the nearest first."""
+        """Return the lower tiers that a group can move to, nearest first."""
 
     def frees(self) -> Counter[str]:
-        """Return the bytes that the moves under way will free, by device."""
+        """Return the bytes that active moves will free, by device."""
 
     def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
-        """Begin to move a group down. What fails is reported to :meth:`Capacity.failed`."""
+        """Begin to move a group down. Errors are reported to :meth:`Capacity.failed`."""
 
 
 class Reservation:
-    """Bytes by device that are reserved until they are an object's. A context ends it."""
+    """Bytes reserved by device until they belong to an object. As a context manager it releases them on exit."""
 
     def __init__(self, capacity: Capacity, sizes: Mapping[str, int]) -> None:
         self._capacity = capacity
         self.sizes = Counter(sizes)
 
     def release(self) -> None:
-        """End the reservation: the memory counts as an object's, or was never made. Harmless if it has ended."""
+        """End the reservation: an object owns the memory now, or it was never allocated. Idempotent."""
         sizes, self.sizes = self.sizes, Counter()
         self._capacity._end(sizes)
 
@@ -87,10 +87,10 @@ class Reservation:
 
 @dataclass(eq=False, slots=True)
 class CapacityRequest:
-    """One request, in the queue until it is granted: for ``sizes``, in bytes by device, or for an object to be on its devices.
+    """One request, queued until it is granted: for ``sizes``, in bytes by device, or for an object to be on its devices.
 
-    ``reservation`` has what was reserved at once, on devices without a quota. ``patient``: whether it waits where nothing that
-    could give way is enough.
+    ``reservation`` holds the bytes reserved at once, on devices without a quota. ``patient`` is True if the request waits even
+    though evicting everything would not suffice.
     """
 
     owner: Hashable
@@ -103,10 +103,10 @@ class CapacityRequest:
 
 
 class _Candidate(NamedTuple):
-    """Objects that share memory, and what they would free by going to a tier of ``below``; without one they are dropped, or
-    only the ``copies`` that they have on the host.
+    """Objects that share memory, and the bytes freed by moving them to a tier of ``below``; if that is empty, by dropping them,
+    or only their host ``copies``.
 
-    ``host_bytes`` is what they would take in host copies.
+    ``host_bytes`` is the size that they would have as host copies.
     """
 
     group: Sequence[StoredObject]
@@ -122,11 +122,11 @@ class Capacity:
     A dropped object's memory counts as free at once, though freeing it may take time: see
     :func:`~shared_rpc.execution.device_memory.until_freed`.
 
-    :param wake_within: called when :meth:`expire` is to be called in so many seconds.
-    :param pid_of: the process behind a session, for people.
+    :param wake_within: called with the seconds after which :meth:`expire` must be called.
+    :param pid_of: returns the process behind a session, for error texts.
     :param limits: the quotas in bytes, by device.
-    :param when_full: whether requests without capacity wait until something has been evicted, or are refused.
-    :param host_quota: bytes of host copies, None for any amount.
+    :param when_full: whether requests without capacity wait for evictions, or are refused.
+    :param host_quota: maximum bytes of host copies, None for any amount.
     """
 
     def __init__(
@@ -150,41 +150,41 @@ class Capacity:
         self.mover: Mover
         self._host_limit = host_quota
         self.evicts = when_full == "evict"
-        #: Bytes that are reserved, by device.
+        #: Reserved bytes, by device.
         self._taken: Counter[str] = Counter()
-        #: Requests that wait, the first one first; and those of them that have an owner outside.
+        #: Pending requests in order; and those of them that have an owner outside.
         self._queue: OrderedDict[CapacityRequest, None] = OrderedDict()
         self._asked: dict[Hashable, CapacityRequest] = {}
-        #: Objects that could not be moved: until when they are left alone, and why.
+        #: Objects whose move failed: the time until which they are skipped, and the reason.
         self._failed: dict[str, tuple[float, str]] = {}
         self._waking = False
         self.set_limits(limits)
 
-    # The amounts.
+    # Amounts.
 
     def set_limits(self, limits: Mapping[str, int]) -> None:
-        """Replace the quotas; objects that exceed one stay until something needs their memory."""
+        """Replace the quotas; objects that exceed one stay until a request needs their memory."""
         self._limits = dict(limits)
         if self._host_limit is not None:
             self._limits[HOST] = self._host_limit
         self.changed()
 
     def limit(self, device: str) -> int | None:
-        """Return the quota of a device in bytes, None where there is none."""
+        """Return the quota of a device in bytes, None for no limit."""
         return self._limits.get(device)
 
     @property
     def unlimited(self) -> bool:
-        """Whether no amount of memory is limited, so that no object need give way."""
+        """True if no memory is limited, so that no object need be evicted."""
         return not self._limits and not self._objects.limited
 
     def used(self, device: str) -> int:
-        """Return the bytes of a device that objects take, or that are reserved."""
+        """Return the bytes of a device that are used by objects or reserved."""
         taken = self._objects.copies.nbytes("host") if device == HOST else self._objects.used(device)
         return taken + self._taken[device]
 
     def needs_of(self, record: Record) -> tuple[dict[str, int], int]:
-        """Return what a record would add to the objects that are there: bytes by device, and descriptors."""
+        """Return the additional memory that a record needs, in bytes by device, and its additional descriptors."""
         new = {segment.info.id: segment.info for segment in record.segments if self._objects.segment(segment.info.id) is None}
         return usage_of(new), len(new)
 
@@ -203,15 +203,15 @@ class Capacity:
         first: bool = False,
         patient: bool = True,
     ) -> AsyncIterator[Reservation]:
-        """Reserve memory for the time of the block, which is entered when there is some.
+        """Wait for memory and reserve it while the block runs.
 
         :param owner: identifies the request, see :meth:`why`.
-        :param sizes: bytes by device, that are about to be made, or are made.
-        :param totals: the memory of devices, which is the limit where there is no quota; by default there is none then.
-        :param first: before all others that wait, because it was the turn of ``owner`` already.
-        :param patient: False to be refused where nothing that could give way is enough now.
-        :raises CapabilityError: if there can never be so much.
-        :raises ServerBusy: if there is none, and requests do not wait; or if it never has capacity beside pinned objects.
+        :param sizes: bytes by device, allocated or about to be.
+        :param totals: the memory of devices, the limit of those without a quota; by default they have no limit.
+        :param first: go before all pending requests, because ``owner`` already had its turn.
+        :param patient: False to be refused if evicting everything would not suffice now.
+        :raises CapabilityError: if there can never be that much.
+        :raises ServerBusy: if there is none and requests do not wait, or if pinned objects leave too little.
         """
         request = self.enter(owner, sizes, totals=totals, first=first, patient=patient)
         with await self.granted(request) as reservation:
@@ -220,15 +220,15 @@ class Capacity:
     async def reserve_for(self, owner: Hashable, stored: StoredObject, *, first: bool = False) -> Reservation:
         """Wait, in a server that evicts, until an object may be restored or used; return the reservation for restoring it.
 
-        That is empty if the object is on its devices, or being restored for another request.
+        The reservation is empty if the object is on its devices, or being restored for another request.
         """
         return await self.granted(self.enter(owner, {}, stored, first=first))
 
     def take(self, sizes: Mapping[str, int], totals: Mapping[str, int] | None = None) -> Reservation:
-        """Reserve memory that is there now; cached objects without holders are dropped for it.
+        """Reserve memory that is available now, dropping cached objects without holders if necessary.
 
-        :raises CapabilityError: if there can never be so much.
-        :raises ServerBusy: if there is none now.
+        :raises CapabilityError: if there can never be that much.
+        :raises ServerBusy: if there is too little now.
         """
         reservation = Reservation(self, {})
         try:
@@ -242,11 +242,11 @@ class Capacity:
         return reservation
 
     def take_host(self, nbytes: int, spared: Collection[StoredObject] = (), *, drops: bool = True) -> Reservation:
-        """Reserve host memory for copies that are made now.
+        """Reserve host memory for copies to be made now.
 
         :param spared: objects whose copies stay.
-        :param drops: whether copies of other objects that are on their devices are dropped for it.
-        :raises ServerBusy: if there is none now.
+        :param drops: True to drop copies of other objects that are on their devices.
+        :raises ServerBusy: if there is too little now.
         """
         if self._host_limit is not None and nbytes:
             droppable = self._droppable_copies(spared) if drops else []
@@ -264,7 +264,7 @@ class Capacity:
         return Reservation(self, {HOST: nbytes})
 
     def drop_stale_copies(self, nbytes: int, spared: Collection[StoredObject]) -> bool:
-        """Drop stale host copies until so many bytes are freed; return whether any was dropped.
+        """Drop stale host copies until ``nbytes`` are freed; return True if any was dropped.
 
         :param spared: objects whose copies stay.
         """
@@ -275,7 +275,7 @@ class Capacity:
         return [one for one in self._host_copies() if one.copies and names.isdisjoint(_ids(one.group))]
 
     def _drop_copies(self, nbytes: int, found: Iterable[_Candidate]) -> bool:
-        """Drop host copies until so many bytes are freed; return whether any was dropped."""
+        """Drop host copies until ``nbytes`` are freed; return True if any was dropped."""
         dropped = 0
         for one in found:
             if dropped < nbytes:
@@ -307,7 +307,7 @@ class Capacity:
     ) -> CapacityRequest:
         """Queue a request, unless it is granted or refused at once; for the parameters and errors see :meth:`reserve`.
 
-        :meth:`granted` is to be awaited, unless the request is granted when this returns.
+        Await :meth:`granted`, unless the request is granted on return.
         """
         at_once = sizes if not self.evicts else {name: sizes[name] for name in sizes.keys() - self._limits.keys()}
         request = CapacityRequest(owner, self.take(at_once, totals), sizes, stored, patient)
@@ -329,7 +329,7 @@ class Capacity:
         return request
 
     async def granted(self, request: CapacityRequest) -> Reservation:
-        """Wait until a request is granted. It leaves the queue if it is refused, or this is cancelled."""
+        """Wait until a request is granted. It leaves the queue on refusal or cancellation."""
         try:
             while not request.granted:
                 await request.changed.wait()
@@ -341,7 +341,7 @@ class Capacity:
         return request.reservation
 
     def _leave(self, request: CapacityRequest) -> None:
-        """Take a request out of the queue that is refused or not wanted any more."""
+        """Remove a request that is refused or cancelled."""
         self._forget(request)
         request.reservation.release()
         self.changed()
@@ -353,11 +353,11 @@ class Capacity:
         self._objects.contended = bool(self._asked)
 
     def __len__(self) -> int:
-        """Count the requests that wait."""
+        """Return the number of pending requests."""
         return len(self._asked)
 
     def changed(self) -> None:
-        """Look soon whether there is capacity now: something is no longer in use, or was dropped."""
+        """Schedule a check for capacity, after an object became idle or was dropped."""
         if self._queue and not self._waking:
             self._waking = True
             asyncio.get_running_loop().call_soon(self._wake)
@@ -374,7 +374,7 @@ class Capacity:
             held_up |= needs.keys()
 
     def failed(self, group: Sequence[StoredObject], error: SharedRPCError) -> None:
-        """Note that objects could not give way: they are tried again, soon where that was because they were used."""
+        """Record that objects could not be moved: they are retried, soon if the reason was that they were in use."""
         again = _AGAIN_SOON if isinstance(error, ServerBusy) else _AGAIN
         for stored in group:
             self._failed[stored.object_id] = self._clock.now() + again, str(error)
@@ -382,7 +382,7 @@ class Capacity:
         self.changed()
 
     def expire(self) -> float | None:
-        """Forget failures of long ago; return the seconds until the next one is, None for never."""
+        """Forget old failures; return the seconds until the next one expires, None for never."""
         now, before = self._clock.now(), len(self._failed)
         self._failed = {name: failure for name, failure in self._failed.items() if failure[0] > now}
         if len(self._failed) < before:
@@ -390,9 +390,9 @@ class Capacity:
         return min((until - now for until, _ in self._failed.values()), default=None)
 
     def must_wait(self, session: str, stored: StoredObject) -> bool:
-        """Return whether a session that is to use an object has to ask for it, because others wait for capacity where it is.
+        """Return True if a session must request an object before using it, because others wait for capacity on its device.
 
-        One that uses it already is never held up.
+        A session that already uses it is never blocked.
         """
         if not self._asked or session in self._leases.active(stored.object_id):
             return False
@@ -400,9 +400,9 @@ class Capacity:
         return any(self._needs(request).keys() & devices for request in self._queue)
 
     def _needs(self, request: CapacityRequest) -> dict[str, int]:
-        """Return the bytes that a request needs, by each device with a quota that it has to do with.
+        """Return the bytes that a request needs, for each device with a quota that concerns it.
 
-        An object that was dropped needs nothing: its requester will find that out.
+        A dropped object needs nothing: the request for it will fail.
         """
         sizes, missing = request.sizes, request.sizes
         if request.stored is not None:
@@ -414,7 +414,7 @@ class Capacity:
         return {device: missing.get(device, 0) for device, nbytes in sizes.items() if nbytes and device in self._limits}
 
     def _serve(self, request: CapacityRequest) -> None:
-        """Grant a request if it is its turn and there is capacity; else have something give way for it.
+        """Grant a request if it is its turn and there is capacity; otherwise begin evictions for it.
 
         :raises ServerBusy, CapabilityError: if it is refused.
         """
@@ -428,7 +428,7 @@ class Capacity:
             self._check(needs)
             if request.stored is not None and self.mover.direction(request.stored) == "down":
                 return  # it is restored from there
-            # An object that is there needs no capacity, however full its devices are.
+            # An object that is on its device needs no capacity, however full that is.
             lack = Counter({device: nbytes - self._free(device) for device, nbytes in needs.items() if nbytes})
             if not +lack:
                 self._grant(request, needs)
@@ -436,7 +436,7 @@ class Capacity:
             lack -= self.mover.frees()
             if not lack:
                 return
-            if not self._make_way(lack):
+            if not self._begin_evictions(lack):
                 if not request.patient:
                     raise ServerBusy(f"there is no capacity for {lack.total()} bytes of host copies now")
                 return
@@ -453,10 +453,10 @@ class Capacity:
         self.changed()
 
     def _check(self, needs: Mapping[str, int]) -> None:
-        """Check that a request can be granted some time.
+        """Check that a request can be granted at some time.
 
         :raises CapabilityError: if it is larger than a quota.
-        :raises ServerBusy: if it has no capacity beside pinned objects.
+        :raises ServerBusy: if pinned objects leave too little.
         """
         for device, nbytes in needs.items():
             limit = self._limits[device]
@@ -471,10 +471,10 @@ class Capacity:
                     f"bytes are {', '.join(names[:_SHOWN])}. Invalidate and release these, or pin less"
                 )
 
-    # What gives way.
+    # Evictions.
 
-    def _make_way(self, lack: Mapping[str, int]) -> bool:
-        """Have objects leave their devices, or the host if the lack is there; return False if all of it is not enough."""
+    def _begin_evictions(self, lack: Mapping[str, int]) -> bool:
+        """Begin evictions from devices, or from the host if the lack is there; return False if all of them do not suffice."""
         left, on_host = Counter(lack), HOST in lack
         host = None if on_host else self._obtainable()
         plan: list[tuple[_Candidate, Below | None]] = []
@@ -504,7 +504,7 @@ class Capacity:
         return True
 
     def _obtainable(self) -> int | None:
-        """Return the bytes that host copies can have if all gives way that may, None for no limit."""
+        """Return the maximum bytes of host copies after all possible evictions, None for no limit."""
         if self._host_limit is None:
             return None
         waiting = sum(request.sizes.get(HOST, 0) for request in self._queue)
@@ -512,13 +512,13 @@ class Capacity:
         return self._free(HOST) - waiting + self.mover.frees()[HOST] + copies
 
     def _requested_last(self, found: Iterable[_Candidate]) -> list[_Candidate]:
-        """Return what can be moved now; copies that are dropped come first, and what a request waits for comes last."""
+        """Return the candidates that can be moved now: droppable copies first, objects with a pending request last."""
         wanted = {request.stored for request in self._queue}
         movable = [one for one in found if self._failed.keys().isdisjoint(_ids(one.group))]
         return sorted(movable, key=lambda one: (not one.copies, not wanted.isdisjoint(one.group)))
 
     def _candidates(self) -> Iterator[_Candidate]:
-        """Yield what can leave its devices: neither used nor pinned, and not being moved."""
+        """Yield the candidates on devices: neither used nor pinned nor being moved."""
         mover = self.mover
         for group in self._groups():
             if group[0].cold or any(mover.is_moving(stored) for stored in group):
@@ -534,7 +534,7 @@ class Capacity:
                 yield from self._parts(group)
 
     def _parts(self, group: Sequence[StoredObject]) -> Iterator[_Candidate]:
-        """Yield those of a group that can be dropped, with the memory that is theirs alone."""
+        """Yield the droppable objects of a group, with the memory that only they use."""
         users = Counter(name for stored in group for name in infos_of([stored]))
         for stored in filter(self._is_droppable, group):
             alone = {name: info for name, info in infos_of([stored]).items() if users[name] == 1}
@@ -546,7 +546,7 @@ class Capacity:
         return cached and not stored.pinned and not self._leases.held(stored.object_id)
 
     def _host_copies(self) -> Iterator[_Candidate]:
-        """Yield the host copies that can be dropped, and those that can go to files; none of objects that are being moved."""
+        """Yield the host copies that can be dropped or moved to files, except those of objects that are being moved."""
         mover, copies = self.mover, self._objects.copies
         for group in self._groups() if copies.nbytes("host") else ():
             if any(mover.is_moving(stored) for stored in group):
@@ -559,7 +559,7 @@ class Capacity:
                 yield _Candidate(group, {HOST: nbytes}, ("file",))
 
     def _groups(self) -> list[list[StoredObject]]:
-        """Return all objects that have memory or copies, with those that share it; those that were used last come last."""
+        """Return all objects with memory or copies, in groups that share it, the most recently used last."""
         seen: set[str] = set()
         groups = []
         for stored in self._objects:
@@ -568,7 +568,7 @@ class Capacity:
                 seen.update(member.object_id for member in groups[-1])
         return sorted(groups, key=lambda group: max(stored.last_accessed_at for stored in group))
 
-    # What a server that refuses requires.
+    # Requirements of a server that refuses.
 
     def _require(self, device: str, nbytes: int, total: int | None) -> None:
         quota = self._limits.get(device)
@@ -590,7 +590,7 @@ class Capacity:
             )
 
     def require_descriptors(self, count: int) -> None:
-        """Check that objects may have so many descriptors more; cached objects without holders are dropped for it.
+        """Check that objects may have ``count`` more descriptors, dropping cached objects without holders if necessary.
 
         :raises ServerBusy: if they may not.
         """
@@ -605,7 +605,7 @@ class Capacity:
         )
 
     def descriptor_users(self) -> str:
-        """Describe the holders, for people."""
+        """Describe the holders, for error texts."""
         counts: Counter[str] = Counter()
         clients: Counter[str] = Counter()
         for stored in self._objects:
@@ -639,12 +639,12 @@ class Capacity:
         texts = [f"pid {self._pid_of(session)} holds the most, {nbytes} bytes" for session, nbytes in held.most_common(1)]
         return ", and ".join([*texts, f"{idle} bytes are buffers without holders"])
 
-    # Why a request waits.
+    # Reasons for waiting.
 
     def why(self, owner: Hashable, users: dict[str, str] | None = None) -> str:
-        """Return what a request waits for, and who holds it, for people; ``""`` if it does not wait.
+        """Describe the capacity that a request waits for and its holders, for error texts; ``""`` if it does not wait.
 
-        :param users: the descriptions of who holds what, by device, for those who ask for many requests at once.
+        :param users: a cache of the holders' descriptions by device, for callers with many requests.
         """
         users = {} if users is None else users
         request = self._asked.get(owner)
@@ -668,7 +668,7 @@ class Capacity:
         return f"{'. '.join(texts)}. Suspend or release handles, free buffers, or ask for less"
 
     def _users(self, device: str) -> str:
-        """Describe who holds what on a device, the largest first."""
+        """Describe the holders of a device's memory, largest first."""
         held: list[tuple[int, str]] = []
         for stored in self._objects:
             nbytes = _bytes_on(stored, device)
@@ -700,10 +700,10 @@ def _ids(group: Iterable[StoredObject]) -> set[str]:
 
 
 def _bytes_on(stored: StoredObject, device: str) -> int:
-    """Return the bytes that an object takes on a device."""
+    """Return the bytes of an object on a device."""
     return 0 if stored.cold else usage_of(infos_of([stored])).get(device, 0)
 
 
 def _named(stored: StoredObject) -> str:
-    """Return an object's name for people."""
+    """Return a readable name of an object."""
     return f"object {stored.object_id} of {stored.endpoint}()" if stored.kind == "result" else f"buffer {stored.object_id}"

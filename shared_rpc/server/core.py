@@ -1,7 +1,7 @@
 """The server without its sockets: endpoints, calls, tasks, objects and leases, driven on one event loop.
 
-Every caller, in this process or another, uses the same handlers, see :mod:`shared_rpc.server.requests`. The core knows records
-and an executor; it imports no torch and looks into no skeleton.
+Every caller, in this process or another, uses the same handlers, see :mod:`shared_rpc.server.requests`. The core handles
+records and an executor; it imports no torch and never decodes a skeleton.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shared_rpc.server")
 
 _DEFAULTS = ServeOptions()
-#: Runs in one reply.
+#: Maximum number of runs in one reply.
 _MOST_RUNS = 1000
 
 
@@ -63,19 +63,19 @@ class Core:
     """A server without its connections.
 
     :param registry: the endpoints; it may grow while the server runs.
-    :param device: the id of the device that results live on.
-    :param options: of the whole server; those of its devices and socket were resolved, and are the parameters below.
-    :param quotas: bytes that objects may take, by device.
-    :param memory: where buffers are made, and objects are restored; by default in this process.
-    :param spill: where objects are evicted to files, None if they are not.
-    :param socket_path: where other processes connect, if they can.
-    :param server_id: that of an earlier server, whose objects this one is about to recover.
-    :param descriptors: those of the process; by default no other server of it has objects.
-    :param cluster: the one that the server joins, by a process of its own, see :mod:`shared_rpc.server.joiner`; ``""`` for
-        none. With one, misses wait for a source of records from the start on.
+    :param device: the id of the device of results.
+    :param options: of the whole server; those of its devices and socket are passed resolved, as the parameters below.
+    :param quotas: maximum bytes of objects, by device.
+    :param memory: allocates buffers and restored objects; by default in this process.
+    :param spill: the directory for objects evicted to files, None for no files.
+    :param socket_path: the socket for other processes, if any.
+    :param server_id: the id of an earlier server whose objects this one is about to recover.
+    :param descriptors: the budget of the process; by default no other server of it has objects.
+    :param cluster: the cluster to join, by a process of its own, see :mod:`shared_rpc.server.joiner`; ``""`` for none. With
+        one, misses wait for a source of records from the start on.
     :param mechanism: how the executor's process makes segments, for information: see
         :mod:`shared_rpc.memory.backends.choice`.
-    :raises ConfigurationError: if what the cluster needs is not installed.
+    :raises ConfigurationError: if a package that the cluster needs is not installed.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Core:
         self.registry = registry
         self.transfers = executor.transfers
         self._joiner = _joiner_of(cluster, socket_path)
-        self._told = Listeners(self.server_id)
+        self._listeners = Listeners(self.server_id)
         self._clock = clock = BootClock()
         self._sweeper = Sweeper(clock)
         self.now, self.wake_within = clock.now, self._sweeper.wake_within
-        self.leases = LeaseTable(self._told.given, self._told.ended)
+        self.leases = LeaseTable(self._listeners.given, self._listeners.ended)
         self.objects = ObjectStore(self.leases, clock, self._dropped, options.max_bytes, self._added, descriptors)
         self.sessions = Sessions(self.server_id, self.objects, self.leases, self.end_session, options.client_code)
         self.capacity = Capacity(
@@ -131,7 +131,7 @@ class Core:
             BufferTable(self.objects, self.leases, clock),
             self.sessions,
             self.capacity,
-            self._told,
+            self._listeners,
             SourceTable(clock, options.source_grace, missed.set, expected=self._joiner is not None),
             self._sweeper.wake_within,
         )
@@ -142,7 +142,7 @@ class Core:
         self.runs = Runs(state, self.tiers, self.generations)
         self.records = Records(state, self.tiers, self.generations, self.runs)
         self.sources = Sources(state, self.runs, self.records, missed, self._joiner)
-        # At less than one task a microsecond, ids of an earlier server's tasks are never used again.
+        # At less than one task per microsecond, task ids of an earlier server are never reused.
         first = int(clock.now() * 1e6) if server_id is not None else 1
         self.tasks = Tasks(state, self.runs, self.tiers, options, first)
         self.calls = Calls(state, self.runs, self.generations, self.tasks)
@@ -162,16 +162,16 @@ class Core:
         self._began = clock.now()
         self.started_at = clock.unix(self._began)
         self._executor = executor
-        #: Reloads the code for a client, where endpoints run in processes that can be replaced: see :class:`Reload`.
+        #: Reloads the code for a client, if endpoints run in replaceable processes: see :class:`Reload`.
         self.on_reload: Callable[[str], Awaitable[ReloadInfo]] | None = None
-        #: Stops the server for a client, where the process does nothing but serve: called with the id of the client's session
-        #: and :attr:`StopServer.if_idle`, it returns what the server held.
+        #: Stops the server for a client, if the process only serves: called with the id of the client's session and
+        #: :attr:`StopServer.if_idle`, it returns what the server held.
         self.on_stop: Callable[[str, bool], StopInfo] | None = None
         #: Return the pids of the server's other processes.
         self.own_processes: Callable[[], Collection[int]] = tuple
 
     async def run(self, *, started: anyio.Event) -> None:
-        """Execute calls until cancelled. Then every waiter is notified, and every object dropped."""
+        """Execute calls until cancelled. Then notify every waiter, and drop every object."""
         try:
             if self._joiner is not None:
                 self._joiner.start(self.sources.token)
@@ -199,7 +199,7 @@ class Core:
         self.transfers.close()
 
     def close(self) -> None:
-        """End the threads: the loop has ended."""
+        """End the threads, after the loop has ended."""
         self.state.memory.close()
         if self._joiner is not None:
             self._joiner.close()
@@ -213,7 +213,7 @@ class Core:
 
     @handles(m.Goodbye)
     def goodbye(self, caller: Caller, message: m.Goodbye) -> None:
-        """Note that the client ends its session on purpose."""
+        """Record that the client ends its session on purpose."""
         self.sessions.closing(caller.session)
 
     @handles(m.GetServerInfo)
@@ -243,7 +243,7 @@ class Core:
 
     @handles(m.Reload)
     async def reload(self, caller: Caller, message: m.Reload) -> m.Answer:
-        """Have the app's code read again; that continues if the caller leaves."""
+        """Reload the app's code; continues if the caller leaves."""
         if self.on_reload is None:
             raise ConfigurationError(
                 f"this server (pid {os.getpid()}) runs its endpoints in its own process, whose code cannot be reloaded: "
@@ -253,7 +253,7 @@ class Core:
 
     @handles(m.StopServer)
     def stop_for(self, caller: Caller, message: m.StopServer) -> m.Answer:
-        """End the server, where its process does nothing else."""
+        """Stop the server, if its process only serves."""
         if self.on_stop is None:
             raise ConfigurationError(
                 f"this server is part of process {os.getpid()}, which may do more than serve: end the process with "
@@ -261,30 +261,30 @@ class Core:
             )
         return m.Answer.of(self.on_stop(caller.session, message.if_idle))
 
-    # Sessions and requests that end.
+    # Ends of sessions and requests.
 
     def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter that no longer waits; it is not notified any more."""
+        """Forget a waiter that has left, without notifying it."""
         if waiter.observed is not None:
             waiter.observed.left()
         self.runs.leave(waiter)
 
     def end_session(self, session: str, clean: bool) -> None:
-        """Give back all that the session held.
+        """Release everything that the session held.
 
         :param clean: False for a session that ends without a goodbye.
         """
         self.transfers.end(session)
         self.sources.end_session(session)
-        with self._told.reclaiming("" if clean else session):
+        with self._listeners.reclaiming("" if clean else session):
             ended = self.leases.end_session(session)
         self.state.settle(*ended)
 
     def replace_endpoints(self, specs: Sequence[EndpointSpec], objects: str) -> ReloadedServiceInfo:
-        """Replace the endpoints, and return what became of the results of the others.
+        """Replace the endpoints, and report the effect on earlier results.
 
-        :param objects: of which endpoints cached results are dropped: ``"changed"``, ``"all"`` or ``"none"``. Those that
-            clients hold stay with them, and are ``stale`` if their endpoint has changed.
+        :param objects: the endpoints whose cached results are dropped: ``"changed"``, ``"all"`` or ``"none"``. Clients keep the
+            results that they hold, which are ``stale`` if their endpoint has changed.
         """
         new = {spec.name: spec for spec in specs}
         earlier = self.registry.all()
@@ -301,10 +301,10 @@ class Core:
         return {"endpoints": list(new), "changed": sorted(changed), "dropped": dropped}
 
     def recover(self, stored: StoredObject, terms: Terms | None, copies: Iterable[tuple[SegmentInfo, LowerCopy]] = ()) -> None:
-        """Keep an object that an earlier server of this id kept; its leases ended with that one's sessions.
+        """Keep an object of an earlier server with this id; its leases ended with that server's sessions.
 
-        :param terms: a buffer's.
-        :param copies: of one that is cold, with the segments that they are copies of. They belong to this object now.
+        :param terms: those of a buffer.
+        :param copies: for a cold object, its copies with the segments that they are copies of. This object takes ownership.
         """
         for info, copy in copies:
             if self.objects.copies.get(info.id, copy.tier) is None:
@@ -317,20 +317,20 @@ class Core:
             self.buffers.table.recover(stored, terms)
 
     def drop_bound(self, pid: int) -> None:
-        """Drop the objects whose memory belonged to a process that has ended: it cannot be mapped any more."""
+        """Drop the objects whose memory belonged to an ended process: it can no longer be mapped."""
         for stored in self.objects:
             if pid in makers(stored.record.segments):
                 _log.warning("object %s of %s ended with the process that made its memory", stored.object_id, stored.endpoint)
                 self.state.drop(stored)
 
     def apart(self, asker: str = "") -> set[str]:
-        """Return the sessions that are not users of the server: of its own processes, of its source, and the asker's."""
+        """Return the sessions that do not count as users: of the server's own processes, of its source, and the asker's."""
         return {*self.sessions.of_processes({*self.own_processes(), *self.sources.pids}), *filter(None, [asker])}
 
     def info(self, asker: str = "") -> ServerInfo:
         """Describe the server.
 
-        :param asker: the session of the asking client, which does not count as a client.
+        :param asker: the session of the asking client, excluded from the count of clients.
         """
         return {
             "server_id": self.server_id,
@@ -361,7 +361,7 @@ class Core:
         }
 
     def _added(self, stored: StoredObject) -> None:
-        self._told.added(stored)
+        self._listeners.added(stored)
         if stored.host_copy == "at_build":
             self.tiers.copy_ahead(stored)
 
@@ -370,7 +370,7 @@ class Core:
         stored.close()
         if any(self.objects.segment(segment.info.id) is None for segment in stored.record.segments):
             self._executor.reclaim()  # otherwise other objects lie in all of its segments
-        self._told.freed(stored)
+        self._listeners.freed(stored)
         self.capacity.changed()
 
 

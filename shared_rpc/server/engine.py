@@ -1,4 +1,4 @@
-"""A core on an event loop of its own thread: the base of a server, and of the local role."""
+"""A core on an event loop in its own thread: the base of a server, and of the local role."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ T = TypeVar("T")
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Seconds for which stop() waits for the thread.
+#: Maximum seconds that stop() waits for the thread.
 _STOP_TIMEOUT = 0.9
 
 
 class Engine:
-    """Runs a core until it is stopped, once. Safe to use from any thread.
+    """Runs a core until it is stopped, once. Thread-safe.
 
     :param name: its name in errors: ``"the server at /run/…"``.
-    :param work: runs on the loop together with the core; when it returns or fails, the engine ends.
+    :param work: runs on the loop together with the core; the engine ends when it returns or fails.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="shared-rpc-server", daemon=True)
         self.loop: asyncio.AbstractEventLoop
         self._scope: anyio.CancelScope
-        #: The context of jobs: that of the thread that posts one may be an endpoint's.
+        #: The context of jobs: the posting thread's may be an endpoint's.
         self._context: contextvars.Context
         self._posted: deque[Callable[[], object]] = deque()
         self._posting = fork_safe_lock()
@@ -62,9 +62,9 @@ class Engine:
         after_fork(self._abandon)
 
     def start(self) -> None:
-        """Return when calls are taken.
+        """Start, and return once calls are accepted.
 
-        :raises ConfigurationError: if that never happens.
+        :raises ConfigurationError: if the start fails.
         """
         self._thread.start()
         self._ready.wait()
@@ -73,24 +73,24 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether it takes calls, in this process."""
+        """True while it accepts calls, in this process."""
         return self.pid == os.getpid() and self._thread.is_alive()
 
     @property
     def busy(self) -> bool:
-        """Whether a thread of this process still runs an endpoint, perhaps after :meth:`stop`."""
+        """True while a thread of this process runs an endpoint, perhaps after :meth:`stop`."""
         return self.pid == os.getpid() and self._executor.busy > 0
 
     def here(self) -> bool:
-        """Return whether the caller is on the engine's loop, where it must not wait for it."""
+        """Return True if the caller is on the engine's loop, where waiting for the engine would deadlock."""
         return threading.current_thread() is self._thread
 
     def lend_thread(self) -> AbstractContextManager[None]:
-        """Allow one thread more while the block runs; see :meth:`InProcessExecutor.lend_thread`."""
+        """Allow one more thread while the block runs; see :meth:`InProcessExecutor.lend_thread`."""
         return self._executor.lend_thread()
 
     def post(self, job: Callable[[], object]) -> None:
-        """Have the loop run ``job``, which must not raise; from any thread. One that was taken is always run.
+        """Run ``job``, which must not raise, on the loop; from any thread. An accepted job is always run.
 
         :raises ConnectionClosed: if the engine was stopped, or is the parent process's.
         """
@@ -117,7 +117,7 @@ class Engine:
         return future.result()
 
     def stop(self) -> None:
-        """End within a second: waiters get :class:`ConnectionClosed`. Threads that run an endpoint are not waited for."""
+        """End within a second: waiters get :class:`ConnectionClosed`. Threads that run an endpoint are not joined."""
         if self.pid != os.getpid():
             return
         with suppress(ConnectionClosed):
@@ -156,7 +156,7 @@ class Engine:
             self._posted.popleft()()
 
     def _abandon(self) -> None:
-        """Release the parent's objects in a forked child: the loop's thread is not here, and the descriptors are copies."""
+        """Release the parent's objects in a forked child, which has no loop thread and only copies of the descriptors."""
         self._ended = True
         for stored in self.core.objects:
             stored.close()

@@ -1,4 +1,4 @@
-"""Generations of objects: the current ones, news of refreshes, the rest of earlier ones; and the pages of revisions."""
+"""Generations of objects: current ones, announcements of refreshes, candidates; and the pages of revisions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.tiers import Tiers
 from shared_rpc.server.waiting import Delivery, Signal
 
-#: Keys whose latest generation is remembered for subscribers: a subscriber that asks too rarely misses the oldest ones.
+#: Number of keys whose latest generation is kept for subscribers: slow subscribers miss the oldest ones.
 _REMEMBERED = 4096
 
 
 def refreshable(spec: EndpointSpec, key: str | None) -> str:
-    """Return the key of a call that is to be refreshed.
+    """Return the key of a call to be refreshed.
 
     :raises ConfigurationError: if it has none.
     """
@@ -39,8 +39,8 @@ def refreshable(spec: EndpointSpec, key: str | None) -> str:
 class Generations:
     """The generations of a server's cached objects. On its loop only.
 
-    Subscribers ask again and again, from a position on. So there is nothing to buffer for one that
-    is slow: it gets the latest generation of each key, when it asks.
+    Subscribers poll from a position on, so nothing is buffered for a slow one: each poll returns the latest generation of every
+    key.
     """
 
     def __init__(self, state: State, tiers: Tiers, buffers: Buffers) -> None:
@@ -55,7 +55,7 @@ class Generations:
         self._news = Signal()
 
     def announce(self, stored: StoredObject) -> None:
-        """Announce that an object is the current one of its key. The first one is no news: no client has an earlier one."""
+        """Announce that an object is now current for its key. The first one is skipped: no client has an earlier one."""
         if stored.generation == 1:
             return
         generation = self.of(stored)
@@ -68,7 +68,7 @@ class Generations:
 
     @handles(g.AwaitRefreshes)
     async def wait(self, caller: Caller, message: g.AwaitRefreshes) -> g.Refreshes:
-        """Wait for generations that become current after a position; not for a negative one, or one of an earlier server."""
+        """Wait for generations that become current after a position; return at once if it is negative or of another server."""
         while message.after == self._position:
             await self._news.wait()
         news = self._since(message.after) if message.after >= 0 else []
@@ -90,9 +90,9 @@ class Generations:
         )
 
     def made(self, endpoint: str, delivery: Delivery) -> Generation:
-        """Describe the result of a refresh, when it is delivered.
+        """Describe the result of a refresh on delivery.
 
-        :raises RefreshError: if its call was invalidated while it was being built, or a refresh that began later was sooner.
+        :raises RefreshError: if its call was invalidated meanwhile, or a refresh that began later has finished first.
         """
         stored = delivery.stored
         current = self._objects.current(stored.cache_key) if stored is not None else None
@@ -109,7 +109,7 @@ class Generations:
         return self.of(stored)
 
     def prepared(self, endpoint: str, delivery: Delivery) -> Generation:
-        """Describe the candidate that a run has built.
+        """Describe the candidate built by a run.
 
         :raises RefreshError: if its call was invalidated since.
         """
@@ -125,7 +125,7 @@ class Generations:
     def get_latest(self, caller: Caller, message: g.GetLatest) -> Answer:
         """Deliver the current object of an object's key with a lease, at once if it is on its device.
 
-        :raises StaleHandleError: if the server does not own the object, or nothing of its key is current.
+        :raises StaleHandleError: if the server does not own the object, or its key has no current object.
         """
 
         def latest() -> StoredObject:
@@ -142,7 +142,7 @@ class Generations:
 
     @handles(g.GetObject)
     def get_object(self, caller: Caller, message: g.GetObject) -> Answer:
-        """Hand an object out that is there, current or not, with a lease; at once if it is on its device.
+        """Send an existing object, current or not, with a lease; at once if it is on its device.
 
         :raises StaleHandleError: if the server does not own the object any more.
         """

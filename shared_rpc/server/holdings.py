@@ -13,12 +13,12 @@ from shared_rpc.server.shared import State
 from shared_rpc.server.state.objects import StoredObject
 from shared_rpc.server.tiers import Tiers
 
-#: Objects of one page: some hundred bytes each, and more for each of its holders.
+#: Objects per page: some hundred bytes each, and more for each holder.
 _PAGE = 1000
 
 
 class Holdings:
-    """Requests about objects that are there. On the server's loop only."""
+    """Requests about existing objects. On the server's loop only."""
 
     def __init__(self, state: State, tiers: Tiers) -> None:
         self._state = state
@@ -26,12 +26,12 @@ class Holdings:
 
     @handles(m.Release)
     def release(self, caller: Caller, message: m.Release) -> m.Count:
-        """Give back leases."""
+        """Release leases."""
         return m.Count(self._state.release(caller.session, message.object_ids))
 
     @handles(m.Hold)
     def hold(self, caller: Caller, request: m.Hold) -> m.Held:
-        """Grant the session one more lease for each id of a managed object that is there."""
+        """Grant the session one more lease for the id of each existing managed object."""
         found = {object_id: self._state.objects.get(object_id) for object_id in request.object_ids}
         there = {object_id: stored for object_id, stored in found.items() if stored is not None and stored.managed}
         outdated = [each for each, stored in there.items() if stored.has_replaced(request.mapped.get(each, ()))]
@@ -48,7 +48,7 @@ class Holdings:
 
     @handles(m.ListHolders)
     def list_holders(self, caller: Caller, message: m.ListHolders) -> m.Answer:
-        """Describe the sessions that hold an object."""
+        """Describe the holders of an object."""
         return m.Answer.of(self._state.sessions.holders(self._state.stored(message.object_id).object_id))
 
     @handles(m.ListObjects)
@@ -82,12 +82,12 @@ class Holdings:
 
     @handles(g.GetRevision)
     def get_revision(self, caller: Caller, message: g.GetRevision) -> None:
-        """Hand out the page of an object's revision, and a segment for each kind of memory that the object is in.
+        """Send the page of an object's revision, and one segment for each kind of memory of the object.
 
-        The page is made with the first request for it.
+        The page is created on first request.
 
         :raises StaleHandleError: if the server does not own the object.
-        :raises ServerBusy: if there is no descriptor for its page.
+        :raises ServerBusy: if no descriptor is left for its page.
         """
         objects = self._state.objects
         if self._state.stored(message.object_id).page is None:

@@ -1,5 +1,5 @@
-"""The joiner: a process that makes a server part of a cluster. The server starts it, again when it ends, and it ends with the
-server.
+"""The joiner: a process that makes a server part of a cluster. The server starts and restarts it, and ends it when it stops
+itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shared_rpc.settings import CLUSTER_NAME, program, source_environment
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Seconds before the first restart, and the most before any.
+#: Seconds before the first restart, and the maximum of later pauses.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-#: Seconds after which one that ends counts as successful: the next restart is a first one again.
+#: Lifetime in seconds that counts as success: the next restart is a first one again.
 _LONG = 60.0
-#: Seconds between the request to end and SIGKILL.
+#: Seconds between SIGTERM and SIGKILL.
 _GRACE = 0.3
 
 
@@ -60,12 +60,12 @@ def check_cluster(cluster: str) -> list[str]:
 
 
 class Joiner:
-    """Supervision of the process that joins a server to its cluster, on the server's loop, in the thread that goes on until
+    """Supervises the process that joins a server to its cluster. On the server's loop, in a thread that lives until
     :meth:`close`: the kernel ends a child with the thread that started it.
 
     :param cluster: see :func:`check_cluster`.
     :param path: the server's socket.
-    :raises ConfigurationError: as :func:`check_cluster`.
+    :raises ConfigurationError: like :func:`check_cluster`.
     """
 
     def __init__(self, cluster: str, path: str) -> None:
@@ -73,7 +73,7 @@ class Joiner:
         self._words = [*check_cluster(cluster), "--socket", path]
         self._stopping = False
         self._child: Child | None = None
-        #: Its output.
+        #: The joiner's output.
         self._output: IO[bytes] | None = None
         self._pauses = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _LONG)
         self._begun = 0.0
@@ -83,7 +83,7 @@ class Joiner:
         after_fork(self._abandon)
 
     def start(self, token: str) -> None:
-        """Begin, on the loop.
+        """Start the joiner, on the loop.
 
         :param token: proves to the server that it started the process.
         """
@@ -91,19 +91,19 @@ class Joiner:
         self._start()
 
     def ask_to_stop(self) -> None:
-        """Send the process SIGTERM, and start no other one. Returns at once; see :meth:`close`."""
+        """Send SIGTERM and stop restarting. Returns at once; see :meth:`close`."""
         self._stopping = True
         if self._child is not None:
             self._child.terminate()
 
     def close(self) -> None:
-        """Wait for the process to end, after :meth:`ask_to_stop`, and kill it if it does not soon."""
+        """Wait for the process to end after :meth:`ask_to_stop`, and kill it after a grace period."""
         child, self._child = self._child, None
         if child is not None:
             child.end(time.monotonic() + _GRACE)
 
     def info(self) -> JoinerInfo:
-        """Describe it."""
+        """Describe the joiner."""
         return {
             "pid": self._child.pid if self._child is not None else None,
             "starts": self._starts,

@@ -1,8 +1,8 @@
-"""The socket's place in the file system: its permitted users, and a server that already has it.
+"""The socket in the file system: permissions, and detection of a running server.
 
-The directory is private (0700), or sticky as ``/tmp`` is: there others can make files, and cannot take away ours. What they
-put in the way is refused and named, and both sides of a connection ask the kernel who the other is. The socket is 0600. A live
-socket is never taken away; a dead one is replaced, under a lock, so that two servers that start at once cannot replace each
+The directory is private (0700), or sticky like ``/tmp``: there others can create files, but not remove ours. A foreign file at
+the path is refused and named, and both sides of a connection ask the kernel for the peer's credentials. The socket is 0600. A
+live socket is never removed; a dead one is replaced, under a lock, so that two servers starting at once cannot replace each
 other's.
 """
 
@@ -27,20 +27,20 @@ _BACKLOG = 4096
 def bind_socket(path: str) -> socket.socket:
     """Return a listening, non-blocking socket at ``path``.
 
-    :raises ConfigurationError: if a server lives there (its pid is named), if the path or its directory belongs to
-        another user or is open to others, or if it is no socket; and for a path that is not UTF-8.
+    :raises ConfigurationError: if a server is listening there (named by its pid), if the path or its directory belongs to
+        another user or is open to others, if it is not a socket, or if it is not UTF-8.
     """
     checked_path(path)
     check_directory(os.path.dirname(path))
     try:
         with _locked(f"{path}.lock"):
-            _make_way(path)
+            _remove_dead_socket(path)
             try:
                 return _listen(path)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise
-                _make_way(path)  # a process that does not use the lock was faster
+                _remove_dead_socket(path)  # a process that does not use the lock was faster
                 return _listen(path)
     except OSError as error:
         raise ConfigurationError(f"cannot listen on {path}: {error}") from error
@@ -85,7 +85,7 @@ def _named(peer: Peer) -> str:
     return f"by pid {peer.pid}" if peer.pid != os.getpid() else f"by another provider of this process (pid {peer.pid})"
 
 
-def _make_way(path: str) -> None:
+def _remove_dead_socket(path: str) -> None:
     """Remove a dead socket; refuse anything else."""
     try:
         status = os.lstat(path)
@@ -94,7 +94,7 @@ def _make_way(path: str) -> None:
     ours, is_socket = is_own(status.st_uid), stat.S_ISSOCK(status.st_mode)
     if ours and not is_socket:
         raise ConfigurationError(f"{path} exists and is no socket: remove the file, or choose another base_path")
-    owner = _who_listens(path) if is_socket else ""
+    owner = _listening_process(path) if is_socket else ""
     if not ours:
         served = f", and is served {owner}" if owner else ""
         raise ConfigurationError(
@@ -106,8 +106,8 @@ def _make_way(path: str) -> None:
     os.unlink(path)
 
 
-def _who_listens(path: str) -> str:
-    """Return the process that serves the socket, without sending anything; empty for none."""
+def _listening_process(path: str) -> str:
+    """Return the process that serves the socket, without sending anything; empty if none does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         code = probe.connect_ex(path)
         if code in (errno.ECONNREFUSED, errno.ENOENT):

@@ -1,4 +1,4 @@
-"""The metrics that are read from the tables of servers. On their loop, in one step."""
+"""Metrics read from the tables of servers. On their loop, in one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Read = Callable[[Sequence[Core]], Numbers]
 
 
 def measures(cores: Sequence[Core]) -> Reading:
-    """Return the numbers of all servers of a process together."""
+    """Return the sums over all servers of a process."""
     endpoints = {spec.name for core in cores for spec in core.registry.all()}
     endpoints |= {endpoint for core in cores for endpoint, _ in core.runs.statistics}
     return Reading(endpoints, {metric.name: metric.read(cores) for metric in SERVERS})
@@ -28,7 +28,7 @@ def _sum(read: Callable[[Core], float]) -> _Read:
 
 
 def _sums(read: Callable[[Core], Iterable[tuple[str, float]]]) -> _Read:
-    """Add up the numbers of each value of a label."""
+    """Sum the numbers by label."""
 
     def added(cores: Sequence[Core]) -> Numbers:
         found: Counter[tuple[str, ...]] = Counter()
@@ -71,12 +71,12 @@ def _object_bytes(cores: Sequence[Core]) -> Numbers:
 
 
 def _status(name: Literal["nodes", "objects", "bytes_received", "bytes_sent"]) -> Callable[[Core], int]:
-    """Return what reads a number that a core's source reports."""
+    """Return a reader of a number reported by a core's source."""
     return lambda core: source["status"].get(name, 0) if (source := core.sources.info()) is not None else 0
 
 
 def _largest(read: Callable[[Core], float]) -> _Read:
-    """Read what the servers of a process have in common: their budget of descriptors, their cluster."""
+    """Read a value shared by the servers of a process: their budget of descriptors, their cluster."""
     return lambda cores: {(): max(map(read, cores), default=0)}
 
 
@@ -92,7 +92,7 @@ def _joiner_starts(core: Core) -> int:
 
 _ENDPOINT: Mapping[str, Sequence[str]] = {"endpoint": ()}
 
-#: Those of :func:`measures`.
+#: The metrics of :func:`measures`.
 SERVERS: Sequence[Read[Sequence[Core]]] = (
     Read("cache_hits", "Calls answered from the cache.", "counter", _calls("hits"), labels=_ENDPOINT),
     Read("cache_misses", "Calls of cached endpoints that began a run.", "counter", _calls("misses"), labels=_ENDPOINT),

@@ -1,4 +1,4 @@
-"""Events of a server: of each call how it was answered and how long it took, of objects, and of leases."""
+"""Events of a server: the outcome and duration of each call, changes of objects, and leases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shared_rpc.server.state.objects import StoredObject
 
 
 class Observed:
-    """One call, from its beginning, which is reported when this object is made, to its end, which is reported once."""
+    """One call. Creating it reports the beginning; the end is reported once."""
 
     __slots__ = ("_began", "_call", "_ended", "how")
 
@@ -47,14 +47,14 @@ class Observed:
         HOOKS.emit(CallStarted(**self._call))
 
     def answered(self, outcome: object) -> None:
-        """Note the caller's outcome."""
+        """Report the caller's outcome."""
         if isinstance(outcome, Failure):
             self._finish("failed", outcome.code)
         else:
             self._finish(self.how)
 
     def left(self) -> None:
-        """Note that the caller no longer waits."""
+        """Report that the caller no longer waits."""
         self._finish("left")
 
     def _finish(self, outcome: Outcome, error: str = "") -> None:
@@ -65,7 +65,7 @@ class Observed:
 
 
 class Listeners:
-    """The events of a server's tables."""
+    """Reports the events of a server's tables."""
 
     def __init__(self, server_id: str) -> None:
         self._server_id = server_id
@@ -73,17 +73,17 @@ class Listeners:
         self._reclaiming = ""
 
     def added(self, stored: StoredObject) -> None:
-        """Tell that an object is kept from now on."""
+        """Report a new object."""
         if HOOKS.registered:
             HOOKS.emit(ObjectPublished(**self._object(stored), generation=stored.generation))
 
     def freed(self, stored: StoredObject) -> None:
-        """Tell that nothing keeps an object any more."""
+        """Report a dropped object."""
         if HOOKS.registered:
             HOOKS.emit(ObjectFreed(**self._object(stored)))
 
     def moved(self, stored: StoredObject, from_tier: Tier, move: MoveInfo, reason: MoveReason) -> None:
-        """Tell that an object has changed its tier."""
+        """Report that an object changed its tier."""
         if HOOKS.registered:
             fields = {**self._object(stored), "from_tier": from_tier, "to_tier": move["tier"], "reason": reason}
             fields |= {name: move[name] for name in ("nbytes", "copied", "seconds")}
@@ -101,19 +101,19 @@ class Listeners:
         }
 
     def given(self, holder: Holder, object_id: str) -> None:
-        """Tell that a session or a task has a lease that it did not have."""
+        """Report a new lease of a session or a task."""
         if HOOKS.registered:
             HOOKS.emit(LeaseGiven(server_id=self._server_id, object_id=object_id, **_named(holder)))
 
     def ended(self, holder: Holder, object_id: str) -> None:
-        """Report that a session or a task no longer has a lease."""
+        """Report the end of a lease of a session or a task."""
         if HOOKS.registered:
             reclaimed = holder == self._reclaiming
             HOOKS.emit(LeaseEnded(server_id=self._server_id, object_id=object_id, **_named(holder), reclaimed=reclaimed))
 
     @contextmanager
     def reclaiming(self, session: str) -> Iterator[None]:
-        """Count the leases of this session that end until the next call as not released; ``""`` for none."""
+        """While the block runs, report ended leases of this session as reclaimed, not released; ``""`` for none."""
         self._reclaiming = session
         try:
             yield

@@ -1,4 +1,4 @@
-"""Records that leave a server, and those that enter it: exported, adopted, prepared and promoted. Needs no torch."""
+"""Export of records, and adoption of those from other processes as objects, candidates or answers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def installed_versions() -> Versions:
 
     def public(name: str) -> str:
         try:
-            # What a local version says, as "+cpu", is how it was built.
+            # A local version, such as "+cpu", names the build.
             return metadata.version(name).partition("+")[0]
         except metadata.PackageNotFoundError:
             return ""
@@ -68,8 +68,8 @@ class Records:
     def export(self, caller: Caller, message: x.ExportObject) -> Answer:
         """Describe an object's record, and grant the session a lease on it; at once if the object is on its device.
 
-        :raises BufferNotFound: if it is a buffer that cannot be got any more.
-        :raises CapabilityError: if its value lies in no shared memory.
+        :raises BufferNotFound: if it is a buffer that is no longer listed.
+        :raises CapabilityError: if its value is not in shared memory.
         """
 
         def exported(stored: StoredObject) -> None:
@@ -117,7 +117,7 @@ class Records:
         return header, parts
 
     def check(self, header: RecordHeader) -> list[str]:
-        """Check a record, whatever its call; return for each of its segments the device that its bytes are to be on.
+        """Check a record, independent of its call; return the target device for the bytes of each of its segments.
 
         :raises RecordError: if it cannot be adopted here.
         """
@@ -127,9 +127,9 @@ class Records:
         return [places[info.device] for info in header.segments]
 
     def _check_call(self, header: RecordHeader, endpoint: str, call: Lowered) -> tuple[EndpointSpec, str]:
-        """Return the endpoint that a record is to be a result of, and the key.
+        """Return the endpoint and the key for a record.
 
-        :param endpoint: its name, or ``""`` for the endpoint and the key that were exported.
+        :param endpoint: its name, or ``""`` for the exported endpoint and key.
         :raises EndpointNotFound: if the server has none of that name.
         :raises RecordError, ConfigurationError: if the record cannot be its result.
         """
@@ -148,12 +148,12 @@ class Records:
 
     @handles(x.Adopt)
     def adopt(self, caller: Caller, message: x.Adopt) -> m.Message:
-        """Make an object of a record, whose bytes are in buffers of the session; these can no longer be got.
+        """Make an object of a record, whose bytes are in buffers of the session; these are unlisted.
 
-        It is newer than every run that has begun, and older than those that will. If the cache does not list it, it is a
+        It is newer than every run that has begun, and older than later ones. If the cache does not list it, it is a
         candidate, on which the session has a lease.
 
-        :raises RecordError, ConfigurationError: if it cannot be adopted; then the buffers are as they were.
+        :raises RecordError, ConfigurationError: if it cannot be adopted; the buffers are unchanged then.
         :raises BufferNotFound: if a buffer is not the session's.
         """
         state, session, current = self._state, caller.session, message.current
@@ -193,7 +193,7 @@ class Records:
         """Make the record in allocated buffers the result of a run, see :meth:`adopt`.
 
         :param spec: the endpoint of the run.
-        :param take: gets the record, which belongs to it whatever it raises; then the buffers are as they were.
+        :param take: receives the record and owns it, even if it raises; in that case the buffers are unchanged.
         """
         devices = self.check(header)
         check_code(header, spec)
@@ -203,7 +203,7 @@ class Records:
             self._state.buffers.free(one.object_id)
 
     def _record(self, header: RecordHeader, allocated: Sequence[StoredObject], spec: EndpointSpec) -> Record:
-        """Return the record that lies in some buffers, by descriptors of its own."""
+        """Return the record in some buffers, with its own descriptors."""
         chosen = accesses(header, spec.access)
         places = homes(header, self._state.device)
         skeleton, table = moved(header, places)
@@ -254,7 +254,7 @@ class Records:
         """Make a candidate the current generation of its key.
 
         :raises StaleHandleError: if there is no such object.
-        :raises RefreshError: if it is no candidate, its key was invalidated since, or a later one is current.
+        :raises RefreshError: if it is not a candidate, its key was invalidated since, or a later one is current.
         """
         object_id, objects = message.object_id, self._state.objects
         stored = objects.get(object_id)
@@ -278,9 +278,9 @@ class Records:
 
 
 def _seal(buffer: StoredObject, segment: Segment, access: Access) -> None:
-    """Seal host memory of allocated buffers as the record is shared.
+    """Seal host memory of allocated buffers for the record's access mode.
 
-    :raises RecordError: if it cannot be sealed for reading any more: it was shared for writing.
+    :raises RecordError: if it was shared for writing and can no longer be sealed for reading.
     """
     try:
         HOST.seal(segment.fileno(), access)

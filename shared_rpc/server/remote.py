@@ -1,4 +1,4 @@
-"""Clients in other processes: one connection of theirs, and the callers of its requests."""
+"""Clients in other processes: their connections, and the callers of their requests."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ _log = logging.getLogger("shared_rpc.server")
 _HANDSHAKE_TIMEOUT = 10.0
 #: Bytes of replies a client may leave unread before the server stops reading its requests.
 _BACKPRESSURE = 1 << 20
-#: Requests of one connection under way at once; each costs the server some kilobytes.
+#: Maximum number of active requests of one connection; each costs the server some kilobytes.
 _MAX_CALLS = 10_000
-#: Bytes of a request's body: beyond the first number, no collection of garbage runs while it is decoded; beyond the second one
-#: it is refused, if it brings neither arguments nor a table.
+#: Bytes of a request's body: above the first limit the garbage collector is paused while it is decoded; above the second it
+#: is refused, unless it carries arguments or a table.
 _LONG, _MOST = 64 << 10, 8 << 20
 _LARGE = frozenset(
     NUMBERS[kind] for kind in NUMBERS if issubclass(kind, (m.Call, m.InvalidateCall, x.CheckRecord, x.Adopt, s.FailMiss))
 )
 #: Characters of an error's text in events.
 _SHOWN = 500
-#: Numbers of this process's connections, in the order of their arrival.
+#: Numbers the connections of this process, in order of arrival.
 _numbers = itertools.count(1)
 
 
 class RemoteClient:
     """One connection of a client.
 
-    :param on_close: called once, when it ends.
+    :param on_close: called once, at the end.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RemoteClient:
         self._may_send_code = core.sessions.admit_code(sock)
         self.session: Session | None = None
         self.session_id = ""
-        #: The connection's name, unique among all servers: the names of its requests begin with it.
+        #: The connection's name, unique among all servers, and the prefix of its requests' names.
         self.name = ""
         self._intake = core.objects.descriptors.intake
         self.stream = FramedStream(
@@ -82,7 +82,7 @@ class RemoteClient:
             on_held=self._holds,
             limits=HELLO,
         )
-        #: Requests that are answered later, by number.
+        #: Pending requests, by number.
         self.waiting: dict[int, RemoteCaller] = {}
         #: Arenas of the session's pool whose descriptors were sent over this connection.
         self.sent: set[str] = set()
@@ -90,17 +90,17 @@ class RemoteClient:
         self._silence: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Serve until the other side disconnects or breaks the protocol.
+        """Serve until the peer disconnects or breaks the protocol.
 
-        :raises OSError: if the kernel does not watch the socket.
+        :raises OSError: if the kernel cannot watch the socket.
         """
-        self._silence = asyncio.get_running_loop().call_later(_HANDSHAKE_TIMEOUT, self._said_nothing)
+        self._silence = asyncio.get_running_loop().call_later(_HANDSHAKE_TIMEOUT, self._handshake_timed_out)
         self.core.sessions.connections += 1
         self._intake.connections.add(self)
         self.stream.start()
 
     def close(self) -> None:
-        """End the connection now: its calls are abandoned, and it gets no further notices."""
+        """End the connection now: its calls are abandoned, and no further notices are sent."""
         if self.stream.closed:
             return
         self.stream.close()
@@ -117,12 +117,12 @@ class RemoteClient:
         self._on_close(self)
 
     def refuse(self, error: SharedRPCError) -> None:
-        """Tell the other side why it is turned away, and end."""
+        """Send the reason for the refusal, and end."""
         self.send(m.Error(error.code, str(error)), 0)
         self.close()
 
     def end(self, why: str) -> None:
-        """End the connection soon, because it takes what the others need."""
+        """End the connection soon, because it exhausts shared resources."""
         self.stream.stop_reading()
         asyncio.get_running_loop().call_soon(self._end_now, why)
 
@@ -133,16 +133,16 @@ class RemoteClient:
 
     @property
     def held_fds(self) -> int:
-        """Descriptors of incomplete frames, and of answers that the client has not read."""
+        """The number of descriptors of incomplete frames, and of unread answers."""
         return self.stream.held_fds
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is read from the client, because it does not read."""
+        """True while requests are not read because the client does not read its replies."""
         return self.stream.paused
 
     def send(self, message: m.Message, number: int, payload: bytes = b"", owners: tuple[FdOwner, ...] = ()) -> bool:
-        """Send a message. Never waits, never raises; return False if an error was sent instead, or the connection has ended."""
+        """Send a message. Never blocks or raises; return False if an error was sent instead, or the connection has ended."""
         if self.stream.closed:
             return False
         try:
@@ -151,7 +151,7 @@ class RemoteClient:
                 self._intake.check(max(owner.number for owner in owners))
             return True
         except (OSError, ProtocolError) as error:
-            # As a text: the error's traceback would keep the descriptors for as long as a log keeps the record.
+            # As text: the error's traceback would keep the descriptors for as long as a log keeps the record.
             _log.error("cannot send a reply to pid %d: %s", self.peer.pid, str(error))
             self.stream.send(m.Error(CapabilityError.code, f"the server cannot send the reply: {error}"), number)
             return False
@@ -195,7 +195,7 @@ class RemoteClient:
             _log.error("closed the connection of pid %d: %s", self.peer.pid, error, exc_info=error)
         self.close()
 
-    def _said_nothing(self) -> None:
+    def _handshake_timed_out(self) -> None:
         if self.session is None:
             _log.warning("pid %d connected and sent no Hello for %g s", self.peer.pid, _HANDSHAKE_TIMEOUT)
             self.close()
@@ -213,7 +213,7 @@ def _answer(caller: RemoteCaller, frame: Frame) -> None:
 
 
 class RemoteCaller(msgspec.Struct, eq=False):
-    """The asker of one request of a connection: a :class:`shared_rpc.server.requests.Caller`."""
+    """The caller of one request of a connection: a :class:`shared_rpc.server.requests.Caller`."""
 
     core: Core
     session: str
@@ -222,18 +222,18 @@ class RemoteCaller(msgspec.Struct, eq=False):
     #: The request's frame, until the request waits.
     _frame: Frame | None
     _waiter: Waiter | None = None
-    #: Why the result waits for memory.
+    #: The reason why the result waits for memory.
     _out_of_memory: str = ""
     local: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
-        """The request's name, by which a client's error is found in the server's log."""
+        """The request's name, which identifies a client's error in the server's log."""
         return f"{self._client.name}-{self._number}"
 
     @property
     def waiter(self) -> Waiter:
-        """The waiter of a request that waits."""
+        """The waiter of a pending request."""
         assert self._waiter is not None, "only a waiting request has a waiter"
         return self._waiter
 
@@ -244,7 +244,7 @@ class RemoteCaller(msgspec.Struct, eq=False):
         return self._frame.payload
 
     def arguments(self, message: m.Call) -> tuple[None, CallArguments]:
-        """Take the arguments as they were sent. They are read only where that is needed."""
+        """Take the arguments as they were sent. They are decoded only on demand."""
         assert self._frame is not None, "a waiting request has no frame any more"
         arguments = read_arguments(self._frame, message, self.session, self.core.transfers, self.core.objects.segment)
         if message.skeletons:
@@ -267,12 +267,12 @@ class RemoteCaller(msgspec.Struct, eq=False):
         return self._waiter
 
     def leave(self) -> None:
-        """Stop waiting; the asker knows."""
+        """Stop waiting, on the caller's own initiative."""
         assert self._waiter is not None, "only a waiting request is discarded"
         self.core.leave(self._waiter)
 
     def cancel(self) -> None:
-        """Give up an earlier request. One that is not there has its reply on the way."""
+        """Cancel an earlier request. An unknown one was already answered."""
         caller = self._client.waiting.get(self._number)
         if caller is not None:
             assert caller._waiter is not None, "only a waiting request is cancelled"

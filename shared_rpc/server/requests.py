@@ -1,8 +1,8 @@
-"""Requests: who asks, which method answers, and the tasks of those that wait.
+"""Requests: their callers, their handlers, and the tasks of pending ones.
 
-A handler is a method of the part of the server that does the work, marked by :func:`handles`. Its return value is the answer;
-None if it answers by the caller itself. One that waits returns a coroutine, as ``async def`` does: the asker's leaving cancels
-that.
+A handler is a method of the responsible part of the server, marked by :func:`handles`. It returns the answer, or None if it
+answers through the caller itself. A handler that waits returns a coroutine, as ``async def`` does, which is cancelled when the
+caller leaves.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Lowered = tuple[Sequence[Any], dict[str, Any]]
 
 
 class Caller(Protocol):
-    """The asker of one request, in another process or in this one. A request is answered once, by whatever ends it first.
+    """The caller of one request, in another process or in this one. A request is answered exactly once.
 
-    ``session`` is the id of the asker's session; ``local``: it is in this process, and can use a live value.
+    ``session`` is the id of the caller's session; ``local`` is True if it is in this process, and can use a live value.
     ``name`` identifies the request in logs and errors.
     """
 
     @property
     def session(self) -> str:
-        """The id of the asker's session."""
+        """The id of the caller's session."""
 
     @property
     def local(self) -> bool:
-        """Whether the asker is in this process."""
+        """True if the caller is in this process."""
 
     @property
     def name(self) -> str:
@@ -46,54 +46,54 @@ class Caller(Protocol):
 
     @property
     def waiter(self) -> Waiter:
-        """The waiter of a request that waits: what it is in registers of who waits for what."""
+        """The waiter that represents a pending request in tables."""
 
     def reply(self, message: m.Message, payload: bytes = b"", owners: tuple[Descriptor, ...] = ()) -> bool:
-        """Answer. False if the answer could not be sent, or the asker no longer waits.
+        """Answer. Return False if the answer could not be sent, or the caller no longer waits.
 
-        :param owners: of the descriptors that go with it, which are referred to until it is written.
+        :param owners: owners of the descriptors sent along, referenced until the answer is written.
         """
 
     def fail(self, failure: Failure) -> None:
         """Answer with an error."""
 
     def deliver(self, outcome: Delivery | Failure) -> bool:
-        """Answer with the outcome of a call. False if it could not be sent, and the lease that came with it was released."""
+        """Answer with the outcome of a call. Return False if it could not be sent; its lease was released then."""
 
     def notify(self, message: m.Message) -> None:
-        """Send a message that is not the answer. A client with too many unread bytes may miss it."""
+        """Send a message that is not the answer. It is skipped for a client with too many unread bytes."""
 
     def out_of_memory(self, why: str) -> None:
-        """Say that the result waits until the asker gives memory back; ``why`` is its error if it gives up."""
+        """Mark the result as waiting until the caller releases memory; ``why`` is the error if it gives up."""
 
     def wait(self) -> Waiter:
-        """Register the request as one that is answered later. Its outcome goes to :meth:`deliver`.
+        """Register the request as pending. Its outcome goes to :meth:`deliver`.
 
-        :raises ServerBusy: if too many of the asker's requests are under way.
+        :raises ServerBusy: if the client has too many pending requests.
         """
 
     def cancel(self) -> None:
-        """Cancel the earlier request that this one names, and answer it."""
+        """Cancel the earlier request named by this one, and answer it."""
 
     def arguments(self, message: m.Call) -> tuple[Lowered | None, CallArguments]:
-        """Return a call's arguments: as plain data where they are at hand, and as the executor takes them.
+        """Return a call's arguments: as plain data if available, and for the executor.
 
-        The descriptors belong to the caller then.
+        Ownership of the descriptors passes to the caller of this method.
         """
 
 
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Any])
 
-#: The answer to a request: now, later, or None where the handler answers by itself.
+#: The answer to a request: now, later, or None if the handler answers itself.
 Answer = m.Message | Coroutine[Any, Any, m.Message | None] | None
 Handler = Callable[[Caller, Any], Answer]
 
-#: The attribute of a method that names the kind of message it answers.
+#: The attribute of a method that names its message type.
 _HANDLED = "_handled_message"
 
 
 def handles(kind: type[m.Message]) -> Callable[[HandlerT], HandlerT]:
-    """Mark a method of a part as the handler of a kind of message."""
+    """Mark a method as the handler of a message type."""
 
     def mark(method: HandlerT) -> HandlerT:
         setattr(method, _HANDLED, kind)
@@ -105,7 +105,7 @@ def handles(kind: type[m.Message]) -> Callable[[HandlerT], HandlerT]:
 class Requests:
     """The handlers of a server. On its loop only.
 
-    :param waits: has the coroutines of requests that wait.
+    :param waits: runs the coroutines of pending requests.
     :param parts: the objects whose methods answer.
     """
 

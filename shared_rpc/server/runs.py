@@ -1,4 +1,4 @@
-"""Runs: a call is answered from the cache, joins a run of its key, or starts one; and its result is published."""
+"""Runs: a call is answered from the cache, joins a run of its key, or starts one; its result is then published."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shared_rpc.server.waiting import Delivery, Waiter, gone, resolve
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: The keys built last, whose sizes are known.
+#: Number of recently built keys whose sizes are remembered.
 _KNOWN_SIZES = 1 << 14
 
 
@@ -37,9 +37,9 @@ def _zeros() -> EndpointStatistics:
 
 
 class Statistics:
-    """Counts of calls since the server began, of every endpoint that was ever registered: the only counts that are always kept.
+    """Counts of calls since the server's start, by endpoint ever registered. These counts are always kept.
 
-    :ivar refused: calls that no endpoint got: of a name that is not registered, or with arguments that do not fit.
+    :ivar refused: calls of an unregistered name, or with arguments that do not fit.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Statistics:
         self.refused = 0
 
     def infos(self) -> dict[str, EndpointStatistics]:
-        """Return a copy of all counts, by the endpoint's name."""
+        """Return a copy of all counts, by endpoint name."""
         return {name: counts.copy() for name, counts in self._counts.items()}
 
     def totals(self) -> ServerStatistics:
@@ -70,7 +70,7 @@ class Statistics:
 class Runs:
     """All runs of a server. On its loop only.
 
-    :param tiers: restores results that are cold.
+    :param tiers: restores cold results.
     :param generations: announces the results that the cache lists.
     """
 
@@ -83,9 +83,9 @@ class Runs:
         self._capacity = state.capacity
         self._tiers = tiers
         self._generations = generations
-        #: What the latest results of keys took, in bytes by device: a result that is rebuilt takes as much.
+        #: The sizes of the latest results by key, in bytes by device: an estimate for rebuilding them.
         self._sizes: OrderedDict[str, dict[str, int]] = OrderedDict()
-        #: For each serialized endpoint, the run whose turn it is, and the runs in line after it.
+        #: For each serialized endpoint, the run whose turn it is, and the runs queued behind it.
         self._lines: defaultdict[str, deque[Run[Waiter]]] = defaultdict(deque)
 
     def stop(self) -> None:
@@ -102,7 +102,7 @@ class Runs:
     ) -> None:
         """Answer from the cache, join a run, or start one. The waiter is notified exactly once, perhaps before this returns.
 
-        :param arguments: descriptors in them belong to this object now.
+        :param arguments: this object takes ownership of their descriptors.
         """
         stored = self._objects.lookup(key) if key is not None and not (waiter.refreshes or waiter.prepares) else None
         if stored is None or key is None:
@@ -124,7 +124,7 @@ class Runs:
         arguments: CallArguments,
         chain: frozenset[str],
     ) -> None:
-        """Answer with the cached result of a key when it is on its device; one that cannot be restored is built again."""
+        """Answer with the cached result of a key once it is on its device; rebuild one that cannot be restored."""
         unused: CallArguments | None = arguments
         try:
             if waiter not in self._state.waits:  # it left before this began
@@ -193,7 +193,7 @@ class Runs:
             self.begin(run)
 
     def _is_miss(self, run: Run[Waiter]) -> bool:
-        """Put a run to the source of records; False if there is none, and it is to be built here."""
+        """Offer a run to the source of records; return False if there is none, so that it must be built here."""
         misses = self._state.misses
         if not misses.ask(run):
             return False
@@ -202,12 +202,12 @@ class Runs:
         return True
 
     def begin(self, run: Run[Waiter]) -> None:
-        """Build what the source of records did not deliver. A run of a serialized endpoint gets its place in line here."""
+        """Build a run that the source of records did not deliver. A run of a serialized endpoint is queued here."""
         if run.spec.concurrency == "parallel" or self._has_turn(run):
             self._start(run)
 
     def _start(self, run: Run[Waiter]) -> None:
-        """Have a run's work done, once there is capacity for what its key's latest result took, and memory that is free."""
+        """Start a run once there is capacity for the size of its key's latest result, and free memory."""
         sizes = self._sizes.get(run.key or run.former_key or "") if self._capacity.evicts else None
         request = None
         if sizes is not None:
@@ -237,25 +237,25 @@ class Runs:
             self._execute(run)
 
     def _execute(self, run: Run[Waiter]) -> None:
-        """Have the executor do a run's work. Where it cannot, the run has ended: perhaps no request waits for its start."""
+        """Pass a run to the executor. An error ends the run, since there may be no request to raise it to."""
         try:
             self._executor.start(run, self)
         except Exception as error:
             self.fail(run, Failure.unexpected(error, f"a run of {run.spec.name}() cannot be started"))
 
     def fail(self, run: Run[Waiter], failure: Failure) -> None:
-        """End a run whose work does not begin."""
+        """End a run before its work begins."""
         close_arguments(run.arguments)
         self.ended(run, failure)
 
     def _has_turn(self, run: Run[Waiter]) -> bool:
-        """Get a run of a serialized endpoint in line; return whether it is the first."""
+        """Queue a run of a serialized endpoint; return True if it is the first."""
         line = self._lines[run.spec.name]
         line.append(run)
         return line[0] is run
 
     def adopt(self, run: Run[Waiter], record: Record) -> None:
-        """End a run that waited for a source of records with a record of its; its descriptors belong to this object now."""
+        """End a run that waited for a source of records with its record; this object takes ownership of the descriptors."""
         self._count_adoption(run)
         close_arguments(run.arguments)
         run.adopted = True
@@ -293,7 +293,7 @@ class Runs:
             waiter.follow(run)
 
     def leave(self, waiter: Waiter) -> None:
-        """Forget a waiter that no longer waits. Work that has not begun is dropped with its last."""
+        """Forget a waiter that has left. Work that has not begun is dropped with its last waiter."""
         run, waiter.run = waiter.run, None
         if run is None:
             self._state.waits.leave(waiter)
@@ -308,12 +308,12 @@ class Runs:
             self._abandon(run)
 
     def _give_up_result(self, run: Run[Waiter]) -> None:
-        """Drop the result of a run without waiters, if it waits for capacity: it must not hold up other requests."""
+        """Drop the result of a run without waiters if it waits for capacity, so that it does not block other requests."""
         if self._state.waits.leave(run):
             self.calls.close(run)
 
     def _withdraw(self, run: Run[Waiter]) -> None:
-        """Take a run back that has not begun."""
+        """Withdraw a run that has not begun."""
         run.over = True
         if run.miss:
             self._state.misses.remove(run)
@@ -332,12 +332,12 @@ class Runs:
             self._next_turn(run)
 
     def infos(self, limit: int) -> list[RunInfo]:
-        """Return the oldest of the runs that have not ended."""
+        """Return the oldest of the active runs."""
         oldest = sorted(self.calls, key=lambda run: run.created_at)[:limit]
         return [_info(run, time.time() - time.monotonic()) for run in oldest]
 
     def ask_to_stop(self, run: Run[Waiter]) -> None:
-        """Ask a run that has begun to stop. It is of no use to others from here on: later calls of its key do not join it."""
+        """Ask a begun run to stop. Later calls of its key do not join it."""
         self.calls.part(run)
         self._executor.cancel(run)
 
@@ -365,7 +365,7 @@ class Runs:
                 waiter.follow(run)
 
     def out_of_memory(self, run: Run[Waiter], why: str) -> None:
-        # The endpoint itself has ended: the next run need not wait for memory that this one's caller holds.
+        # The endpoint itself has ended: the next run need not wait for memory held by the caller of this one.
         self._next_turn(run)
         for waiter in tuple(run.waiters):
             if waiter.on_out_of_memory is not None:
@@ -402,7 +402,7 @@ class Runs:
             )
 
     def _next_turn(self, run: Run[Waiter]) -> None:
-        """Start the next run of a serialized endpoint: one ended, or will not be."""
+        """Start the next run of a serialized endpoint, after one ended or was dropped."""
         spec = run.spec
         if spec.concurrency == "parallel":
             return
@@ -445,14 +445,14 @@ class Runs:
             self._give_up_result(run)
 
     def _end_reservation(self, run: Run[Waiter]) -> bool:
-        """End the reservation for a run's result; False if there was none."""
+        """End the reservation for a run's result; return False if there was none."""
         reservation, run.reservation = run.reservation, None
         if reservation is not None:
             reservation.release()
         return reservation is not None
 
     async def _keep_later(self, run: Run[Waiter], outcome: Completed, record: Record, request: CapacityRequest) -> None:
-        """Keep the result of a run when there is capacity for it."""
+        """Keep the result of a run once there is capacity for it."""
         kept = False
         try:
             reservation = await self._capacity.granted(request)
@@ -473,7 +473,7 @@ class Runs:
         self._executor.reclaim()
 
     def _keep(self, run: Run[Waiter], outcome: Completed, record: Record, reservation: Reservation) -> None:
-        """Keep the result of a run, for which there is capacity."""
+        """Keep the result of a run, within its reservation."""
         spec, key = run.spec, run.key
         if self._capacity.evicts and (key or run.former_key):
             self._remember(key or run.former_key or "", record)
@@ -499,7 +499,7 @@ class Runs:
         self._state.settle(stored.object_id)
 
     def _remember(self, key: str, record: Record) -> None:
-        """Note what a key's result took."""
+        """Remember the size of a key's result."""
         self._sizes.pop(key, None)
         self._sizes[key] = self._capacity.needs_of(record)[0]
         if len(self._sizes) > _KNOWN_SIZES:
@@ -523,14 +523,14 @@ class Runs:
                 if (managed and not waiter.refreshes) or waiter.task is not None or waiter.prepares:
                     self._state.leases.grant(waiter.task or waiter.session, stored.object_id)
         if len(waiters) > 1:
-            # Tasks last: a task's lease may be all that keeps the record, and its delivery may end that lease.
+            # Tasks last: a task's lease may be the only reference to the record, and its delivery may end that lease.
             waiters = sorted(waiters, key=lambda waiter: waiter.task is not None)
         for waiter in waiters:
             resolve(waiter, Delivery(record, live, stored, managed and not waiter.refreshes))
 
 
 def _info(run: Run[Waiter], epoch: float) -> RunInfo:
-    """Describe a run; ``epoch`` is the Unix time at which the monotonic clock was at zero."""
+    """Describe a run; ``epoch`` is the Unix time of the monotonic clock's zero."""
     progress = run.progress
     tasks = [waiter.task.task_id for waiter in run.waiters if waiter.task is not None]
     return {

@@ -1,4 +1,4 @@
-"""A server's life: it listens in a thread of its own, and ends within a second of being asked to."""
+"""The server's lifecycle: it listens in its own thread, and stops within a second."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shared_rpc.server")
 
 _DEFAULTS = ServeOptions()
-#: The descriptors of this process's servers, each of which counts on a loop of its own.
+#: The descriptor budgets of this process's servers, each used on its own loop.
 _budgets: list[Descriptors] = []
 
 
@@ -49,51 +49,51 @@ class App(Protocol):
 
     @property
     def device_id(self) -> str:
-        """The id of the device that results live on."""
+        """The id of the device of results."""
 
     @property
     def mechanism_info(self) -> MechanismInfo:
-        """The mechanism by which the memory of the device is shared."""
+        """The mechanism that shares the memory of the device."""
 
     @property
     def cluster(self) -> str:
         """The cluster that servers join, ``""`` for none."""
 
     def serve_with(self, server: Any) -> None:
-        """Have this process's own calls go through a server that was started for the app."""
+        """Route this process's own calls through a server that was started for the app."""
 
 
 class Server:
     r"""A server of a provider's endpoints at a Unix socket, in a thread of its own.
 
-    :param provider: whose endpoints to serve; those shared later are served too.
-    :param socket_path: where to listen; by default by the provider's base path and device.
+    :param provider: the provider of the endpoints; those registered later are served too.
+    :param socket_path: the socket's path; by default derived from the provider's base path and device.
     :param max_workers: threads that run endpoints; by default four more than there are cores, and at most 32.
     :param max_bytes: memory budget in bytes for objects without holders, see
         :class:`~shared_rpc.server.state.objects.ObjectStore`.
     :param max_tasks: tasks that may be pending or running; further submits fail with :class:`ServerBusy`.
     :param result_ttl: seconds a finished task is remembered, and its result kept until a client fetches it.
-    :param quotas: how much memory objects and buffers may take together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``):
-        bytes as an int, or a fraction of the device's memory as a float up to 1.0.
-    :param when_full: what becomes of an object that does not fit into a quota: it is ``"refuse"``\ d, unless cached objects
-        without holders can be dropped for it; or the server ``"evict"``\ s what is not in use to a lower tier, and the request
-        waits for capacity until its deadline.
-    :param host_quota: how much memory host copies of evicted objects may take: bytes as an int, or a fraction of the host's
-        memory as a float; by default any amount.
+    :param quotas: maximum memory of objects and buffers together, by device (``"cuda:0"``, a GPU's UUID or ``"cpu"``): bytes
+        as an int, or a fraction of the device's memory as a float up to 1.0.
+    :param when_full: the policy for an object that does not fit into a quota: ``"refuse"`` it, unless cached objects without
+        holders can be dropped for it; or ``"evict"`` unused objects to a lower tier while the request waits for capacity until
+        its deadline.
+    :param host_quota: maximum memory of host copies of evicted objects: bytes as an int, or a fraction of the host's memory as
+        a float; by default any amount.
     :param spill_dir: a directory of this user, where objects are evicted to files without names; None for no files. Objects in
-        host memory are evicted there alone.
-    :param max_connections: connections beyond this are turned away with :class:`ServerBusy`.
-    :param pool: how much memory each session may have for results that are not kept; by default as the provider says.
+        host memory can only be evicted there.
+    :param max_connections: connections beyond this are refused with :class:`ServerBusy`.
+    :param pool: options of each session's memory for results that are not kept; by default those of the provider.
     :param cluster: the name of the cluster that the server joins, or the command line of a program that answers its misses, see
-        :meth:`Client.source`; ``""`` for none. By default as the provider says.
-    :param source_grace: seconds that calls wait for the next source of records when the last one has left without an answer to
-        them, before they are built here; see :meth:`Client.source`.
+        :meth:`Client.source`; ``""`` for none. By default that of the provider.
+    :param source_grace: seconds that open calls wait for another source of records after the last one has left, before they are
+        built here; see :meth:`Client.source`.
     :param client_code: which clients may send pickled code, which workers and other clients run: modules and other arguments
-        that are no plain tensors, and records to adopt. ``"all"``, those in the server's own pid ``"namespace"``, or
+        that are not plain tensors, and records to adopt. ``"all"``, those in the server's own pid ``"namespace"``, or
         ``"none"``. Calls of this process itself are not restricted.
-    :param metrics_port: where Prometheus finds metrics, by HTTP; 0 for any port that is free, None for no metrics. It needs
-        ``pip install 'shared-rpc[metrics]'``.
-    :param metrics_host: the address that port is on. By default it is reached from this host alone.
+    :param metrics_port: the HTTP port of Prometheus metrics; 0 for any free port, None for no metrics. It needs
+            ``pip install 'shared-rpc[metrics]'``.
+    :param metrics_host: the address of that port. By default it is reachable from this host alone.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Server:
 
     @property
     def socket_path(self) -> str:
-        """The path at which the server listens, or will."""
+        """The path at which the server listens, or will listen."""
         if self._options.socket is not None:
             return self._options.socket
         return socket_path(resolve_base_path(self._provider.base_path), device_tag(self._provider.device_id))
@@ -162,12 +162,12 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether it serves."""
+        """True while it serves."""
         return self._engine is not None and self._engine.running
 
     @property
     def busy(self) -> bool:
-        """Whether a thread still runs an endpoint, perhaps after :meth:`stop`."""
+        """True while a thread runs an endpoint, perhaps after :meth:`stop`."""
         return self._engine is not None and self._engine.busy
 
     @property
@@ -185,8 +185,8 @@ class Server:
 
         Raises this process's soft limit of open files to the hard one: every client and every segment needs some.
 
-        :raises ConfigurationError: if the socket cannot be had; a live server's pid is named. So it is if the port for metrics
-            cannot, or the package that they need, or what the cluster needs; or the spill directory.
+        :raises ConfigurationError: if the socket is not available (names the pid of a live server), nor the metrics port or its
+            package, a package that the cluster needs, or the spill directory.
         """
         if self.running:
             raise ConfigurationError(f"this server is running already, at {self.socket_path}")

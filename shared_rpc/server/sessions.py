@@ -1,7 +1,7 @@
-"""Sessions of connected processes, and what ends with them.
+"""Sessions of connected processes, and their ends.
 
-A session is what one client holds. It begins with the handshake of its connection, and ends with that, for whatever reason:
-then all its leases are released.
+A session holds the leases of one client. It begins with the handshake of its connection, and ends with the connection, for any
+reason: then all its leases are released.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Session:
         self.peer = peer
         self.may_send_code = may_send_code
         self.since = time.time()
-        #: Whether the client has announced the session's end.
+        #: True once the client has announced the session's end.
         self.closing = False
         self.began = time.monotonic()
 
@@ -41,10 +41,10 @@ class Session:
 class Sessions:
     """All sessions of a server.
 
-    :param server_id: the server's, for events.
+    :param server_id: the server's id, for events.
     :param on_end: called when a session has ended; with False if it ended without a goodbye.
-    :param client_code: whose pickles are taken, see :class:`shared_rpc.Server`.
-    :raises ConfigurationError: if ``client_code`` is none of the three.
+    :param client_code: the clients whose pickles are accepted, see :class:`shared_rpc.Server`.
+    :raises ConfigurationError: if ``client_code`` is not one of the three.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Sessions:
         return session.peer if session is not None else None
 
     def pid_of(self, session_id: Holder) -> int:
-        """Return the process of a session; this one where it has no connection."""
+        """Return the process of a session; this one if it has no connection."""
         peer = self.peer_of(session_id)
         return peer.pid if peer is not None else os.getpid()
 
     def admit_code(self, sock: socket.socket) -> bool:
-        """Return whether the client that has just connected may send code, for :meth:`join`."""
+        """Return True if the newly connected client may send code, for :meth:`join`."""
         return self._client_code == "all" or (self._client_code == "namespace" and shares_pid_namespace(sock))
 
     def check_code(self, session_id: str, what: str) -> None:
@@ -109,15 +109,15 @@ class Sessions:
         return session
 
     def closing(self, session_id: str) -> None:
-        """Note that a session's client has announced its end."""
+        """Record that a session's client has announced its end."""
         if session_id in self._by_id:
             self._by_id[session_id].closing = True
 
     def end(self, session: Session) -> None:
-        """End a session, because its connection ended."""
+        """End a session, after its connection ended."""
         del self._by_id[session.session_id]
         leases = self._leases.count(session.session_id)
-        # A process that could not say goodbye, but lives on, has ended its session on purpose.
+        # A process that sent no goodbye but lives on has ended its session on purpose.
         clean = session.closing or not _ends(session.peer.pid)
         self._on_end(session.session_id, clean)
         if HOOKS.registered:
@@ -177,7 +177,7 @@ _EXITING = 0x4
 
 
 def _ends(pid: int) -> bool:
-    """Return whether a process has ended, or is about to. One of another pid namespace is taken for ended."""
+    """Return True if a process has ended, or is exiting. A process in another pid namespace counts as ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return bool(int(stat.read().rpartition(b")")[2].split()[6]) & _EXITING)

@@ -1,4 +1,4 @@
-"""State that the parts of a server share."""
+"""State shared by the parts of a server."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shared_rpc.server.waiting import Waiter, Waits
 
 @dataclass(eq=False, slots=True)
 class State:
-    """The tables of one server, and what its parts ask of each other. On the server's loop only.
+    """The tables of one server, shared by its parts. On the server's loop only.
 
-    :param device: the id of the device that results live on.
-    :param events: reports what happens to objects and leases.
+    :param device: the id of the device of results.
+    :param events: reports changes of objects and leases.
     :param misses: the runs that wait for a source of records.
-    :param wake_within: has expired entries dropped in so many seconds at the latest.
+    :param wake_within: schedules the dropping of expired entries within so many seconds.
     """
 
     server_id: str
@@ -60,7 +60,7 @@ class State:
         return stored
 
     def release(self, session: Holder, object_ids: Iterable[str]) -> int:
-        """Give back one lease of a session, or a task, for each id; how many it really held."""
+        """Release one lease of a session or a task for each id; return the number of leases that existed."""
         released = [object_id for object_id in object_ids if self.leases.release(session, object_id)]
         self.settle(*released)
         return len(released)
@@ -74,16 +74,16 @@ class State:
             self.objects.unlist(stored)
 
     def waits_for(self, waiter: Waiter, users: dict[str, str] | None = None) -> str:
-        """Return which capacity a waiter waits for and who has it, for people; ``""`` if it does not wait for any.
+        """Describe the capacity that a waiter waits for and its holders, for error texts; ``""`` if it does not wait for any.
 
         :param users: see :meth:`Capacity.why`.
         """
-        # The deadline of a wait for a task is not the task's: it goes on, and its info says what it waits for.
+        # The deadline of a wait for a task is not the task's: it continues, and its info shows what it waits for.
         owners = [waiter, waiter.run, waiter.behind, waiter.behind.run if waiter.behind is not None else None]
         return next((why for owner in owners if owner is not None and (why := self.capacity.why(owner, users))), "")
 
     def settle(self, *object_ids: str) -> None:
-        """Drop objects that nothing keeps, after leases on these changed or they were added."""
+        """Drop objects without leases or listing, after leases on these changed or they were added."""
         for object_id in object_ids:
             lingers = self.buffers.settle(object_id)
             if lingers is not None:

@@ -1,4 +1,4 @@
-"""The source of records at work: runs are put to it as misses, and its answers end them."""
+"""The source of records in operation: runs are offered to it as misses, and its answers end them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: The table of a result without a value.
 _NO_TABLE = msgspec.Raw(EMPTY_TABLE)
-#: Bytes of a source's status, which all who ask for the server's info get.
+#: Maximum bytes of a source's status, which every server info contains.
 _STATUS = 64 << 10
 
 
@@ -52,24 +52,24 @@ class Sources:
     """
 
     def __init__(self, state: State, runs: Runs, records: Records, changed: Signal, joiner: Joiner | None) -> None:
-        #: Known to processes that this server starts, see :meth:`attach`.
+        #: Known to processes started by this server, see :meth:`attach`.
         self.token = make_token()
         self._state = state
         self._runs = runs
         self._records = records
         self._joiner = joiner
         self._table = state.misses
-        #: Whether a source was attached, or is expected: otherwise there is nothing to report.
+        #: True if a source was attached, or is expected: otherwise there is nothing to report.
         self._known = joiner is not None
         self._changed = changed
 
-    # For the source.
+    # Requests of the source.
 
     @handles(s.AttachSource)
     def attach(self, caller: Caller, message: s.AttachSource) -> s.SourceAttached:
         """Make a session the source of records; an earlier one gets an error.
 
-        :raises CapabilityError: if its process was not started by this server: its answers are unpickled by the callers.
+        :raises CapabilityError: if this server did not start its process: its answers are unpickled by the callers.
         """
         # The server's own process needs no proof.
         remote = self._state.sessions.peer_of(caller.session) is not None
@@ -91,7 +91,7 @@ class Sources:
 
     @handles(s.AwaitMisses)
     async def wait(self, caller: Caller, message: s.AwaitMisses) -> s.Misses:
-        """Wait for misses without an answer above a number; there are none once the source was detached.
+        """Wait for open misses with numbers above the given one; none are left once the source was detached.
 
         :raises ClusterError: if the session is not that source.
         """
@@ -105,7 +105,7 @@ class Sources:
 
     @handles(s.BuildMiss)
     def build(self, caller: Caller, message: s.BuildMiss) -> None:
-        """Have the object of a miss built here; the caller gets it too."""
+        """Build the object of a miss here; the caller gets it too."""
         waiter = self._leased(caller)
         run = self._table.answer(caller.session, message.source, message.miss)
         self._join(waiter, run)
@@ -135,7 +135,7 @@ class Sources:
 
     @handles(s.ReportStatus)
     def report(self, caller: Caller, message: s.ReportStatus) -> m.Count:
-        """Keep what the source reports of itself."""
+        """Store the status reported by the source."""
         nbytes = len(msgspec.msgpack.encode(message.status))
         if nbytes > _STATUS:
             raise ProtocolError(f"the status of a source of records has {nbytes} bytes: report at most {_STATUS}")
@@ -144,7 +144,7 @@ class Sources:
 
     @handles(s.DetachSource)
     def detach(self, caller: Caller, message: s.DetachSource) -> m.Count:
-        """Take a source back; the count is 0 if it was none any more."""
+        """Detach a source; the count is 0 if it was not attached."""
         found = self._table.source
         if found is None or (found.number, found.session) != (message.source, caller.session):
             return m.Count(0)
@@ -152,7 +152,7 @@ class Sources:
         return m.Count(1)
 
     def _leased(self, caller: Caller) -> Waiter:
-        """Register a request whose answer is a lease on the object alone: its asker does not use the value."""
+        """Register a request answered with a lease on the object, without its value."""
         waiter = caller.wait()
 
         def deliver(outcome: Delivery | Failure) -> None:
@@ -175,15 +175,15 @@ class Sources:
         waiter.deliver = deliver
         return waiter
 
-    # For the server.
+    # Calls from the server.
 
     def end_session(self, session: str) -> None:
-        """Note that a session has ended, which may be the source's."""
+        """Handle the end of a session, which may be the source's."""
         if self._table.source is not None and self._table.source.session == session:
             self._lose("has ended")
 
     def expire(self) -> float | None:
-        """Have misses built here that no source has taken; return the seconds until there may be more, None for never."""
+        """Build the misses here that no source has taken in time; return the seconds until the next check, None for never."""
         late, left = self._table.overdue()
         if late:
             _log.warning("no source of records for %g s: %s are built here", self._table.grace, ", ".join(_names(late)))
@@ -193,13 +193,13 @@ class Sources:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that belong to the source: they are no users of the server."""
+        """The processes of the source, which do not count as users of the server."""
         source, joiner = self._table.source, self._joiner.info()["pid"] if self._joiner is not None else None
         own = [self._state.sessions.pid_of(source.session)] if source is not None else []
         return own if joiner is None else [*own, joiner]
 
     def info(self) -> SourceInfo | None:
-        """Describe the source; None in a server that has nothing to do with any."""
+        """Describe the source; None if the server neither has nor expects one."""
         if not self._known:
             return None
         source, joiner = self._table.source, self._joiner

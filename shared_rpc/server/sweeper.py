@@ -1,4 +1,4 @@
-"""Expiry: the clock of a server, and the job that has everything dropped in time."""
+"""Expiry: the clock of a server, and the job that drops expired entries in time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from shared_rpc.server.state import Clock
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Seconds between two checks at the most, if anything can expire.
+#: Maximum seconds between two checks, if anything can expire.
 _LONGEST = 60.0
 
 
 class BootClock:
     """Seconds since the host was started (CLOCK_BOOTTIME).
 
-    They go on while the host sleeps, do not jump when the time is set, and mean the same to the next process.
+    They continue while the host sleeps, do not jump when the time is set, and have the same meaning in the next process.
     """
 
     def now(self) -> float:
-        """Return this moment."""
+        """Return the current time."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def unix(self, moment: float) -> float:
-        """Return a moment in Unix seconds, as the host's time is set now."""
+        """Convert a time to Unix seconds, by the host's present clock."""
         return time.time() - self.now() + moment
 
 
@@ -40,14 +40,14 @@ class Sweeper:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         #: The time of the next check, on that clock.
-        self._looks_at = float("inf")
+        self._next_check = float("inf")
         self._wake: anyio.Event | None = None
 
     def wake_within(self, seconds: float) -> None:
-        """Look again after so many seconds at the latest: something may expire then."""
+        """Check again within so many seconds, when something may expire."""
         at = self._clock.now() + seconds
-        if at < self._looks_at:
-            self._looks_at = at
+        if at < self._next_check:
+            self._next_check = at
             if self._wake is not None:
                 self._wake.set()
 
@@ -57,21 +57,21 @@ class Sweeper:
         :param expire: each drops expired entries, and returns the seconds until the next expiry, None for never.
         """
         while True:
-            # What one drops may have another look earlier, though it was called already.
-            self._looks_at, self._wake = float("inf"), None
+            # An entry's drop may require an earlier check of a function that was already called.
+            self._next_check, self._wake = float("inf"), None
             for drop in expire:
                 pause = _pause_after(drop)
                 if pause is not None:
                     self.wake_within(pause)
             self._wake = anyio.Event()
-            pause = max(self._looks_at - self._clock.now(), 0.0)
-            # The loop's clock stands still while the host sleeps.
+            pause = max(self._next_check - self._clock.now(), 0.0)
+            # The loop's clock stops while the host sleeps.
             with anyio.move_on_after(min(pause, _LONGEST) if pause < float("inf") else pause):
                 await self._wake.wait()
 
 
 def _pause_after(drop: Callable[[], float | None]) -> float | None:
-    """Drop expired entries; return the seconds until there may be more, or until the next attempt after an error."""
+    """Drop expired entries; return the seconds until the next expiry, or until a retry after an error."""
     try:
         return drop()
     except Exception:

@@ -1,4 +1,4 @@
-"""Tasks at work: a task waits for a run as a caller does, and others wait for the task."""
+"""Tasks in operation: a task waits for a run like a caller, and requests wait for the task."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from shared_rpc.settings import ServeOptions
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Bytes. Of an exception that pickles larger, a task keeps the type, message and traceback.
+#: Bytes. A task keeps only type, message and traceback of an exception with a larger pickle.
 _EXCEPTION_LIMIT = 1 << 14
-#: Tasks in one page.
+#: Tasks per page.
 _PAGE = 1000
 
 
 @dataclass(eq=False, slots=True)
 class Watcher:
-    """A request that waits for a task's end, and is notified of every change before by ``changed``.
+    """A request that waits for a task's end; ``changed`` is called with every earlier change.
 
-    ``holds``: whether its session is to hold the result from the end on. ``held`` is the id of that object then.
+    ``holds`` is True if its session gets a lease on the result at the end; ``held`` is the id of that object then.
     """
 
     session: str
@@ -75,12 +75,12 @@ class Tasks:
         *,
         kept: bool = True,
     ) -> Task[Waiter]:
-        """Make a task of a call; one whose result is cached has ended when this returns.
+        """Make a task of a call; one with a cached result has ended on return.
 
-        :param arguments: descriptors in them belong to this object now.
-        :param asker: whose request it is, and whose call is observed.
-        :param kept: False for the task behind a call: a result without waiters is not kept to be fetched.
-        :raises ServerBusy: if there are too many.
+        :param arguments: this object takes ownership of their descriptors.
+        :param asker: the waiter of the submitting request, whose call is observed.
+        :param kept: False for the task behind a call: a result without waiters is not kept for fetching.
+        :raises ServerBusy: if there are too many tasks.
         """
         try:
             self.table.check_capacity()
@@ -110,9 +110,9 @@ class Tasks:
 
     @handles(m.WaitTask)
     async def wait(self, caller: Caller, message: m.WaitTask) -> None:
-        """Answer when a task has ended, and report its changes before.
+        """Answer when a task has ended, and report earlier changes.
 
-        :raises TaskError: if the task is not known.
+        :raises TaskError: if the task is unknown.
         :raises DeadlineExceeded: with ``poll``, if it has not ended.
         """
         task = self.table.get(message.task_id)
@@ -132,13 +132,13 @@ class Tasks:
             return
         async with self._end_of(task, watcher):
             if caller.reply(m.TaskIs(task.info)):
-                watcher.held = ""  # what it claimed is the session's
+                watcher.held = ""  # the session owns the claimed lease now
 
     @handles(m.FetchTask)
     def fetch(self, caller: Caller, message: m.FetchTask) -> Answer:
-        """Answer with a task's result; one that the session claimed is there though the task may have expired since.
+        """Answer with a task's result; a result claimed by the session outlives the task.
 
-        :raises TaskError: if the task is not known, or has not ended.
+        :raises TaskError: if the task is unknown, or has not ended.
         """
         claimed = self._state.objects.get(message.claimed)
         if claimed is not None and caller.session in self._state.leases.holders(message.claimed):
@@ -186,14 +186,14 @@ class Tasks:
     # Tasks.
 
     def info(self, task: Task[Waiter], users: dict[str, str] | None = None) -> TaskInfo:
-        """Describe a task, with the capacity that it waits for; for ``users`` see :meth:`Capacity.why`."""
+        """Describe a task and the capacity that it waits for; for ``users`` see :meth:`Capacity.why`."""
         why = self._state.waits_for(task.waiter, users) if task.waiter is not None else ""
         return msgspec.structs.replace(task.info, waits_for=why) if why else task.info
 
     # Requests that wait for a task's end.
 
     def call(self, waiter: Waiter, task: Task[Waiter]) -> None:
-        """Answer a call when the task behind it has ended. The task is dropped with its last call, if it has not begun."""
+        """Answer a call when the task behind it has ended. A task that has not begun is dropped with its last call."""
         waiter.behind = task.waiter
         watcher = self._watch(task, waiter.session, None, holds=True)
         self._state.waits.begin(waiter, self._answer(waiter, task, watcher))
@@ -213,7 +213,7 @@ class Tasks:
 
     @contextlib.asynccontextmanager
     async def _end_of(self, task: Task[Waiter], watcher: Watcher) -> AsyncIterator[None]:
-        """Wait until a task has ended. A watcher that holds the result does so during the block."""
+        """Wait until a task has ended. A watcher that holds the result does so while the block runs."""
         try:
             await watcher.ended.wait()
             yield
@@ -226,7 +226,7 @@ class Tasks:
                     self.cancel(task)
 
     async def _take(self, waiter: Waiter, task: Task[Waiter], watcher: Watcher) -> None:
-        """Deliver how a task ended."""
+        """Deliver the outcome of a task."""
         async with self._end_of(task, watcher):
             if task.failure is not None:
                 resolve(waiter, task.failure)
@@ -236,7 +236,7 @@ class Tasks:
                 self._give(waiter, stored, task.info.task_id)
 
     def _give(self, taker: Caller | Waiter, stored: StoredObject, task_id: str) -> None:
-        """Deliver a result. It is kept by the client then, not by the task."""
+        """Deliver a result, whose lease passes from the task to the client."""
         if stored.managed:
             self._state.leases.grant(taker.session, stored.object_id)
         taker.deliver(Delivery(stored.record, stored.live, stored, stored.managed))
@@ -253,7 +253,7 @@ class Tasks:
         return stored
 
     def _end_watches(self, task: Task[Waiter]) -> None:
-        """Wake those who wait for a task, which has ended. They hold the result: another one may take it before."""
+        """Wake the watchers of an ended task. They hold the result, since another one may take it first."""
         watchers, task.watchers = task.watchers, {}
         stored = self._state.objects.get(task.info.object_id or "")
         for watcher in watchers:
@@ -265,9 +265,9 @@ class Tasks:
     # The ends of tasks.
 
     def cancel(self, task: Task[Waiter]) -> bool:
-        """Cancel a task, or ask it to stop where it runs; False if it had ended.
+        """Cancel a task, or ask it to stop if it runs; return False if it had ended.
 
-        A run that others wait for too continues: the task leaves it.
+        A run with other waiters continues: the task leaves it.
         """
         if task.finished:
             return False
@@ -308,7 +308,7 @@ class Tasks:
         self._end_watches(task)
 
     def forget(self, task: Task[Waiter]) -> None:
-        """Give up the result of a task that has expired, or whose result was fetched."""
+        """Release the result of a task that has expired or was fetched."""
         if task.info.object_id is not None:
             self._state.release(task.holder, [task.info.object_id])
 
@@ -335,7 +335,7 @@ class Tasks:
             )
 
     def _follow(self, task: Task[Waiter], run: Run[Waiter]) -> None:
-        """Take over the status and the progress of a task's run."""
+        """Copy the status and the progress of a task's run."""
         if task.info.status is TaskStatus.PENDING:
             self._change(task, TaskStatus.RUNNING)
         if run.progress is not None:

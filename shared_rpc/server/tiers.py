@@ -1,9 +1,9 @@
-"""Tiers of a server's objects: which sessions have them active, and the moves of their bytes between tiers.
+"""Tiers of a server's objects: the sessions that have them active, and the moves of their bytes between tiers.
 
-An object is evicted when no session has it active: there is a copy of it in a lower tier then, made first if need be, and the
-memory on its device is freed. It is restored, once for all requests, when one needs it: a method that hands an object out does
-that inside :meth:`Tiers.warm`, if the object is cold. While the copy for an eviction is being made the object is warm still,
-and given out at once: then it is not evicted.
+An object is evicted when no session has it active: a copy of it is made in a lower tier unless there is one, and the memory on
+its device is freed. It is restored, once for all requests, when one needs it: a method that sends an object does so inside
+:meth:`Tiers.warm` if the object is cold. While the copy for an eviction is being made the object is still warm; if a request
+uses it then, it is not evicted.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from shared_rpc.server.state.tiers import LOWER, STALE, is_good, next_tier, outl
 
 _log = logging.getLogger("shared_rpc.server")
 
-#: Copies of an object that are made in a row, while it is written to.
+#: Maximum number of successive copies of an object that is written to.
 _ATTEMPTS = 3
 
 
 @dataclass(eq=False)
 class Move:
-    """A move of a group of objects to another tier, or a copy of it for a later one; each object has one at a time.
+    """A move of a group of objects to another tier, or a copy of it for a later one; each object has at most one.
 
-    ``over`` is set when it has ended, and ``error`` is why it failed then.
+    ``over`` is set at its end, and ``error`` is then the reason if it failed.
     """
 
     group: Sequence[StoredObject]
     to: Tier
-    #: Where its objects go, ``""`` for a copy.
+    #: The direction of the objects, ``""`` for a copy.
     direction: Literal["up", "down", ""]
     #: Bytes by device that it will free.
     frees: Counter[str] = field(default_factory=Counter)
@@ -69,26 +69,26 @@ class Move:
     cancelled: bool = False
     done: int = 0
     total: int = 0
-    #: What is copied now.
+    #: The copy in progress.
     copying: anyio.CancelScope | None = None
-    #: Host memory that is reserved for its copies, until they are made.
+    #: Host memory reserved for its copies, until they are made.
     host: Reservation | None = None
 
     def cancel(self) -> None:
-        """Stop copying: the move will not be made."""
+        """Stop copying and abandon the move."""
         self.cancelled = True
         if self.copying is not None:
             self.copying.cancel()
 
     def note(self, done: int, total: int) -> None:
-        """Note the progress, from any thread."""
+        """Record the progress, from any thread."""
         self.done, self.total = done, total
 
 
 class Tiers:
     """The tiers of all objects of a server, and the requests that move objects. On its loop only.
 
-    :param spill: where files are made, None if objects are not moved to files.
+    :param spill: the directory for files, None for no files.
     """
 
     def __init__(self, state: State, spill: SpillDirectory | None) -> None:
@@ -98,11 +98,11 @@ class Tiers:
         self._capacity = state.capacity
         self._memory = state.memory
         self._spill = spill
-        #: Held while a copy is made for later.
+        #: Held while a copy for a later move is made.
         self._copying_ahead = asyncio.Lock()
-        #: The moves under way, by their objects.
+        #: Active moves, by their objects.
         self._moves: dict[str, Move] = {}
-        #: Objects that are about to be given out: how often. They stay on their devices until then.
+        #: Objects about to be sent, with their number of uses. They stay on their devices until then.
         self._kept: Counter[str] = Counter()
         self._capacity.mover = self
 
@@ -112,7 +112,7 @@ class Tiers:
             move.cancel()
 
     def info(self, stored: StoredObject) -> tuple[dict[Tier, int], MovingInfo | None]:
-        """Return the bytes of an object's good copies by tier, and its move that is under way."""
+        """Return the bytes of an object's good copies by tier, and its active move."""
         group = self._objects.group(stored)
         copies: dict[Tier, int] = {
             tier: sum(info.nbytes for info in infos_of([stored]).values())
@@ -126,14 +126,14 @@ class Tiers:
 
     @handles(t.Suspend)
     def suspend(self, caller: Caller, message: t.Suspend) -> m.Count:
-        """Make the session's leases on these objects inactive; the count is of those that were active."""
+        """Make the session's leases on these objects inactive; return the number of those that were active."""
         suspended = [object_id for object_id in message.object_ids if self._leases.suspend(caller.session, object_id)]
         self._state.settle(*suspended)
         return m.Count(len(suspended))
 
     @handles(t.Resume)
     def resume(self, caller: Caller, message: t.Resume) -> Answer:
-        """Make the lease of the session on an object active, and hand out its memory when it is on its device.
+        """Make the session's lease on an object active, and send its memory once it is on its device.
 
         :raises StaleHandleError: if the session has no lease on it.
         """
@@ -157,7 +157,7 @@ class Tiers:
 
         return self.serve(caller, held, hand_out, reason="resume")
 
-    # Cold objects that are needed.
+    # Requests for cold objects.
 
     def serve(
         self,
@@ -167,9 +167,9 @@ class Tiers:
         *,
         reason: MoveReason = "use",
     ) -> Answer:
-        """Use an object for a request: now if it is on its device, otherwise when it is restored.
+        """Use an object for a request: now if it is on its device, otherwise once it is restored.
 
-        :param find: returns the object. It is asked again then, when the object may be another one.
+        :param find: returns the object. Called again after the restore, when the object may be another one.
         :param use: answers the caller.
         """
         stored = find()
@@ -190,9 +190,9 @@ class Tiers:
                     return
 
     def must_wait(self, session: str, stored: StoredObject) -> bool:
-        """Return whether a session that is to use an object has to ask for it by :meth:`warm`.
+        """Return True if a session must request an object by :meth:`warm` before using it.
 
-        That is so too while others wait for capacity on its device, so that objects in use become idle.
+        This is also the case while others wait for capacity on its device, so that objects in use become idle.
         """
         return stored.tier != "device" or (self._objects.contended and self._capacity.must_wait(session, stored))
 
@@ -200,16 +200,16 @@ class Tiers:
     async def warm(
         self, owner: Hashable, stored: StoredObject, *, first: bool = False, reason: MoveReason = "use"
     ) -> AsyncIterator[list[MoveInfo]]:
-        """Restore an object once for all who ask, and keep it on its device for the time of the block.
+        """Restore an object once for all requests, and keep it on its device while the block runs.
 
-        The block gets the moves that were made for this request. An object that was dropped since is not restored.
+        The block gets the moves made for this request. An object dropped meanwhile is not restored.
 
         :param owner: identifies the request, see :meth:`Capacity.why`.
-        :param first: before others that wait for capacity.
+        :param first: go before others that wait for capacity.
         :raises ServerBusy: if there is no capacity on a device now, and requests do not wait.
-        :raises CapabilityError: if there is never so much.
-        :raises WorkerCrashed: if no worker can be had that makes the memory.
-        :raises StaleHandleError: if the bytes are lost; then the objects were dropped.
+        :raises CapabilityError: if there can never be that much.
+        :raises WorkerCrashed: if no worker is available to allocate the memory.
+        :raises StaleHandleError: if the bytes are lost; the objects were dropped then.
         """
         made: list[MoveInfo] = []
         asked = kept = False
@@ -247,7 +247,7 @@ class Tiers:
     async def _restored(
         self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation | None, made: list[MoveInfo]
     ) -> None:
-        """Make a move to the device, for those that wait until it is over."""
+        """Move a group to its device, for all requests that wait for it."""
         with self._moving(move):
             try:
                 made += await self._restore(move, stored, reason, reservation)
@@ -261,12 +261,12 @@ class Tiers:
 
     @handles(t.Evict)
     async def evict(self, caller: Caller, message: t.Evict) -> m.Answer:
-        """Move an object, or all of an endpoint, to a lower tier; the answer lists those that have changed theirs."""
+        """Move an object, or all of an endpoint, to a lower tier; list those that have changed their tier."""
         return await self._move(message.target, lambda stored: self.move_down(stored, message.to))
 
     @handles(t.Restore)
     async def restore(self, caller: Caller, message: t.Restore) -> m.Answer:
-        """Bring an object, or all of an endpoint, back to its device; see :meth:`evict`."""
+        """Return an object, or all of an endpoint, to its device; see :meth:`evict`."""
 
         async def move_up(stored: StoredObject) -> list[MoveInfo]:
             async with self.warm(caller.waiter, stored, reason="request") as moves:
@@ -275,7 +275,7 @@ class Tiers:
         return await self._move(message.target, move_up)
 
     async def _move(self, target: str, move: Callable[[StoredObject], Awaitable[list[MoveInfo]]]) -> m.Answer:
-        """Move the objects of a target, which is an object's id or an endpoint's name.
+        """Move the objects of a target: an object's id or an endpoint's name.
 
         :raises StaleHandleError, EndpointNotFound: if there is none.
         """
@@ -296,10 +296,10 @@ class Tiers:
         return m.Answer.of(moved)
 
     async def move_down(self, stored: StoredObject, to: str = "") -> list[MoveInfo]:
-        """Evict an object, with those that share its memory; return those that have changed their tiers.
+        """Evict an object and those that share its memory; return those that have changed their tier.
 
         :param to: ``"host"``, ``"file"``, or ``""`` for the next tier that the server has.
-        :raises ServerBusy: if a session has one of them active, if one is pinned, or if they are written to all the time.
+        :raises ServerBusy: if a session has one of them active, if one is pinned, or if they are written to constantly.
         :raises CapabilityError: if there is no lower tier for them, or no capacity there.
         """
         await self._free(stored)
@@ -314,7 +314,7 @@ class Tiers:
         return moves
 
     async def _lower(self, move: Move, to: str, reason: MoveReason) -> list[MoveInfo] | None:
-        """Make a move to a lower tier; None if the group has changed during it."""
+        """Move a group to a lower tier; return None if the group has changed meanwhile."""
         began, copied = time.monotonic(), 0
         group, tier, stored = move.group, move.to, move.group[0]
         with self._moving(move):
@@ -342,11 +342,11 @@ class Tiers:
             before = stored.tier
             self._objects.evict(group, tier)
         self._state.executor.reclaim()
-        return self._told(group, before, copied, began, reason)
+        return self._describe_moves(group, before, copied, began, reason)
 
     @contextlib.asynccontextmanager
     async def _host_memory(self, move: Move, nbytes: int, reason: MoveReason) -> AsyncIterator[None]:
-        """Reserve host memory for copies. A move that makes way waits for it, others are refused where there is too little."""
+        """Reserve host memory for copies. Evictions for capacity wait for it; other moves are refused without it."""
         if reason == "capacity" and nbytes:
             async with self._capacity.reserve(None, {HOST: nbytes}, patient=False) as move.host:
                 yield
@@ -354,23 +354,23 @@ class Tiers:
             with self._capacity.take_host(nbytes, move.group) as move.host:
                 yield
 
-    # What :class:`~shared_rpc.server.capacity.Capacity` needs to have objects give way.
+    # The protocol that :class:`~shared_rpc.server.capacity.Capacity` uses to evict objects.
 
     def is_moving(self, stored: StoredObject) -> bool:
-        """Return whether an object is being moved, or is about to be given out."""
+        """Return True if an object is being moved, or is about to be sent."""
         return stored.object_id in self._moves or (stored.object_id in self._kept and not stored.cold)
 
     def direction(self, stored: StoredObject) -> Literal["up", "down", ""]:
-        """Return where an object is being moved."""
+        """Return the direction of an object's move, ``""`` for none."""
         move = self._moves_of(stored)
         return move.direction if move is not None else ""
 
     def may_share_slab(self, spec: EndpointSpec) -> bool:
-        """Return whether small results of an endpoint may share a segment: nothing counts or moves them one by one."""
+        """Return True if small results of an endpoint may share a segment, because they are not counted or moved separately."""
         return self._capacity.unlimited and self._spill is None and spec.host_copy == "on_evict" and not spec.pinned
 
     def below(self, group: Sequence[StoredObject]) -> tuple[Below, ...]:
-        """Return the tiers below the one of a group that it can go to, the nearest first."""
+        """Return the lower tiers that a group can move to, nearest first."""
         found: list[Below] = []
         for to in BELOW:
             with contextlib.suppress(CapabilityError):
@@ -379,7 +379,7 @@ class Tiers:
         return tuple(found)
 
     def frees(self) -> Counter[str]:
-        """Return the bytes that the moves under way will free, by device."""
+        """Return the bytes that active moves will free, by device."""
         return sum((move.frees for move in {id(move): move for move in self._moves.values()}.values()), Counter())
 
     def give_way(self, group: Sequence[StoredObject], to: Below) -> None:
@@ -398,7 +398,7 @@ class Tiers:
             self._capacity.failed(move.group, problem)
 
     def copy_ahead(self, stored: StoredObject) -> None:
-        """Copy an object in the background, for a later eviction, where it has a lower tier."""
+        """Copy an object in the background for a later eviction, if it has a lower tier."""
         if stored.record.segments and not self._state.stopped:
             self._state.waits.begin(object(), self._copy_ahead(stored))
 
@@ -426,7 +426,7 @@ class Tiers:
         return self._objects.get(stored.object_id) is stored
 
     async def _free(self, stored: StoredObject) -> None:
-        """Wait until nothing moves an object, nor those that share its memory."""
+        """Wait until neither an object nor those that share its memory are being moved."""
         while (move := self._moves_of(stored)) is not None:
             await move.over.wait()
 
@@ -437,7 +437,7 @@ class Tiers:
         return next((self._moves[one.object_id] for one in self._objects.group(stored) if one.object_id in self._moves), None)
 
     def _enter(self, group: Sequence[StoredObject], to: Tier, direction: Literal["up", "down", ""]) -> Move:
-        """Note a move of a group, which nothing moves; :meth:`_moving` ends it."""
+        """Register a move of a group that has none; :meth:`_moving` ends it."""
         move = Move(group, to, direction)
         for info in infos_of(group).values() if direction == "down" else ():
             if not group[0].cold:
@@ -450,7 +450,7 @@ class Tiers:
 
     @contextlib.contextmanager
     def _moving(self, move: Move) -> Iterator[None]:
-        """End a move with the block."""
+        """End a move on leaving the block."""
         try:
             yield
         except asyncio.CancelledError:
@@ -464,9 +464,9 @@ class Tiers:
             self._capacity.changed()
 
     def _lower_tier(self, group: Sequence[StoredObject], to: str) -> Tier | None:
-        """Return the tier to which a group is to be moved, None if there is nothing to move.
+        """Return the target tier of a group's move, None if there is nothing to move.
 
-        :raises CapabilityError: if there is none for it.
+        :raises CapabilityError: if there is no such tier for it.
         """
         infos = infos_of(group)
         for stored in group:
@@ -494,10 +494,10 @@ class Tiers:
             raise CapabilityError(f"{_named(group[0])} cannot be evicted: {error}") from None
 
     def _evictable(self, group: Sequence[StoredObject], to: str) -> Tier | None:
-        """Return the tier to which a group is to be evicted, None if it is there or lower.
+        """Return the target tier of a group's eviction, None if it is there or lower.
 
         :raises ServerBusy: if it may not be evicted now.
-        :raises CapabilityError: if it can never be.
+        :raises CapabilityError: if it can never be evicted.
         """
         tier = self._lower_tier(group, to)
         for stored in group if tier is not None else ():
@@ -523,7 +523,7 @@ class Tiers:
         return total
 
     def _has_copies(self, group: Sequence[StoredObject], tier: Tier) -> bool:
-        """Return whether a group has copies in a tier with the bytes that it has now."""
+        """Return True if a group has up-to-date copies in a tier."""
         copies = [self._objects.copies.get(segment_id, tier) for segment_id in infos_of(group)]
         if group[0].cold:
             return None not in copies
@@ -535,9 +535,9 @@ class Tiers:
         return [info for info in infos_of(group).values() if self._objects.copies.get(info.id, "host") is None]
 
     async def _copy(self, move: Move) -> int:
-        """Make copies of a move's group; return how many bytes were copied. They are kept if they are good.
+        """Copy a move's group; return the number of bytes copied. Good copies are kept.
 
-        Host memory of an earlier copy is written to again: new memory takes the driver longer than the copy does.
+        Host memory of an earlier copy is reused: allocating new memory takes the driver longer than the copy.
 
         :raises ServerBusy: if the move was cancelled.
         """
@@ -571,7 +571,7 @@ class Tiers:
                 made = await self._memory.lower(sources, move.to, self._spill, move.note, into)
         finally:
             if made is None:
-                for segment_id in into:  # the copying may go on to its next step
+                for segment_id in into:  # the copying may continue to its next step
                     self._objects.copies.discard(segment_id, "host")
             _close([*sources, *into.values()])
         if made is None:
@@ -589,7 +589,7 @@ class Tiers:
         return move.done
 
     async def _spare_host(self, group: Sequence[StoredObject]) -> None:
-        """Give the host memory of other objects' stale copies back, where a group's copies would find too little."""
+        """Free the host memory of other objects' stale copies if there is too little for a group's copies."""
         new, free = sum(info.nbytes for info in self._uncopied(group)), self._memory.host_free
         if free is not None and new > free and self._capacity.drop_stale_copies(new - free, group):
             await until_freed()
@@ -597,14 +597,14 @@ class Tiers:
     async def _restore(
         self, move: Move, stored: StoredObject, reason: MoveReason, reservation: Reservation | None
     ) -> list[MoveInfo]:
-        """Restore a group that is cold.
+        """Restore a cold group.
 
-        :param reservation: of its memory, None where it is to be there now.
+        :param reservation: of its memory, None to require capacity now.
         """
         began, before = time.monotonic(), stored.tier
         group = move.group
         infos = infos_of(group)
-        # The object may be dropped during the move, and its copies with it.
+        # The object may be dropped during the move, together with its copies.
         kept = [self._objects.copies.highest(segment_id) for segment_id in infos]
         copies = [LowerCopy(copy.segment.duplicate(), copy.tier, copy.digest) for copy in kept]
         sizes: Counter[str] = Counter()
@@ -635,7 +635,7 @@ class Tiers:
             if revision == STALE:
                 own = info.device == "cpu"  # the object's own memory is its copy on the host
                 self._objects.copies.discard(segment_id, "file" if keeps and not own else None)
-        return self._told(left, before, move.done, began, reason)
+        return self._describe_moves(left, before, move.done, began, reason)
 
     def _lost(self, group: Sequence[StoredObject], error: RecordError) -> StaleHandleError:
         """Drop objects whose bytes are lost, with all leases on them."""
@@ -644,10 +644,10 @@ class Tiers:
             self._state.drop(stored)
         return StaleHandleError(f"{_named(group[0])} was dropped: it cannot be restored: {error}", reason="object_gone")
 
-    def _told(
+    def _describe_moves(
         self, group: Sequence[StoredObject], before: Tier, copied: int, began: float, reason: MoveReason
     ) -> list[MoveInfo]:
-        """Describe a move that was made."""
+        """Describe a completed move."""
         moves: list[MoveInfo] = []
         for stored in group:
             move: MoveInfo = {
@@ -666,7 +666,7 @@ class Tiers:
 
 
 def _is_reusable(group: Iterable[StoredObject]) -> bool:
-    """Return whether copies of a group may be used again after it was in use."""
+    """Return True if copies of a group remain usable after the object was in use."""
     return all(outlives_use(infos_of([member]).values(), member.host_copy) for member in group)
 
 
@@ -680,7 +680,7 @@ def _named(stored: StoredObject) -> str:
 
 
 def _together(refusals: Sequence[SharedRPCError], moved: int) -> SharedRPCError:
-    """Make one error of those of several objects."""
+    """Combine the errors of several objects into one."""
     if len(refusals) == 1 and not moved:
         return refusals[0]
     text = "; ".join(str(error) for error in refusals)

@@ -1,4 +1,4 @@
-"""Waiting in a server: who waits for an outcome, and the coroutines of what waits. To leave is to cancel the coroutine."""
+"""Waiting in a server: the waiters for outcomes, and the coroutines of pending work. Leaving cancels the coroutine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("shared_rpc.server")
 class Delivery:
     """The outcome of a call for one waiter. The record is borrowed while the delivery is handled.
 
-    ``stored`` is the object where the server keeps it; with ``managed`` the waiter's session holds a lease on it now.
+    ``stored`` is the object if the server keeps it; with ``managed`` the waiter's session now holds a lease on it.
     """
 
     record: Record | None
@@ -37,21 +37,21 @@ class Delivery:
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A waiter for an outcome: its session, and the receiver of the outcome.
+    """A waiter for an outcome: its session, and the function that receives the outcome.
 
-    :param local: whether it is a caller in this process, which can use the live value.
-    :param task: the task that it is, which is to hold the result, managed or not; it has no session.
-    :param refreshes: whether it wants a new result, and takes none: what there is in the cache is no answer to it, nor what
-        another call's run will bring; ``arguments`` then identifies its arguments, None if nothing does.
-    :param prepares: whether it wants a new result as a candidate, and its session is to hold that.
+    :param local: True for a caller in this process, which can use the live value.
+    :param task: the task that it represents, which will hold the result, managed or not; it has no session.
+    :param refreshes: True if it requires a new result: neither a cached result nor another call's run will do; ``arguments``
+        then identifies its arguments, None if nothing does.
+    :param prepares: True if it requires a new result as a candidate, which its session is to hold.
     :param follow: called when the run's work starts, and when it reports progress.
-    :param on_out_of_memory: called with why, if the result has to wait for memory.
-    :param inner: whether it is the call of an endpoint that runs: it goes before others that wait for capacity: what
-        they wait for may be what that endpoint uses.
-    :param pooled: whether it takes a result that lies in its session's pool.
+    :param on_out_of_memory: called with the reason if the result has to wait for memory.
+    :param inner: True for a call by a running endpoint: it goes before others that wait for capacity, because they may wait
+        for memory that the endpoint uses.
+    :param pooled: True if it accepts a result in its session's pool.
     :param request_id: identifies its request in logs and errors.
     :param observed: its call, if there is a hook.
-    :param run: the run that it waits for; of a call of an endpoint with ``execution="task"``, ``behind`` is the task's waiter.
+    :param run: its run; for a call of an endpoint with ``execution="task"``, ``behind`` is the task's waiter.
     """
 
     session: str
@@ -72,7 +72,7 @@ class Waiter:
 
 
 def resolve(waiter: Waiter, outcome: Delivery | Failure) -> None:
-    """Deliver. An error of one waiter must not affect the next one, nor end the server."""
+    """Deliver an outcome. An error in one waiter must not affect the next one, nor end the server."""
     waiter.run = None
     if waiter.observed is not None:
         waiter.observed.answered(outcome)
@@ -83,7 +83,7 @@ def resolve(waiter: Waiter, outcome: Delivery | Failure) -> None:
 
 
 class Waits:
-    """The coroutines of a server, by what each works for: a waiter, a run, a move. On the loop only."""
+    """The coroutines of a server, by owner: a waiter, a run or a move. On the loop only."""
 
     def __init__(self) -> None:
         self._tasks: dict[Hashable, asyncio.Task[None]] = {}
@@ -101,9 +101,9 @@ class Waits:
         task.add_done_callback(functools.partial(self._ended, owner))
 
     def leave(self, owner: Hashable) -> bool:
-        """Cancel the coroutine of an owner that no longer waits; False if it has none.
+        """Cancel the coroutine of an owner that no longer waits; return False if it has none.
 
-        One that has not begun is cancelled when it has: only then does its clean-up run. It finds that its owner left.
+        One that has not begun is cancelled after its first step, since its clean-up runs only then; it detects the departure.
         """
         task = self._tasks.pop(owner, None)
         if task is None:
@@ -115,7 +115,7 @@ class Waits:
         return True
 
     def stop(self) -> None:
-        """Cancel all; the waiters, and later ones, get an error."""
+        """Cancel all; the current waiters and later ones get an error."""
         self._stopped = True
         for owner in tuple(self._tasks):
             self.leave(owner)
@@ -130,26 +130,26 @@ class Waits:
         return owner in self._tasks
 
     def __len__(self) -> int:
-        """Count the waiters among the owners."""
+        """Return the number of waiters among the owners."""
         return sum(isinstance(owner, Waiter) for owner in self._tasks)
 
 
 class Signal:
-    """An event that is set for all who wait for it now, again and again."""
+    """A repeatable event that wakes all current waiters."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def set(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiters."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Wait for the next time."""
+        """Wait for the next :meth:`set`."""
         await self._event.wait()
 
 
 def gone(when: str) -> ConnectionClosed:
-    """Return the error of a call that the server's stop ends."""
+    """Return the error of a call ended by the server's stop."""
     return ConnectionClosed(f"the server (pid {os.getpid()}) was stopped before the call {when}")

@@ -27,7 +27,7 @@ def _load(host: WorkerHost, beginning: Beginning, target: str, options: ServeOpt
 
 
 def main() -> None:
-    """Import the app, and serve until the broker hangs up; with ``--bare`` serve copies and allocations alone."""
+    """Import the app, and serve until the broker hangs up; with ``--bare`` serve only copies and allocations."""
     parser = argparse.ArgumentParser(prog="python -m shared_rpc.worker")
     app = parser.add_mutually_exclusive_group(required=True)
     app.add_argument("target", nargs="?")

@@ -1,4 +1,4 @@
-"""The import of the app in a worker: what it imports is reported, so that the next worker begins with that."""
+"""The import of the app in a worker, whose imports are reported so that the next worker starts with them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _PACKAGE = "shared_rpc"
 
 
 class Beginning:
-    """The import of the app in this process, as a new process or as a fork of one that has the app's imports.
+    """The import of the app in this process, a new one or a fork of one that already has the app's imports.
 
-    :param words: of the command line, behind the module's name.
+    :param words: the command line after the module's name.
     """
 
     def __init__(self, words: Sequence[str] = ()) -> None:
@@ -31,10 +31,10 @@ class Beginning:
         self._before = environment()
 
     def check(self, may_restart: bool) -> None:
-        """Begin again as a new process if this one is a fork and the app, being loaded, has set variables of the environment:
-        imports that were there already may read them.
+        """Restart as a new process if this one is a fork and the app, while loading, has set environment variables: the
+        inherited imports may depend on them.
 
-        :param may_restart: whether that is possible: messages to the broker cannot be taken back.
+        :param may_restart: False once messages were sent to the broker, which cannot be withdrawn.
         """
         changed = changes_since(self._before)
         if "--forked" in self._words and changed:
@@ -72,7 +72,7 @@ class Beginning:
 
 
 def _is_real(name: str, module: object) -> bool:
-    """Return whether importing a name gives that module: some are entered under further names, or made by others."""
+    """Return True if importing a name yields that module: some have other names as well, or are created by other modules."""
     return getattr(names_in(module).get("__spec__"), "name", None) == name and name not in ("__main__", "__mp_main__")
 
 
@@ -82,7 +82,7 @@ def _is_installed(name: str, module: ModuleType) -> bool:
 
 
 def _folders() -> tuple[list[str], list[str]]:
-    """Return the person's directories in which Python looks for modules: all, and those before the interpreter's."""
+    """Return the user's directories on Python's module path: all, and those before the interpreter's."""
     path = [os.path.abspath(entry) for entry in sys.path]
     installed = [is_installed(entry) for entry in path]
     own = [entry for entry, theirs in zip(path, installed, strict=True) if not theirs and os.path.isdir(entry)]

@@ -1,4 +1,4 @@
-"""The worker's side of the link: runs come in, records go out."""
+"""The worker's side of the link: receives runs, sends records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from shared_rpc.worker.runtime import WorkerRuntime
 
 _log = logging.getLogger("shared_rpc.worker")
 
-#: Seconds for threads to end when the broker closes the connection, before the process ends.
+#: Seconds for threads to end after the broker has closed the connection, before the process ends.
 _GRACE = 0.5
 
 
@@ -57,16 +57,16 @@ class Hosted:
 
 
 def given_back(hosted: Hosted | None, session: str) -> list[int]:
-    """Return chunks of the client's that can go back to it."""
+    """Return chunks of the client's that can be returned to it."""
     transfer = hosted.transfers.find(session) if hosted is not None else None
     return transfer.returned() if transfer is not None else []
 
 
 class WorkerHost:
-    """The server of this process's providers through a broker. Its loop runs in a thread of its own.
+    """The server of this process's providers through a broker. Its loop runs in its own thread.
 
     :param fd: this end of the socket pair.
-    :param number: which of the workers this process is, from 0.
+    :param number: the worker's number, from 0.
     """
 
     def __init__(self, fd: int, options: ServeOptions, number: int) -> None:
@@ -96,15 +96,15 @@ class WorkerHost:
         self._thread = threading.Thread(target=self._serve, name="shared-rpc-worker", daemon=True)
 
     def start(self) -> None:
-        """Take runs, of providers as they are adopted."""
-        # To the broker, a forked child must not seem to be this process.
+        """Accept runs for providers as they are adopted."""
+        # The broker must not take a forked child for this process.
         after_fork(self._socket.close)
         MAPPINGS.keeps = True
         self._thread.start()
         self._ready.wait()
 
     def adopt(self, provider: Provider) -> Runtime:
-        """Have a provider served through the broker, and return its runtime."""
+        """Serve a provider through the broker, and return its runtime."""
         with self._adopting:
             for hosted in self._hosted.values():
                 if hosted.provider is provider:
@@ -134,31 +134,31 @@ class WorkerHost:
             )
             provider.registry.on_add = lambda spec: self._shared(key, spec)
             provider.run_with(runtime)
-            self._tell(message)
+            self._post(message)
             return runtime
 
     def _shared(self, key: str, spec: EndpointSpec) -> None:
-        self._tell(w.Shared(key, spec))
+        self._post(w.Shared(key, spec))
 
     @property
     def hosts(self) -> bool:
-        """Whether a provider was reported to the broker."""
+        """True if a provider was reported to the broker."""
         return bool(self._hosted)
 
     def loaded(self, imports: w.Imports | None = None) -> None:
-        """Tell the broker that the app has been imported."""
+        """Report that the app has been imported."""
         try:
-            self._tell(w.Loaded(imports))
+            self._post(w.Loaded(imports))
         except ProtocolError as error:  # a file's name may have bytes that are not UTF-8
             _log.warning("cannot send the app's imports to the broker, so workers are not forked: %s", error)
-            self._tell(w.Loaded())
+            self._post(w.Loaded())
 
     def wait(self) -> None:
         """Wait until the broker hangs up."""
         self._over.wait()
 
     def leave(self, code: int) -> NoReturn:
-        """End the process: threads that run endpoints cannot be waited for."""
+        """End the process without joining the threads that run endpoints."""
         if any(hosted.executor.busy for hosted in self._hosted.values()):
             end_now(code)
         sys.stdout.flush()
@@ -167,24 +167,24 @@ class WorkerHost:
         raise SystemExit(code)
 
     def refuse(self, error: SharedRPCError) -> NoReturn:
-        """Report to the broker why the app cannot be served, and end."""
-        self._tell(w.Refused(*to_wire(error)))
+        """Report the reason for refusing the app to the broker, and end."""
+        self._post(w.Refused(*to_wire(error)))
         sent = threading.Event()
         self._on_loop(sent.set)
         sent.wait(_GRACE)
         self.leave(1)
 
     def abandon(self) -> None:
-        """Have the process end soon, with the error being raised: the app failed to load."""
+        """End the process soon with the error being raised: the app failed to load."""
         end_within(_GRACE, 1)
 
     def _here(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def _tell(self, message: Message, number: int = 0) -> None:
-        """Have the loop send a message.
+    def _post(self, message: Message, number: int = 0) -> None:
+        """Send a message from the loop.
 
-        :raises ProtocolError: if it cannot be encoded, which on the loop would go unnoticed.
+        :raises ProtocolError: if it cannot be encoded, an error that would be lost on the loop.
         """
         encode_message(message)
         with suppress(RuntimeError):  # the loop is closed: the process ends
@@ -202,14 +202,14 @@ class WorkerHost:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._hang_up = asyncio.Event()
-        self._stream = FramedStream(self._socket, self._hear, self._hung_up)
+        self._stream = FramedStream(self._socket, self._handle, self._hung_up)
         self._stream.start()
         self._ready.set()
         await self._hang_up.wait()
 
     # Messages of the broker. On the loop.
 
-    def _hear(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         message = decode_message(frame)
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -229,7 +229,7 @@ class WorkerHost:
         endpoint = hosted.provider.endpoints.get(message.endpoint) if hosted is not None else None
         arguments: Arguments | None = None
         try:
-            if hosted is not None:  # whatever becomes of the run: a client's arena is sent once
+            if hosted is not None:  # even if the run fails: a client's arena is sent only once
                 arguments = read_arguments(frame, message, message.session, hosted.transfers, None)
             if hosted is None or endpoint is None or arguments is None:
                 raise EndpointNotFound(
@@ -267,7 +267,7 @@ class WorkerHost:
             self.ended(run, Failure.unexpected(error, f"a run of {endpoint.spec.name}() cannot be started"))
 
     def began(self, run: Run[None]) -> None:
-        # Before the endpoint runs, which may end this process: a started run is not started again elsewhere.
+        # Before the endpoint runs, which may end this process: a started run is not restarted elsewhere.
         self._stream.send(w.RunStarted(), run.number, at_once=True)
         if HOOKS.registered:
             run.begun_at = time.monotonic()
@@ -288,7 +288,7 @@ class WorkerHost:
             self._tell_end(run, failure.code if failure is not None else "")
 
     def _tell_end(self, run: Run[None], error: str = "") -> None:
-        """Report the end of a run to the app's hooks that got its beginning."""
+        """Report the end of a run to the app's hooks that received its start."""
         HOOKS.emit(
             BuildFinished(
                 endpoint=run.spec.name,
@@ -300,7 +300,7 @@ class WorkerHost:
         )
 
     def _hand_over(self, hosted: Hosted, run: Run[None], produced: Completed) -> Failure | None:
-        """Hand a result over, and return why that cannot be done, where that is so."""
+        """Send a result to the broker; return the failure if that is not possible."""
         record = produced.record
         assert record is not None, "a result for a broker is published"
         transfer = hosted.transfers.find(run.session)

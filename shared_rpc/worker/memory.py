@@ -1,4 +1,4 @@
-"""Memory that the broker orders: a worker, which has the drivers of GPUs, allocates and copies it."""
+"""Memory ordered by the broker: a worker, which has the GPU drivers, allocates and copies it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.messages import Message
 from shared_rpc.protocol.records import SegmentInfo
 
-#: An answer, and the segments whose descriptors go with it and are closed then.
+#: An answer, and the segments whose descriptors are sent with it and then closed.
 _Answer = tuple[Message, Sequence[Segment]]
 
 
 class OrderedMemory(DeviceMemory):
-    """Requests of the broker for memory. On the worker's loop.
+    """The broker's requests for memory. On the worker's loop.
 
     Host memory stays mapped until :class:`~shared_rpc.protocol.worker.ForgetCopies`.
 
     :param send: sends a message, its request id, a payload and descriptors, which are duplicated; on the loop only.
-    :param on_loop: has something called on the loop, from any thread.
+    :param on_loop: schedules a call on the loop, from any thread.
     """
 
     def __init__(self, send: Callable[..., None], on_loop: Callable[[Callable[[], None]], None]) -> None:
         super().__init__("cpu")
         self._send = send
         self._on_loop = on_loop
-        #: Requests without an answer, by their numbers.
+        #: Unanswered requests, by number.
         self._requests: dict[int, asyncio.Task[None]] = {}
 
     @property
@@ -48,10 +48,10 @@ class OrderedMemory(DeviceMemory):
         }
 
     def stop(self, number: int) -> None:
-        """Stop the work for a request, which is answered all the same."""
+        """Stop the work for a request, which is still answered."""
         task = self._requests.get(number)
         if task is not None:
-            asyncio.get_running_loop().call_soon(task.cancel)  # when it has begun: only then does it clean up
+            asyncio.get_running_loop().call_soon(task.cancel)  # after its first step: its clean-up runs only then
 
     def _begin(self, number: int, work: Coroutine[Any, Any, _Answer]) -> None:
         task = self._requests[number] = asyncio.get_running_loop().create_task(self._answer(number, work))
@@ -102,11 +102,11 @@ class OrderedMemory(DeviceMemory):
         return w.SegmentsCopied([one.segment.info for one in made], [one.digest for one in made]), new
 
     def _watch(self, order: CopyOrder, made: Segment) -> None:
-        """Do nothing: the broker says when a copy is gone."""
+        """Do nothing: the broker reports the end of a copy."""
 
 
 def _ordered(message: w.CopySegments, fds: list[int]) -> list[CopyOrder]:
-    """Return what is ordered; the segments own the descriptors."""
+    """Return the orders of a message; their segments own the descriptors."""
     left = iter(fds)
 
     def owned(info: SegmentInfo) -> Segment:

@@ -1,4 +1,4 @@
-"""Calls that a worker's own code makes: they go to the broker, and know which run they belong to."""
+"""Calls by a worker's own code, sent to the broker with the run that they belong to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WAITS = {"call", "execute", "refresh", "wait_for_task", "watch_task"}
 
 
 class _WaitingDriver(BlockingDriver):
-    """A driver that waits for endpoints with the worker's consent: see :meth:`WorkerRuntime._waiting`."""
+    """A driver that reports its waits for endpoints to the worker: see :meth:`WorkerRuntime._waiting`."""
 
     _waiting: Callable[[str], AbstractContextManager[None]]
 
@@ -45,7 +45,7 @@ class _WaitingDriver(BlockingDriver):
 
 @bound
 class _WorkerClient(_WaitingDriver, Client):
-    """A client of the broker that this process works for."""
+    """A client of this process's broker."""
 
     def __init__(self, waiting: Callable[[str], AbstractContextManager[None]], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -53,10 +53,10 @@ class _WorkerClient(_WaitingDriver, Client):
 
 
 class WorkerRuntime(ClientRuntime):
-    """A client of the broker that this process works for.
+    """The runtime of a client of this process's broker.
 
-    :param lend: entered while an endpoint waits for another one: one thread more may run endpoints.
-    :param here: whether the caller is on the loop that endpoints run on, where it must not wait for them.
+    :param lend: entered while an endpoint waits for another one: one more thread may run endpoints.
+    :param here: returns True if the caller is on the loop of the endpoints, where it must not wait for them.
     """
 
     role: Role = "server"
@@ -74,7 +74,7 @@ class WorkerRuntime(ClientRuntime):
 
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
-        """Allow one thread more while code of this process waits for an endpoint, and mark the call as its own."""
+        """Allow one more thread while code of this process waits for an endpoint, and mark the call as its own."""
         if self._here():
             raise ConfigurationError(
                 f"{what}() was called on the worker's event loop, perhaps by an async endpoint: make {what!r} an async def "
@@ -93,11 +93,11 @@ class WorkerRuntime(ClientRuntime):
 
     @property
     def socket_path(self) -> str:
-        """The path at which the broker listens for this provider, or will."""
+        """The path of the broker's socket for this provider."""
         return self.operations.socket_path
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an endpoint in a thread."""
-        # A limiter of its own: endpoints that wait for each other must not use up the loop's shared threads.
+        # Its own limiter: endpoints that wait for each other must not exhaust the loop's shared threads.
         limiter = anyio.CapacityLimiter(1)
         return await anyio.to_thread.run_sync(lambda: self.operations.call(endpoint, *args, **kwargs), limiter=limiter)

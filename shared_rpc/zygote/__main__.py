@@ -1,4 +1,4 @@
-"""``python -m shared_rpc.zygote``: started by a broker with one end of a socket pair, or to listen; and forked for others."""
+"""``python -m shared_rpc.zygote``: started by a broker with one end of a socket pair, or as a listener."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared_rpc.zygote.wire import framed, receive, send
 
 
 def main() -> Callable[[], NoReturn] | None:
-    """Serve until no client can come any more. Returns in every requested process, with its program; and None at the end."""
+    """Serve until no more clients can connect. Returns the program in each requested process, and None at the end."""
     parser = argparse.ArgumentParser(prog="python -m shared_rpc.zygote")
     parser.add_argument("--fd", type=int, help="One end of a socket pair.")
     parser.add_argument("--parent", type=int, help="Pid of the process with which the zygote ends.")
@@ -69,7 +69,7 @@ def _listen(options: argparse.Namespace) -> Callable[[], NoReturn] | None:
 
 
 def run() -> None:
-    """Be a zygote; in each requested process run its program, to the end of the process."""
+    """Run a zygote; in each requested process run its program, to the end of the process."""
     program = main()
     if program is None:
         os._exit(0)  # exit callbacks of the imports are for the forks

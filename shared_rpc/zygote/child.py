@@ -1,4 +1,4 @@
-"""The steps by which a fork of a zygote becomes a process like any other, and the program that it runs."""
+"""The steps that turn a fork of a zygote into an ordinary process, and the program that it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from shared_rpc.settings import change_environment, environment
 
-#: In a fork, the environment that a new process would have begun with in its place: without what imports have changed of it.
+#: In a fork, the environment that a new process would have started with, without the changes made by imports.
 inherited: dict[str, str] = {}
 
 
@@ -43,29 +43,29 @@ def become(
     limits: Mapping[int, tuple[int, int]] | None = None,
     ignored: Iterable[int] = (),
 ) -> None:
-    """Make a process of its own of a fork. Once, in the fork, before anything else, while signals are held back.
+    """Turn a fork into an independent process. Once, in the fork, before anything else, while signals are blocked.
 
-    The rule: *what a new process would have made for itself is made again; what it would have inherited from the process that
-    asked for it is taken from there; what its imports would have made is kept.* So:
+    The rule: *state that a new process would create is created again; state that it would inherit from its requester is
+    taken from there; state that its imports would create is kept.* So:
 
-    - made again: the state of random number generators (``random`` does that itself, as ``tempfile`` does; numpy's and torch's
+    - created again: the state of random number generators (``random`` and ``tempfile`` do that themselves; numpy's and torch's
       global ones do not), the key of :mod:`multiprocessing`, standard streams with their buffers, caches of directories and of
       sources, the names of its main module and its command line;
     - inherited: descriptors, environment (with the time zone that the C library had read from it), working directory, umask,
       resource limits, ignored signals;
-    - kept: modules, atexit callbacks and logging handlers that imports registered (this process runs them, and its zygote,
-      which ends without, does not), signal handlers that imports set, descriptors of devices without state. Objects of the
-      imports stay frozen, see :func:`gc.freeze`: a collection that touched them would copy their memory.
+    - kept: modules, atexit callbacks and logging handlers registered by imports (this process runs them, and its zygote does
+      not), signal handlers set by imports, descriptors of devices without state. Objects of the imports stay frozen, see
+      :func:`gc.freeze`: a collection that touched them would copy their memory.
 
-    Locks need nothing here: a zygote has one thread, which holds none when it forks; ``threading`` and ``logging`` have
-    hooks for forks of their own. The hash seed is the zygote's, as in any fork.
+    Locks need no care: a zygote has one thread, which holds none when it forks; ``threading`` and ``logging`` have their own
+    fork hooks. The hash seed is the zygote's, as in any fork.
 
-    :param fds: descriptors, by the numbers that they get; 0, 1 and 2 are among them in a process that has standard streams.
-    :param words: its command line behind the interpreter and its ``options``, as other programs see it.
-    :param mask: signals that are blocked when all is done.
+    :param fds: descriptors, by their new numbers; must include 0, 1 and 2 for standard streams.
+    :param words: its command line after the interpreter and its ``options``, as other programs see it.
+    :param mask: signals that stay blocked afterwards.
     :param kept: further descriptors that stay open.
     :param umask: None for the zygote's.
-    :param ignored: signals that it ignores, as it would have inherited that.
+    :param ignored: signals that it ignores, as if inherited.
     """
     _place_descriptors(fds, kept)
     before = environment()
@@ -98,7 +98,7 @@ def become(
 def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:
     """Give descriptors their numbers, and close all others except the kept ones."""
     above = max([*wanted, *kept, 2]) + 1
-    # Moved first: one descriptor may have the number that another one is to get.
+    # Moved first: the number of one descriptor may be the new number of another.
     moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in wanted.items()}
     for number, fd in moved.items():
         os.dup2(fd, number, inheritable=True)
@@ -106,13 +106,13 @@ def _place_descriptors(wanted: Mapping[int, int], kept: Iterable[int]) -> None:
 
 
 def _stream(number: int, name: str, earlier: io.TextIOWrapper) -> io.TextIOWrapper | None:
-    """Make a standard stream, as the interpreter does when it starts: with a buffer of its own, and a terminal by the line."""
+    """Open a standard stream as the interpreter does at its start: with its own buffer, line-buffered on a terminal."""
     unbuffered = earlier.write_through
     try:
         # open() chooses the buffer size by the kind of file. The file stays open.
         mode, size = ("rb", -1) if number == 0 else ("wb", 0 if unbuffered else -1)
         buffer: Any = open(number, mode, size, closefd=False)  # noqa: SIM115
-    except OSError:  # it is closed in the process that asked
+    except OSError:  # it is closed in the requesting process
         return None
     raw = getattr(buffer, "raw", buffer)
     raw.name = f"<{name}>"
@@ -123,7 +123,7 @@ def _stream(number: int, name: str, earlier: io.TextIOWrapper) -> io.TextIOWrapp
 
 
 def _seed() -> None:
-    """Seed the global generators of random numbers again. Those of modules that are imported later are seeded then."""
+    """Reseed the global random number generators. Those of modules imported later are seeded on import."""
     random.seed()
     legacy = sys.modules.get("numpy.random")
     if legacy is not None:
@@ -138,7 +138,7 @@ def _seed() -> None:
 
 
 def _forget_folders() -> None:
-    """Have directories and sources be read again: the zygote may be hours old."""
+    """Invalidate caches of directories and sources: the zygote may be hours old."""
     importlib.invalidate_caches()
     linecache.clearcache()
     tempfile = sys.modules.get("tempfile")
@@ -147,7 +147,7 @@ def _forget_folders() -> None:
 
 
 def own_path(options: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return what the interpreter puts before all other directories of modules for a program, see :func:`run_program`."""
+    """Return the entries that the interpreter puts first on a program's module path, see :func:`run_program`."""
     if sys.flags.safe_path or "-P" in options:
         return []
     if words[0] == "-m":
@@ -164,7 +164,7 @@ def own_path(options: Sequence[str], words: Sequence[str]) -> list[str]:
 
 
 def _absolute(path: str) -> str:
-    """Return a path with the working directory before it, and otherwise unchanged."""
+    """Prefix a relative path with the working directory, leaving it otherwise unchanged."""
     try:
         return path if os.path.isabs(path) else os.getcwd() if path == "." else f"{os.getcwd()}/{path}"
     except OSError:  # the directory has been removed
@@ -174,7 +174,7 @@ def _absolute(path: str) -> str:
 def run_program(words: Sequence[str]) -> NoReturn:
     """Run a script, a directory, an archive, or ``-m`` with a module, as ``python`` does, to the end of the process."""
     new_main()
-    # Private; "python -m" itself calls it: in 3.4 to 3.14. It also sets sys.argv[0], unless told not to.
+    # Private; "python -m" itself calls it: in 3.4 to 3.14. It also sets sys.argv[0] by default.
     private: Any = runpy
     if words[0] == "-m":
         finish(lambda: private._run_module_as_main(words[1]))
@@ -186,7 +186,7 @@ def run_program(words: Sequence[str]) -> NoReturn:
 
 
 def _run_file(path: str) -> None:
-    # Not by runpy.run_path(): its main module ends with the script's code, and a server goes on after that.
+    # Not by runpy.run_path(): its main module ends with the script's code, but a server continues after that.
     main = vars(sys.modules["__main__"])
     compiled, source = SourcelessFileLoader("__main__", path), SourceFileLoader("__main__", path)
     is_compiled = path.endswith(".pyc")
@@ -196,9 +196,9 @@ def _run_file(path: str) -> None:
 
 
 def new_main() -> None:
-    """Make a main module with what the interpreter puts there before the program.
+    """Create a main module with the globals that the interpreter sets before the program.
 
-    Not the zygote's own one made empty, which is frozen: what a program leaves there would not be collected at its end.
+    The zygote's own one is not reused: it is frozen, so objects of the program in it would not be collected at its end.
     """
     earlier, main = sys.modules["__main__"], ModuleType("__main__")
     vars(main).update(__loader__=BuiltinImporter, __builtins__=builtins)
@@ -208,7 +208,7 @@ def new_main() -> None:
 
 
 def finish(main: Callable[[], object]) -> None:
-    """Call the program, and show its error without the frames of this module."""
+    """Call the program, and print its error without the frames of this module."""
     try:
         main()
     except SystemExit:
@@ -218,14 +218,14 @@ def finish(main: Callable[[], object]) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-        del trace  # this frame is a part of it: the program's objects would be collected late
+        del trace  # it includes this frame: the program's objects would be collected late
         # The interpreter handles the error too, and chooses how to end: by SIGINT for a KeyboardInterrupt.
         sys.excepthook = lambda *_: None
         raise
 
 
 def open_descriptors() -> list[int]:
-    """Return the numbers of all open descriptors, the least one first."""
+    """Return the numbers of all open descriptors in ascending order."""
     found = []
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         try:
@@ -237,7 +237,7 @@ def open_descriptors() -> list[int]:
 
 
 def close_all_but(kept: Iterable[int]) -> None:
-    """Close every descriptor that is not among these."""
+    """Close every descriptor except these."""
     stay = sorted(kept)
     for first, last in zip([-1, *stay], [*stay, open_descriptors()[-1] + 1], strict=True):
         if first + 1 < last:
@@ -245,7 +245,7 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 
 def set_title(words: Sequence[str]) -> None:
-    """Overwrite the words that this process was started with, as far as they fit; see proc_pid_cmdline(5)."""
+    """Overwrite the command line of this process, as far as it fits; see proc_pid_cmdline(5)."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc_pid_stat(5)
     space = end - start

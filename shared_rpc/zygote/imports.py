@@ -1,4 +1,4 @@
-"""Imports of a zygote: which code is installed, the imports in the order of a process that needed them, and changes on disk."""
+"""Imports of a zygote: detection of installed code, imports in the order of an earlier process, and changes on disk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 
 def is_installed(path: str) -> bool:
-    """Return whether a path is the interpreter's own or a directory of installed packages, or lies below one.
+    """Return True if a path is the interpreter's own or a directory of installed packages, or lies below one.
 
-    Installed code does not change while a zygote that has imported it lives. Such a directory is named ``site-packages`` or
-    ``dist-packages``, or is an entry of ``sys.path`` that holds the metadata of distributions (``*.dist-info``), as
-    ``pip install --target`` makes it.
+    Installed code does not change while a zygote that has imported it runs. Such a directory is named ``site-packages`` or
+    ``dist-packages``, or is an entry of ``sys.path`` with the metadata of distributions (``*.dist-info``), like the target of
+    ``pip install --target``.
     """
     return not _PACKAGES.isdisjoint(path.split(os.sep)) or f"{path}/".startswith(_folders())
 
@@ -49,7 +49,7 @@ def _has_metadata(entry: str) -> bool:
 
 
 def names_in(module: object) -> dict[str, Any]:
-    """Return the global names of an entry of ``sys.modules``. Reading an attribute of a lazy module would import it."""
+    """Return the globals of an entry of ``sys.modules``, without reading attributes, which would import a lazy module."""
     try:
         names = object.__getattribute__(module, "__dict__")
     except AttributeError:
@@ -64,7 +64,7 @@ def file_of(module: object) -> str:
 
 
 def changes_since(before: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables of the environment that have changed since, None for removed ones."""
+    """Return the environment variables that have changed since, None for removed ones."""
     after = environment()
     return {name: after.get(name) for name in {*before, *after} if before.get(name) != after.get(name)}
 
@@ -73,9 +73,9 @@ def changes_since(before: Mapping[str, str]) -> dict[str, str | None]:
 class Preloaded:
     """The outcome of imports.
 
-    :param dropped: modules that could not be imported, and why.
-    :param spoiled: why the process cannot be forked any more; empty if it can be.
-    :param module: the one whose import was the reason.
+    :param dropped: modules that could not be imported, and the errors.
+    :param spoiled: the reason why the process can no longer be forked; empty if it can.
+    :param module: the module whose import was the cause.
     """
 
     dropped: dict[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def preload(names: Sequence[str], folders: Iterable[str], check: Callable[[], st
     """Import modules.
 
     :param folders: directories whose modules are not imported.
-    :param check: returns after each import why the process cannot be forked any more.
+    :param check: called after each import, returns the reason why the process can no longer be forked, or an empty text.
     """
     done = Preloaded()
     path = sys.path[:]
@@ -99,7 +99,7 @@ def preload(names: Sequence[str], folders: Iterable[str], check: Callable[[], st
                 continue
             try:
                 importlib.import_module(name)
-            except BaseException as error:  # any exception is the module's, SystemExit too
+            except BaseException as error:  # any exception is the module's, including SystemExit
                 done.dropped[name] = f"{type(error).__name__}: {error}"
             done.spoiled = check()
             if done.spoiled:
@@ -112,9 +112,9 @@ def preload(names: Sequence[str], folders: Iterable[str], check: Callable[[], st
 
 
 def shadowed(folders: Iterable[str]) -> str:
-    """Return a file that a new process would import in place of a module that is imported; empty for none.
+    """Return a file that a new process would import in place of an imported module; empty for none.
 
-    :param folders: directories or archives, in the order in which they are searched.
+    :param folders: directories or archives, in search order.
     """
     found: set[str] = set()
     for folder in folders:
@@ -143,7 +143,7 @@ def shadowed(folders: Iterable[str]) -> str:
 
 
 def changeable() -> str:
-    """Return why an import may change at any time, without the zygote's client asking for it; empty if none does."""
+    """Return the reason why imported code may change at any time without a request of a client; empty for none."""
     own = os.path.dirname(os.path.dirname(__file__))  # this library
     for name, module in list(sys.modules.items()):
         file = file_of(module)
@@ -156,7 +156,7 @@ def changeable() -> str:
 
 
 class Files:
-    """The files of all modules that are imported, as they were."""
+    """Snapshot of the files of all imported modules."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, int, int]] = {}

@@ -1,4 +1,4 @@
-"""Processes that zygotes fork, their watchers and their ends.
+"""Processes forked by zygotes, and their watchers.
 
 ``python -m shared_rpc.zygote.process PARENT PROGRAM [ARGUMENTS]`` runs a program that ends with the process that started it.
 """
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 def fork() -> int:
     """Fork; return the process id in the parent, 0 in the child.
 
-    :raises OSError: if the system allows no other process.
+    :raises OSError: if the system refuses another process.
     """
     with warnings.catch_warnings():
         # From 3.12 on, Python warns if a process has native threads too; see safety.unsafe() for why those are harmless.
@@ -37,12 +37,12 @@ def fork() -> int:
 
 
 def fork_watched(client: socket.socket) -> None:
-    """Become the watcher of another fork, in a fork of the zygote; return only in that other fork, with signals blocked.
+    """In a fork of the zygote, fork again and become the watcher; return only in that second fork, with signals blocked.
 
     The watcher reports the end of its child to the client, and kills the child when the client has ended: neither of them needs
     the zygote then.
     """
-    # A session of its own, without a terminal: a script in another process group of the session can be stopped, see setpgid(2).
+    # Its own session, without a terminal: a script in another process group of the session can be stopped, see setpgid(2).
     os.setsid()
     client.settimeout(None)
     watcher = os.getpid()
@@ -63,7 +63,7 @@ def fork_watched(client: socket.socket) -> None:
 
 
 def refuse(client: socket.socket, why: str, stale: bool = False) -> None:
-    """Answer a request for a process that cannot be met."""
+    """Refuse a request for a process."""
     with suppress(OSError):
         send(client, framed({"type": "ForkRefused", "why": why, "stale": stale}))
 
@@ -78,11 +78,11 @@ def _watch(pid: int, client: socket.socket) -> NoReturn:
     child = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(child, select.POLLIN)
-    poll.register(client, 0)  # the end of the connection: what the client sends is for the child
+    poll.register(client, 0)  # only the end of the connection: the client's data is for the child
     while True:
         for fd, _ in poll.poll():
             if fd == child:
-                # Not reaped before the client knows: until then no other process has its id, or that of its group.
+                # Not reaped before the client is notified: until then no other process has its id, or that of its group.
                 how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 assert how is not None, "the child has ended"
                 code = how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
@@ -96,31 +96,31 @@ def _watch(pid: int, client: socket.socket) -> NoReturn:
 
 
 class WatchedProcess:
-    """A process that a zygote forked, with what a broker needs of :class:`subprocess.Popen`.
+    """A process forked by a zygote, with the methods of :class:`subprocess.Popen` that a broker uses.
 
-    :param connection: to the watcher. It is readable when the process has ended.
+    :param connection: to the watcher. It is readable once the process has ended.
     """
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid = pid
-        #: As in :class:`subprocess.Popen`; None until it was waited for.
+        #: As in :class:`subprocess.Popen`; None until the process is reaped.
         self.returncode: int | None = None
         self._connection = connection
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when the process has ended."""
+        """Return the descriptor that is readable once the process has ended."""
         return self._connection.fileno()
 
     def kill(self) -> None:
-        """Send SIGKILL, if it was not waited for: until then no other process can have its id."""
+        """Send SIGKILL, unless the process was reaped: until then no other process can have its id."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for the end of the process.
 
-        :raises subprocess.TimeoutExpired: if it has not ended within so many seconds.
+        :raises subprocess.TimeoutExpired: after ``timeout`` seconds.
         """
         if self.returncode is None:
             if timeout is not None and not is_readable(self.fileno(), timeout):
@@ -132,7 +132,7 @@ class WatchedProcess:
 
 
 def is_readable(fd: int, seconds: float | None = None) -> bool:
-    """Wait until there is something to read: with a pidfd, until the process has ended. Return whether there is."""
+    """Wait until a descriptor is readable, for a pidfd until the process has ended. Return False after ``seconds``."""
     ready = select.poll()
     ready.register(fd, select.POLLIN)
     return bool(ready.poll(seconds * 1000 if seconds is not None else None))
@@ -150,7 +150,7 @@ def pss_of(pid: int) -> int:
 def die_with_parent(parent: int) -> None:
     """Have the kernel send SIGKILL when the thread that is the parent of this process ends; see prctl(2).
 
-    :param parent: the process id of the parent; if it has ended already, so does this process.
+    :param parent: the process id of the parent; if that has already ended, this process ends now.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -158,7 +158,7 @@ def die_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    # The kernel ends it: what was set here stays set while another program takes this process over.
+    # The kernel keeps this setting while another program replaces this process.
     die_with_parent(int(sys.argv[1]))
     try:
         os.execvp(sys.argv[2], sys.argv[2:])

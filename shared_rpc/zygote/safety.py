@@ -1,4 +1,4 @@
-"""The check whether this process may be forked."""
+"""The check that this process may be forked."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from shared_rpc.zygote.process import fork, is_readable
 
 #: Devices without state, which processes may share.
 HARMLESS = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"})
-#: Devices of the NVIDIA driver that its management library opens, which need not mean CUDA. CUDA needs /dev/nvidia-uvm, which
-#: the library opens too with some drivers: then CUDA's own library is asked.
+#: Devices of the NVIDIA driver that its management library opens, which need not indicate CUDA. CUDA needs /dev/nvidia-uvm,
+#: which the library opens too with some drivers: then CUDA's own library is queried.
 _NVIDIA, _CUDA = "/dev/nvidia", "/dev/nvidia-uvm"
-#: CUDA_ERROR_NOT_INITIALIZED, the answer of every function of the driver's interface before cuInit().
+#: CUDA_ERROR_NOT_INITIALIZED, returned by every function of the driver's interface before cuInit().
 _NOT_INITIALIZED = 3
 #: Files by which that library waits for events (both seen with driver 580). Forks inherit them with the devices, and do not
 #: wait.
 _EVENTS = ("anon_inode:[eventfd]", "pipe:")
 #: Seconds for the trial fork's computation.
 _PATIENCE = 10.0
-#: Seconds in which a thread begins to run.
+#: Seconds for a new thread to start running.
 _BEGINNING = 0.02
 #: The number of threads at the last check.
 _seen = [1]
 
 
 def unsafe(known: frozenset[int]) -> str:
-    """Return why this process must not be forked; empty if it may be.
+    """Return the reason why this process must not be forked; empty if it may be.
 
-    Python threads would be missing in a fork, with whatever they had locked. CUDA does not survive a fork. A child process, or
-    an open file or socket, would be shared by forks that know nothing of each other. Threads of native libraries (OpenBLAS,
-    OpenMP) are no reason: those libraries start theirs again in a fork.
+    Python threads would be missing in a fork, with their locks held. CUDA does not survive a fork. A child process, an open
+    file or a socket would be shared by independent forks. Threads of native libraries (OpenBLAS, OpenMP) are harmless: those
+    libraries restart them in a fork.
 
-    :param known: descriptors that are meant to be open.
+    :param known: descriptors that are allowed to be open.
     """
     if _native_threads() != _seen[0]:
         # A thread of the module _thread is counted once it runs; a thread of a library at once.
@@ -65,7 +65,7 @@ def unsafe(known: frozenset[int]) -> str:
 
 
 def cuda_is_initialised() -> bool:
-    """Return whether anything in this process has initialised CUDA, which then does not work in its forks."""
+    """Return True if any code in this process has initialised CUDA, which then does not work in its forks."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:  # the library is not loaded
@@ -78,9 +78,9 @@ def _native_threads() -> int:
 
 
 def try_fork() -> str:
-    """Fork, and have the fork compute; return why that does not work, empty if it does.
+    """Fork and compute in the fork; return the error if that fails, empty if it succeeds.
 
-    A parallel region of OpenMP that ran before a fork leaves the library waiting, in the fork, for threads that are not there.
+    After a parallel region of OpenMP, the library in a fork waits for threads that do not exist there.
     """
     pid = fork()
     if pid == 0:
@@ -107,7 +107,7 @@ _POISONED = 3
 
 
 def _compute() -> int:
-    """Use the thread pools of torch and numpy, as far as they have been imported."""
+    """Use the thread pools of torch and numpy, if imported."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "ones"):
         matrix = numpy.ones((256, 256), numpy.float32)

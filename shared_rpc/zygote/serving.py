@@ -1,4 +1,4 @@
-"""The loop of a zygote, and its answers to requests, each in a fork of its own."""
+"""The loop of a zygote, and its answers to requests, each in its own fork."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shared_rpc.zygote.process import fork, fork_watched, pss_of, refuse
 from shared_rpc.zygote.safety import try_fork, unsafe
 from shared_rpc.zygote.wire import GO, GREETING, Lost, framed, receive, send
 
-#: Makes torch ask the management library, not CUDA, whether there is a GPU: several libraries ask when they are imported.
+#: Makes torch check for a GPU by the management library instead of CUDA: several libraries check on import.
 _ASK_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: Seconds for a part of a message to arrive.
 _PATIENCE = 10.0
@@ -34,13 +34,13 @@ _LOOK = 2.0
 
 
 class Fork(TypedDict, total=False):
-    """A request for a process, with what it is to inherit from the one that asks.
+    """A request for a process, with the state to inherit from the requesting process.
 
-    ``words`` is the command line behind the interpreter and its ``options``: a script, or ``-m`` and a module, and arguments.
-    ``fds`` are the numbers that the descriptors of the message have in the process; 0, 1 and 2 must be among them in a process
-    that has standard streams. One more descriptor is the working directory's. None of the ``folders``, which come first where
-    the process looks for modules, may have a module that the zygote has from elsewhere. The signals ``ignored`` and ``blocked``
-    are so in the process. ``idle_exit`` is for the zygote: seconds without a request after which it ends.
+    ``words`` is the command line after the interpreter and its ``options``: a script, or ``-m`` and a module, and arguments.
+    ``fds`` are the numbers of the message's descriptors in the process; they must include 0, 1 and 2 for standard streams. The
+    last descriptor, without a number, is the working directory's. None of the ``folders``, which come first on the process's
+    module path, may have a module that the zygote imported from elsewhere. The signals ``ignored`` and ``blocked`` are so in
+    the process. ``idle_exit`` is for the zygote: seconds without a request after which it ends.
     """
 
     words: list[str]
@@ -56,13 +56,13 @@ class Fork(TypedDict, total=False):
 
 
 class Control:
-    """The way by which clients reach a zygote: the end of a socket pair, from which each message is a byte, and a socket."""
+    """The connection of clients to a zygote: a socket pair, from which each message is a byte and a descriptor of a socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     def next(self) -> socket.socket | None:
-        """Wait for a client; None when the zygote is to end."""
+        """Wait for a client; return None when the zygote must end."""
         _, fds, _, _ = socket.recv_fds(self._socket, 1, 1, socket.MSG_CMSG_CLOEXEC)
         return socket.socket(fileno=fds[0]) if fds else None
 
@@ -71,37 +71,37 @@ class Control:
         self._socket.close()
 
     def note(self, request: Fork) -> None:
-        """Make the zygote count a process; called in a fork."""
+        """Count a process in the zygote; called in a fork."""
 
     def end(self) -> None:
-        """End the zygote, so that another one can take its place at once; called in a fork. A broker does that itself."""
+        """End the zygote, so that another one can replace it at once; called in a fork. A broker does that itself."""
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request that is none for a process; called in a fork."""
+        """Answer a request other than one for a process; called in a fork."""
         raise Lost(f"no request: {request['type']}")
 
 
 class Zygote:
-    """A process that is forked. In the main thread of a process that has no other, and nothing open that it need not."""
+    """A process to be forked. In the main thread of a process without other threads or unneeded open files."""
 
     def __init__(self) -> None:
         #: The ``sys.path`` of forks, without that of their program.
         self._path = sys.path[:]
-        #: Descriptors that imports have opened. Libffi 3.5 maps its own file whenever it needs trampolines.
+        #: Descriptors opened by imports. Libffi 3.5 maps its own file whenever it needs trampolines.
         names = {fd: os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) for fd in open_descriptors()}
         self._kept = [fd for fd, name in names.items() if ".so." in name or name.endswith(".so")]
-        #: The environment at the beginning, and what the imports have changed of it.
+        #: The environment at the start, and its changes by imports.
         self._inherited = environment()
         self._changed: dict[str, str | None] = {}
         self._fds = frozenset(open_descriptors())
         self._files: Files | None = None
 
     def prepare(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import the ``modules`` of a Preload, and find out whether this process can be forked then; return the answer.
+        """Import the ``modules`` of a Preload, and check that this process can be forked then; return the answer.
 
-        ``own`` are names of modules that it must not have: those of the person's own code. ``folders`` are directories whose
-        modules it must not import: files of a person change at any time, and come first where Python looks for modules.
-        ``needed`` are modules without which the zygote is not wanted.
+        ``own`` are names of modules that it must not have: those of the user's own code. ``folders`` are directories whose
+        modules it must not import: files of a user change at any time, and come first on Python's module path.
+        ``needed`` are modules without which the zygote is useless.
         """
         change_environment(_ASK_NVML)
         before, begin = environment(), sys.path[:]
@@ -133,7 +133,7 @@ class Zygote:
         return {"type": "Ready", "modules": modules, "dropped": done.dropped, "variables": self._changed}
 
     def serve(self, door: Control) -> Callable[[], NoReturn] | None:
-        """Fork for each client until none can come any more. Returns the program in requested processes, None at the end."""
+        """Fork for each client until no more can connect. Returns the program in requested processes, None at the end."""
         # The kernel reaps watchers.
         earlier = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         while (client := door.next()) is not None:
@@ -145,11 +145,11 @@ class Zygote:
                     continue
                 if pid == 0:
                     signal.signal(signal.SIGCHLD, earlier if earlier is not None else signal.SIG_DFL)
-                    return self._hear(client, door)
+                    return self._answer(client, door)
         return None
 
-    def _hear(self, client: socket.socket, door: Control) -> Callable[[], NoReturn]:
-        """Answer one request, in a fork; return the program in another one, whose watcher the first one is."""
+    def _answer(self, client: socket.socket, door: Control) -> Callable[[], NoReturn]:
+        """Answer one request, in a fork; return the program in a second fork, which the first one watches."""
         client = socket.socket(fileno=client.detach())
         door.leave()
         try:
@@ -167,12 +167,12 @@ class Zygote:
             return lambda: self._begin(request, fds, client)
         except _Refusal as refusal:
             refuse(client, str(refusal), refusal.stale)
-        except Exception as error:  # a malformed request, or one that does not come
+        except Exception as error:  # a malformed request, or one that does not arrive
             refuse(client, f"{type(error).__name__}: {error}")
         os._exit(1)
 
     def _check(self, request: Fork, fds: list[int], door: Control) -> None:
-        """Refuse a process that would not be as a new one, or cannot be."""
+        """Refuse a process that would differ from a new one, or cannot be created."""
         if len(fds) != len(request["fds"]) + 1:
             raise _Refusal(f"received {len(fds)} descriptors instead of the announced {len(request['fds']) + 1}")
         if taken := sorted({*request["fds"]} & {*self._kept}):
@@ -186,10 +186,10 @@ class Zygote:
             raise _Refusal(f"the program's path has another {name} than the zygote has imported")
 
     def _begin(self, request: Fork, fds: list[int], client: socket.socket) -> NoReturn:
-        """Be the process that was requested, to its end."""
+        """Become the requested process, and run to its end."""
         words = request["words"]
         wanted = dict(zip(request["fds"], fds, strict=False))  # the last one is the working directory's
-        # Above all other numbers, where it is not in the way.
+        # Above all other numbers, out of the way.
         moved = fcntl.fcntl(client, fcntl.F_DUPFD_CLOEXEC, max([*wanted, *self._kept, 2]) + 1)
         with socket.socket(fileno=moved) as connection:
             client.detach()  # closed with all others
@@ -217,13 +217,13 @@ class Zygote:
         run_program(words)
 
     def _variables_of(self, variables: dict[str, str]) -> dict[str, str]:
-        """Return the environment of a fork: that of the request, with what imports would have changed in it too."""
+        """Return the environment of a fork: that of the request, with the changes that imports would make to it."""
         made = {name: value for name, value in self._changed.items() if variables.get(name) == self._inherited.get(name)}
         return {name: value for name, value in {**variables, **made}.items() if value is not None}
 
 
 class _Refusal(Exception):
-    """A reason why a process cannot be as a new one; ``stale`` if that is so for any other one too."""
+    """The reason why a process would differ from a new one; ``stale`` is True if that holds for any other request too."""
 
     def __init__(self, why: str, stale: bool = False) -> None:
         super().__init__(why)
@@ -231,12 +231,12 @@ class _Refusal(Exception):
 
 
 class Listener(Control):
-    """The socket of a zygote that serves all processes of its user, and its time.
+    """The socket of a zygote that serves all processes of its user, and its idle exit.
 
-    :param path: where it listens.
-    :param lock: a descriptor that it keeps while it lives.
-    :param preloaded: names of modules, for people.
-    :param idle_exit: seconds without a request, until one says something else.
+    :param path: the path of the socket.
+    :param lock: a descriptor kept open while the zygote lives.
+    :param preloaded: names of modules, for display.
+    :param idle_exit: seconds without a request, until a request sets another value.
     :raises ConfigurationError: if the path cannot be used.
     """
 
@@ -248,13 +248,13 @@ class Listener(Control):
         self._inode = os.lstat(path).st_ino
         self._pid = os.getpid()
         self._begun = self._last = time.monotonic()
-        #: When the zygote ends without another request: the first one has at least as long as its client needs to connect.
+        #: The time at which the zygote ends without another request: the first client gets at least the time to connect.
         self._until = self._begun + max(idle_exit, _PATIENCE)
         self._runs = 0
         self._news, self._noted = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def next(self) -> socket.socket | None:
-        """Wait for a client; None after the idle time, or when another zygote has the socket."""
+        """Wait for a client; return None after the idle time, or when another zygote has the socket."""
         poll = select.poll()
         for fd in (self._news, self._socket.fileno()):
             poll.register(fd, select.POLLIN)
@@ -317,5 +317,5 @@ class Listener(Control):
             "idle": now - self._last,
             "idle_exit": self._idle_exit,
             "uptime": now - self._begun,
-            "pss": pss_of(self._pid) + pss_of(os.getpid()),  # this fork has half of it for this moment
+            "pss": pss_of(self._pid) + pss_of(os.getpid()),  # this fork has half of it for the moment
         }

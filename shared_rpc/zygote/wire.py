@@ -1,4 +1,4 @@
-"""Messages on a zygote's sockets: JSON behind its length, descriptors with the first bytes.
+"""Messages on a zygote's sockets: JSON with a length prefix, descriptors with the first bytes.
 
 They stay on this host and in this version of the package. A message is an object, and ``type`` says which one:
 
@@ -15,7 +15,7 @@ They stay on this host and in this version of the package. A message is an objec
 ``TellState``      answered with ``ZygoteState``, see :meth:`shared_rpc.zygote.serving.Listener.answer`
 =================  ======================================================================================================
 
-A command of ``shared-rpc run`` loads this module: a person waits for it, so neither msgspec nor asyncio are imported.
+A command of ``shared-rpc run`` loads this module: its start is visible to the user, so neither msgspec nor asyncio is imported.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: The longest message in bytes: execve(2) takes less.
+#: Maximum bytes of a message: execve(2) takes less.
 _LIMIT = 1 << 25
 _LENGTH = 4
 #: Descriptors of one sendmsg(2); the kernel's limit is 253 (SCM_MAX_FD).
 _FDS = 200
-#: The last word in the command line of a process that changes it: a new command line has only the memory of the old one.
+#: The last argument of a process that changes its command line: a new one must fit into the memory of the old one.
 PADDING = "x" * 2000
-#: The byte by which a client lets a process begin that has reported that it is ready.
+#: The byte that lets a process run which has reported that it is ready.
 GO = b"!"
 
 
 class Lost(Exception):
-    """A message that did not come whole."""
+    """A message that did not arrive completely."""
 
 
 def framed(message: Mapping[str, Any]) -> bytes:
@@ -54,7 +54,7 @@ GREETING = framed({"type": "Greeting"})
 def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
     """Send a frame, and descriptors with it.
 
-    :raises OSError: as the socket does; TimeoutError is one.
+    :raises OSError: that of the socket, including TimeoutError.
     """
     for start in range(0, len(fds), _FDS):
         socket.send_fds(sock, [data[:1]], fds[start : start + _FDS])
@@ -65,8 +65,8 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Wait for a message; return it and its descriptors, which the caller owns.
 
-    :raises Lost: if the other side hung up, or not all that it sent could be taken.
-    :raises OSError: as the socket does; TimeoutError is one.
+    :raises Lost: if the peer hung up, or its message could not be received completely.
+    :raises OSError: that of the socket, including TimeoutError.
     """
     fds: list[int] = []
     try:
@@ -104,9 +104,9 @@ def _exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes:
 
 
 def ask(sock: socket.socket, request: Mapping[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
-    """Send a request when the zygote has greeted; return the answer, or what the zygote sent instead of the greeting.
+    """Send a request after the zygote's greeting; return the answer, or the message sent instead of the greeting.
 
-    :raises Lost, OSError: as :func:`receive`.
+    :raises Lost, OSError: like :func:`receive`.
     """
     first, _ = receive(sock)
     if first["type"] != "Greeting":
@@ -116,7 +116,7 @@ def ask(sock: socket.socket, request: Mapping[str, Any], fds: Sequence[int] = ()
 
 
 def code_of_ended(connection: socket.socket) -> int:
-    """Wait for the last message of a watcher; return the exit code, or the number of the signal below 0."""
+    """Wait for the last message of a watcher; return the exit code, or the negative number of the signal."""
     try:
         return int(receive(connection)[0]["code"])
     except (Lost, OSError):  # the watcher was killed, and the process with it

@@ -261,7 +261,7 @@ def test_a_squatter_who_never_accepts(path: str, stranger: Callable[..., Child])
 def test_a_squatter_who_is_quicker(path: str, stranger: Callable[..., Child], monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes between a look at the path and the bind: it is named as any other."""
     looks: list[str] = []
-    make_way = listener_module._make_way
+    make_way = listener_module._remove_dead_socket
 
     def look(where: str) -> None:
         make_way(where)
@@ -269,7 +269,7 @@ def test_a_squatter_who_is_quicker(path: str, stranger: Callable[..., Child], mo
         if len(looks) == 1:
             stranger(LISTENING.format(backlog=5)).expect("listening")
 
-    monkeypatch.setattr(listener_module, "_make_way", look)
+    monkeypatch.setattr(listener_module, "_remove_dead_socket", look)
     with pytest.raises(ConfigurationError, match=f"belongs to uid {NOBODY}, not 0, and is served"):
         bind_socket(path)
 

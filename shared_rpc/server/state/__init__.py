@@ -1,4 +1,4 @@
-"""State of a server: objects, calls in flight, leases. No I/O, no clock, no threads, no torch."""
+"""State of a server: objects, active calls, leases. No I/O, no clock, no threads, no torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since some moment; they never jump. Expiry uses such a clock, and people see Unix time."""
+    """A monotonic clock in seconds, with an arbitrary zero. Expiry uses such a clock; Unix time is for display."""
 
     def now(self) -> float:
-        """Return this moment."""
+        """Return the current time."""
 
     def unix(self, moment: float) -> float:
-        """Return a moment in Unix seconds."""
+        """Convert a time to Unix seconds."""

@@ -1,9 +1,9 @@
-"""Raw buffers: how long and how often each may be got.
+"""Raw buffers: how long each stays available, and for how many accesses.
 
-A buffer is an object that no endpoint made: its record, its leases and what ends with a session are those of every
-object. From its making on it is *listed*: its id can be requested. That ends when it is freed, when its ``ttl`` has
-passed, when it was got ``max_accesses`` times, or with its last lease, or ``linger`` seconds after that, if it has neither a
-``ttl`` nor is kept, whichever comes first. Listed or not, it stays with its holders; memory is freed with the end of the
+A buffer is an object that no endpoint made: its record, its leases and the effects of a session's end are those of every
+object. From its creation it is *listed*: its id can be requested. That ends when it is freed, when its ``ttl`` has
+passed, after ``max_accesses`` accesses, or with its last lease, or ``linger`` seconds after that, if it has neither a
+``ttl`` nor is kept, whichever comes first. Holders keep it even when unlisted; memory is freed with the end of the
 listing or with the last lease, whichever comes last.
 """
 
@@ -19,7 +19,7 @@ from shared_rpc.server.state import Clock
 from shared_rpc.server.state.leases import LeaseTable
 from shared_rpc.server.state.objects import ObjectStore, StoredObject
 
-#: Removed buffers whose reason of removal is remembered.
+#: Number of removed buffers whose reason of removal is remembered.
 _REMEMBERED = 10_000
 
 #: Seconds after a restart of the server for earlier holders of a buffer to take their leases again.
@@ -37,10 +37,10 @@ _REASONS = {
 
 @dataclass
 class Terms:
-    """The terms on which a buffer is listed: until a moment of the store's clock, for so many more accesses, and while held.
+    """The terms of a buffer's listing: until a time of the store's clock, for a number of further accesses, and while held.
 
-    ``kept``: it is listed without holders too. ``claimed_until``: without holders it is listed until then. ``linger``: seconds
-    that this is after its last lease. ``name``: that by which it can be found, ``""`` for none.
+    ``kept``: it is listed even without holders. ``claimed_until``: without holders it is listed until then. ``linger``: seconds
+    from its last lease to that time. ``name``: its name for lookups, ``""`` for none.
     """
 
     expires_at: float | None
@@ -54,7 +54,7 @@ class Terms:
 class BufferTable:
     """The buffers among the objects of a server.
 
-    :param capacity: how many buffers there may be, listed or held: each costs the server a descriptor.
+    :param capacity: maximum number of buffers, listed or held: each costs the server a descriptor.
     """
 
     def __init__(self, objects: ObjectStore, leases: LeaseTable, clock: Clock, *, capacity: int = 10_000) -> None:
@@ -69,24 +69,24 @@ class BufferTable:
         self._reasons: OrderedDict[str, str] = OrderedDict()
 
     def check_capacity(self, coming: int) -> None:
-        """Check that one more may be made besides the ``coming`` ones.
+        """Check that one more buffer may be created besides the ``coming`` ones.
 
-        :raises ServerBusy: if there are as many as there may be.
+        :raises ServerBusy: if the capacity is exhausted.
         """
         if len(self) + coming >= self._capacity:
             raise ServerBusy(f"the server has {self._capacity} buffers, the most that it admits: free or release some")
 
     def check_name(self, name: str) -> None:
-        """Check that no listed buffer has a name.
+        """Check that no listed buffer has the name.
 
-        :raises ConfigurationError: if one has.
+        :raises ConfigurationError: if one does.
         """
         object_id = self._names.get(name)
         if object_id is not None and self._current(object_id) is not None:
             raise ConfigurationError(f"there is a buffer {name[:200]!r} already: free or release it, or use another name")
 
     def named(self, name: str) -> str:
-        """Return the id of the buffer of a name.
+        """Return the id of the buffer with this name.
 
         :raises BufferNotFound: if there is none.
         """
@@ -106,13 +106,13 @@ class BufferTable:
         linger: float = 0.0,
         name: str = "",
     ) -> StoredObject:
-        """List a new buffer, which its maker holds.
+        """List a new buffer, held by its creator.
 
-        :param ttl: seconds from now on, for which it is listed without holders too.
-        :param max_accesses: at least one; that of its maker is none.
-        :param keep: whether it is listed without holders too, until it is freed.
-        :param linger: seconds for which it is listed after its last holder has ended.
-        :param name: one that no other listed buffer has, ``""`` for none.
+        :param ttl: seconds from now during which it is listed even without holders.
+        :param max_accesses: at least one; its creation does not count.
+        :param keep: True to list it without holders until it is freed.
+        :param linger: seconds during which it is listed after the end of its last lease.
+        :param name: a name that no other listed buffer has, ``""`` for none.
         """
         stored = self._objects.add_buffer(record)
         self._leases.grant(session, stored.object_id)
@@ -125,9 +125,9 @@ class BufferTable:
         return stored
 
     def recover(self, stored: StoredObject, terms: Terms) -> None:
-        """List a buffer that an earlier server listed, on the rest of its terms.
+        """List a buffer of an earlier server, on the rest of its terms.
 
-        Its earlier holders have not taken their leases again yet; they have a while for it.
+        Its earlier holders have a limited time to take their leases again.
         """
         self._objects.recover(stored)
         if not terms.kept:
@@ -135,10 +135,10 @@ class BufferTable:
         self._terms[stored.object_id] = terms
 
     def settle(self, object_id: str) -> float | None:
-        """Unlist a buffer that only its holders keep listed, after a lease has ended.
+        """Unlist a buffer listed only for its holders, after a lease has ended.
 
-        :returns: the seconds for which it stays listed without holders; None for a buffer that nothing but a holder, a request
-            or its ``ttl`` ends.
+        :returns: the seconds during which it stays listed without holders; None if only a holder, a request or its ``ttl`` ends
+            it.
         """
         terms = self._terms.get(object_id)
         if terms is None or terms.kept or self._leases.held(object_id):
@@ -152,19 +152,19 @@ class BufferTable:
         return terms.claimed_until - now
 
     def terms(self, object_id: str) -> Terms:
-        """Return the terms of a buffer that is listed."""
+        """Return the terms of a listed buffer."""
         return self._terms[object_id]
 
     def get(self, session: str, object_id: str) -> StoredObject:
-        """Hand a buffer out: the session holds it from here on.
+        """Return a buffer and grant the session a lease on it.
 
-        :raises BufferNotFound: if it is not listed, or not any more.
+        :raises BufferNotFound: if it is not, or no longer, listed.
         """
         stored, terms = self.listed(object_id), self._terms[object_id]
         self._leases.grant(session, object_id)
         stored.last_accessed_at = self._clock.now()
         if terms.linger:
-            terms.claimed_until = None  # counted again from its next last lease
+            terms.claimed_until = None  # restarts after its next last lease
         if terms.accesses_left is not None:
             terms.accesses_left -= 1
             if terms.accesses_left == 0:
@@ -174,9 +174,9 @@ class BufferTable:
         return stored
 
     def listed(self, object_id: str) -> StoredObject:
-        """Return a listed buffer. That is no access.
+        """Return a listed buffer, without counting an access.
 
-        :raises BufferNotFound: if it is not listed, or not any more.
+        :raises BufferNotFound: if it is not, or no longer, listed.
         """
         stored = self._objects.get(object_id)
         if stored is None or self._current(object_id) is None:
@@ -185,14 +185,14 @@ class BufferTable:
         return stored
 
     def free(self, object_id: str) -> bool:
-        """Unlist a buffer; False if it was not listed, or not any more."""
+        """Unlist a buffer; return False if it was not listed."""
         if self._current(object_id) is None:
             return False
         self._unlist(object_id, "freed")
         return True
 
     def expire(self) -> float | None:
-        """Unlist those whose time has passed; the seconds until the next one's has, None for never."""
+        """Unlist expired buffers; return the seconds until the next one expires, None for never."""
         now = self._clock.now()
         ends = {object_id: terms.expires_at for object_id, terms in self._terms.items() if terms.expires_at is not None}
         for object_id in [object_id for object_id, end in ends.items() if end <= now]:
@@ -205,7 +205,7 @@ class BufferTable:
         return min((end - now for end in (*ends.values(), *claims.values())), default=None)
 
     def info(self, object_id: str) -> BufferInfo:
-        """Return the facts of a buffer besides those of every object."""
+        """Return the facts specific to a buffer."""
         terms = self._current(object_id)
         if terms is None:
             return {"state": self._reasons.get(object_id, "unknown"), "expires_at": None, "accesses_left": None}
@@ -213,7 +213,7 @@ class BufferTable:
         return {"state": "listed", "expires_at": expires_at, "accesses_left": terms.accesses_left}
 
     def _current(self, object_id: str) -> Terms | None:
-        """Return the terms of a listed buffer, even if the clock was not checked since."""
+        """Return the terms of a listed buffer, None if they have expired since the last check."""
         terms = self._terms.get(object_id)
         if terms is None or terms.expires_at is None or terms.expires_at > self._clock.now():
             return terms
@@ -230,5 +230,5 @@ class BufferTable:
             self._objects.unlist(stored)
 
     def __len__(self) -> int:
-        """Count the buffers, listed or held."""
+        """Return the number of buffers, listed or held."""
         return self._objects.buffers

@@ -1,7 +1,7 @@
-"""Budget of file descriptors that the objects of a process may have.
+"""Budget of file descriptors for the objects of a process.
 
-A process has a limited number of them, and needs some for new clients, for workers, and for the memory of calls under
-way. What is kept, which is one for each segment and for each page of revisions, gets a share, and is kept to it as to bytes.
+The number of descriptors of a process is limited, and new clients, workers and the memory of active calls need some. Kept
+objects, with one per segment and one per page of revisions, get a share, enforced like the limits of bytes.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from typing import Protocol
 
 from shared_rpc.protocol.infos import DescriptorInfo
 
-#: This fraction of a process's descriptors, and of its mappings, is for kept objects.
+#: Kept objects may have 1/2 of a process's descriptors, and of its mappings.
 _SHARE = 2
-#: This fraction of the descriptors is for workers and the memory of calls, before more clients are admitted.
+#: 1/16 of the descriptors is reserved for workers and the memory of calls; it is not used to admit clients.
 _RESERVE = 16
-#: This fraction is left when the connection that holds most of them is ended; a connection that holds less than the second
-#: fraction is not.
+#: When less than 1/4 of them is left, the connection with the most descriptors is ended, unless it holds less than 1/16.
 _SPARE, _FAIR = 4, 16
-#: Bytes of incomplete frames of all connections together, besides the largest frame.
+#: Maximum bytes of incomplete frames of all connections together, besides the largest frame.
 _PARTIAL = 128 << 20
 #: Seconds without a byte after which an incomplete frame ends its connection.
 STALLED = 60.0
 
 
 def open_limit() -> int:
-    """Return how many descriptors this process may have open now (RLIMIT_NOFILE, the soft one)."""
+    """Return the maximum number of descriptors that this process may have open now (the soft RLIMIT_NOFILE)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
 def mapped_limit() -> int:
-    """Return how many mappings a process may have (vm.max_map_count)."""
+    """Return the maximum number of mappings of a process (vm.max_map_count)."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
@@ -42,12 +41,12 @@ def mapped_limit() -> int:
 
 
 class Descriptors:
-    """The descriptors of the objects of servers on one event loop, which have a share of the process's together with others.
+    """Descriptors of the objects of servers on one event loop, which share the process's budget with other loops.
 
-    :param available: how many descriptors the process may have now; it can be changed while it runs.
-    :param mapped: how many mappings it may have, if it maps kept objects.
-    :param closing: how many descriptors of dropped objects are being closed.
-    :param others: how many descriptors the objects of this process's servers on other event loops have.
+    :param available: returns the process's limit of descriptors, which can change while it runs.
+    :param mapped: the process's limit of mappings, if it maps kept objects.
+    :param closing: returns the number of descriptors of dropped objects that are being closed.
+    :param others: returns the number of descriptors of objects of this process's servers on other event loops.
     """
 
     def __init__(
@@ -62,60 +61,60 @@ class Descriptors:
         self._mapped = mapped
         self.intake = Intake(self)
         self._others = others
-        #: Descriptors that objects have or have reserved.
+        #: Number of descriptors that objects have or have reserved.
         self.used = 0
 
     @property
     def limit(self) -> int:
-        """The number of descriptors that objects may have."""
+        """The maximum number of descriptors of objects."""
         return max(0, min(self.available(), self._mapped or sys.maxsize) // _SHARE - self._others())
 
     @property
     def share(self) -> int:
-        """The number of descriptors that one connection may leave unread."""
+        """The maximum number of unread descriptors of one connection."""
         return self.available() // _FAIR
 
     def are_scarce(self, newest: int, reserve: int = _RESERVE) -> bool:
-        """Return whether few are left, by the number of one opened just now: the kernel gives the lowest that is free. Those
-        that are being closed are left too.
+        """Return True if few are left, by the number of a newly opened one: the kernel gives the lowest free number.
+        Descriptors that are being closed count as free.
         """
         available = self.available()
         return newest - self.closing() >= available - available // reserve
 
     def info(self) -> DescriptorInfo:
-        """Return how many objects have, how many they may have, and how many the process may."""
+        """Return the descriptors of objects, their limit, and the limit of the process."""
         return {"used": self.used, "limit": self.limit, "available": self.available()}
 
 
 class LimitedConnection(Protocol):
-    """A connection, as far as what it holds is limited."""
+    """A connection with limited resources."""
 
     @property
     def held_fds(self) -> int:
-        """Descriptors of incomplete frames, and of answers that the client has not read."""
+        """The number of descriptors of incomplete frames, and of unread answers."""
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is read from the client, because it does not read."""
+        """True while nothing is read from the client because it does not read its replies."""
 
     def end(self, why: str) -> None:
         """End it, in a later turn of the loop."""
 
 
 class Intake:
-    """Unfinished work of the connections of all servers of this process: frames that have begun, and answers that
-    are not read. The connection that takes what the others need is ended. On one event loop. Times are of one clock.
+    """Unfinished work of the connections of all servers of this process: incomplete frames, and unread answers. A connection
+    that exhausts shared resources is ended. On one event loop. All times are of one clock.
     """
 
     def __init__(self, descriptors: Descriptors) -> None:
         self._descriptors = descriptors
         self.connections: set[LimitedConnection] = set()
-        #: Bytes of an incomplete frame and the time of its last byte, by connection; the oldest first.
+        #: Bytes of an incomplete frame and the time of its last byte, by connection; oldest first.
         self._partial: dict[LimitedConnection, tuple[int, float]] = {}
         self._nbytes = 0
 
     def note(self, connection: LimitedConnection, nbytes: int, now: float = 0.0) -> None:
-        """Note the bytes that a connection has sent of an incomplete frame."""
+        """Record the bytes of a connection's incomplete frame."""
         before, _ = self._partial.pop(connection, (0, 0.0))
         self._nbytes += nbytes - before
         if not nbytes:
@@ -128,7 +127,7 @@ class Intake:
     def check(self, newest: int) -> None:
         """End the connection that holds the most descriptors, if few are left.
 
-        :param newest: a descriptor that was received or opened just now.
+        :param newest: a newly received or opened descriptor.
         """
         if self._descriptors.are_scarce(newest, _SPARE) and self.connections:
             most = max(self.connections, key=lambda connection: connection.held_fds)
@@ -146,7 +145,7 @@ class Intake:
         connection.end(why)
 
     def expire(self, now: float) -> float | None:
-        """End connections whose frames make no progress; return the seconds until there may be more, None for never."""
+        """End connections whose frames make no progress; return the seconds until the next check, None for never."""
         for connection, (nbytes, since) in tuple(self._partial.items()):
             if connection.paused:
                 self.note(connection, nbytes, now)

@@ -1,8 +1,8 @@
-"""Leases. A lease is a holder and an object; it counts the handles the holder was given. A holder is a session, or a task
-whose result waits to be fetched.
+"""Leases. A lease belongs to a holder and an object; it counts the handles granted to the holder. A holder is a session, or a
+task whose result waits to be fetched.
 
-It is active, unless the session has suspended the object: then the session promises not to touch the object's memory until it
-resumes it. Being granted another handle is resuming, unless that is granted as a suspended one.
+A lease is active, unless the session has suspended the object: then the session must not access the object's memory until it
+resumes it. A further handle resumes the lease, unless that handle is granted as a suspended one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class TaskHolder(NamedTuple):
-    """A task that holds its result until a client fetches it. It has no memory mapped."""
+    """A task that holds its result until a client fetches it. It has no mapped memory."""
 
     task_id: str
 
@@ -26,7 +26,7 @@ class LeaseTable:
     """All leases of a server.
 
     :param on_give: called with the holder and the object of every new lease.
-    :param on_end: called with those of every lease that has ended.
+    :param on_end: called with the holder and the object of every ended lease.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class LeaseTable:
         self._on_end = on_end
         self._by_session: defaultdict[Holder, Counter[str]] = defaultdict(Counter)
         self._by_object: defaultdict[str, set[Holder]] = defaultdict(set)
-        #: The sessions that have suspended an object that they hold, by object.
+        #: Holders that have suspended an object, by object.
         self._suspended: defaultdict[str, set[Holder]] = defaultdict(set)
         self._watched: dict[str, Callable[[], None]] = {}
 
     def grant(self, session: Holder, object_id: str, *, active: bool = True) -> None:
         """Count one more handle of the session.
 
-        :param active: False for a handle that is suspended: a new lease is inactive then, and another one stays as it is.
+        :param active: False for a suspended handle: a new lease is inactive then, and an existing one is unchanged.
         """
         held = self._by_session[session]
         held[object_id] += 1
@@ -57,7 +57,7 @@ class LeaseTable:
             self._on_give(session, object_id)
 
     def release(self, session: Holder, object_id: str) -> bool:
-        """Count one handle less. False if the session held none, as after a second release."""
+        """Count one handle less. Return False if the session had none, as after a second release."""
         held = self._by_session.get(session)
         if not held or object_id not in held:
             return False
@@ -67,14 +67,14 @@ class LeaseTable:
         return True
 
     def suspend(self, session: Holder, object_id: str) -> bool:
-        """Make a lease inactive. False if the session holds no lease on the object, or an inactive one."""
+        """Make a lease inactive. Return False if the session has no active lease on the object."""
         if session not in self._by_object.get(object_id, ()) or session in self._suspended.get(object_id, ()):
             return False
         self._suspended[object_id].add(session)
         return True
 
     def resume(self, session: Holder, object_id: str) -> bool:
-        """Make a lease active. False if the session holds none on the object."""
+        """Make a lease active. Return False if the session has no lease on the object."""
         if session not in self._by_object.get(object_id, ()):
             return False
         self._activate(session, object_id)
@@ -85,15 +85,15 @@ class LeaseTable:
         return self.holders(object_id).difference(self._suspended.get(object_id, ()))
 
     def users(self, object_id: str) -> list[str]:
-        """Return the sessions that have an object active: it cannot leave its devices. A task has nothing mapped."""
+        """Return the sessions that have an object active, which must stay on its devices. A task has no mapped memory."""
         return [holder for holder in self.active(object_id) if isinstance(holder, str)]
 
     def watch(self, object_id: str, on_active: Callable[[], None]) -> None:
-        """Have a function called whenever a session gets a lease on an object, or resumes it, until :meth:`unwatch`."""
+        """Call a function whenever a session gets a lease on an object or resumes it, until :meth:`unwatch`."""
         self._watched[object_id] = on_active
 
     def unwatch(self, object_id: str) -> None:
-        """End :meth:`watch`, if there was any."""
+        """End :meth:`watch`, if it is in effect."""
         self._watched.pop(object_id, None)
 
     def _activate(self, session: Holder, object_id: str) -> None:
@@ -110,7 +110,7 @@ class LeaseTable:
                 del self._suspended[object_id]
 
     def end_session(self, session: Holder) -> list[str]:
-        """Give back all that the session held; the ids of those objects."""
+        """Release all leases of a session; return the ids of their objects."""
         held = list(self._by_session.get(session, ()))
         for object_id in held:
             self._end(session, object_id)
@@ -125,7 +125,7 @@ class LeaseTable:
         return self._by_session.get(session, Counter())[object_id]
 
     def held(self, object_id: str) -> bool:
-        """Return whether a session holds an object."""
+        """Return True if an object has a holder."""
         return object_id in self._by_object
 
     def of_session(self, session: Holder) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ class LeaseTable:
         return len(self._by_session.get(session, ()))
 
     def __len__(self) -> int:
-        """Count the leases."""
+        """Return the number of leases."""
         return sum(len(sessions) for sessions in self._by_object.values())
 
     def _end(self, session: Holder, object_id: str) -> None:

@@ -1,15 +1,14 @@
-"""Published objects: which exist, which are found by key, and when they go.
+"""Published objects: their registry, their cache keys, and their ends.
 
-An object stays while a session holds a lease on it or the cache lists it. The cache lets go of it by
-invalidation, when its ``idle_ttl`` passes without a lease or an access, or when a budget of bytes or of descriptors is
-exceeded: then the least recently used objects without a lease go first. Leased objects are never evicted, so ``max_bytes`` may
-be exceeded by what clients hold.
+An object stays while a session holds a lease on it or the cache lists it. The cache unlists it on invalidation, when its
+``idle_ttl`` passes without a lease or an access, or when a budget of bytes or of descriptors is exceeded: then the least
+recently used objects without a lease go first. Leased objects are never dropped, so clients may hold more than ``max_bytes``.
 
-An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. Its segments
-have no descriptors while they are there, and the ids that their next memory will have; its bytes are in :class:`Copies`.
+An object that is evicted to a lower tier stays, without memory on its device: it is cold until it is restored. Meanwhile its
+segments have no descriptors, and already the ids of their next memory; its bytes are in :class:`Copies`.
 Objects that share a segment are cold together.
 
-Raw buffers are objects too. They are listed without a key, which the cache does not touch:
+Raw buffers are objects too. They are listed without a key, and not subject to the cache:
 :mod:`shared_rpc.server.state.buffers`.
 """
 
@@ -37,14 +36,14 @@ from shared_rpc.server.state.tiers import LOWER, Copies, Incarnations
 #: The form of an object's id.
 OBJECT_ID = re.compile("[0-9a-f]{24}")
 
-#: The most recently built keys, whose builds are counted.
+#: Number of recently built keys whose builds are counted.
 _KNOWN_KEYS = 1 << 14
 
 
 @dataclass(eq=False)
 class StoredObject:
-    """One object. ``created_at`` is in Unix seconds, for people, and ``last_accessed_at`` on the store's :class:`Clock`;
-    ``live`` belongs to its maker and is not examined here.
+    """One object. ``created_at`` is in Unix seconds, for display, and ``last_accessed_at`` on the store's :class:`Clock`;
+    ``live`` belongs to its maker and is opaque here.
 
     ``kind`` distinguishes the result of an endpoint from a raw buffer, which has neither endpoint nor key.
     """
@@ -58,12 +57,12 @@ class StoredObject:
     created_at: float
     last_accessed_at: float
     live: Any = None
-    #: Whether the cache, or the table of buffers, lists the object; False after it was invalidated, evicted or freed.
+    #: True while the cache, or the table of buffers, lists the object; False after invalidation, eviction or freeing.
     listed: bool = False
-    #: Whether clients get the object with a lease.
+    #: True if clients get the object with a lease.
     managed: bool = False
     kind: Literal["result", "buffer"] = "result"
-    #: Whether the code that made the object has been replaced since.
+    #: True if the code that made the object has been replaced since.
     stale: bool = False
     #: The id of the previous current object of the key, ``""`` for none.
     previous_id: str = ""
@@ -71,30 +70,30 @@ class StoredObject:
     page: Segment | None = None
     #: The number of the run that made the object, in the order of their starts; 0 if no run of this server made it.
     run: int = 0
-    #: Whether it was made of a record of another process: no endpoint of this server has its value.
+    #: True if it came as a record of another process: no endpoint of this server has its value.
     adopted: bool = False
-    #: Whether it may be made the current one of its key, and whether that was invalidated since.
+    #: True if it may be made the current one of its key; and True if that was invalidated since.
     candidate: bool = False
     invalidated: bool = False
-    #: Where its bytes are; when it gets a copy in a lower tier; and whether it is never evicted.
+    #: The tier of its bytes; when it gets a copy in a lower tier; and True if it is never evicted.
     tier: Tier = "device"
     host_copy: HostCopy = "on_evict"
     pinned: bool = False
-    #: Its place in the order in which the store took objects in, from 1.
+    #: Its place in the store's order of insertion, from 1.
     number: int = 0
 
     @property
     def cold(self) -> bool:
-        """Whether its bytes are in a lower tier alone: it is restored before anyone gets it."""
+        """True if its bytes are only in a lower tier, so that it must be restored before use."""
         return self.tier != "device"
 
     @property
     def current(self) -> bool:
-        """Whether nothing has taken its place: the cache lists it, or never would."""
+        """True unless another object has replaced it: the cache lists it, or never would."""
         return self.listed or self.cache_key is None
 
     def has_replaced(self, segment_ids: Iterable[str]) -> bool:
-        """Return whether some of these segments, which were its own, are not any more: it was evicted since."""
+        """Return True if some of these segments were its own before it was evicted."""
         return not {segment.info.id for segment in self.record.segments}.issuperset(segment_ids)
 
     def close(self) -> None:
@@ -104,7 +103,7 @@ class StoredObject:
             self.page.close()
 
     def info(self, server_id: str, leases: int, active: int, clock: Clock) -> ObjectInfo:
-        """Return the facts that every object has."""
+        """Return the facts common to all objects."""
         return {
             "object_id": self.object_id,
             "server_id": server_id,
@@ -128,7 +127,7 @@ class StoredObject:
 
 
 def infos_of(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:
-    """Return the segments of objects by id, for writing where one of them has it for that."""
+    """Return the segments of objects by id; writable if any object has the segment writable."""
     infos: dict[str, SegmentInfo] = {}
     for stored in group:
         for segment in stored.record.segments:
@@ -138,7 +137,7 @@ def infos_of(group: Iterable[StoredObject]) -> dict[str, SegmentInfo]:
 
 
 def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
-    """Sum bytes by device, of segments by id: a segment of several objects, of one store or of several, counts once."""
+    """Sum bytes by device, of segments by id: a segment shared by objects, of any store, counts once."""
     usage: dict[str, int] = {}
     for info in segments.values():
         usage[info.device] = usage.get(info.device, 0) + info.nbytes
@@ -148,10 +147,10 @@ def usage_of(segments: Mapping[str, SegmentInfo]) -> dict[str, int]:
 class ObjectStore:
     """All objects of a server.
 
-    :param max_bytes: budget for the memory of all objects, None for none.
-    :param on_drop: called once with every dropped object, after the store has forgotten it.
+    :param max_bytes: memory budget of all objects, None for no limit.
+    :param on_drop: called once with every dropped object, after its removal from the store.
     :param on_add: called once with every new object.
-    :param descriptors: those of the process; by default no other code has any.
+    :param descriptors: the budget of the process; by default one of its own.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class ObjectStore:
         self.descriptors = descriptors or Descriptors()
         self.copies = Copies(self.descriptors)
         self._incarnations = Incarnations()
-        #: Whether requests wait for capacity: then a session that is to use an object may have to wait too, see
+        #: True if requests wait for capacity: then a session may have to wait before using an object too, see
         #: :meth:`shared_rpc.server.capacity.Capacity.must_wait`.
         self.contended = False
         self._leases = leases
@@ -177,28 +176,28 @@ class ObjectStore:
         self._objects: dict[str, StoredObject] = {}
         self._numbers = itertools.count(1)
         self._by_key: OrderedDict[str, StoredObject] = OrderedDict()
-        #: Whether the count of a key was forgotten.
+        #: True once the count of a key was forgotten.
         self._forgot = False
-        #: Builds by key. The count of a long unused key starts again when no object of it is left.
+        #: Builds by key. The count of a long unused key restarts when no object of it is left.
         self._generations: OrderedDict[str, int] = OrderedDict()
-        #: Segments by id, one for each object in it. Objects may share segments, by one descriptor; none has one while cold.
+        #: Segments by id, one for each object in it. Objects share a segment by one descriptor; a cold one has none.
         self._segments: dict[str, dict[Segment, StoredObject]] = {}
-        #: Raw buffers among the objects.
+        #: Number of raw buffers among the objects.
         self.buffers = 0
         #: Bytes of the segments, by device.
         self._nbytes: Counter[str] = Counter()
-        #: Called when an object is listed or unlisted, and when a listed one changes its tier or terms; but not when the server
-        #: ends and drops all. It raises nothing.
+        #: Called when an object is listed or unlisted, and when a listed one changes its tier or terms, but not when all are
+        #: dropped at the server's end. Must not raise.
         self.observer: Callable[[StoredObject], None] | None = None
 
     @property
     def limited(self) -> bool:
-        """Whether there is a budget for the memory of all objects."""
+        """True if there is a budget for the memory of all objects."""
         return self._max_bytes is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments, each counted once."""
+        """Bytes of all segments, without duplicates."""
         return self._nbytes.total()
 
     def segments(self) -> dict[str, SegmentInfo]:
@@ -207,7 +206,7 @@ class ObjectStore:
         return {segment_id: segment.info for segment_id, segment in first.items() if not segment.closed}
 
     def held_by(self, session: str) -> dict[str, SegmentInfo]:
-        """Return the segments that a session holds objects in, by id."""
+        """Return the segments of the objects that a session holds, by id."""
         return {
             segment.info.id: segment.info
             for object_id in self._leases.of_session(session)
@@ -217,11 +216,11 @@ class ObjectStore:
         }
 
     def used(self, device: str) -> int:
-        """Return the bytes of the segments on a device, each counted once."""
+        """Return the bytes of the segments on a device, without duplicates."""
         return self._nbytes[device]
 
     def segment(self, segment_id: str) -> Segment | None:
-        """Return a segment that an object lies in; it stays the object's."""
+        """Return a segment used by an object, which keeps ownership."""
         segment = next(iter(self._segments.get(segment_id, ())), None)
         return segment if segment is not None and not segment.closed else None
 
@@ -244,9 +243,9 @@ class ObjectStore:
     ) -> StoredObject:
         """Keep a record; with a key the cache lists it, in place of an object of that key whose run began earlier.
 
-        Somebody must hold or list it: call :meth:`settle` once its leases are granted.
+        The object needs a holder or a listing: call :meth:`settle` once its leases are granted.
 
-        :param listed: False for an object of a key that was out of date before it was made.
+        :param listed: False for an object whose key was invalidated before it was made.
         """
         now = self._clock.now()
         stored = StoredObject(
@@ -274,7 +273,7 @@ class ObjectStore:
         return stored
 
     def recover(self, stored: StoredObject) -> None:
-        """Take an object in that an earlier server listed, as it was; the time in between was no idle time."""
+        """Add an object of an earlier server in its former state; the time in between does not count as idle."""
         stored.last_accessed_at = self._clock.now()
         for segment in stored.record.segments:
             self._incarnations.note(segment.info)
@@ -303,14 +302,14 @@ class ObjectStore:
         self._by_key[key] = stored
 
     def promote(self, stored: StoredObject) -> None:
-        """List a candidate, in place of the object of its key."""
+        """List a candidate, in place of the current object of its key."""
         assert stored.cache_key is not None, "a candidate has a key"
         stored.candidate = False
         self._list(stored, stored.cache_key)
         self.notify(stored)
 
     def _share(self, segment: Segment, stored: StoredObject) -> Segment:
-        """Return a segment of an object, by the descriptor that is there if another object lies in it."""
+        """Return a segment for an object, with the existing descriptor if another object uses the segment."""
         shares = self._segments.setdefault(segment.info.id, {})
         if shares and not segment.closed:
             with segment:
@@ -325,9 +324,9 @@ class ObjectStore:
         self._nbytes[info.device] += sign * info.nbytes
 
     def group(self, stored: StoredObject) -> list[StoredObject]:
-        """Return an object and those that share segments with it, directly or through others: their tiers change together.
+        """Return an object and those that share segments with it, directly or indirectly: their tiers change together.
 
-        Slabs do not count, which stay on their devices.
+        Slabs do not count: they stay on their devices.
         """
         group, known = [stored], set[str]()
         for member in group:  # it grows meanwhile
@@ -340,7 +339,7 @@ class ObjectStore:
     def evict(self, group: Sequence[StoredObject], tier: Tier) -> dict[str, int]:
         """Close the memory of a whole group, whose bytes are in copies of a tier; return the bytes freed, by device.
 
-        Copies of the segments stay theirs, under the ids that the segments have from now on; those in between go.
+        These copies are kept under the segments' new ids; copies in tiers between are dropped.
         """
         freed: Counter[str] = Counter()
         for segment_id in {segment.info.id for stored in group for segment in stored.record.segments}:
@@ -360,13 +359,13 @@ class ObjectStore:
         for stored in group:
             stored.tier = tier
             if freed:
-                # Its maker's value lies in the memory that was freed: from now on all get it as from another process.
+                # The live value lies in the freed memory: from now on the object is treated as one of another process.
                 stored.live, stored.adopted = None, True
         self.notify(*group)
         return dict(freed)
 
     def warm(self, group: Sequence[StoredObject], segments: Iterable[Segment]) -> None:
-        """Take the new memory of a whole group that was cold: its segments, each once, which belong to this object now."""
+        """Take ownership of the new memory of a whole cold group: each of its segments once."""
         for segment in segments:
             with segment:
                 for share in self._segments[segment.info.id]:
@@ -377,13 +376,13 @@ class ObjectStore:
         self.notify(*group)
 
     def notify(self, *changed: StoredObject) -> None:
-        """Call the observer, where there is one."""
+        """Call the observer, if any."""
         if self.observer is not None:
             for stored in changed:
                 self.observer(stored)
 
     def add_page(self, stored: StoredObject, page: Segment) -> None:
-        """Give an object its page of revisions, which belongs to it."""
+        """Attach a page of revisions to an object, which owns it."""
         stored.page = page
         self.descriptors.used += 1
         self.notify(stored)
@@ -391,7 +390,7 @@ class ObjectStore:
     def add_buffer(self, record: Record) -> StoredObject:
         """Keep a record that no endpoint made. It is listed until :meth:`unlist`: the cache neither evicts nor expires it.
 
-        The caller, which knows its terms, notifies the observer.
+        The observer is notified by the caller, which has its terms.
         """
         stored = self.add("", None, record, None, managed=True, kind="buffer")
         stored.listed = True
@@ -399,7 +398,7 @@ class ObjectStore:
 
     def _count_build(self, key: str) -> int:
         count = self._generations.pop(key, 0)
-        if not count and self._forgot:  # clients that hold an earlier object get news of the next one
+        if not count and self._forgot:  # clients that hold an earlier object are notified of the next one
             count = max((stored.generation for stored in self._objects.values() if stored.cache_key == key), default=0)
         self._generations[key] = count + 1
         if len(self._generations) > _KNOWN_KEYS:
@@ -413,7 +412,7 @@ class ObjectStore:
             self.add(stored.endpoint, stored.cache_key, stored.record, stored.idle_ttl, stored.live, adopted=stored.adopted)
 
     def lookup(self, key: str) -> StoredObject | None:
-        """Return the cached object of a key; this counts as an access."""
+        """Return the cached object of a key, and count an access."""
         stored = self._by_key.get(key)
         if stored is not None:
             self._by_key.move_to_end(key)
@@ -421,22 +420,22 @@ class ObjectStore:
         return stored
 
     def current(self, key: str | None) -> StoredObject | None:
-        """Return the cached object of a key. That is no access."""
+        """Return the cached object of a key, without counting an access."""
         return self._by_key.get(key) if key is not None else None
 
     def get(self, object_id: str) -> StoredObject | None:
-        """Return an object by id. That is no access."""
+        """Return an object by id, without counting an access."""
         return self._objects.get(object_id)
 
     def settle(self, *object_ids: str) -> None:
-        """Drop objects without a keeper, after leases ended or an object was added; then keep to the budget.
+        """Drop objects without leases or listing, after leases ended or an object was added; then enforce the budget.
 
-        Together, because memory that is freed anyway must not push a cached object out.
+        In this order, because memory that is freed anyway must not evict a cached object.
         """
         for object_id in object_ids:
             stored = self._objects.get(object_id)
             if stored is not None:
-                # The time for which a session held the object was not idle time.
+                # Time with a lease does not count as idle.
                 stored.last_accessed_at = self._clock.now()
                 if stored.listed and stored.cache_key is not None:
                     self._by_key.move_to_end(stored.cache_key)
@@ -444,9 +443,9 @@ class ObjectStore:
         self._keep_to_budget()
 
     def invalidate(self, *, key: str | None = None, endpoint: str | None = None) -> int:
-        """Unlist the object of a key, or all of an endpoint; how many that were. Leased ones stay with their holders.
+        """Unlist the object of a key, or all of an endpoint; return their number. Leased ones stay with their holders.
 
-        A candidate of theirs will not be listed any more.
+        Candidates of theirs can no longer be listed.
         """
         for stored in self._objects.values():
             if stored.candidate and (stored.cache_key == key or stored.endpoint == endpoint):
@@ -457,11 +456,11 @@ class ObjectStore:
         return len(matching)
 
     def drop_idle(self, amount: int, size: Callable[[SegmentInfo], int], *, of_copy: int = 0) -> bool:
-        """Evict cached objects without a lease, the least recently used first, until segments are freed that ``amount`` is the
-        size of. False, and nothing is evicted, where all of them are not enough.
+        """Evict cached objects without a lease, least recently used first, until the sizes of the freed segments reach
+        ``amount``. Return False and evict nothing if all of them do not suffice.
 
-        :param size: the counted bytes of a segment that has memory; 0 for none.
-        :param of_copy: what a copy in a lower tier counts.
+        :param size: returns the size of a segment that has memory; 0 for none.
+        :param of_copy: the size of a copy in a lower tier.
         """
         evicted: list[StoredObject] = []
         users: Counter[str] = Counter()
@@ -497,7 +496,7 @@ class ObjectStore:
         return min((left for left, _ in remaining if left > 0), default=None)
 
     def clear(self) -> None:
-        """Drop everything, leased or not: the server ends."""
+        """Drop everything, leased or not, at the end of the server."""
         self._by_key.clear()
         for stored in list(self._objects.values()):
             self._drop(stored)
@@ -512,7 +511,7 @@ class ObjectStore:
                     return
 
     def unlist(self, stored: StoredObject) -> None:
-        """Release an object: it stays with its holders, and ends with the last of them."""
+        """Unlist an object: it stays with its holders, and is dropped with its last lease."""
         if stored.listed and stored.cache_key is not None:
             del self._by_key[stored.cache_key]
         stored.listed = False
@@ -525,7 +524,7 @@ class ObjectStore:
 
     def _drop(self, stored: StoredObject) -> None:
         if stored.page is not None and not stored.cold and len(self.copies):
-            # The copies of those that share its memory count its revision.
+            # The copies of objects that share its memory include its revision.
             for segment in (segment for member in self.group(stored)[1:] for segment in member.record.segments):
                 self.copies.discard(segment.info.id)
         del self._objects[stored.object_id]
@@ -542,7 +541,7 @@ class ObjectStore:
         self._on_drop(stored)
 
     def page(self, after: int, limit: int) -> tuple[list[StoredObject], int | None]:
-        """List objects in the order of their making, those after number ``after``: ``(objects, next after or None)``."""
+        """List objects in order of creation, those after number ``after``: ``(objects, next after or None)``."""
         found = list(itertools.islice((stored for stored in self._objects.values() if stored.number > after), limit + 1))
         return found[:limit], found[limit - 1].number if len(found) > limit else None
 

@@ -1,6 +1,6 @@
-"""Rules for records of other processes: which may become an object of this server, and where its memory is to be.
+"""Rules for records of other processes: which ones may become objects of this server, and on which devices.
 
-Nothing is unpickled: a skeleton stays opaque. A table is always checked: those who rebuild the value rely on it.
+Nothing is unpickled: a skeleton stays opaque. A table is always checked: rebuilding the value relies on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared_rpc.protocol.exported import RecordHeader, SlabPart
 from shared_rpc.protocol.records import Access, BufferEntry, SegmentInfo, StorageEntry, TensorEntry, TensorTable
 from shared_rpc.protocol.specs import EndpointSpec
 
-#: Bytes of an element of a tensor that no buffer has: what is smaller than a byte takes one.
+#: Bytes per element of tensors without a buffer; an element smaller than a byte takes one.
 _SIZES = {
     **ITEM_SIZES,
     **{f"{sign}int{bits}": 1 for sign in ("", "u") for bits in range(1, 8)},
@@ -27,7 +27,7 @@ _SIZES = {
 }
 #: In torch sizes, strides and bytes are signed 64-bit integers.
 _LARGEST = (1 << 63) - 1
-#: Bytes of a table, which is in the body of a frame when the object is delivered; it takes a second to check.
+#: Maximum bytes of a table, which is sent in the body of a frame and takes a second to check.
 _LARGEST_TABLE = 15 << 20
 #: Characters of foreign text in errors.
 _SHOWN = 200
@@ -36,7 +36,7 @@ _tables = msgspec.msgpack.Decoder(TensorTable)
 
 
 class Versions(NamedTuple):
-    """Versions that a skeleton is bound to: Python's minor one, as code that travels by value is, torch's and ours."""
+    """Versions that a skeleton depends on: Python's minor version, because of code pickled by value, torch's and ours."""
 
     python: str
     torch: str
@@ -60,12 +60,12 @@ def check_versions(header: RecordHeader, here: Versions) -> None:
 
 
 def called(header: RecordHeader, spec: EndpointSpec, call: tuple[Sequence[object], dict[str, object]] | None) -> str:
-    """Return the cache key that a record is to stand under.
+    """Return the cache key for a record.
 
-    :param spec: the endpoint's.
-    :param call: the arguments of the call; None for the call that it was exported as.
+    :param spec: the endpoint's spec.
+    :param call: the arguments of the call; None for the exported call.
     :raises ConfigurationError: if the call is not cached, and so has no key.
-    :raises RecordError: if the endpoint is the exported one, and its code is another.
+    :raises RecordError: if the endpoint is the exported one, and its code differs.
     """
     if not spec.cache:
         raise ConfigurationError(f"results of endpoint {spec.name!r} are not cached: share it with cache=True to adopt one")
@@ -94,9 +94,9 @@ def called(header: RecordHeader, spec: EndpointSpec, call: tuple[Sequence[object
 
 
 def check_code(header: RecordHeader, spec: EndpointSpec) -> None:
-    """Check that a record was built by the code that an endpoint has here, if it is one of that endpoint.
+    """Check that a record of an endpoint was built by the code that the endpoint has here.
 
-    :raises RecordError: if the code is another.
+    :raises RecordError: if the code differs.
     """
     if spec.name == header.endpoint and spec.fingerprint != header.fingerprint:
         raise RecordError(
@@ -107,10 +107,10 @@ def check_code(header: RecordHeader, spec: EndpointSpec) -> None:
 
 
 def homes(header: RecordHeader, device: str) -> dict[str, str]:
-    """Return for each device of a record the one of this server that takes its place.
+    """Map each device of a record to the device of this server that replaces it.
 
     :param device: the id of the server's device.
-    :raises RecordError: if it is for a device of another kind.
+    :raises RecordError: if the record needs a device of another kind.
     """
     kinds = ["cpu" if name == "cpu" else "gpu" for name in (header.device, device)]
     if kinds[0] != kinds[1]:
@@ -121,7 +121,7 @@ def homes(header: RecordHeader, device: str) -> dict[str, str]:
         )
     table = _decoded(header)
     gpus = {name for name in (*(info.device for info in header.segments), *table.devices, header.device) if name != "cpu"}
-    # The GPUs of one record are told apart by their ids, and no other host has the same.
+    # The GPUs of one record are distinguished by their ids, which no other host shares.
     return {"cpu": "cpu", **({name: name for name in gpus} if len(gpus) > 1 else dict.fromkeys(gpus, device))}
 
 
@@ -137,9 +137,9 @@ def _decoded(header: RecordHeader) -> TensorTable:
 
 
 def check_table(header: RecordHeader) -> None:
-    """Check that a table stays within the segments of its record, and a tensor within its storage.
+    """Check that a table stays within the segments of its record, and each tensor within its storage.
 
-    :raises RecordError: naming the first entry that does not.
+    :raises RecordError: naming the first invalid entry.
     """
     table = _decoded(header)
     segments, sizes = header.segments, [info.nbytes for info in header.segments]
@@ -156,7 +156,7 @@ def check_table(header: RecordHeader) -> None:
         header.access == access_of(segments) and header.tensors == tensors_of(segments),
         f"it is shared as {header.access!r} with tensors={header.tensors!r}, and its segments are not",
     )
-    # There may be a hundred thousand: texts are made of what is wrong alone.
+    # There may be a hundred thousand: only invalid entries are described.
     for number, storage in enumerate(table.storages):
         if not _fits_storage(storage, segments, len(table.devices)):
             _require(False, f"storage {number} ({storage}) leaves its segment")
@@ -172,9 +172,9 @@ def check_table(header: RecordHeader) -> None:
 def without_slabs(
     table: bytes | msgspec.Raw, segments: Sequence[SegmentInfo]
 ) -> tuple[bytes, tuple[SegmentInfo, ...], dict[int, SlabPart]]:
-    """Return a record's table and segments, with parts of slabs in place of slabs; and these parts, by their numbers.
+    """Return a record's table and segments with each slab replaced by the used part of it; and these parts, by number.
 
-    A part goes from the first byte to the last one that the record uses.
+    A part extends from the first to the last byte that the record uses.
     """
     parts: dict[int, SlabPart] = {}
     if not any(info.slab for info in segments):
@@ -194,12 +194,12 @@ def without_slabs(
 
 
 def access_of(segments: Sequence[SegmentInfo]) -> Access:
-    """Return how an endpoint shares what lies in these segments."""
+    """Return the access mode of the endpoint that shares these segments."""
     return "read" if any(info.access == "read" for info in segments) else "read_write"
 
 
 def tensors_of(segments: Sequence[SegmentInfo]) -> str:
-    """Return which tensors an endpoint shares whose result lies in these segments."""
+    """Return the ``tensors`` option of the endpoint whose result lies in these segments."""
     return "parameters" if any(info.access == "private" for info in segments) else "all"
 
 
@@ -246,18 +246,18 @@ def _fits_buffer(entry: BufferEntry, segments: Sequence[SegmentInfo]) -> bool:
 
 
 def accesses(header: RecordHeader, access: Access) -> list[Access]:
-    """Return how each segment is to be mapped here.
+    """Return the access mode of each segment's mapping here.
 
-    :param access: that of the endpoint which the record becomes a result of: what either side shares for reading is read-only.
+    :param access: that of the endpoint which adopts the record: a segment is read-only if either side shares it for reading.
     """
     return ["read" if access == "read" and info.access == "read_write" else info.access for info in header.segments]
 
 
 def moved(header: RecordHeader, places: dict[str, str]) -> tuple[bytes, bytes]:
-    """Return the skeleton and the table of a record whose devices have others in their place, see :func:`homes`."""
+    """Return the skeleton and the table of a record with its devices replaced, see :func:`homes`."""
     skeleton, table = header.skeleton, _decoded(header)
     for name, place in places.items():
-        # A pickle names a GPU by its id, whose length is the same everywhere: the pickle stays well-formed.
+        # A pickle names a GPU by its id, which has the same length everywhere: the pickle stays well-formed.
         if name != place and len(name) == len(place):
             skeleton = skeleton.replace(name.encode(), place.encode())
     devices = tuple(places.get(name, name) for name in table.devices)

@@ -1,11 +1,11 @@
-"""The source of records of a server, and the misses that are put to it.
+"""The source of records of a server, and its misses.
 
 A *miss* is a run that waits for the source's answer. Rules:
 
-- There is one source. Another one takes its place, and all misses without an answer are put to that.
-- A miss that the source was given continues without waiters, as a running endpoint does; one that it was not given is dropped.
-- Without a source, misses wait for one until ``grace`` seconds after the last one was lost, or after the server's start where
-  one is expected. What is left then, and later ones, are built here.
+- There is one source at a time. A new one replaces it, and gets all open misses.
+- A miss given to the source continues without waiters, like a running endpoint; one that was not given is dropped.
+- Without a source, misses wait for one until ``grace`` seconds after the last one was lost, or after the server's start if
+  one is expected. After that, they and later ones are built here.
 - A server that never had a source, and expects none, has no misses.
 - An object that becomes current in another way answers the misses of its call.
 """
@@ -27,8 +27,8 @@ W = TypeVar("W")
 
 @dataclass(eq=False, slots=True)
 class Attachment:
-    """One attachment of a session as the source of records; ``since`` is in Unix seconds, and ``detached`` whether it was
-    closed, or its session has ended.
+    """One attachment of a session as the source of records; ``since`` is in Unix seconds, and ``detached`` is True if it was
+    closed or its session has ended.
     """
 
     number: int
@@ -39,11 +39,11 @@ class Attachment:
 
 
 class SourceTable(Generic[W]):
-    """The source, if there is one, and the misses without an answer; ``W`` is the type of the runs' waiters.
+    """The current source, if any, and the open misses; ``W`` is the type of the runs' waiters.
 
     :param grace: seconds that misses wait for a source.
-    :param changed: called when there is a new miss, or another source or none.
-    :param expected: whether a source will be attached soon after the server's start.
+    :param changed: called when there is a new miss, or the source changes.
+    :param expected: True if a source will be attached soon after the server's start.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class SourceTable(Generic[W]):
         self._misses: dict[int, Run[W]] = {}
         self._numbers = itertools.count(1)
         self._attachments = itertools.count(1)
-        #: Until when misses wait for a source, on the clock.
+        #: The time until which misses wait for a source, on the clock.
         self._until = clock.now() + grace if expected else float("-inf")
 
     def attach(self, session: str) -> Attachment:
-        """Make a session the source, in place of an earlier one; all misses are put to it."""
+        """Make a session the source, replacing an earlier one; it gets all misses."""
         self.source = Attachment(next(self._attachments), session, self._clock.unix(self._clock.now()))
         self._take_back()
         self._changed()
         return self.source
 
     def lose(self) -> list[Run[W]]:
-        """Note that the source has disconnected; return the misses without waiters, which are removed."""
+        """Handle the loss of the source; return the misses without waiters, which are removed."""
         assert self.source is not None, "there is a source to lose"
         self.source.detached, self.source = True, None
         self._until = self._clock.now() + self.grace
@@ -80,9 +80,9 @@ class SourceTable(Generic[W]):
         return unwanted
 
     def find(self, session: str, number: int) -> Attachment:
-        """Return the source, which names itself by its number.
+        """Return the source with this number.
 
-        :raises ClusterError: if it is none any more.
+        :raises ClusterError: if it is no longer the source.
         """
         source = self.source
         if source is not None and (source.number, source.session) == (number, session):
@@ -99,7 +99,7 @@ class SourceTable(Generic[W]):
         )
 
     def ask(self, run: Run[W]) -> bool:
-        """Put a run to the source, or let it wait for one; False if it is to be built here."""
+        """Offer a run to the source, or let it wait for one; return False if it must be built here."""
         if self.source is None and self._clock.now() >= self._until:
             return False
         run.miss = next(self._numbers)
@@ -108,25 +108,25 @@ class SourceTable(Generic[W]):
         return True
 
     def offer(self, after: int) -> list[Run[W]]:
-        """Give the source the misses with numbers above ``after``."""
+        """Return the misses with numbers above ``after``, and mark them as given to the source."""
         found = [run for run in self._misses.values() if run.miss > after]
         for run in found:
             run.offered = True
         return found
 
     def answer(self, session: str, source: int, number: int) -> Run[W]:
-        """Take a miss out that its source has an answer to.
+        """Remove a miss that the source answers.
 
-        :raises ClusterError: as :meth:`open`.
+        :raises ClusterError: like :meth:`open`.
         """
         run = self.open(session, source, number)
         self.remove(run)
         return run
 
     def open(self, session: str, source: int, number: int) -> Run[W]:
-        """Return a miss without an answer.
+        """Return an open miss.
 
-        :raises ClusterError: if the session is not that source, or the miss has an answer.
+        :raises ClusterError: if the session is not that source, or the miss was answered.
         """
         self.find(session, source)
         run = self._misses.get(number)
@@ -137,7 +137,7 @@ class SourceTable(Generic[W]):
         return run
 
     def of_call(self, cache_key: str | None, fingerprint: str) -> list[Run[W]]:
-        """Return the misses of a call without an answer, those from before an invalidation too."""
+        """Return the open misses of a call, including those from before an invalidation."""
         return [
             run
             for run in self._misses.values()
@@ -145,12 +145,12 @@ class SourceTable(Generic[W]):
         ]
 
     def remove(self, run: Run[W]) -> None:
-        """Forget the miss of a run."""
+        """Remove the miss of a run."""
         self._misses.pop(run.miss, None)
         run.miss, run.offered = 0, False
 
     def overdue(self) -> tuple[list[Run[W]], float | None]:
-        """Take the misses out that have waited for a source long enough; with the seconds until there may be more."""
+        """Remove the misses that have waited long enough; return them and the seconds until the next check."""
         if self.source is not None or not self._misses:
             return [], None
         left = self._until - self._clock.now()

@@ -5,8 +5,8 @@
     pending ──► running ──► completed | failed | cancelled
        └──────────────────► completed (from the cache) | failed | cancelled
 
-A finished task is remembered for ``result_ttl`` seconds. Its id has the issuing server and the order, so that one
-which is no longer known can be told from one that never was.
+A finished task is remembered for ``result_ttl`` seconds. Its id contains the issuing server and a sequence number, which
+distinguishes an expired task from one that never existed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRANSITIONS: dict[TaskStatus, frozenset[TaskStatus]] = {
     TaskStatus.CANCELLED: frozenset(),
 }
 
-#: Characters of an error's message in a task's status; the error itself is sent whole.
+#: Maximum characters of an error's message in a task's status; the error itself is sent whole.
 _SHOWN = 2000
 
 
@@ -43,7 +43,7 @@ _SHOWN = 2000
 class Task(Generic[W]):
     """One task. ``watchers`` wait for its end, and are notified of every change.
 
-    ``kept``: its result waits to be fetched; that of the task behind a call does not, whose caller gets it at once.
+    ``kept``: its result waits to be fetched; not so for the task behind a call, whose caller gets it at once.
     ``ended_at`` is on the table's clock. ``waiter`` waits for the task's run, None once that has ended; it is opaque here, as
     are the watchers and ``failure``.
     """
@@ -58,7 +58,7 @@ class Task(Generic[W]):
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, in whatever way."""
+        """True if it has ended."""
         return self.info.status.finished
 
     @property
@@ -73,9 +73,9 @@ class TaskTable(Generic[W]):
     :param issuer: the prefix of these tasks' ids, the server's id.
     :param on_forget: called with every finished task that is forgotten.
     :param result_ttl: seconds a finished task is remembered.
-    :param capacity: how many tasks may be unfinished.
-    :param remembered: how many finished tasks are remembered; the oldest give way.
-    :param first: the number of the first task; those below were an earlier server's of the same id.
+    :param capacity: maximum number of unfinished tasks.
+    :param remembered: maximum number of finished tasks that are remembered; the oldest are forgotten first.
+    :param first: the number of the first task; lower ones belong to an earlier server of the same id.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class TaskTable(Generic[W]):
         self._finished: OrderedDict[str, Task[W]] = OrderedDict()
 
     def check_capacity(self) -> None:
-        """Check that a task may be made.
+        """Check that a task may be created.
 
-        :raises ServerBusy: if there are as many as there may be.
+        :raises ServerBusy: if the capacity is exhausted.
         """
         if len(self._tasks) - len(self._finished) >= self._capacity:
             raise ServerBusy(
@@ -114,7 +114,7 @@ class TaskTable(Generic[W]):
             )
 
     def add(self, endpoint: str, cache_key: str | None, *, kept: bool = True) -> Task[W]:
-        """Make a pending task."""
+        """Create a pending task."""
         self._issued = next(self._numbers)
         info = TaskInfo(
             task_id=f"{self.issuer}-{self._issued}",
@@ -130,7 +130,7 @@ class TaskTable(Generic[W]):
     def advance(self, task: Task[W], status: TaskStatus, **facts: Any) -> None:
         """Change a task's status; ``facts`` are further fields of its :class:`TaskInfo`.
 
-        :raises ValueError: for a change that :data:`TRANSITIONS` does not have.
+        :raises ValueError: for a change that is not in :data:`TRANSITIONS`.
         """
         if status not in TRANSITIONS[task.info.status]:
             raise ValueError(f"task {task.info.task_id} cannot go from {task.info.status} to {status}")
@@ -150,7 +150,7 @@ class TaskTable(Generic[W]):
             self._forget(next(iter(self._finished.values())))
 
     def update(self, task: Task[W], **facts: Progress | bool) -> None:
-        """Note progress (``progress``), or that the task was asked to stop (``cancel_requested``)."""
+        """Record progress (``progress``), or a request to stop (``cancel_requested``)."""
         task.info = msgspec.structs.replace(task.info, **facts)
 
     def get(self, task_id: str) -> Task[W]:
@@ -162,7 +162,7 @@ class TaskTable(Generic[W]):
         if task is not None:
             return task
         issuer, _, number = task_id[:100].rpartition("-")
-        # In the form of submit()'s ids: int() accepts other forms too.
+        # Only the form of submit()'s ids: int() accepts other forms too.
         if (
             issuer == self.issuer
             and number.isdecimal()
@@ -180,7 +180,7 @@ class TaskTable(Generic[W]):
         )
 
     def expire(self) -> float | None:
-        """Forget tasks that ended ``result_ttl`` ago; return the seconds until the next one may be, None for never."""
+        """Forget tasks that ended ``result_ttl`` ago; return the seconds until the next one expires, None for never."""
         now = self._clock.now()
         while self._finished:
             task = next(iter(self._finished.values()))
@@ -191,7 +191,7 @@ class TaskTable(Generic[W]):
         return None
 
     def page(self, status: TaskStatus | None, after: int, limit: int) -> tuple[list[TaskInfo], int | None]:
-        """List tasks in the order they were made, from that after number ``after`` on: ``(infos, next after or None)``."""
+        """List tasks in order of creation, those after number ``after``: ``(infos, next after or None)``."""
         infos: list[TaskInfo] = []
         last = after
         for task in self._tasks.values():

@@ -1,7 +1,7 @@
-"""Copies of segments in lower tiers: which there are, and whether they still have the bytes of the memory.
+"""Copies of segments in lower tiers, and whether they are up to date.
 
-A copy belongs to a segment, by the segment's id; an object that is cold has the ids that its segments will have. It is good
-for as long as the revision of the objects in the segment is the one at which it was made, see :func:`is_good`.
+A copy belongs to a segment, by the segment's id; a cold object already has the ids of its next segments. A copy is good while
+the revision of the objects in the segment equals the one at which it was made, see :func:`is_good`.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from shared_rpc.memory.copies import LowerCopy
 from shared_rpc.protocol.records import HostCopy, SegmentInfo, Tier
 from shared_rpc.server.state.descriptors import Descriptors
 
-#: The tiers below a device, the next one first.
+#: The tiers below a device, nearest first.
 LOWER: tuple[Tier, ...] = ("host", "file")
-#: The revision of a copy whose bytes are those of no revision: the next copy is written to its memory.
+#: The revision of a copy with undefined bytes: its memory is reused for the next copy.
 STALE = -1
 
 
 class Incarnations:
-    """Numbers of incarnations. None is given twice: a process may still have the memory of any earlier one."""
+    """Incarnation numbers. None is reused: a process may still have the memory of any earlier one."""
 
     def __init__(self) -> None:
         self._last = 0
 
     def note(self, info: SegmentInfo) -> None:
-        """Note a number that an earlier server has given."""
+        """Record a number issued by an earlier server."""
         self._last = max(self._last, int(info.id.partition(".")[2] or 0))
 
     def after(self, info: SegmentInfo) -> SegmentInfo:
-        """Return the description of the memory that will have a segment's bytes next."""
+        """Return the description of the next memory for a segment's bytes."""
         self._last += 1
         return info.incarnation(self._last)
 
 
 def next_tier(current: Tier, devices: Collection[str], to: str, *, files: bool) -> Tier | None:
-    """Return the tier to which an object is moved, None if it is there already, or lower.
+    """Return the target tier of an object's move down, None if the object is already there, or lower.
 
-    :param devices: those of its segments. An object of host memory alone has no tier between its own and files.
+    :param devices: those of its segments. An object that is only in host memory has no tier between its own and files.
     :param to: the requested tier, ``""`` for the next one that the server has.
-    :param files: whether the server has a directory for files.
+    :param files: True if the server has a directory for files.
     :raises CapabilityError: if there is no such tier for the object.
     """
     on_host = all(device == "cpu" for device in devices)
@@ -64,22 +64,22 @@ def next_tier(current: Tier, devices: Collection[str], to: str, *, files: bool) 
 
 
 def outlives_use(infos: Iterable[SegmentInfo], host_copy: HostCopy) -> bool:
-    """Return whether a copy may be used again after the object was in use: if nothing writes to it without a revision.
+    """Return True if a copy may be reused after the object was in use, because no write goes without a revision.
 
-    That is so where clients cannot write, and where the app has promised it by ``host_copy="at_build"``.
+    That holds if clients cannot write, and if the app has promised it by ``host_copy="at_build"``.
     """
     return host_copy == "at_build" or all(info.access != "read_write" for info in infos)
 
 
 def is_good(copy: LowerCopy | None, revision: int | None) -> bool:
-    """Return whether a copy has the bytes of the memory at a revision; None for one that is being written."""
+    """Return True if a copy has the bytes of the memory at a revision; the revision is None while a write is in progress."""
     return copy is not None and copy.revision == revision
 
 
 class Copies:
-    """All copies of a server's objects. A copy that is added belongs to this object.
+    """All copies of a server's objects. It owns the copies that are added.
 
-    :param descriptors: those of the process: a copy has one.
+    :param descriptors: the budget of the process: a copy uses one descriptor.
     """
 
     def __init__(self, descriptors: Descriptors) -> None:
@@ -91,7 +91,7 @@ class Copies:
         self._devices: dict[str, str] = {}
 
     def add(self, info: SegmentInfo, copy: LowerCopy) -> None:
-        """Keep the copy of a segment, in place of an earlier one of the same tier."""
+        """Add the copy of a segment, replacing an earlier one of the same tier."""
         self.discard(info.id, copy.tier)
         self._by_segment[info.id][copy.tier] = copy
         self._devices[info.id] = info.device
@@ -102,7 +102,7 @@ class Copies:
         return self._by_segment[segment_id].get(tier) if segment_id in self._by_segment else None
 
     def highest(self, segment_id: str) -> LowerCopy:
-        """Return the copy of a cold segment that is in the highest tier."""
+        """Return the copy of a cold segment in the highest tier."""
         return next(copy for tier in LOWER if (copy := self.get(segment_id, tier)) is not None)
 
     def of(self, segment_id: str) -> list[LowerCopy]:
@@ -120,7 +120,7 @@ class Copies:
             del self._by_segment[segment_id], self._devices[segment_id]
 
     def rename(self, old: str, new: str) -> None:
-        """Note that a segment has another id from now on."""
+        """Rename a segment."""
         if old in self._by_segment:
             self._by_segment[new] = self._by_segment.pop(old)
             self._devices[new] = self._devices.pop(old)
@@ -130,12 +130,12 @@ class Copies:
         return sum(count for (each, of), count in self._nbytes.items() if each == tier and device in (None, of))
 
     def usage(self, device: str | None = None) -> dict[Tier, int]:
-        """Return the bytes of the copies by tier; a tier without any is not there."""
+        """Return the bytes of the copies by tier, without empty tiers."""
         found = {tier: self.nbytes(tier, device) for tier in LOWER}
         return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
     def __len__(self) -> int:
-        """Count the copies."""
+        """Return the number of copies."""
         return self._count_of_all
 
     def _count(self, segment_id: str, copy: LowerCopy, sign: int) -> None:
