@@ -1,4 +1,4 @@
-"""The connection of an asynchronous client: of the coroutines that wait for answers one reads for all."""
+"""The connection of an asynchronous client: one of the waiting coroutines reads for all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Rest:
     __slots__ = ("event",)
 
     def prepare(self) -> Callable[[], object]:
-        """Begin the wait; return what ends it."""
+        """Begin the wait; return the function that ends it."""
         self.event = anyio.Event()
         return self.event.set
 
@@ -42,9 +42,9 @@ class AsyncLink(Link):
 
     @classmethod
     async def open(cls, path: str, timeout: float) -> Self:
-        """Connect and shake hands.
+        """Connect and perform the handshake.
 
-        :raises ConnectError: if no server answers at ``path``, or another user's does.
+        :raises ConnectError: if no server answers at ``path``, or only another user's.
         """
         link = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK))
         try:
@@ -57,16 +57,16 @@ class AsyncLink(Link):
                     raise TooLate
                 link._welcomed(greeting)
         except BaseException:
-            link._break(ConnectionClosed("the handshake failed"))  # without a word: it may be a stranger's
+            link._break(ConnectionClosed("the handshake failed"))  # without a goodbye: the peer may be a stranger
             raise
         return link
 
     async def exchange(self, request: Request, deadline: float = math.inf) -> Reply:
-        """Send a request and wait for its reply. A request that is cancelled is withdrawn, without a wait.
+        """Send a request and wait for its reply. A cancelled request is withdrawn, without waiting.
 
-        :param deadline: when to give up, in terms of anyio.current_time().
-        :raises DeadlineExceeded: if there is no reply by then; a reply that came just in time is returned.
-        :raises ConnectionClosed: if the server goes away, or the link is closed.
+        :param deadline: the end of the wait, on the clock of anyio.current_time().
+        :raises DeadlineExceeded: if there is no reply by then; a reply that just arrived is returned.
+        :raises ConnectionClosed: if the server disconnects, or the link is closed.
         """
         # Requests of coroutines of the same turn of the loop are sent in one write.
         with self._lock:
@@ -82,7 +82,7 @@ class AsyncLink(Link):
         return self._finish(exchange)
 
     async def _withdraw(self, exchange: Exchange) -> None:
-        """Withdraw a request, and wait for the server's answer to that: it says why there was no reply."""
+        """Withdraw a request, and wait for the server's answer to that, which gives the reason for the missing reply."""
         with self._lock:
             waits = self._exchanges.withdraw(exchange)
         if waits:
@@ -90,7 +90,7 @@ class AsyncLink(Link):
                 await self._await(exchange)
 
     async def _await(self, exchange: Exchange) -> None:
-        """Send all that is queued, and pass on the updates of an exchange, until its answer is there."""
+        """Send all queued output, and handle the updates of an exchange, until its answer arrives."""
         request = exchange.request
         await self._send()
         if request.transfer is not None:
@@ -102,7 +102,7 @@ class AsyncLink(Link):
                     result = request.on_event(info)
                     if inspect.isawaitable(result):
                         await result
-                # Several answers may have come at once, and the caller's deadline may have passed.
+                # Several answers may have arrived at once, and the caller's deadline may have passed.
                 await anyio.lowlevel.checkpoint()
             if exchange.answer is not None:
                 return
@@ -121,7 +121,7 @@ class AsyncLink(Link):
                 await self._send()
 
     async def _await_until(self, exchange: Exchange, until: int) -> None:
-        """Wait as :meth:`_await` does, but no longer than until a descriptor is readable."""
+        """Wait like :meth:`_await`, but no longer than until a descriptor is readable."""
         errors: list[SharedRPCError] = []
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_when_readable, tasks.cancel_scope, until)
@@ -155,7 +155,7 @@ class AsyncLink(Link):
                     await anyio.wait_writable(self._socket.sock)
 
     async def _read_for_all(self, exchange: Exchange) -> None:
-        """Deliver what arrives until there is news for one exchange, or something to send, or the connection has ended.
+        """Deliver frames until there is news for one exchange, or output to send, or the connection has ended.
 
         Other answers that have arrived by then are delivered too: one recvmsg(2) returns at most one frame with descriptors,
         and handing the reading over takes a turn of the loop.

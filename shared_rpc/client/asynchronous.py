@@ -1,4 +1,4 @@
-"""The driver for coroutines, on asyncio and on trio: one connection, many calls at once."""
+"""The driver for coroutines, on asyncio and on trio: one connection, many concurrent calls."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from shared_rpc.protocol import messages as m
 
 T = TypeVar("T")
 
-#: Bytes of a skeleton and a table that are decoded on the loop: well under a millisecond.
+#: Maximum bytes of a skeleton and a table that are decoded on the loop: well under a millisecond.
 _QUICK = 2048
 
 
 class CoroutineDriver(BaseClient, CoroutineMethods):
-    """The driver of :class:`shared_rpc.AsyncClient`: all operations go over one connection, at once."""
+    """The driver of :class:`shared_rpc.AsyncClient`: all operations share one connection, concurrently."""
 
     def _begin(self) -> None:
         self._closed = False
@@ -58,7 +58,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         self._disconnected()
 
     def _end_job(self) -> Job | None:
-        # No coroutine waits any more, since it would refer to the client: the loop takes no part in the link's end.
+        # No coroutine waits any more, since it would refer to the client: the link can end without the loop.
         link = getattr(self, "_link", None)
         return functools.partial(_leave, link) if link is not None else None
 
@@ -115,7 +115,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         return self._link
 
     async def _run(self, operation: Operation[T], *, timeout: float | None = OWN_TIMEOUT) -> T:
-        """Drive an operation as :func:`shared_rpc.client.steps.drive` does."""
+        """Drive an operation like :func:`shared_rpc.client.steps.drive`."""
         turn = Turn()
         turn.deadline = Within(self._timeout if timeout is OWN_TIMEOUT else timeout).deadline(anyio.current_time())
         advance = functools.partial(operation.send, None)
@@ -198,7 +198,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         return link
 
     async def _connect(self, earlier: AsyncLink | None) -> tuple[AsyncLink, Renewal | None]:
-        """Begin a session, which has the leases of the one that it follows."""
+        """Begin a session, which takes over the leases of the previous one."""
         search = Search(self.socket_path, self._connect_timeout)
         while True:
             try:
@@ -215,7 +215,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         except BaseException:
             link.close()
             raise
-        # No await from here on: an operation that is cancelled has the session, or what it was to have.
+        # No await from here on: a cancelled operation has either the session or its resources.
         link.transfer = self._new_transfer()
         self._link = link
         if renewal is not None:
@@ -226,9 +226,9 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
         return link, renewal
 
     async def _reach(self, path: str, earlier: AsyncLink | None) -> tuple[AsyncLink, Renewal | None]:
-        """Open a link, and ask for the leases of the session that it follows.
+        """Open a link, and request the leases of the previous session.
 
-        :raises ConnectError: if there is no server, or it goes away at once.
+        :raises ConnectError: if there is no server, or it disconnects at once.
         """
         link = await AsyncLink.open(path, self._timeout if self._timeout is not None else 3600.0)
         try:
@@ -249,9 +249,9 @@ def _leave(link: Link) -> None:
 
 
 class ShieldedThreadJob:
-    """A function that a thread is to run, once.
+    """A function to run in a thread, once.
 
-    asyncio's own cancellation leaves the thread to itself, which then uses memory that its caller believes free.
+    asyncio's own cancellation abandons the thread, which then uses memory that its caller believes free.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -274,20 +274,20 @@ class ShieldedThreadJob:
             self._ended.set()
 
     async def stop(self) -> bool:
-        """Withdraw the function, or wait for its end, however often that is cancelled; return whether there is a result."""
+        """Withdraw the function, or wait for its end regardless of cancellations; return True if there is a result."""
         with self._lock:
             self._withdrawn = True
         while self._begun and not self._ended.is_set():
             try:
                 with anyio.CancelScope(shield=True):
-                    # A limiter of its own: the function may need another thread.
+                    # Its own limiter: the function may need another thread.
                     await anyio.to_thread.run_sync(self._ended.wait, limiter=anyio.CapacityLimiter(1))
             except anyio.get_cancelled_exc_class():
                 continue
         return bool(self._result)
 
     def result(self) -> Any:
-        """Return the function's result, once."""
+        """Pop the function's result."""
         return self._result.pop()
 
 

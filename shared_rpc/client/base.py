@@ -1,4 +1,4 @@
-"""The base of both clients: where the server is, the values and leases of this process, and its end."""
+"""The base of both clients: the server's address, the values and leases of this process, and the session's end."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.ticket import Ticket, read_ticket
 from shared_rpc.settings import resolve_base_path, socket_path
 
-#: A timeout that stands for the client's own.
+#: Stands for the client's own timeout.
 OWN_TIMEOUT = -1.0
 
 
 class Turn(msgspec.Struct, eq=False):
-    """One operation of a client, which owns the resources of its replies until its caller has them."""
+    """One operation of a client, which owns the resources of its replies until they are returned to the caller."""
 
-    #: Seconds to wait for a server that is not there yet; and the deadline, on the clock of the driver.
+    #: Seconds to wait for a server to appear; and the deadline, on the clock of the driver.
     patience: float = 0.0
     deadline: float = math.inf
     #: The latest request, its session, and its reply, unless a handle has the lease of that.
@@ -51,13 +51,13 @@ class Turn(msgspec.Struct, eq=False):
     lent: list[tuple[Lease[Any], m.Message | None]] = msgspec.field(default_factory=list)
 
     def lend(self, handle: Lease[Any]) -> None:
-        """Note that a handle has the lease of the reply."""
+        """Move the lease of the reply to a handle."""
         reply, self.reply = self.reply, None
         release = release_for(reply.message, self.request) if reply is not None else m.Release([handle.object_id])
         self.lent.append((handle, release))
 
     def owed(self) -> list[tuple[m.Message, object]]:
-        """Drop what a failed operation has; return the messages that release it, each with its session."""
+        """Drop the resources of a failed operation; return the messages that release them, each with its session."""
         owed: list[tuple[m.Message | None, object]] = []
         if self.request is not None and self.request.frame is not None:
             self.request.frame.close()
@@ -69,7 +69,7 @@ class Turn(msgspec.Struct, eq=False):
 
 
 def preload_codec() -> None:
-    """Load the codec, where torch is loaded already: a process that only lists or releases never needs it."""
+    """Load the codec if torch is already loaded: a process that only lists or releases never needs it."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda"):  # not imported, or being imported
         return
@@ -81,7 +81,7 @@ def preload_codec() -> None:
 
 
 class Address:
-    """The path of a server's socket, resolved when it is first needed: a GPU's name takes the driver."""
+    """The path of a server's socket, resolved on first use: resolving a GPU's name needs the driver."""
 
     def __init__(
         self, base_path: str | os.PathLike[str] | None, device: str, socket_path: str | os.PathLike[str] | None
@@ -100,7 +100,7 @@ class Address:
 class BaseClient(Context):
     """The base of a client. For the parameters see :class:`shared_rpc.Client`.
 
-    None of its parts refers to it, so that it ends with the last of its users: see :meth:`__del__`.
+    No part of it has a strong reference to it, so that it ends with its last user: see :meth:`__del__`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class BaseClient(Context):
         self._timeout = timeout
         self._connect_timeout = connect_timeout
         self._pool_options = pool or PoolOptions()
-        #: Values that live in this process, by object id: an object is rebuilt once, as it is built once in the server.
+        #: Values in this process, by object id: an object is rebuilt once, as it is built once in the server.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._leases = LeaseBook()
         self._suspensions = Suspensions(self._leases)
@@ -128,10 +128,10 @@ class BaseClient(Context):
 
     @classmethod
     def from_ticket(cls, ticket: Ticket | str | os.PathLike[str], **options: Any) -> Self:
-        """Return a client of the server that a ticket names; it is not connected yet, and the ticket not opened.
+        """Return a client of the ticket's server; it is not connected yet, and the ticket not opened.
 
         :param ticket: a ticket, or the path of its file.
-        :param options: those of the client, but for where the server is.
+        :param options: those of the client, except the server's address.
         :raises TicketError: if the ticket cannot be read.
         """
         return cls(socket_path=read_ticket(ticket).socket_path, **options)
@@ -140,10 +140,10 @@ class BaseClient(Context):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Get ready to connect."""
+        """Prepare to connect."""
 
     def _transfers(self) -> Callable[[], ClientTransfer]:
-        """Return a function that makes the pools of a new session."""
+        """Return a function that creates the pools of a new session."""
         options, flush = self._pool_options, weakly(self._return_chunks)
 
         def new_transfer() -> ClientTransfer:
@@ -154,7 +154,7 @@ class BaseClient(Context):
 
     @abstractmethod
     def _links(self) -> Sequence[Link]:
-        """Return the sessions that have not ended."""
+        """Return the active sessions."""
 
     def _return_chunks(self, transfer: ClientTransfer, chunks: list[int]) -> None:
         """Return chunks of the server's pool, in their session; from another thread.
@@ -167,7 +167,7 @@ class BaseClient(Context):
         link.post(m.Free(chunks))
 
     def _after_fork(self) -> None:
-        """Begin again in a forked child: the session is the parent's, and the links close their copies of descriptors."""
+        """Reset the client in a forked child: the session is the parent's, and the links close their copies of descriptors."""
         self._values = weakref.WeakValueDictionary()
         self._watch = Subscriptions(weakly(self._news_source))
         self._leases = LeaseBook()
@@ -177,7 +177,7 @@ class BaseClient(Context):
     def _end_job(self) -> Job | None:
         """Return a job that ends the session and does not refer to the client; None if there is no session.
 
-        Called in a finaliser: it may neither wait nor lock.
+        Called in a finaliser: it must neither block nor lock.
         """
 
     def __del__(self) -> None:
@@ -195,10 +195,10 @@ class BaseClient(Context):
 
     @abstractmethod
     def _known(self) -> Link | None:
-        """Return the session, if there is one."""
+        """Return the current session, if any."""
 
     def _lend(self, step: Lend, turn: Turn) -> Lease[Any]:
-        """Return the handle of a value that came with a lease."""
+        """Return the handle of a value that arrived with a lease."""
         session = turn.link
         if session is None or self._closed:
             raise ConnectionClosed("this client was closed, which has ended the lease")
@@ -214,13 +214,13 @@ class BaseClient(Context):
 
     @staticmethod
     def _tell(message: m.Message, session: object) -> None:
-        """Send a message whose answer is not needed in a session, unless that has ended."""
+        """Send a message whose answer is not needed, unless its session has ended."""
         if isinstance(session, Link) and not session.ended:
             with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
                 session.post(message)
 
     def _undo(self, turn: Turn) -> None:
-        """Release what a failed operation has."""
+        """Release the resources of a failed operation."""
         for message, session in turn.owed():
             self._tell(message, session)
 
@@ -229,7 +229,7 @@ class BaseClient(Context):
             drive(_released(self, object_id), functools.partial(self._perform_apart, session))
 
     def _perform_apart(self, session: Link, step: Step) -> Any:
-        """Do what an operation asks for that needs no answers, in the finaliser thread."""
+        """Perform a step that needs no answer, in the finaliser thread."""
         match step:
             case Tell():
                 self._tell(step.message, session)
@@ -239,7 +239,7 @@ class BaseClient(Context):
 
     @staticmethod
     def _repeats(request: Request, link: Link, error: SharedRPCError) -> bool:
-        """Return whether a request that has failed goes to the next server."""
+        """Return True if a failed request is repeated with the next server."""
         if not request.repeatable:
             return False
         return isinstance(error, ConnectionClosed) or (request.unwritten and not link.usable)
@@ -255,9 +255,9 @@ class BaseClient(Context):
         return self._watch
 
     def _news_source(self) -> LinkSource:
-        """Open a link for news, whose positions mean something to one server.
+        """Open a link for news, whose positions are valid for one server only.
 
-        :raises ConnectionClosed: if another server has the place of the watched one.
+        :raises ConnectionClosed: if another server has replaced the watched one.
         """
         watched, timeout = self._watched, min(PROMPT, self._timeout or PROMPT)
         link = BlockingLink.open(self.socket_path, timeout)

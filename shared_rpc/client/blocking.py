@@ -39,12 +39,12 @@ from shared_rpc.protocol import messages as m
 
 T = TypeVar("T")
 
-#: Seconds after which a thread that waits for another one to connect looks whether that has ended.
+#: Seconds between checks by a thread that waits for another one to connect.
 _SLICE = 0.05
 
 
 class _Opening:
-    """The attempt of one operation to reach the server, for which those of other threads wait."""
+    """The attempt of one operation to reach the server; operations of other threads wait for it."""
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
@@ -55,11 +55,11 @@ class _Opening:
 class BlockingDriver(BaseClient, BlockingMethods):
     """The driver of :class:`shared_rpc.Client`.
 
-    A signal handler may raise between any two instructions of an operation, and so between getting a reply, a lease or a chunk
-    of a pool, and noting it. What was not noted ends with the session.
+    A signal handler may raise between any two instructions of an operation, and so between receiving a reply, a lease or a
+    chunk of a pool, and recording it. Unrecorded resources are released with the session.
     """
 
-    #: Starts a server where none listens: called with the socket's path, the seconds for the start, and the deadline.
+    #: Starts a server if none listens: called with the socket's path, the seconds for the start, and the deadline.
     _summon: Callable[[str, float, float], None] | None = None
 
     def _begin(self) -> None:
@@ -151,7 +151,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
         return None
 
     def _exchange(self, request: Request, turn: Turn) -> Reply:
-        """Send a request; return the reply. Where the server went away and the request can be repeated, it goes to the next
+        """Send a request; return the reply. If the server disconnects and the request is repeatable, it is sent to the next
         server.
         """
         deadline = max(turn.deadline, time.monotonic() + PROMPT) if request.at_once else turn.deadline
@@ -175,7 +175,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
     # The connection.
 
     def _connected(self, turn: Turn, deadline: float) -> BlockingLink:
-        """Return the link; one operation at a time connects, if there is none."""
+        """Return the link; if there is none, one operation at a time connects."""
         until = deadline if turn.patience > 0 else min(deadline, time.monotonic() + RETRY)
         while True:
             link = self._link
@@ -191,7 +191,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
                     opening = self._opening
                     if opening is None:
                         opening = self._opening = _Opening(turn)
-                # The thread that connects may be this one, below the handler of a signal.
+                # The thread that connects may be this one, interrupted by the present signal handler.
                 if opening.turn is turn or opening.thread == threading.get_ident():
                     self._connect(turn, deadline)
                 elif time.monotonic() > until:
@@ -204,7 +204,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
                     opening.ended.set()
 
     def _connect(self, turn: Turn, deadline: float) -> None:
-        """Wait for a server, and begin a session, which has the leases of the one that it follows."""
+        """Wait for a server, and begin a session, which takes over the leases of the previous one."""
         earlier = self._link
         link, renewal = self._reach(turn, deadline, earlier)
         try:
@@ -245,7 +245,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
                 raise
 
     def _correct(self, renewal: Renewal, link: BlockingLink, seconds: float) -> None:
-        """Correct the leases that a session has taken over, and renew memory that was replaced."""
+        """Correct the leases that a session has taken over, and renew replaced memory."""
         for message in renewal.corrections():
             with suppress(SharedRPCError):
                 link.post(message)

@@ -1,7 +1,7 @@
 """The exchanges of one connection: frames in, events out, and no I/O.
 
-All state of a connection is here; a driver only waits, sends what is queued and receives what arrives. It
-works on :class:`~shared_rpc.protocol.socket.FrameBuffers`, so that faults are tried without a socket::
+All state of a connection is here; a driver only waits, sends queued frames and receives new ones. It works on
+:class:`~shared_rpc.protocol.socket.FrameBuffers`, so that faults can be tested without a socket::
 
     begin ──► under way ──deliver──► answered ──reply──► returned to the caller
                   │                     ▲ │
@@ -11,8 +11,8 @@ works on :class:`~shared_rpc.protocol.socket.FrameBuffers`, so that faults are t
                   │
                abandon ──► owed ──deliver──► its grants are released
 
-Where a signal handler may raise between any two instructions (see :class:`~shared_rpc.client.link.BlockingLink`), the
-descriptors of an answer are in the buffers or in :attr:`Request.frame`: they go from one to the other without a call.
+As a signal handler may raise between any two instructions (see :class:`~shared_rpc.client.link.BlockingLink`), the
+descriptors of an answer are in the buffers or in :attr:`Request.frame`: no call is made between the two.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.socket import FrameBuffers
 from shared_rpc.protocol.tasks import TaskInfo
 
-#: Seconds for the server's part of the handshake, and for its answer to a request that it answers without a wait.
+#: Seconds for the server's part of the handshake, and for its answer to a request that it answers at once.
 PROMPT = 5.0
-#: Seconds beyond the caller's time for the server's answer to a cancellation; and all that the finaliser thread waits.
+#: Seconds beyond the caller's time for the server's answer to a cancellation; also the finaliser thread's maximum wait.
 BRIEFLY = 1.0
-#: Request ids have 32 bits and begin again after the last one; 0 is for the handshake and the server's own messages.
+#: Request ids have 32 bits and wrap around; 0 is for the handshake and the server's own messages.
 LAST_ID = (1 << 32) - 1
 
 #: The kind bytes of messages that may precede the answer to a request.
@@ -46,20 +46,20 @@ _EVENTS = frozenset({NUMBERS[m.TaskUpdate], NUMBERS[m.OutOfPoolMemory]})
 
 
 class TooLate(TimeoutError):
-    """The deadline of a driver's wait passed. A class of its own, because a callback may raise TimeoutError too."""
+    """The deadline of a driver's wait passed. A separate class, because a callback may raise TimeoutError too."""
 
 
 class Exchange(msgspec.Struct, eq=False):
-    """A request under way: the updates that were not passed on yet, and its answer."""
+    """An active request: its unhandled updates, and its answer."""
 
     number: int
     request: Request
     updates: deque[TaskInfo] = msgspec.field(default_factory=deque)
-    #: Whether a cancellation was queued: no caller waits any more.
+    #: True once a cancellation was queued: no caller waits any more.
     withdrawn: bool = False
-    #: The message of :attr:`Request.frame`, or why the message cannot be read.
+    #: The message of :attr:`Request.frame`, or the reason why it cannot be read.
     answer: m.Message | str | None = None
-    #: The exchange that reads on when this one has its answer: it is of the code that a signal handler has interrupted.
+    #: The exchange that reads next when this one has its answer: that of the code interrupted by a signal handler.
     below: Exchange | None = None
 
 
@@ -67,19 +67,19 @@ class Exchanges:
     """All exchanges of one connection.
 
     :param path: the server's socket, for errors.
-    :param buffers: where frames come from, and are queued.
+    :param buffers: the source of received frames, and the queue of frames to send.
     """
 
     def __init__(self, path: str, buffers: FrameBuffers) -> None:
         self.path = path
         self._buffers = buffers
         self._ids = itertools.count()
-        #: Unanswered requests by number, abandoned ones too.
+        #: Unanswered requests by number, including abandoned ones.
         self.under_way: dict[int, Exchange] = {}
         self.owed: dict[int, Request] = {}
         #: Ids of arenas whose descriptors were sent over this connection.
         self._sent: set[str] = set()
-        #: Why the connection has ended, as :func:`to_wire` returns it: an exception would keep the frames of its traceback.
+        #: The reason of the connection's end, from :func:`to_wire`: an exception would keep the frames of its traceback.
         self.broken: tuple[str, str, dict[str, str]] | None = None
 
     # The handshake.
@@ -91,7 +91,7 @@ class Exchanges:
     def welcome(self, greeting: Exchange) -> m.Welcome:
         """Return the server's answer to the handshake.
 
-        :raises ProtocolError: if it greets with something else.
+        :raises ProtocolError: if its first message is another one.
         """
         reply = self.reply(greeting)
         reply.frame.close()
@@ -103,7 +103,7 @@ class Exchanges:
 
     @contextmanager
     def greeting(self) -> Iterator[None]:
-        """Turn the errors of a wait for the handshake's answer into :class:`ConnectError`."""
+        """Turn errors during the handshake into :class:`ConnectError`."""
         try:
             yield
         except TooLate as error:
@@ -116,8 +116,8 @@ class Exchanges:
     def begin(self, request: Request, number: int | None = None) -> Exchange:
         """Queue a request, with the next number if none is given.
 
-        :raises ProtocolError: if it cannot be sent over any connection; nothing of it was queued.
-        :raises OSError: if this process cannot open more files; nothing of it was queued.
+        :raises ProtocolError: if no connection could send it; nothing was queued.
+        :raises OSError: if this process cannot open more files; nothing was queued.
         :raises ConnectionClosed: if the connection has ended.
         """
         if self.broken is not None:
@@ -138,7 +138,7 @@ class Exchanges:
         return exchange
 
     def of(self, request: Request) -> Exchange | None:
-        """Return the exchange of a request that may have been interrupted as it began; None if it has not begun."""
+        """Return the exchange of a request that may have been interrupted at its beginning; None if it has not begun."""
         return next((exchange for exchange in tuple(self.under_way.values()) if exchange.request is request), None)
 
     def notify(self, message: m.Message) -> None:
@@ -146,9 +146,9 @@ class Exchanges:
         self._buffers.queue(message, next(self._ids) % LAST_ID + 1)
 
     def withdraw(self, exchange: Exchange) -> bool:
-        """Queue a cancellation; the server answers that it knows, or with the reply, which was sent just before.
+        """Queue a cancellation; the server answers that, unless it has just sent the reply.
 
-        :returns: whether that answer is to be waited for: it has not come, and still may.
+        :returns: True if that answer must be awaited: it has not arrived, and still may.
         """
         if exchange.answer is not None or self.broken is not None:
             return False
@@ -159,11 +159,11 @@ class Exchanges:
         return True
 
     def reply(self, exchange: Exchange) -> Reply:
-        """End an exchange: the reply, whose frame owns its descriptors.
+        """End an exchange and return the reply, whose frame owns its descriptors.
 
-        :raises DeadlineExceeded: if it was withdrawn before a reply came. An answer that still may come is owed.
+        :raises DeadlineExceeded: if it was withdrawn before a reply arrived. A late answer is still owed.
         :raises ConnectionClosed: if the connection has ended.
-        :raises Exception: the error that an error reply stands for.
+        :raises Exception: the error in an error reply.
         """
         message, frame = exchange.answer, exchange.request.frame
         if message is None or frame is None:
@@ -182,7 +182,7 @@ class Exchanges:
         return Reply(message, frame)
 
     def abandon(self, exchange: Exchange) -> None:
-        """End an exchange whose reply is not wanted: its lease and memory go back, now or when the reply comes."""
+        """End an exchange without its reply, whose lease and memory are released, now or when it arrives."""
         if exchange.answer is None:
             if self.under_way.pop(exchange.number, None) is not None:
                 self.owed[exchange.number] = exchange.request.owed()
@@ -192,12 +192,12 @@ class Exchanges:
     # Arriving frames.
 
     def deliver(self) -> list[Exchange]:
-        """Deliver every frame that has arrived whole to its exchange.
+        """Deliver every complete frame to its exchange.
 
-        :returns: the exchanges that have an update, an answer, or something to send. Where the server ended the connection, its
+        :returns: the exchanges that have an update, an answer, or output to send. If the server ended the connection, its
             reason is :attr:`broken`.
 
-        :raises ProtocolError: on a violation, after which nothing can be trusted.
+        :raises ProtocolError: on a violation, after which no further data can be trusted.
         """
         buffers, news = self._buffers, []
         while buffers.frames or (buffers.partial and buffers.ready()):
@@ -221,9 +221,9 @@ class Exchanges:
 
     @staticmethod
     def _read(exchange: Exchange, frame: Frame) -> m.Message | str:
-        """Return an answer, or why it cannot be read.
+        """Return an answer, or the reason why it cannot be read.
 
-        Arenas that it brings are noted: the next answer may be of the same arena, and be taken first.
+        Its arenas are recorded at once: the next answer may be of the same arena, and be processed first.
         """
         try:
             answer = decode_message(frame)
@@ -244,7 +244,7 @@ class Exchanges:
         frame.close()
 
     def _stray(self, frame: Frame) -> None:
-        """Process a frame that no exchange waits for."""
+        """Process a frame without an exchange."""
         if frame.request_id == 0:
             message = decode_message(frame)
             if isinstance(message, m.Error):
@@ -265,7 +265,7 @@ class Exchanges:
         self._buffers.queue(m.Goodbye(), 0)
 
     def fail(self, error: Exception) -> None:
-        """Note why nothing comes any more; the first reason counts."""
+        """Record the reason of the connection's end; the first one counts."""
         if self.broken is None:
             self.broken = to_wire(error)
         for exchange in self.under_way.values():
@@ -274,12 +274,12 @@ class Exchanges:
         self.owed.clear()
 
     def ended(self) -> Exception:
-        """Return a new error for an exchange that gets no answer any more."""
+        """Return a new error for an exchange that will get no answer."""
         return from_wire(*self.broken) if self.broken is not None else ConnectionClosed(f"the connection to {self.path} closed")
 
 
 def discard(frame: Frame, request: Request | None = None) -> m.Release | m.FreeBuffer | None:
-    """Close an abandoned reply; return the message that releases its lease, if it has one."""
+    """Close an abandoned reply; return the message that releases its lease, if any."""
     try:
         message = decode_message(frame)
         if request is not None and request.transfer is not None:
@@ -292,7 +292,7 @@ def discard(frame: Frame, request: Request | None = None) -> m.Release | m.FreeB
 
 
 def release_for(message: m.Message, request: Request | None) -> m.Release | m.FreeBuffer | None:
-    """Return the message that releases the lease which came with a reply, if one did."""
+    """Return the message that releases the lease of a reply, if it has one."""
     if request is not None and isinstance(request.message, m.CreateBuffer) and isinstance(message, m.Result):
         return m.FreeBuffer(message.object_id, release=True)  # no other process knows the buffer
     if isinstance(message, m.Result) and message.managed:

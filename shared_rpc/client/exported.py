@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 class SegmentBytes:
     """The bytes of one segment of a record, mapped in this process until the record is closed.
 
-    :param info: the segment; ``nbytes`` are those of the record.
+    :param info: the segment; ``nbytes`` is that of the record.
     :param hold: its mapping.
-    :param writable: whether the bytes are still to be written.
-    :param offset: of the bytes in the mapping.
+    :param writable: True if the bytes are still to be written.
+    :param offset: the offset of the bytes in the mapping.
     """
 
     def __init__(self, info: SegmentInfo, hold: MappingHold, *, writable: bool, offset: int = 0) -> None:
@@ -43,7 +43,7 @@ class SegmentBytes:
 
     @property
     def address(self) -> int:
-        """The address of the bytes in this process, as the segment's device has it.
+        """The address of the bytes in this process, on the segment's device.
 
         :raises StaleHandleError: if the record was closed.
         """
@@ -52,8 +52,8 @@ class SegmentBytes:
     def tensor(self) -> torch.Tensor:
         """Return the bytes as a flat tensor of dtype uint8 on the segment's device, without a copy. It keeps the memory.
 
-        Of an export it is to be read only: a write would be seen by all who have the object, and ends this process where the
-        memory is read-only. On a GPU all work of the object's maker is complete.
+        The tensor of an export must not be written to: a write would be visible to all users of the object, and crashes this
+        process if the memory is read-only. On a GPU all work of the object's maker is complete.
 
         :raises StaleHandleError: if the record was closed.
         """
@@ -75,10 +75,10 @@ class SegmentBytes:
         return view if self.writable else view.toreadonly()
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Copy bytes into host memory that is to be written, at an offset.
+        """Copy bytes into writable host memory, at an offset.
 
-        By write(2) where the memory has a descriptor here: to pages that have not been touched yet it takes half the time of a
-        store, for which the kernel first clears each page in a fault of its own.
+        By write(2) if the memory has a descriptor here: for untouched pages it takes half the time of stores, for which the
+        kernel first clears each page in a fault.
 
         :raises CapabilityError: for a GPU's memory: use :meth:`tensor`.
         :raises StaleHandleError: if the record was closed.
@@ -123,7 +123,7 @@ class SegmentBytes:
         return f"<{type(self).__name__} {self.nbytes} bytes on {self.info.device}{', writable' if self.writable else ''}>"
 
 
-#: Bytes that are copied at once.
+#: Number of bytes copied at once.
 _STEP = 16 << 20
 
 
@@ -133,10 +133,10 @@ def mapped(
     """Map a segment of a server. The segment is borrowed.
 
     :param owner: the id of the server that keeps it.
-    :param info: of a segment to be written, what it is to become; None for one to be read.
-    :param part: of a slab, the part to be read, and its offset.
+    :param info: for a segment to be written, its future description; None to read it.
+    :param part: for a slab, the part to read, and its offset.
     """
-    # What others copy on their first write is only read here.
+    # Copy-on-write segments are only read here.
     borrowed = segment.duplicate("read" if segment.info.access == "copy" else segment.info.access)
     try:
         with MAPPINGS.attach([borrowed], owner=owner) as [mapping]:
@@ -153,7 +153,7 @@ def mapped(
 class RecordBytes:
     """A record outside its server: its :class:`~shared_rpc.protocol.exported.RecordHeader`, and its segments' bytes.
 
-    One from :meth:`Client.export` is to be read, and holds the object until it is closed; one from :meth:`Client.allocate` is
+    One from :meth:`Client.export` is for reading, and holds the object until it is closed; one from :meth:`Client.allocate` is
     to be written before :meth:`Client.adopt` takes it over.
     """
 
@@ -161,7 +161,7 @@ class RecordBytes:
         self, header: RecordHeader, segments: Sequence[SegmentBytes], leases: Sequence[Lease[Any]], *, allocated: bool
     ) -> None:
         self.header = header
-        #: Whether its bytes are to be written.
+        #: True if its bytes are to be written.
         self.allocated = allocated
         self.segments = tuple(segments)
         self._leases = tuple(leases)
@@ -169,7 +169,7 @@ class RecordBytes:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or adopted."""
+        """True if it was closed or adopted."""
         return self._closed
 
     def copy_to(self, target: RecordBytes) -> None:
@@ -193,10 +193,10 @@ class RecordBytes:
 
 
 class ExportedRecord(RecordBytes):
-    """A record outside its server; to be closed, as by a ``with`` block. Tensors and buffers over it stay valid after that."""
+    """A record outside its server; must be closed, as by ``with``. Tensors and buffers over it stay valid after that."""
 
     def close(self) -> None:
-        """Give the lease and the mappings back; the memory of an allocated record is freed. Closing twice is harmless."""
+        """Release the lease and the mappings, and free the memory of an allocated record. Idempotent."""
         for lease in self._unmap():
             cast("Handle[Any]", lease).release()
 
@@ -211,7 +211,7 @@ class AsyncExportedRecord(RecordBytes):
     """:class:`ExportedRecord` for coroutines: ``async with await client.export(handle) as record``."""
 
     async def close(self) -> None:
-        """Behave as :meth:`ExportedRecord.close`."""
+        """Behave like :meth:`ExportedRecord.close`."""
         for lease in self._unmap():
             await cast("AsyncHandle[Any]", lease).release()
 

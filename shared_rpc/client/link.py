@@ -1,8 +1,8 @@
-"""The connection of a client to its server, which is the session: it carries the requests of all threads or coroutines at once.
+"""The connection of a client to its server, which is the session: it carries the requests of all threads or coroutines.
 
-There is no thread and no task in the background. Of the callers that wait for answers one reads for all, and wakes the others
-for theirs; when it has its own, it hands the reading to another one. Writing never waits: what the socket does not take at once
-stays queued, and who waits for an answer sends it.
+There is no background thread or task. Of the callers that wait for answers one reads for all, and wakes the others for theirs;
+when it has its own, another one becomes the reader. Writing never blocks: output that the socket does not accept at once stays
+queued, and is sent by callers that wait for answers.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.peers import Peer, answerer_of, ask_who_answers, foreign_owner, is_own_or_root, named, peer_of
 from shared_rpc.protocol.socket import FrameSocket
 
-#: Seconds that a read waits by itself: most round trips are faster and need no poll(2).
+#: Seconds that a read blocks without poll(2): most round trips are faster.
 _MOMENT = 0.004
 #: Seconds; poll(2) counts milliseconds in an int.
 _LONG = 3600.0
-#: Seconds after which a caller whose request is not written looks whether its answer has come all the same.
+#: Seconds between checks for an answer by a caller whose request is not completely written.
 _SLICE = 0.1
-#: Seconds between two looks at a connection that no caller waits on, and that has something to read, or to send.
+#: Seconds between two checks of a connection without waiting callers: with data to read, and with output to send.
 _LOOK, _SOON = 0.5, 0.05
 
 
 class Stranger(ConnectError):
-    """The server of another user. To wait does not help: only that user can end it."""
+    """The server of another user. Waiting does not help: only that user can end it."""
 
 
 def connect(sock: socket.socket, path: str) -> None:
-    """Connect a socket to the server that listens at ``path``.
+    """Connect a socket to the server at ``path``.
 
-    :raises ConnectError: if no process listens, or another user's.
+    :raises ConnectError: if no process listens, or only another user's.
     """
     try:
         sock.connect(path)
@@ -59,7 +59,7 @@ def connect(sock: socket.socket, path: str) -> None:
 
 
 def _connect_error(error: OSError, path: str) -> ConnectError:
-    """Return the error for a connect(2) that failed."""
+    """Return the error for a failed connect(2)."""
     why = "no server listens there" if error.errno in (errno.ENOENT, errno.ECONNREFUSED) else str(error)
     owner = foreign_owner(path)
     if owner is not None:
@@ -71,15 +71,15 @@ def _connect_error(error: OSError, path: str) -> ConnectError:
 
 
 def nobody_listens(error: ConnectError) -> bool:
-    """Return whether an error means that no process listens, not that a process does not answer or is another user's."""
+    """Return True if an error means that no process listens, rather than one that does not answer or is another user's."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)
 
 
 def _refuse_stranger(peer: Peer, path: str) -> None:
-    """Check whose server it is: by the process that listens, before anything is read or sent, and by the one that answers.
+    """Check the server's user: of the process that listens, before any I/O, and of the one that answers.
 
-    :raises Stranger: if it is neither this user's nor root's, or another user's link led to it.
+    :raises Stranger: if it is neither this user nor root, or another user's link led to it.
     """
     pid, uid, _ = peer
     way_out = "choose another base_path (SHARED_TENSOR_BASE_PATH), or have that user stop the server"
@@ -96,24 +96,24 @@ def _refuse_stranger(peer: Peer, path: str) -> None:
 
 
 class Link:
-    """A connection to the server that listens at ``path``, and the session that lasts as long. Thread-safe.
+    """A connection to the server at ``path``, and the session of the same lifetime. Thread-safe.
 
-    The state is changed under a lock that is never held while a caller waits. Bytes are read by the one exchange that is the
+    The state is changed under a lock that is never held while a caller waits. Bytes are read by the exchange that is the
     reader, and only without a reader by :meth:`catch_up` or :meth:`close`.
     """
 
-    #: The id of the server and of its device, and the process that answers, 0 for one in another pid namespace: once the server
-    #: has answered the handshake.
+    #: The ids of the server and of its device, and its process, 0 for one in another pid namespace: available after the
+    #: handshake.
     server_id: str = ""
     device: str = ""
     pid: int = 0
     #: The pools of the session; a link that only waits for news has none.
     transfer: ClientTransfer
-    #: Whether the leases of the session are lost, or another session takes them over.
+    #: True if the leases of the session are lost, or another session takes them over.
     ended = False
-    #: Whether its client was interrupted before it had noted all of the session's leases: another session is to follow.
+    #: True if its client was interrupted before it had recorded all of the session's leases: another session must follow.
     doubtful = False
-    #: The process that answers, where its first answer has come. Root's process may have made the socket listen for it.
+    #: The process that sent the first answer. Another process, of root, may have created its listening socket.
     answerer: Peer | None = None
 
     def __init__(self, path: str, sock: socket.socket) -> None:
@@ -121,26 +121,26 @@ class Link:
         self._socket = FrameSocket(sock)
         self._exchanges = Exchanges(path, self._socket)
         self._lock = threading.RLock()
-        #: The exchange whose caller reads for all, and the thread of that; 0 for a coroutine.
+        #: The exchange whose caller reads for all, and that caller's thread; 0 for a coroutine.
         self._reader: Exchange | None = None
         self._thread = 0
-        #: What wakes the callers that wait while another one reads. There are none without a reader.
+        #: Functions that wake the callers that wait for the reader. There are none without a reader.
         self._waiting: dict[Exchange, Callable[[], object]] = {}
         self._attended = False
-        #: Whether a caller was interrupted, perhaps before all was delivered that had arrived.
+        #: True if a caller was interrupted, perhaps before all received frames were delivered.
         self._undelivered = False
-        # Open copies in the child would keep the parent's session from ending, and closing them does not end it. Also of a
+        # Open copies in the child would keep the parent's session from ending, and closing them does not end it. Also for a
         # connection that another thread is just opening.
         after_fork(self.abandon)
 
     @property
     def usable(self) -> bool:
-        """Whether the connection has not ended, as far as is known without asking."""
+        """True unless the connection is known to have ended."""
         return self._exchanges.broken is None
 
     @property
     def ready(self) -> bool:
-        """Whether it is :attr:`usable`, but not :attr:`doubtful`, and this thread is not in a signal's handler that came in a
+        """True if it is :attr:`usable` and not :attr:`doubtful`, and this thread is not in a signal handler that interrupted a
         change of its state.
         """
         # _is_owned() is private, as in shared_rpc.forks.
@@ -149,7 +149,7 @@ class Link:
     # Requests.
 
     def post(self, message: m.Message) -> None:
-        """Send a message whose answer is not needed, from any thread. Never waits: what cannot be sent now is sent later.
+        """Send a message whose answer is not needed, from any thread. Never blocks: unsent output is sent later.
 
         :raises ConnectionClosed: if the connection has ended.
         """
@@ -161,7 +161,7 @@ class Link:
         self._attend()
 
     def _start(self, request: Request, thread: int = 0) -> Exchange:
-        """Send a request. Its caller reads for all, if no other one does and this is a thread."""
+        """Send a request. Its caller becomes the reader if there is none and this is a thread."""
         with self._lock:
             exchange = self._exchanges.begin(request)
             self._flush()
@@ -176,7 +176,7 @@ class Link:
             return True  # a server that hung up may have sent the reason, which is read next
 
     def _finish(self, exchange: Exchange) -> Reply:
-        """Return the reply of an exchange, which ends; see :meth:`Exchanges.reply` for what is raised."""
+        """End an exchange and return its reply; see :meth:`Exchanges.reply` for the errors."""
         if exchange.answer is None:
             with self._lock:
                 if exchange.answer is None:
@@ -185,11 +185,11 @@ class Link:
         return self._exchanges.reply(exchange)
 
     def _give_up(self, exchange: Exchange) -> None:
-        """Withdraw a request whose caller does not wait for the answer any more, nor for what comes of that."""
+        """Withdraw a request whose caller no longer waits, neither for the answer nor for that of the cancellation."""
         with self._lock:
             self._undelivered = True
             self._leave(exchange)
-            self._wake_all()  # a signal handler may have raised before others were woken for what they have got
+            self._wake_all()  # a signal handler may have raised before others were woken for their answers
             with suppress(SharedRPCError, OSError):
                 self._exchanges.withdraw(exchange)
                 self._exchanges.abandon(exchange)
@@ -199,11 +199,11 @@ class Link:
     # One reads for all.
 
     def _take_turn(self, exchange: Exchange, sleep: Callable[[], Callable[[], object]], thread: int = 0) -> bool | None:
-        """Return whether the caller is to read for all.
+        """Return True if the caller becomes the reader.
 
-        If not, what ``sleep`` returns is called when there is news for it, or when it is to read.
+        Otherwise, the function returned by ``sleep`` is called when there is news for the caller, or when it must read.
 
-        A caller is also the reader if it is in a signal handler of the reader's thread, which goes on when it is done.
+        A caller also becomes the reader in a signal handler of the reader's thread, which continues afterwards.
 
         :returns: None if there is news.
         :raises SharedRPCError: if the connection has ended.
@@ -223,7 +223,7 @@ class Link:
             return False
 
     def _leave(self, exchange: Exchange) -> None:
-        """End a turn; the reader hands the reading over."""
+        """End a turn; a reader hands over the reading."""
         with self._lock:
             self._waiting.pop(exchange, None)
             if self._reader is not exchange:
@@ -252,7 +252,7 @@ class Link:
             self._wake(exchange)
 
     def _read(self, *, wait: bool = True) -> None:
-        """Take bytes from the socket; of the first ones, who sent them.
+        """Receive bytes from the socket; with the first ones, check the sender.
 
         :raises ConnectionClosed: if there are no further ones.
         """
@@ -266,7 +266,7 @@ class Link:
         self._socket.read(wait=wait)
 
     def _deliver(self) -> None:
-        """Deliver what was read, and wake those who have news."""
+        """Deliver the received frames, and wake the callers that have news."""
         self._socket.take()
         for exchange in self._exchanges.deliver():
             if exchange in self._waiting:
@@ -275,15 +275,15 @@ class Link:
             self._end()
 
     def _attend(self) -> None:
-        """Have another thread send what is left, and read what is owed, in case that no caller comes soon."""
+        """Have another thread send queued output and read owed answers, in case no caller does so soon."""
         if (self._exchanges.owed or self._socket.unsent) and not self._attended and self.usable:
             self._attended = True
             FINALIZER.start()
             FINALIZER.submit(functools.partial(_attend, weakref.ref(self)), after=_SOON if self._socket.unsent else _LOOK)
 
     def catch_up(self) -> None:
-        """Send what is queued, and read owed answers, as far as that takes no wait and no caller does. What is left is looked
-        at again.
+        """Send queued output, and read owed answers, unless that blocks or a caller does so. The rest is retried
+        later.
         """
         with self._lock:
             self._attended = False
@@ -310,9 +310,9 @@ class Link:
         return exchange
 
     def _welcomed(self, greeting: Exchange) -> None:
-        """Take the answer to the handshake, if this user or root gave it.
+        """Process the answer to the handshake, if this user or root sent it.
 
-        :raises Stranger: if another user did. The text of a refusal is anybody's: a server may refuse before it is asked.
+        :raises Stranger: if another user did. The text of a refusal is accepted from any user: it may precede the handshake.
         """
         answer = greeting.answer
         refused = isinstance(answer, m.Error) and not answer.endpoint_raised
@@ -325,7 +325,7 @@ class Link:
     # The end.
 
     def close(self, reason: str = "this client was closed") -> None:
-        """Notify the server that the session ends on purpose, as far as possible at once, and hang up. All callers that wait
+        """Notify the server that the session ends on purpose, if possible without blocking, and hang up. All waiting callers
         get the reason.
         """
         with self._lock:
@@ -341,7 +341,7 @@ class Link:
             self._end()
 
     def _end(self) -> None:
-        """Wake all that wait: nothing comes any more. The reader closes the socket, if there is one."""
+        """Wake all waiting callers after the end of the connection. The reader, if there is one, closes the socket."""
         with suppress(OSError):  # it is not connected, or closed
             self._socket.sock.shutdown(socket.SHUT_RDWR)
         self._wake_all()
@@ -360,7 +360,7 @@ class Link:
 
 
 def _attend(link: weakref.ref[Link]) -> None:
-    """Look after a connection in the finaliser thread, which must not keep it."""
+    """Maintain a connection in the finaliser thread, which must not keep it alive."""
     found = link()
     if found is not None:
         found.catch_up()
@@ -376,15 +376,15 @@ def _seconds_until(deadline: float) -> float:
 class BlockingLink(Link):
     """A link for threads, made with :meth:`open`.
 
-    A signal handler may raise within :meth:`exchange`. The request is withdrawn then, and the link still delivers what is under
-    way.
+    A signal handler may raise within :meth:`exchange`. The request is withdrawn then, and the link still delivers active
+    exchanges.
     """
 
     @classmethod
     def open(cls, path: str, timeout: float) -> Self:
-        """Connect and shake hands.
+        """Connect and perform the handshake.
 
-        :raises ConnectError: if no process answers, or another user's does.
+        :raises ConnectError: if no process answers, or only another user's.
         """
         link = cls(path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
         try:
@@ -396,15 +396,15 @@ class BlockingLink(Link):
                 link._await(greeting, time.monotonic() + min(timeout, PROMPT))
                 link._welcomed(greeting)
         except BaseException:
-            link._break(ConnectionClosed("the handshake failed"))  # without a word: it may be a stranger's
+            link._break(ConnectionClosed("the handshake failed"))  # without a goodbye: the peer may be a stranger
             raise
         return link
 
     def exchange(self, request: Request, deadline: float) -> Reply:
         """Send a request and wait for its reply until ``deadline`` (time.monotonic()).
 
-        :raises DeadlineExceeded: if there is none by then; a reply that came just in time is returned.
-        :raises ConnectionClosed: if the server goes away, or the link is closed.
+        :raises DeadlineExceeded: if there is none by then; a reply that just arrived is returned.
+        :raises ConnectionClosed: if the server disconnects, or the link is closed.
         """
         exchange: Exchange | None = None
         try:
@@ -423,7 +423,7 @@ class BlockingLink(Link):
         return self._finish(exchange)
 
     def _withdraw(self, exchange: Exchange) -> None:
-        """Withdraw a request, and wait for the server's answer to that: it says why there was no reply."""
+        """Withdraw a request, and wait for the server's answer to that, which gives the reason for the missing reply."""
         with self._lock:
             waits = self._exchanges.withdraw(exchange)
             self._flush()
@@ -432,7 +432,7 @@ class BlockingLink(Link):
                 self._await(exchange, time.monotonic() + BRIEFLY)
 
     def _await(self, exchange: Exchange, deadline: float) -> None:
-        """Pass on the updates of an exchange until its answer is there."""
+        """Handle the updates of an exchange until its answer arrives."""
         request = exchange.request
         while True:
             while exchange.updates:
@@ -456,7 +456,7 @@ class BlockingLink(Link):
                 raise
 
     def _read_for_all(self, exchange: Exchange, deadline: float, until: int | None) -> None:
-        """Deliver what arrives until there is news for one exchange, or the connection has ended."""
+        """Deliver frames until there is news for one exchange, or the connection has ended."""
         reads, self._undelivered = not self._undelivered, False
         while True:
             try:
@@ -481,7 +481,7 @@ class BlockingLink(Link):
             _seconds_until(deadline)
 
     def _poll(self, deadline: float, until: int | None) -> None:
-        """Wait until the socket is ready. After a signal poll(2) is called again with the remaining time.
+        """Wait until the socket is ready. After a signal poll(2) is repeated with the remaining time.
 
         :raises TooLate: if the descriptor ``until`` is readable first.
         """
@@ -495,7 +495,7 @@ class BlockingLink(Link):
             raise TooLate
 
     def _sleep(self, exchange: Exchange, deadline: float, sleep: _Sleep) -> None:
-        """Wait until the reader has news for an exchange, or it is the one to read.
+        """Wait until there is news for an exchange, or it becomes the reader.
 
         :raises TooLate: if the deadline, or the event of the request, comes first.
         """
@@ -511,7 +511,7 @@ class BlockingLink(Link):
 class _Sleep:
     """The wait of a thread that does not read.
 
-    :param until: a descriptor of an event, which ends the wait as the deadline does. It counts, so that the event that ends the
+    :param until: a descriptor of an event, which ends the wait like the deadline. It counts, so that the event that ends the
         wait is distinguished from the one that wakes.
     """
 
@@ -521,14 +521,14 @@ class _Sleep:
         self._until = until
 
     def prepare(self) -> Callable[[], object]:
-        """Begin the wait; return what ends it."""
+        """Begin the wait; return the function that ends it."""
         self._woken = False
         self._lock = threading.Lock()
         self._lock.acquire(blocking=False)
         return self.wake
 
     def wake(self) -> None:
-        """End the wait, from another thread; once."""
+        """End the wait, once, from another thread."""
         if not self._woken:
             self._woken = True
             if self._until is not None:
@@ -537,9 +537,9 @@ class _Sleep:
                 self._lock.release()
 
     def sleep(self, seconds: float, writable: int = -1) -> None:
-        """Wait so many seconds, or until a socket is writable, if there is one.
+        """Wait for ``seconds``, or until a given socket is writable.
 
-        :raises TooLate: if the event has come.
+        :raises TooLate: if the event has occurred.
         """
         until = self._until
         if until is None and writable < 0:

@@ -1,4 +1,4 @@
-"""Errors that replies stand for."""
+"""The errors in error replies."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def too_late(what: str) -> DeadlineExceeded:
 
 
 def _native(error: Any, type_name: str) -> Any:
-    """Return an exception with this process's own class of that name, where the script that defines it runs here as well.
+    """Convert an exception to this process's class of the same name, if the script that defines it runs here as well.
 
-    Classes of a script travel as code, and ``except`` knows a class by its identity, not by its name.
+    Classes of a script are pickled as code, and ``except`` compares classes by identity, not by name.
     """
     module = type(error).__module__
     script = sys.modules.get("__main__")
@@ -39,9 +39,9 @@ def _native(error: Any, type_name: str) -> Any:
 
 
 def raise_error(message: m.Error, frame: Frame) -> NoReturn:
-    """Raise the error that an error reply stands for, and close its frame.
+    """Raise the error in an error reply, and close its frame.
 
-    It is the endpoint's own exception where it can be rebuilt, with the remote traceback as its cause; else the library's.
+    It is the endpoint's own exception if that can be rebuilt, with the remote traceback as its cause; else the library's.
     """
     error: Exception = from_wire(message.code, message.text, message.detail)
     cause = RemoteTraceback(message.detail["traceback"]) if message.detail.get("traceback") else None
@@ -63,8 +63,8 @@ def raise_error(message: m.Error, frame: Frame) -> NoReturn:
 def _own_error(message: m.Error, frame: Frame) -> Exception | None:
     """Rebuild an endpoint's own exception.
 
-    :returns: None where its class is not here, or making it fails in whatever way: RemoteError has all of it then. An
-        exception that is not an Exception was meant for the server's process.
+    :returns: None if its class is not available, or rebuilding it fails for any reason: RemoteError has all of it then.
+        An exception that is not an Exception was meant for the server's process.
     """
     try:
         own = _native(pickle.loads(frame.payload), message.detail["type_name"])
@@ -76,7 +76,7 @@ def _own_error(message: m.Error, frame: Frame) -> Exception | None:
 
 
 def _marked(error: Exception, message: m.Error) -> Exception:
-    """Add the id by which the server's log names the request to an error."""
+    """Add the id of the request in the server's log to an error."""
     request_id = message.detail.get("request_id", "")
     if request_id:
         # An exception of another library may refuse further attributes.

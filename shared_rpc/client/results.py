@@ -43,10 +43,10 @@ class ReceivedResult:
 
 
 def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None) -> ReceivedResult:
-    """Take the result from a reply; it owns the descriptors.
+    """Take the result from a reply, with ownership of the descriptors.
 
     :raises ProtocolError: if there is none.
-    :raises ConnectionClosed: if its memory went with the session, which another request has found ended.
+    :raises ConnectionClosed: if its memory was released with the session, whose end another request has detected.
     """
     message, frame = reply.message, reply.frame
     kept = len(message.kept) if isinstance(message, m.Result) else 0
@@ -69,23 +69,23 @@ def result_of(what: str, reply: Reply, transfer: ClientTransfer | None = None) -
 
 
 def rebuild(result: ReceivedResult, values: MutableMapping[str, Any]) -> Any:
-    """Rebuild the value of a result, which is closed then.
+    """Rebuild the value of a result, which is then closed.
 
-    :param values: the values that live in this process, by object id.
+    :param values: the values in this process, by object id.
     """
     from shared_rpc.codec.results import decode_result
 
     try:
         message = result.message
         label = f"object {message.object_id} of {result.what}" if message.object_id else f"the result of {result.what}"
-        # In a list that is emptied: an error that the object's own code has kept refers to this frame.
+        # In a list that is emptied: an error retained by the object's own code refers to this frame.
         origin = message.owner, result.pooled, message.arenas, label, message.object_id
         value = [decode_result(result.skeleton, message.table, result.segments, *origin)]
         for segment in result.segments:
             if segment.info.slab:
                 MAPPINGS.keep_slab(segment.info)
         if result.transfer is not None and result.transfer.closed:
-            MAPPINGS.release_slabs()  # the session has ended since the result came
+            MAPPINGS.release_slabs()  # the session has ended since the result arrived
         if result.message.object_id:
             with suppress(TypeError):  # lists, tuples and dicts have no weak references: each result is a new one
                 value.append(values.setdefault(result.message.object_id, value[0]))

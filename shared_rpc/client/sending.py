@@ -1,4 +1,4 @@
-"""Sending of calls: their arguments as they travel, and where their memory goes."""
+"""Sending of calls: encoding of their arguments, and ownership of their memory."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def send(
     *,
     pooled: bool,
 ) -> Operation[tuple[Reply, ClientTransfer | None]]:
-    """Send a call of a kind; return the reply and the pools that it used: the arguments of
+    """Send a call of a kind; return the reply and the pools that it used, which are the arguments of
     :func:`~shared_rpc.client.results.result_of`.
 
-    :param known: the current session, None where there is none.
-    :param pooled: whether its arguments and result may lie in pools.
+    :param known: returns the current session, None if there is none.
+    :param pooled: True if its arguments and result may lie in pools.
     :raises ServerBusy: if the pool for arguments stays full.
     """
     while True:
@@ -106,12 +106,12 @@ def _request(
 
 
 def _await_memory(transfer: ClientTransfer, what: str, full: PoolFull) -> Operation[None]:
-    """Wait until a chunk of this client's pool is free: given back by the server, or by another operation of this process.
+    """Wait until a chunk of this client's pool is free: returned by the server, or by another operation of this process.
 
-    The server's answer alone is not enough: it may give the chunks back in the reply to another thread, which frees them later
-    than this one tries again, and that thread may hold them longer than the server does.
+    The server's answer alone is not enough: the reply to another thread may return the chunks, and that thread may free them
+    after this one retries, and keep them longer than the server does.
 
-    :raises ServerBusy: if none is when the call's time is over.
+    :raises ServerBusy: if none is free at the deadline of the call.
     """
     with transfer.awaiting(full.frees) as until:
         try:
@@ -128,7 +128,7 @@ class _HasMemory(Exception):
 
 
 def lower(args: Sequence[Any], kwargs: dict[str, Any], device: str) -> Operation[Arguments]:
-    """Return the arguments of a call that name a cached object, without their memory.
+    """Return the arguments that identify a cached call, without their memory.
 
     :param device: the id of the server's device.
     """
@@ -144,7 +144,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, list, tup
 
 
 def _plain(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments | None:
-    """Return arguments that are plain data; None where the codec is needed."""
+    """Return arguments that are plain data; None if the codec is needed."""
     if not args and not kwargs:
         return Arguments()
     if not _PLAIN.issuperset(map(type, args)) or not _PLAIN.issuperset(map(type, kwargs.values())):

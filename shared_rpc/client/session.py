@@ -1,6 +1,6 @@
-"""Sessions of a client with a server: the search for it, and the leases that a session takes over from the one before.
+"""Sessions of a client with a server: finding the server, and taking over leases from the previous session.
 
-The rules are here, without I/O, for the blocking client and for the one of coroutines.
+The rules are here, without I/O, shared by the blocking and the coroutine client.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from shared_rpc.memory.mapping import MAPPINGS
 from shared_rpc.protocol import messages as m
 from shared_rpc.protocol import tiers as t
 
-#: Seconds between two attempts to reach a server that is not there yet.
+#: Seconds between two attempts to reach a server that does not listen yet.
 RETRY = 0.05
-#: Seconds for which the request that began a session waits for memory that objects have now.
+#: Seconds for which the first request of a session waits for the present memory of objects.
 RENEWAL = 5.0
-#: How many times one connection starts a server: a server that ends at once is not started again and again.
+#: Maximum number of servers started for one connection, in case they end at once.
 _SUMMONS = 3
 
 
 class LeaseBook:
-    """Handles by the session that their leases are in. Thread-safe.
+    """Handles by the session that holds their leases. Thread-safe.
 
-    A lease ends with its session. Where the same server, by its id, has a new session for this client, because the
-    connection broke or the server was restarted with the objects it kept, the client asks for leases on the same objects
-    first. The handle of a dropped object stays with the ended session.
+    A lease ends with its session. If the same server, by its id, has a new session for this client, because the connection
+    broke or the server was restarted with its objects, the client first requests leases on the same objects. The handle of a
+    dropped object stays with the ended session.
     """
 
     def __init__(self) -> None:
@@ -42,23 +42,23 @@ class LeaseBook:
         self._lock = threading.Lock()
 
     def add(self, handle: Lease[Any]) -> None:
-        """Note a handle."""
+        """Add a handle."""
         with self._lock:
             self._handles.add(handle)
 
     def of_server(self, server_id: str) -> list[Lease[Any]]:
-        """Return the handles that a server issued, without those released."""
+        """Return the handles issued by a server, except released ones."""
         with self._lock:
             return [handle for handle in self._handles if handle.server_id == server_id and not handle.released]
 
     def of_object(self, object_id: str) -> list[Lease[Any]]:
-        """Return the handles of an object, without those released."""
+        """Return the handles of an object, except released ones."""
         with self._lock:
             return [handle for handle in self._handles if handle.object_id == object_id and not handle.released]
 
     @staticmethod
     def move(handles: Iterable[Lease[Any]], held: Iterable[str], session: object) -> list[str]:
-        """Put handles into another session, as far as it has leases for them; return the ids of unwanted leases."""
+        """Move handles to another session if it has leases for them; return the ids of excess leases."""
         left = Counter(held)
         for handle in handles:
             if left[handle.object_id] and handle.move_to(session):
@@ -69,12 +69,12 @@ class LeaseBook:
 class Renewal:
     """The leases of handles in a session that takes them over from an earlier one.
 
-    While the earlier one was lost, nothing was active, and objects could be evicted. The server compares the memory that is
-    mapped here with what it has, and grants inactive leases on objects that have other memory now: see
+    While the earlier one was lost, nothing was active, and objects could be evicted. The server compares the memory mapped here
+    with its present memory, and grants inactive leases on objects whose memory differs: see
     :func:`shared_rpc.client.suspension.renewed`.
 
-    Handles may be suspended and resumed in the time between :attr:`request` and :meth:`move`: what follows from that is in
-    :meth:`corrections` and :meth:`outdated`.
+    Handles may be suspended and resumed between :attr:`request` and :meth:`move`: :meth:`corrections` and :meth:`outdated`
+    account for that.
     """
 
     def __init__(self, leases: LeaseBook, handles: Sequence[Lease[Any]]) -> None:
@@ -83,14 +83,14 @@ class Renewal:
         mapped = {each: [mapping.info.id for mapping in found] for each, found in MAPPINGS.of_objects(active).items()}
         self._handles = handles
         self._leases = leases
-        #: Objects on which new leases are inactive, granted leases that no handle has, and the handles that were moved.
+        #: Objects whose new leases are inactive, granted leases without a handle, and the handles that were moved.
         self._inactive = set(ids) - active
         self._unwanted: list[str] = []
         self._moved: list[Lease[Any]] = []
         self.request = Request(m.Hold(ids, sorted(self._inactive), mapped), "the leases of this client")
 
     def granted(self, reply: Reply) -> None:
-        """Note the answer to the request."""
+        """Process the answer to the request."""
         held = message_of(reply, self.request.what, m.Held)
         self._unwanted = held.object_ids
         self._inactive.update(held.outdated)
@@ -101,7 +101,7 @@ class Renewal:
         self._moved = [handle for handle in self._handles if handle.in_session(session)]
 
     def corrections(self) -> list[m.Message]:
-        """Return the messages after which the session has the leases that it needs, as far as they need no memory."""
+        """Return the messages that correct the leases of the session, except those that need memory."""
         moved = {handle.object_id for handle in self._moved if handle.suspended} - self._inactive
         asleep = [each for each in moved if all(handle.suspended for handle in self._leases.of_object(each))]
         return [*([m.Release(self._unwanted)] if self._unwanted else []), *([t.Suspend(asleep)] if asleep else [])]
@@ -112,17 +112,17 @@ class Renewal:
 
 
 def takeover(leases: LeaseBook, earlier: Link | None, link: Link) -> Renewal | None:
-    """Return the leases that a new session takes over from an earlier one, which has ended; None if there are none."""
+    """Return the leases that a new session takes over from an ended one; None if there are none."""
     if earlier is None:
         return None
-    earlier.ended = True  # before its handles are looked for: a handle that is made from here on is not among them
+    earlier.ended = True  # before the search for handles: later ones are not included
     handles = leases.of_server(link.server_id)
     return Renewal(leases, handles) if handles else None
 
 
 @contextmanager
 def renewing(path: str) -> Iterator[None]:
-    """Turn the errors of asking for the leases into :class:`ConnectError`: a server that goes away at once is not there."""
+    """Turn errors of the request for leases into :class:`ConnectError`: a server that disconnects at once counts as absent."""
     try:
         yield
     except (ConnectionClosed, DeadlineExceeded) as error:
@@ -133,7 +133,7 @@ class Search:
     """The attempts of a client to reach a server that may not listen yet.
 
     :param patience: seconds to wait for it, but not beyond ``deadline`` (time.monotonic()).
-    :param summon: starts a server where none listens: called with the socket, ``patience`` and ``deadline``.
+    :param summon: starts a server if none listens: called with the socket, ``patience`` and ``deadline``.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Search:
     def failed(self, error: ConnectError) -> float:
         """Handle a failed attempt; return the seconds to wait before the next one.
 
-        :raises ConnectError: if there is to be none.
+        :raises ConnectError: if there is no next one.
         """
         if isinstance(error, Stranger):
             raise error

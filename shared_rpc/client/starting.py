@@ -1,4 +1,4 @@
-"""Detached processes that listen at a socket: one is started for all that want it, and awaited until it listens."""
+"""Detached processes that listen at a socket: one is started for all processes that need it, and awaited."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _log = logging.getLogger("shared_rpc.server")
 
 #: A detached process writes two lines into a pipe: its process id; and this word, or the reason why it does not listen.
 LISTENING = "listening"
-#: Seconds between two checks whether another process has made one listen.
+#: Seconds between two checks for a listener started by another process.
 _LOOK = 0.02
-#: Bytes of a log, above which the next process begins a new one.
+#: Bytes of a log, above which the next process starts a new one.
 _LOG_LIMIT = 1 << 20
-#: Lines, and characters in all, of a log that an error quotes.
+#: Maximum lines, and total characters, of a log quoted in an error.
 _LINES, _CHARACTERS = 60, 8000
 
 
 def log_path(path: str) -> str:
-    """Return the log of a process that was started for the socket ``path``; the log before that is ``….log.1``."""
+    """Return the log of a process started for the socket ``path``; the previous log is ``….log.1``."""
     return f"{path}.log"
 
 
 def listens(path: str) -> bool:
-    """Return whether a process listens at a path."""
+    """Return True if a process listens at a path."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
         try:
             probe.connect(path)
@@ -49,12 +49,12 @@ def listens(path: str) -> bool:
 
 
 def start_once(path: str, start: Callable[[Election], None], until: float) -> bool:
-    """Return when a process listens at ``path``, which ``start`` has started, or another process that wanted one.
+    """Return once a process listens at ``path``, started by ``start`` or on behalf of another process.
 
     :param start: called with the lock. It raises ConnectError, and records its failure, if the process does not listen.
-    :param until: when to wait no longer for another process that has the lock, in terms of time.monotonic().
-    :returns: False if it waited in vain.
-    :raises ConnectError: as ``start``, or with the reason of a failed start that was awaited.
+    :param until: the end of the wait for another process that has the lock, on the clock of time.monotonic().
+    :returns: False if the wait timed out.
+    :raises ConnectError: from ``start``, or with the reason of an awaited start that failed.
     :raises ConfigurationError: if the directory, or another user's lock, is in the way.
     """
     check_directory(os.path.dirname(path))
@@ -80,13 +80,13 @@ def start_detached(
     variables: Mapping[str, str],
     until: float,
 ) -> tuple[int, str | None]:
-    """Start a process that goes on in a child of its own; return the child's id, and its report.
+    """Start a process that detaches a child of its own; return the child's id, and its report.
 
-    It has this process's lock, and of its other descriptors a pipe for the report; and its signals have their default effect.
+    It inherits this process's lock, and of its other descriptors a pipe for the report; signals have their default action.
 
-    :param words: returns the command line behind the interpreter's name, for the numbers that the descriptors of the lock and
+    :param words: returns the command line after the interpreter's name, for the numbers that the descriptors of the lock and
         of the pipe have there.
-    :param until: how long to wait for the report, in terms of time.monotonic().
+    :param until: the end of the wait for the report, on the clock of time.monotonic().
     :returns: 0 for an unknown id; :data:`LISTENING`, or the reason why it does not listen, empty if it has ended without
         one, and None if it has not reported in time.
     :raises ConfigurationError, OSError: if it cannot be started.
@@ -99,7 +99,7 @@ def start_detached(
     try:
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         reading, writing = os.pipe()
-        # Copied to numbers of their own, they are inherited by this process alone.
+        # Duplicated to new numbers, they are inherited by this process alone.
         number = max(map(int, os.listdir("/proc/self/fd"))) + 1
         command = [sys.executable, *words(number, number + 1)]
         os.write(log, f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()} starts: {' '.join(command)}\n".encode())
@@ -111,7 +111,7 @@ def start_detached(
             command,
             dict(variables),
             file_actions=actions,
-            # A process group of its own: signals of the terminal are not for it, from its first moment on.
+            # Its own process group: signals of the terminal must not reach it, from its start on.
             setpgroup=0,
             setsigmask=(),
             setsigdef=signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP},
@@ -130,13 +130,13 @@ def start_detached(
 
 
 def daemonize(lock: int, pipe: int) -> Callable[[str], None]:
-    """Continue as a daemon process, before there are threads; return what reports that it listens, or why it does not.
+    """Continue as a daemon process, before there are threads; return a function that reports success or the reason of failure.
 
-    The process that was started ends: otherwise the daemon would be a zombie one day, and belong to a process tree that some
+    The started process ends: otherwise the daemon would become a zombie eventually, and belong to a process tree that some
     tools end as a whole.
 
-    :param lock: a descriptor that is kept open until the end.
-    :param pipe: for the report; it ends with the process, and is like the lock not passed on to children.
+    :param lock: a descriptor that stays open until the end.
+    :param pipe: for the report; it ends with the process, and like the lock is not inherited by children.
     """
     if os.fork():
         os._exit(0)
@@ -155,7 +155,7 @@ def daemonize(lock: int, pipe: int) -> Callable[[str], None]:
 
 
 def _reported(reading: int, until: float) -> tuple[str, bool]:
-    """Return what a process reports, and whether that is all."""
+    """Return the report of a process, and True if it is complete."""
     ready = select.poll()
     ready.register(reading, select.POLLIN)
     text = b""
@@ -168,9 +168,9 @@ def _reported(reading: int, until: float) -> tuple[str, bool]:
 
 
 class ServerStarter:
-    """The starter of a server, called by a client when no process listens at its socket.
+    """Starts a server for a client when no process listens at its socket.
 
-    :param target: returns the app, when it is needed; see :func:`shared_rpc.provider.spawn.target.target_of`.
+    :param target: returns the app, on demand; see :func:`shared_rpc.provider.spawn.target.target_of`.
     :param options: of the server.
     """
 
@@ -179,12 +179,12 @@ class ServerStarter:
         self._options = options
 
     def __call__(self, path: str, patience: float, deadline: float) -> None:
-        """Return when a server listens at ``path`` that was started here, or by another process that wanted one.
+        """Return once a server listens at ``path``, started here or on behalf of another process.
 
-        :param patience: seconds a server has to come up, from its start; and another process to start one.
-        :param deadline: when to give up in any case, in terms of time.monotonic().
+        :param patience: seconds for a server to listen after its start; and for another process to start one.
+        :param deadline: the end of the wait in any case, on the clock of time.monotonic().
         :raises ConnectError: if none listens by then, and if the server ended instead, with its last output.
-        :raises ConfigurationError: if there is no file to start one for, or another user's lock or log is in the way.
+        :raises ConfigurationError: if there is no file to serve, or another user's lock or log is in the way.
         """
         until = min(deadline, time.monotonic() + patience)
         if not start_once(path, lambda election: self._start(path, election, patience, deadline), until):
@@ -205,7 +205,7 @@ class ServerStarter:
             until,
         )
         _log.info("started a server for %s: pid %s, log %s", path, pid or None, log_path(path))
-        # One that ends because another one listens is as good.
+        # A server that ends because another one listens is no failure.
         if listens(path):
             return
         if report is None:

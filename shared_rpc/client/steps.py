@@ -1,8 +1,8 @@
-"""Steps of operations, and the rule by which they are driven.
+"""Steps of operations, and the rule that drives them.
 
 An operation is a generator. It yields a :class:`Request` and is sent the :class:`Reply`, a :class:`Work` and is sent its
 result, a :class:`Notify`, a :class:`Tell` or a :class:`Within` and is sent None, a :class:`Reach` and is sent the
-:class:`Known` server, a :class:`Lend` and is sent a handle; it returns what the caller gets. It does no I/O, so that blocking
+:class:`Known` server, a :class:`Lend` and is sent a handle; it returns the caller's result. It does no I/O, so that blocking
 and asynchronous clients drive the same code. An error of the library is thrown into the operation; an endpoint's own exception
 is raised by the driver, see :func:`goes_to_operation`.
 """
@@ -33,20 +33,20 @@ M = TypeVar("M", bound=m.Message)
 T = TypeVar("T")
 MessageT = TypeVar("MessageT", bound=m.Message)
 
-#: Connections that may break during one request: a server that accepts connections and hangs up was not restarted.
+#: Maximum number of connections that may break during one request: a server that hangs up repeatedly was not restarted.
 _TRIES = 3
 
 
 @dataclass(slots=True)
 class Request:
-    """A message to send. The descriptors are borrowed until the reply, or an error, comes.
+    """A message to send. The descriptors are borrowed until the reply, or an error, arrives.
 
-    ``what`` names the operation in errors. ``on_event`` is called with the updates before the reply; an error of it ends the
-    operation. ``at_once``: the answer comes without a wait, and is taken though the caller's time is over.
+    ``what`` names the operation in errors. ``on_event`` is called with the updates before the reply; its error ends the
+    operation. ``at_once``: the server answers at once, and the answer is used even after the caller's deadline.
 
-    ``arenas`` are segments by their numbers in the message, whose descriptors go once over each connection; ``fds`` are those
-    of the others. ``transfer`` is where the server's news of memory goes. ``until`` is a descriptor: the request is withdrawn
-    once that is readable, as at its deadline: an eventfd that counts (EFD_SEMAPHORE).
+    ``arenas`` are segments by their numbers in the message, whose descriptors are sent once per connection; ``fds`` are those
+    of the others. ``transfer`` receives the server's news of memory. ``until`` is a descriptor: the request is withdrawn
+    once it is readable, like at its deadline: an eventfd that counts (EFD_SEMAPHORE).
     """
 
     message: m.Message
@@ -58,31 +58,31 @@ class Request:
     arenas: dict[int, Segment] = field(default_factory=dict)
     transfer: ClientTransfer | None = None
     until: int | None = None
-    #: Whether the result is wanted as memory, by a process too that has the value itself.
+    #: True if the result is needed as memory even by a process that has the value itself.
     bare: bool = False
-    #: Of a release: the session of each lease, None for an object that is named by its id.
+    #: For a release: the session of each lease, None for an object given by its id.
     sessions: Sequence[object] = ()
-    #: Whether the request was queued on a connection that may have sent all of it, and whether the server has reported that
+    #: True if the request was queued on a connection that may have sent all of it; and True if the server has reported that
     #: the result waits for memory.
     sent: bool = False
     out_of_memory: bool = False
     #: The answer.
     frame: Frame | None = None
-    #: How many connections broke during the request, and its place among the bytes written to the current one.
+    #: The number of connections that broke during the request, and its end in the byte stream of the current one.
     tries: int = 0
     begin: int = 0
     end: int = 0
-    #: Whether the connection broke before a byte of the request was written.
+    #: True if the connection broke before a byte of the request was written.
     unwritten: bool = False
 
     def interrupted(self, connection: FrameBuffers) -> None:
-        """Note that the connection broke. A frame whose last byte was not written is none, and the server never acts on it."""
+        """Record that the connection broke. The server never acts on a frame whose last byte was not written."""
         self.sent = connection.written >= self.end
         self.unwritten = connection.written <= self.begin
         self.tries += 1
 
     def keep_to(self, session: object) -> None:
-        """Leave the leases of other sessions out of a release: they end with those."""
+        """Remove the leases of other sessions from a release: they end with those."""
         if isinstance(self.message, m.Release):
             leases = zip(self.message.object_ids, self.sessions, strict=True)
             kept = [(object_id, each) for object_id, each in leases if each is None or each is session]
@@ -90,7 +90,7 @@ class Request:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may be sent over another connection, after :meth:`interrupted`: nothing is done twice by that."""
+        """True if it may be repeated over another connection, after :meth:`interrupted`, without being executed twice."""
         return self.tries < _TRIES and (self.message.again or not self.sent)
 
     def owed(self) -> Request:
@@ -127,9 +127,9 @@ class Request:
 
 @dataclass(slots=True)
 class Reply:
-    """A message that came back, and the frame that still owns its descriptors.
+    """A received message, and the frame that still owns its descriptors.
 
-    ``live``: it came from this very process, and has the result itself, ``value``, in place of a record.
+    ``live``: it is from this very process, and has the result itself, ``value``, instead of a record.
     """
 
     message: m.Message
@@ -142,8 +142,8 @@ class Reply:
 class Work:
     """A function that takes time: a driver with an event loop calls it in a thread.
 
-    ``nbytes`` is the size of what it decodes, if that is known: little takes less than a millisecond. ``undo`` is called with
-    its result where the caller is cancelled during it, and the operation never gets it.
+    ``nbytes`` is the size of the data to decode, if known: little takes less than a millisecond. ``undo`` is called with
+    the result if the caller is cancelled meanwhile and the operation never gets it.
     """
 
     function: Callable[[], Any]
@@ -161,15 +161,15 @@ class Notify:
 
 @dataclass(slots=True)
 class Tell:
-    """A message that is sent in the session of the operation's latest reply, without a wait for its answer."""
+    """A message sent in the session of the operation's latest reply, without waiting for an answer."""
 
     message: m.Message
 
 
 class Known(Protocol):
-    """A server that was reached: its id, that of its device, and its process, 0 for one in another pid namespace.
+    """A connected server: its id, that of its device, and its process, 0 for one in another pid namespace.
 
-    A call to a server without an id is sent all memory.
+    Calls to a server without an id include all memory.
     """
 
     server_id: str
@@ -183,23 +183,23 @@ class Known(Protocol):
 
 @dataclass(slots=True)
 class Reach:
-    """A demand for the server, which is not known yet."""
+    """A request for the server, which is not connected yet."""
 
 
 @dataclass(slots=True)
 class Within:
-    """The seconds that the operation has from now on, None for no limit, in place of the client's timeout."""
+    """The operation's remaining seconds, None for no limit, instead of the client's timeout."""
 
     timeout: float | None
 
     def deadline(self, now: float) -> float:
-        """Return the end of that time, on the clock that ``now`` is of."""
+        """Return the end of that time, on the clock of ``now``."""
         return now + self.timeout if self.timeout is not None else math.inf
 
 
 @dataclass(slots=True)
 class Lend:
-    """A demand for the handle of a value that came with a lease."""
+    """A request for the handle of a value that arrived with a lease."""
 
     message: m.Result
     value: Any
@@ -210,12 +210,12 @@ Operation = Generator[Step, Any, T]
 
 
 def goes_to_operation(step: Step | None, error: BaseException) -> bool:
-    """Return whether a step's error is thrown into the operation, which may have something to release."""
+    """Return True if a step's error is thrown into the operation, which may have resources to release."""
     return isinstance(step, Work | Notify | Lend) or isinstance(error, SharedRPCError | TransferClosed)
 
 
 def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
-    """Drive an operation to its end; ``perform`` does what a step asks for, and returns what the operation is sent."""
+    """Drive an operation to its end; ``perform`` executes a step, and returns the value sent to the operation."""
     advance = functools.partial(operation.send, None)
     step: Step | None = None
     try:
@@ -240,7 +240,7 @@ def drive(operation: Operation[T], perform: Callable[[Any], Any]) -> T:
 
 
 class Driver(ABC):
-    """The base of all that drives operations, and knows none of them."""
+    """The base of all drivers of operations, independent of the operations."""
 
     #: The classes of handles and of records.
     _HANDLE: ClassVar[type[Lease[Any]]]
@@ -268,7 +268,7 @@ class Driver(ABC):
 
 
 class BlockingMethods(Driver):
-    """A driver whose operations return when they have ended."""
+    """A driver whose operations block until they have ended."""
 
     _HANDLE = Handle
     _RECORD = ExportedRecord
@@ -304,7 +304,7 @@ class CoroutineMethods(Driver):
 
 
 def reached(known: Known | None) -> Operation[Any]:
-    """Return the server that is known, or reach one now."""
+    """Return the connected server, or connect now."""
     return known or (yield Reach())
 
 
@@ -323,9 +323,9 @@ def query(message: m.Query[T], what: str, payload: bytes = b"") -> Operation[T]:
 
 
 def message_of(reply: Reply, what: str, kind: type[M]) -> M:
-    """Return the message of a reply, which is of one kind and carries no descriptors.
+    """Return the message of a reply, which must be of one kind and carry no descriptors.
 
-    :raises ProtocolError: if the server answers something else.
+    :raises ProtocolError: for any other answer.
     """
     reply.frame.close()
     if not isinstance(reply.message, kind):

@@ -1,4 +1,4 @@
-"""Subscriptions to refreshes, whose callbacks run in a thread of their own."""
+"""Subscriptions to refreshes, whose callbacks run in their own thread."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class NewsSource(Protocol):
         """
 
     def close(self) -> None:
-        """End the source, and a :meth:`news` that waits in another thread, by an error."""
+        """End the source; a :meth:`news` that waits in another thread raises an error."""
 
 
 class LinkSource(NewsSource):
-    """News from a server, over a link of its own: a wait that does not end would have a thread read for all others."""
+    """News from a server, over its own link: on a shared one, a thread would read for all others during an endless wait."""
 
     def __init__(self, link: BlockingLink) -> None:
         self._link = link
 
     def news(self, after: int) -> tuple[list[Generation], int]:
-        """Ask the server for news."""
+        """Wait for news from the server."""
         request = Request(g.AwaitRefreshes(after), "a wait for refreshes")
         news = message_of(self._link.exchange(request, math.inf), request.what, g.Refreshes)
         return news.generations, news.after
@@ -54,15 +54,15 @@ class Subscription:
     def __init__(self, subscriptions: Subscriptions, callback: Callable[[Generation], object]) -> None:
         self._subscriptions = subscriptions
         self._callback = callback
-        #: Whether the callback may still be called; False also when the connection to the server has ended.
+        #: True while the callback may be called; False also when the connection to the server has ended.
         self.active = True
 
     def close(self) -> None:
-        """End the calls of the callback; a call under way completes. Closing twice is harmless."""
+        """End the calls of the callback; an active call completes. Idempotent."""
         self._subscriptions.end(self)
 
     def notify(self, generation: Generation) -> None:
-        """Call the callback. An exception of it is logged, and goes no further."""
+        """Call the callback. Its exceptions are only logged."""
         if self.active:
             try:
                 self._callback(generation)
@@ -81,9 +81,9 @@ def _named(generation: Generation) -> tuple[int, str]:
 
 
 class Subscriptions:
-    """All subscriptions of one client. Its daemon thread runs while there is one, and calls one callback after the other.
+    """All subscriptions of one client. While there are any, a daemon thread calls their callbacks one after the other.
 
-    :param connect: makes the source, with the first subscription; None when the client has been collected.
+    :param connect: creates the source for the first subscription; None when the client has been collected.
     """
 
     def __init__(self, connect: Callable[[], NewsSource | None]) -> None:
@@ -95,10 +95,10 @@ class Subscriptions:
         self._closed = False
 
     def subscribe(self, callback: Callable[[Generation], object], after: int) -> Subscription:
-        """Call a callback with each generation that becomes current from here on.
+        """Call a callback with each generation that becomes current from now on.
 
         :param after: the server's position, from which the first subscription begins.
-        :raises SharedRPCError: if the server cannot be reached, or the subscriptions were closed during it.
+        :raises SharedRPCError: if the server cannot be reached, or the subscriptions were closed meanwhile.
         """
         subscription = Subscription(self, callback)
         # Not in the lock: close() must not wait for a server.
@@ -132,7 +132,7 @@ class Subscriptions:
         source.close()
 
     def close(self) -> None:
-        """End all subscriptions, also those that are being made."""
+        """End all subscriptions, including those being created."""
         with self._lock:
             self._closed = True
         for subscription in tuple(self._subscriptions):

@@ -1,14 +1,14 @@
-"""Suspended handles: when this process gives memory up and when it has it back, and in which order the server learns of it.
+"""Suspended handles: when this process unmaps and maps memory, and the order of its reports to the server.
 
-A handle is suspended or not. What follows from all handles together:
+A handle is suspended or not. From all handles together follows:
 
-- an object's memory is unmapped while no handle of it is active in the whole process, of whichever client;
+- an object's memory is unmapped while no handle of it is active in the whole process, of any client;
 - a suspension is reported to the server while no handle of it is active in the session, and not before the memory is unmapped.
 
-The messages of a session arrive in the order in which they are sent, but a thread may decide on one, and send it after that of
-another thread. A resumption therefore waits for the object's suspensions that are under way, and a suspension is not sent while
-a resumption is. Both sides publish before they check: a resumer adds its handle, then looks for a suspension; a suspender notes
-the suspension, then looks for handles. So at least one sees the other.
+The messages of a session arrive in the order of sending, but a thread may decide on one, and send it after that of another
+thread. A resumption therefore waits for active suspensions of the object, and a suspension is not sent during a resumption.
+Both sides publish before they check: a resumer adds its handle, then looks for a suspension; a suspender registers the
+suspension, then looks for handles. So at least one sees the other.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from shared_rpc.protocol.records import SegmentInfo
 
 _log = logging.getLogger("shared_rpc")
 
-#: Seconds between two checks of a suspension that is under way.
+#: Seconds between two checks of an active suspension.
 _MOMENT = 0.002
 
 
-# Weak sets are gone through to their end, in lists: a generator that is left before keeps a guard, and ends in a finaliser.
+# Weak sets are iterated to the end, into lists: an abandoned generator keeps a guard until its finaliser.
 
 
 class _Passage:
-    """A suspension or resumption of an object that is under way, until it or its operation ends."""
+    """An active suspension or resumption of an object, until it or its operation ends."""
 
     def __init__(self, object_id: str) -> None:
         self.object_id = object_id
 
     def end(self) -> None:
-        """Note that it has arrived, or will not."""
+        """Mark it as completed or abandoned."""
         self.object_id = ""
 
 
@@ -65,7 +65,7 @@ class Suspensions:
     def __init__(self, leases: LeaseBook) -> None:
         self.leases = leases
         self._lock = fork_safe_lock()
-        #: The ids of objects whose suspension by the session was last reported to the server.
+        #: The ids of objects last reported to the server as suspended by the session.
         self.reported: set[str] = set()
         self._suspending: weakref.WeakSet[_Passage] = weakref.WeakSet()
         self._resuming: weakref.WeakSet[_Passage] = weakref.WeakSet()
@@ -73,15 +73,15 @@ class Suspensions:
             _clients.add(self)
 
     def concerns(self, object_id: str) -> bool:
-        """Return whether a new handle of the object has to resume it."""
+        """Return True if a new handle of the object must resume it."""
         return object_id in self.reported or object_id in MAPPINGS.suspended
 
     def begin_suspending(self, object_id: str) -> _Passage:
-        """Note that a suspension may be sent, until the answer is ended."""
+        """Announce that a suspension may be sent, until the result is ended."""
         return self._begun(self._suspending, object_id)
 
     def begin_resuming(self, object_id: str) -> _Passage:
-        """Note that none is to be sent, until the answer is ended."""
+        """Announce that no suspension may be sent, until the result is ended."""
         return self._begun(self._resuming, object_id)
 
     def _begun(self, passages: weakref.WeakSet[_Passage], object_id: str) -> _Passage:
@@ -91,12 +91,12 @@ class Suspensions:
         return passage
 
     def is_suspending(self, object_id: str) -> bool:
-        """Return whether a suspension of the object may be under way."""
+        """Return True if there may be an active suspension of the object."""
         with self._lock:
             return object_id in [passage.object_id for passage in self._suspending]
 
     def is_to_tell(self, object_id: str) -> bool:
-        """Note that a suspension is reported to the server; return False if the session needs the object after all."""
+        """Mark the object as reported; return False if the session needs it after all."""
         with self._lock:
             self.reported.add(object_id)
             handles = self.leases.of_object(object_id)
@@ -107,7 +107,7 @@ class Suspensions:
             return False
 
 
-#: The clients of this process, and the roles that answer themselves.
+#: The clients of this process, and the roles without a server.
 _clients: weakref.WeakSet[Suspensions] = weakref.WeakSet()
 #: Suspended handles.
 _sleepers: weakref.WeakSet[Lease[Any]] = weakref.WeakSet()
@@ -116,14 +116,14 @@ after_fork(_sleepers.clear)
 
 
 def _needed(object_id: str) -> bool:
-    """Return whether a handle of the object may be used in this process."""
+    """Return True if a handle of the object may be used in this process."""
     with _lock:
         clients = list(_clients)
     return any(not handle._asleep for client in clients for handle in client.leases.of_object(object_id))
 
 
 def _sleeps(object_id: str) -> bool:
-    """Return whether a handle of the object is suspended in this process."""
+    """Return True if a handle of the object is suspended in this process."""
     if not _sleepers:
         return False
     with _lock:
@@ -131,17 +131,17 @@ def _sleeps(object_id: str) -> bool:
 
 
 class Context(Driver):
-    """A driver, as operations know it."""
+    """The driver's interface for operations."""
 
-    #: Values that live in this process, by object id: an object is rebuilt once, as it is built once in the server.
+    #: Values in this process, by object id: an object is rebuilt once, as it is built once in the server.
     _values: weakref.WeakValueDictionary[str, Any]
     _suspensions: Suspensions
-    #: Whether suspended handles drop their values, because those are the endpoints' own.
+    #: True if suspended handles drop their values, because those are the endpoints' own.
     _lets_go: ClassVar[bool] = False
 
     @abstractmethod
     def _has_lease(self, handle: Lease[Any]) -> bool:
-        """Return whether a handle's lease is in the session of this process with the server."""
+        """Return True if a handle's lease is in the session of this process with the server."""
 
     @property
     @abstractmethod
@@ -158,18 +158,18 @@ class Context(Driver):
     ) -> Operation[tuple[Reply, ClientTransfer | None]]:
         """Send a call of a kind; return the arguments of :func:`taken`.
 
-        :param pooled: whether its arguments and result may lie in pools.
+        :param pooled: True if its arguments and result may lie in pools.
         """
 
     @abstractmethod
     def _watch_in(self, server: Any) -> Subscriptions:
-        """Return the subscriptions of this process, for a server as :meth:`_known` has it."""
+        """Return the subscriptions of this process, for a server from :meth:`_known`."""
 
 
 def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
-    """Suspend a handle that is to be, unless a block needs it.
+    """Suspend a handle on request, unless a block needs it.
 
-    :raises StaleHandleError: if the lease has ended, so that nothing would bring the memory back.
+    :raises StaleHandleError: if the lease has ended, so that the memory could not be restored.
     :raises CapabilityError: if the memory cannot be unmapped, or not now. The handle is active then.
     """
     object_id = handle.object_id
@@ -190,10 +190,10 @@ def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
 
 
 def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, waits: bool = True) -> Operation[None]:
-    """Unmap what no active handle needs, and report it to the server.
+    """Unmap memory that no active handle needs, and report it to the server.
 
-    :param handle: the one that is suspended by that, and active again if the memory cannot be unmapped.
-    :param waits: whether to wait until the server knows.
+    :param handle: the handle to suspend, which becomes active again if the memory cannot be unmapped.
+    :param waits: True to wait for the server's confirmation.
     """
     passage = ctx._suspensions.begin_suspending(object_id)
     try:
@@ -228,7 +228,7 @@ def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
 def resumed(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> Operation[None]:
     """Resume a handle, if it is suspended.
 
-    :param timeout: seconds; None for those that the client has.
+    :param timeout: seconds; None for the client's own.
     """
     if handle.suspended:
         if timeout is not None:
@@ -237,15 +237,15 @@ def resumed(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> O
 
 
 def awakened(ctx: Context, handle: Lease[Any]) -> Operation[None]:
-    """Have an object's memory back, for a handle that is active then."""
+    """Map an object's memory again, for a handle that becomes active."""
     yield from _brought_back(ctx, handle, handle._wake)
 
 
 def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
-    """Have the memory that objects have now in the places of earlier incarnations, for active handles.
+    """Map the present memory of objects in place of earlier incarnations, for active handles.
 
-    Their session has taken the leases over from one that was lost, as inactive ones. Where the memory is not to be had now, the
-    handles are suspended, and what is mapped stays. Raises no error of its own.
+    Their session has taken the leases over from a lost one, as inactive ones. If the memory is not available now, the
+    handles are suspended, and the mappings stay. Raises no error of its own.
     """
     left: dict[str, list[Lease[Any]]] = {}
     for handle in handles:
@@ -355,7 +355,7 @@ def _mapped(book: Suspensions, object_id: str, segments: Sequence[Segment], owne
 
 
 def lease_ended(ctx: Context, object_ids: Iterable[str], *, waits: bool = True) -> Operation[None]:
-    """Settle what the end of a lease leaves: only suspended handles, or none; ``waits``: until the server knows."""
+    """Settle an object after the end of a lease, if only suspended handles, or none, are left; ``waits``: for the server."""
     book = ctx._suspensions
     for object_id in object_ids:
         if _sleeps(object_id):
@@ -365,5 +365,5 @@ def lease_ended(ctx: Context, object_ids: Iterable[str], *, waits: bool = True) 
 
 
 def outdated(object_id: str, infos: Iterable[SegmentInfo]) -> bool:
-    """Return whether a value here lies in memory that the server has replaced since, and no operation is renewing it."""
+    """Return True if a value here lies in memory replaced by the server, and no operation is renewing it."""
     return object_id not in MAPPINGS.suspended and MAPPINGS.outdated(infos)

@@ -18,20 +18,20 @@ from shared_rpc.protocol import messages as m
 from shared_rpc.protocol.frames import Frame
 from shared_rpc.protocol.records import SegmentInfo
 
-#: Seconds without a request after which a message of its own returns chunks.
+#: Seconds without a request after which a separate message returns chunks.
 _IDLE = 0.05
 #: Seconds without a request after which chunks that only wait for the GPU are polled: a request would poll them too.
 _SILENCE = 1.0
 
 
 class TransferClosed(Exception):
-    """The error for a request of a session that has ended: it is to be repeated for the next one."""
+    """The error for a request of a session that has ended, to be repeated in the next one."""
 
 
 class ClientTransfer:
-    """The pool for arguments, and the chunks of the server's pool that results lie in.
+    """The pool for arguments, and the used chunks of the server's pool of results.
 
-    :param flush: returns chunks to the server, in the session of this object; from another thread. An error means that the
+    :param flush: returns chunks to the server, in this object's session; from another thread. An error means that the
         server does not have them.
     """
 
@@ -42,22 +42,22 @@ class ClientTransfer:
         #: The server's arenas. Their descriptors are sent once, perhaps in a reply that is processed after the next one.
         self._spare: dict[str, Segment] = {}
         self._flushing = False
-        #: Whether the GPU will be polled after a silence.
+        #: True if the GPU will be polled after a silence.
         self._listening = False
-        #: When a request last returned chunks (time.monotonic()).
+        #: The time at which a request last returned chunks (time.monotonic()).
         self._asked = 0.0
-        #: Calls whose results wait in the server for memory.
+        #: Number of calls whose results wait for memory in the server.
         self.waiting = 0
         self.closed = False
 
     def returned(self) -> list[int]:
-        """Return the chunks that this process has done with, as far as is known, for a request that returns them."""
+        """Return the chunks known to be unused by this process, for a request that returns them."""
         self._asked = time.monotonic()
         self.poll(look=True)
         return self.references.pop_returned() if self.references.free else []
 
     def poll(self, *, look: bool = False) -> None:
-        """Find the chunks that this process has done with: a safe point, best while there is nothing to do but to wait.
+        """Find the chunks that this process no longer uses: a safe point, best called when there is nothing to do but wait.
 
         :param look: see :meth:`ChunkReferences.poll`.
         """
@@ -69,7 +69,7 @@ class ClientTransfer:
 
     @contextmanager
     def awaiting(self, frees: int) -> Iterator[int]:
-        """Open a descriptor that is readable once a chunk for arguments is free that was not at so many :attr:`Pool.frees`."""
+        """Open a descriptor that is readable once :attr:`Pool.frees` of the pool for arguments exceeds ``frees``."""
         event = Descriptor.opened(os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK | os.EFD_SEMAPHORE)
         wake = functools.partial(os.eventfd_write, event.number, 1)
         try:
@@ -80,14 +80,14 @@ class ClientTransfer:
             event.close()
 
     def out_of_memory(self) -> m.Free:
-        """Return the message for a server that needs memory. Another thread returns what the GPU may still use."""
+        """Return the message for a server that needs memory. Another thread returns chunks that the GPU may still use."""
         self.references.poll(look=True)
         free = m.Free(self.references.pop_returned())
         self._look_again()
         return free
 
     def learn(self, message: m.Message, frame: Frame) -> None:
-        """Note the arenas of a reply, which may be processed after a later reply."""
+        """Record the arenas of a reply, which may be processed after a later reply."""
         if not isinstance(message, m.Result) or len(message.segments) != len(frame.fds) + len(message.kept):
             return
         fds = iter(frame.fds)
@@ -97,7 +97,7 @@ class ClientTransfer:
                 self._keep_spare(Segment.opened(info, os.dup, fd))
 
     def _keep_spare(self, arena: Segment) -> None:
-        """Own an arena, unless another thread's connection has brought it too, or the session has ended."""
+        """Own an arena, unless another thread's connection has delivered it too, or the session has ended."""
         if self._spare.setdefault(arena.info.id, arena) is not arena:
             arena.close()
         elif self.closed:
@@ -111,9 +111,9 @@ class ClientTransfer:
     def segments(
         self, infos: Sequence[SegmentInfo], kept: Sequence[int], arenas: Sequence[int], fds: list[int]
     ) -> list[Segment]:
-        """Make a reply's segments, which own the descriptors of the list, but for kept segments, which came before.
+        """Make a reply's segments, which own the descriptors of the list, except kept segments, which arrived before.
 
-        A segment of a session that has ended has no descriptor.
+        A segment of an ended session has no descriptor.
         """
         found: list[Segment] = []
         for number, info in enumerate(infos):
@@ -182,14 +182,14 @@ class ClientTransfer:
         self._look_again()
 
     def _look_again(self) -> None:
-        """Return chunks later that could not be returned now, if a call waits for them: it may be the last request."""
+        """Schedule the return of remaining chunks if a call waits for them: it may be the last request."""
         references = self.references
         if not self._flushing and self.waiting and (references.free or references.dropped or references.fenced):
             self._flushing = True
             FINALIZER.submit(self._flush_now, after=_IDLE)
 
     def close(self) -> None:
-        """End with the session. Memory goes when neither side has a tensor over it."""
+        """End with the session. Memory is freed when neither side has a tensor over it."""
         self.closed = True
         self.references.close()
         for segment_id in tuple(self._spare):  # another thread may continue an interrupted close()
