@@ -156,7 +156,7 @@ class CoroutineDriver(BaseClient, CoroutineMethods):
             case Within():
                 turn.deadline = step.deadline(anyio.current_time())
             case Tell():
-                self._tell(step.message, turn.link or self._link)
+                self._post(step.message, turn.link or self._link)
         return None
 
     async def _exchange(self, request: Request, turn: Turn) -> Reply:

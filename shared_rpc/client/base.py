@@ -63,7 +63,7 @@ class Turn(msgspec.Struct, eq=False):
             self.request.frame.close()
         if self.reply is not None:
             owed.append((release_for(self.reply.message, self.request), self.link))
-        owed += [(release, handle._session) for handle, release in self.lent if handle._forgo()]
+        owed += [(release, handle._session) for handle, release in self.lent if handle._drop()]
         self.reply, self.lent = None, []
         return [(message, session) for message, session in owed if message is not None]
 
@@ -205,7 +205,7 @@ class BaseClient(Context):
         handle = self._handle(step.message, step.value, session.server_id, session)
         turn.lend(handle)
         self._leases.add(handle)
-        if session.ended and handle.in_session(session) and handle._forgo():
+        if session.ended and handle.in_session(session) and handle._drop():
             what = f"the lease on object {step.message.object_id}"
             raise ConnectionClosed(
                 f"the session with the server at {self.socket_path} has ended, and {what} with it: call again"
@@ -213,7 +213,7 @@ class BaseClient(Context):
         return handle
 
     @staticmethod
-    def _tell(message: m.Message, session: object) -> None:
+    def _post(message: m.Message, session: object) -> None:
         """Send a message whose answer is not needed, unless its session has ended."""
         if isinstance(session, Link) and not session.ended:
             with suppress(SharedRPCError, OSError):  # the connection has ended, and the session's leases with it
@@ -222,7 +222,7 @@ class BaseClient(Context):
     def _undo(self, turn: Turn) -> None:
         """Release the resources of a failed operation."""
         for message, session in turn.owed():
-            self._tell(message, session)
+            self._post(message, session)
 
     def _end_lease_soon(self, object_id: str, session: object) -> None:
         if isinstance(session, Link) and session in self._links():  # else its leases have ended
@@ -232,7 +232,7 @@ class BaseClient(Context):
         """Perform a step that needs no answer, in the finaliser thread."""
         match step:
             case Tell():
-                self._tell(step.message, session)
+                self._post(step.message, session)
             case Work():
                 return step.function()
         return None

@@ -147,7 +147,7 @@ class BlockingDriver(BaseClient, BlockingMethods):
             case Within():
                 turn.deadline = step.deadline(time.monotonic())
             case Tell():
-                self._tell(step.message, turn.link or self._link)
+                self._post(step.message, turn.link or self._link)
         return None
 
     def _exchange(self, request: Request, turn: Turn) -> Reply:

@@ -209,7 +209,7 @@ class Exchanges:
                 self._stray(frame)
             elif frame.kind in _EVENTS:
                 news.append(exchange)
-                self._told(exchange, frame)
+                self._handle_update(exchange, frame)
             else:
                 news.append(exchange)
                 answer = self._read(exchange, frame)
@@ -234,7 +234,7 @@ class Exchanges:
                 exchange.request.transfer.learn(answer, frame)
         return answer
 
-    def _told(self, exchange: Exchange, frame: Frame) -> None:
+    def _handle_update(self, exchange: Exchange, frame: Frame) -> None:
         message = decode_message(frame)
         if isinstance(message, m.TaskUpdate):
             if not exchange.withdrawn:

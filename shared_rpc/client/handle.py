@@ -44,7 +44,7 @@ class Lease(Generic[T]):
         self._suspended = False
         self._resting = False
         self._blocks = 0
-        #: True if this process has older memory than the server, see :meth:`_fall_behind`.
+        #: True if this process has older memory than the server, see :meth:`_become_outdated`.
         self._outdated = False
         FINALIZER.start()
 
@@ -76,7 +76,7 @@ class Lease(Generic[T]):
         return (self._suspended or self._outdated) and not self._released
 
     @property
-    def _asleep(self) -> bool:
+    def _inactive(self) -> bool:
         """Return True if this process has promised not to access the memory, so that it can be unmapped."""
         return self._suspended and not self._released
 
@@ -102,7 +102,7 @@ class Lease(Generic[T]):
 
     # States of a suspension, see shared_rpc.client.suspension.
 
-    def _rest(self) -> bool:
+    def _request_suspension(self) -> bool:
         """Request the suspension of the handle, outside of blocks; return True if it must be done now.
 
         :raises StaleHandleError: if it was released.
@@ -112,7 +112,7 @@ class Lease(Generic[T]):
             self._resting = True
             return not self._suspended and not self._blocks
 
-    def _fall_asleep(self) -> bool:
+    def _become_suspended(self) -> bool:
         """Become suspended, if that is still requested."""
         with self._lock:
             if self._released or self._blocks or not self._resting:
@@ -120,7 +120,7 @@ class Lease(Generic[T]):
             self._suspended = True
             return True
 
-    def _end_rest(self) -> None:
+    def _request_resumption(self) -> None:
         """Request the resumption of the handle.
 
         :raises StaleHandleError: if it was released.
@@ -128,21 +128,21 @@ class Lease(Generic[T]):
         self._check_held()
         self._resting = False
 
-    def _wake(self) -> None:
+    def _become_active(self) -> None:
         """Become active, now that the memory is mapped."""
         with self._lock:
             self._suspended = self._outdated = False
 
-    def _stay_awake(self) -> None:
+    def _cancel_suspension(self) -> None:
         """Record that the handle could not be suspended, and that the end of a block must not retry."""
         with self._lock:
             self._suspended = self._resting = False
 
-    def _fall_behind(self) -> None:
+    def _become_outdated(self) -> None:
         """Become suspended while the old memory stays mapped: the server has replaced it."""
         self._outdated = True
 
-    def _let_go(self) -> None:
+    def _drop_value(self) -> None:
         """Drop the value, while the handle is suspended."""
         nothing: Any = None
         with self._lock:
@@ -170,7 +170,7 @@ class Lease(Generic[T]):
             self._blocks -= 1
             return self._resting and not self._blocks and not self._released
 
-    def _forgo(self) -> bool:
+    def _drop(self) -> bool:
         """Drop the value; return True if there is a lease to release."""
         with self._lock:
             if self._released:
@@ -212,7 +212,7 @@ class Handle(Lease[T]):
 
     def release(self) -> None:
         """Release the lease and drop the value. Idempotent; raises no error of its own."""
-        if self._forgo():
+        if self._drop():
             self._issuer._end_lease(self.object_id, self._session)
 
     def get_object_info(self, refresh: bool = False) -> ObjectInfo:
@@ -387,7 +387,7 @@ class AsyncHandle(Lease[T]):
 
     async def release(self) -> None:
         """Release the lease and drop the value. Idempotent; raises no error of its own."""
-        if self._forgo():
+        if self._drop():
             await self._issuer._aend_lease(self.object_id, self._session)
 
     async def get_object_info(self, refresh: bool = False) -> ObjectInfo:
@@ -484,12 +484,12 @@ def _issued(ticket: Ticket, path: str | os.PathLike[str] | None) -> Ticket:
     return ticket
 
 
-def forgone(handles: Iterable[Lease[Any] | str]) -> list[tuple[str, object]]:
+def drop_handles(handles: Iterable[Lease[Any] | str]) -> list[tuple[str, object]]:
     """Drop handles; return the object ids and sessions of those not released before. Ids are returned with None."""
     return [
         (handle, None) if isinstance(handle, str) else (handle.object_id, handle._session)
         for handle in handles
-        if isinstance(handle, str) or handle._forgo()
+        if isinstance(handle, str) or handle._drop()
     ]
 
 

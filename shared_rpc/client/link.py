@@ -70,7 +70,7 @@ def _connect_error(error: OSError, path: str) -> ConnectError:
     return ConnectError(f"cannot connect to {path}: {why}")
 
 
-def nobody_listens(error: ConnectError) -> bool:
+def no_listener(error: ConnectError) -> bool:
     """Return True if an error means that no process listens, rather than one that does not answer or is another user's."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ECONNREFUSED)

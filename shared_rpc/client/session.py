@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shared_rpc.client.handle import Lease
-from shared_rpc.client.link import Link, Stranger, nobody_listens
+from shared_rpc.client.link import Link, Stranger, no_listener
 from shared_rpc.client.steps import Reply, Request, message_of
 from shared_rpc.errors import ConnectError, ConnectionClosed, DeadlineExceeded
 from shared_rpc.memory.mapping import MAPPINGS
@@ -158,7 +158,7 @@ class Search:
         """
         if isinstance(error, Stranger):
             raise error
-        if self._summon is not None and self._summons and nobody_listens(error):
+        if self._summon is not None and self._summons and no_listener(error):
             self._summons -= 1
             self._summon(self.path, self._patience, self._deadline)
             self._until = min(self._deadline, time.monotonic() + self._patience)

@@ -95,7 +95,7 @@ class Suspensions:
         with self._lock:
             return object_id in [passage.object_id for passage in self._suspending]
 
-    def is_to_tell(self, object_id: str) -> bool:
+    def mark_reported(self, object_id: str) -> bool:
         """Mark the object as reported; return False if the session needs it after all."""
         with self._lock:
             self.reported.add(object_id)
@@ -110,24 +110,24 @@ class Suspensions:
 #: The clients of this process, and the roles without a server.
 _clients: weakref.WeakSet[Suspensions] = weakref.WeakSet()
 #: Suspended handles.
-_sleepers: weakref.WeakSet[Lease[Any]] = weakref.WeakSet()
+_suspended_handles: weakref.WeakSet[Lease[Any]] = weakref.WeakSet()
 _lock = fork_safe_lock()
-after_fork(_sleepers.clear)
+after_fork(_suspended_handles.clear)
 
 
-def _needed(object_id: str) -> bool:
+def _has_active(object_id: str) -> bool:
     """Return True if a handle of the object may be used in this process."""
     with _lock:
         clients = list(_clients)
-    return any(not handle._asleep for client in clients for handle in client.leases.of_object(object_id))
+    return any(not handle._inactive for client in clients for handle in client.leases.of_object(object_id))
 
 
-def _sleeps(object_id: str) -> bool:
+def _has_suspended(object_id: str) -> bool:
     """Return True if a handle of the object is suspended in this process."""
-    if not _sleepers:
+    if not _suspended_handles:
         return False
     with _lock:
-        return object_id in [handle.object_id for handle in _sleepers if handle._asleep]
+        return object_id in [handle.object_id for handle in _suspended_handles if handle._inactive]
 
 
 class Context(Driver):
@@ -137,7 +137,7 @@ class Context(Driver):
     _values: weakref.WeakValueDictionary[str, Any]
     _suspensions: Suspensions
     #: True if suspended handles drop their values, because those are the endpoints' own.
-    _lets_go: ClassVar[bool] = False
+    _drops_values: ClassVar[bool] = False
 
     @abstractmethod
     def _has_lease(self, handle: Lease[Any]) -> bool:
@@ -182,10 +182,10 @@ def suspended(ctx: Context, handle: Lease[Any]) -> Operation[None]:
                 reason="released",
             )
     except BaseException:
-        handle._stay_awake()
+        handle._cancel_suspension()
         raise
     with _lock:
-        _sleepers.add(handle)
+        _suspended_handles.add(handle)
     yield from _settled(ctx, object_id, handle)
 
 
@@ -197,7 +197,7 @@ def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, 
     """
     passage = ctx._suspensions.begin_suspending(object_id)
     try:
-        if handle is None or handle._fall_asleep():
+        if handle is None or handle._become_suspended():
             yield from _given_up(ctx, object_id, handle, waits=waits)
     finally:
         passage.end()
@@ -205,9 +205,9 @@ def _settled(ctx: Context, object_id: str, handle: Lease[Any] | None = None, *, 
 
 def _given_up(ctx: Context, object_id: str, handle: Lease[Any] | None, *, waits: bool) -> Operation[None]:
     yield Work(functools.partial(_unmapped, object_id, handle))
-    if handle is not None and ctx._lets_go:
-        handle._let_go()
-    if ctx._suspensions.is_to_tell(object_id):
+    if handle is not None and ctx._drops_values:
+        handle._drop_value()
+    if ctx._suspensions.mark_reported(object_id):
         if not waits:
             yield Tell(t.Suspend([object_id]))
             return
@@ -218,10 +218,10 @@ def _given_up(ctx: Context, object_id: str, handle: Lease[Any] | None, *, waits:
 def _unmapped(object_id: str, handle: Lease[Any] | None) -> None:
     with MAPPINGS.changing:
         try:
-            MAPPINGS.suspend(object_id, functools.partial(_needed, object_id))
+            MAPPINGS.suspend(object_id, functools.partial(_has_active, object_id))
         except BaseException:
             if handle is not None:
-                handle._stay_awake()
+                handle._cancel_suspension()
             raise
 
 
@@ -238,7 +238,7 @@ def resumed(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> O
 
 def awakened(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     """Map an object's memory again, for a handle that becomes active."""
-    yield from _brought_back(ctx, handle, handle._wake)
+    yield from _brought_back(ctx, handle, handle._become_active)
 
 
 def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
@@ -255,12 +255,12 @@ def renewed(ctx: Context, handles: Iterable[Lease[Any]]) -> Operation[None]:
             try:
                 yield from _replaced(ctx, handle)
             except Exception as error:
-                _fall_behind(left.pop(object_id), str(error))
+                _mark_outdated(left.pop(object_id), str(error))
             else:
                 del left[object_id]
     finally:
         for behind in left.values():
-            _fall_behind(behind, "the request that met the new session was interrupted")
+            _mark_outdated(behind, "the request that met the new session was interrupted")
 
 
 def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
@@ -281,9 +281,9 @@ def _replaced(ctx: Context, handle: Lease[Any]) -> Operation[None]:
     yield from lease_ended(ctx, [object_id])  # the handles may have been suspended since
 
 
-def _fall_behind(handles: Sequence[Lease[Any]], why: str) -> None:
+def _mark_outdated(handles: Sequence[Lease[Any]], why: str) -> None:
     for handle in handles:
-        handle._fall_behind()
+        handle._become_outdated()
     _log.warning(
         "object %s was evicted while the session with the server was lost, and its present memory cannot be mapped now: "
         "its handle is suspended until resume(). %s",
@@ -323,9 +323,9 @@ def _mapped_again(ctx: Context, handle: Lease[Any], activate: Callable[[], None]
     except BaseException as error:
         passage.end()
         if not isinstance(error, Exception):  # cancelled or interrupted: this must not wait
-            if book.is_to_tell(object_id):
+            if book.mark_reported(object_id):
                 yield Tell(t.Suspend([object_id]))
-        elif _sleeps(object_id):
+        elif _has_suspended(object_id):
             yield from _settled(ctx, object_id)
         raise
     finally:
@@ -358,7 +358,7 @@ def lease_ended(ctx: Context, object_ids: Iterable[str], *, waits: bool = True) 
     """Settle an object after the end of a lease, if only suspended handles, or none, are left; ``waits``: for the server."""
     book = ctx._suspensions
     for object_id in object_ids:
-        if _sleeps(object_id):
+        if _has_suspended(object_id):
             yield from _settled(ctx, object_id, waits=waits)
         elif object_id in book.reported and not book.leases.of_object(object_id):
             book.reported.discard(object_id)

@@ -43,7 +43,7 @@ class ClientTransfer:
         self._spare: dict[str, Segment] = {}
         self._flushing = False
         #: True if the GPU will be polled after a silence.
-        self._listening = False
+        self._poll_scheduled = False
         #: The time at which a request last returned chunks (time.monotonic()).
         self._asked = 0.0
         #: Number of calls whose results wait for memory in the server.
@@ -64,8 +64,8 @@ class ClientTransfer:
         references = self.references
         if references.dropped or references.fenced:
             references.poll(look=look)
-            if references.fenced and not self._listening:
-                self._listen()
+            if references.fenced and not self._poll_scheduled:
+                self._poll_after_silence()
 
     @contextmanager
     def awaiting(self, frees: int) -> Iterator[int]:
@@ -83,7 +83,7 @@ class ClientTransfer:
         """Return the message for a server that needs memory. Another thread returns chunks that the GPU may still use."""
         self.references.poll(look=True)
         free = m.Free(self.references.pop_returned())
-        self._look_again()
+        self._retry_later()
         return free
 
     def learn(self, message: m.Message, frame: Frame) -> None:
@@ -146,8 +146,8 @@ class ClientTransfer:
             self._flushing = True
             FINALIZER.submit(self._flush_now, after=_IDLE)
 
-    def _listen(self) -> None:
-        self._listening = True
+    def _poll_after_silence(self) -> None:
+        self._poll_scheduled = True
         FINALIZER.start()
         FINALIZER.submit(self._end_silence, after=_SILENCE)
 
@@ -156,10 +156,10 @@ class ClientTransfer:
         if left > 0:
             FINALIZER.submit(self._end_silence, after=left)
             return
-        self._listening = False
+        self._poll_scheduled = False
         self._flush_now()
         if self.references.fenced and not self.closed:
-            self._listen()
+            self._poll_after_silence()
 
     def _flush_now(self) -> None:
         if not self.waiting and not self.closed and time.monotonic() - self._asked < _IDLE:
@@ -179,9 +179,9 @@ class ClientTransfer:
                 self._flush(self, numbers)
             except (TransferClosed, SharedRPCError, OSError):
                 self.references.requeue(numbers)  # for the next request
-        self._look_again()
+        self._retry_later()
 
-    def _look_again(self) -> None:
+    def _retry_later(self) -> None:
         """Schedule the return of remaining chunks if a call waits for them: it may be the last request."""
         references = self.references
         if not self._flushing and self.waiting and (references.free or references.dropped or references.fenced):

@@ -14,7 +14,7 @@ from shared_rpc.errors import ConnectionClosed, TaskCancelled
 from shared_rpc.execution.coroutines import Coroutines, end_if_forked
 from shared_rpc.execution.endpoints import Endpoint
 from shared_rpc.execution.outcomes import AwaitingPool, Completed, Failure
-from shared_rpc.execution.publishing import Publisher, guarded, let_go, load, loads_soon
+from shared_rpc.execution.publishing import Publisher, guarded, load, loads_soon, release_arguments
 from shared_rpc.execution.reporter import Reporter
 from shared_rpc.execution.run import Owner, Run
 from shared_rpc.execution.threads import Job, WorkerThreads
@@ -177,7 +177,7 @@ class InProcessExecutor:
 
         def returned(outcome: Failure | list[Any]) -> None:
             if isinstance(outcome, Failure):
-                let_go(run, outcome)
+                release_arguments(run, outcome)
                 ended(outcome)
             else:
                 self._deliver(endpoint, run, outcome, ended)
@@ -205,7 +205,7 @@ class InProcessExecutor:
         outcome = self._publisher.publish_soon(endpoint, run, value)
         if isinstance(outcome, (Completed, Failure)):
             value.clear()
-            let_go(run, outcome)
+            release_arguments(run, outcome)
             ended(outcome)
             self._settle(run)
             return
@@ -277,5 +277,5 @@ def _outcome(run: Run[Any], work: Callable[[], Completed]) -> Completed | Failur
     # In a list that is emptied: a retained error of the endpoint's code may keep this frame.
     outcome = [guarded(work)]
     if type(outcome[0]) is Failure:
-        let_go(run, outcome[0])
+        release_arguments(run, outcome[0])
     return outcome.pop()

@@ -107,7 +107,7 @@ class Publisher:
             return failure(error)
 
 
-def let_go(run: Run[Any], outcome: Completed | Failure) -> None:
+def release_arguments(run: Run[Any], outcome: Completed | Failure) -> None:
     """Release a failed run's arguments: a caller in another process gets a traceback as text, and its memory back at once."""
     if isinstance(outcome, Failure) and isinstance(run.arguments, Arguments):
         outcome.clear_frames()

@@ -1,5 +1,5 @@
-"""Other people's loaders over shared memory: what they would load, a server has loaded once, and processes attach.
+"""Other libraries' loaders over shared memory: a server loads once, and processes attach instead of loading.
 
 ``transformers``, ``sentence_transformers`` and ``diffusers`` are modules here, each with a context manager ``shared()``. They
-import the library of their name when they are used. ``app`` is what a server runs for all of them.
+import the library of their name on use. ``app`` is the server's app for all of them.
 """

@@ -7,11 +7,11 @@ from typing import Any
 from shared_rpc.integrations import loading
 from shared_rpc.provider.provider import Provider
 
-#: Of processes that pass none of their own. A large checkpoint takes longer to load than any call should.
+#: For processes that pass no provider of their own. A large checkpoint takes longer to load than any call should.
 provider = Provider(timeout=None)
 
 
 @loading.endpoint_of(provider)
 def from_pretrained(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
-    """Load what a process requested; see :func:`shared_rpc.integrations.loading.load`."""
+    """Load the request of a process; see :func:`shared_rpc.integrations.loading.load`."""
     return loading.load(key, versions, request)

@@ -1,4 +1,4 @@
-"""Blocks in which libraries attach in place of loading: the same rules for all of them."""
+"""Blocks in which libraries attach instead of loading: the same rules for all of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shared_rpc.integrations.loading import LoadRequest, attach
 from shared_rpc.integrations.patching import Loader, ordinarily, replaced
 from shared_rpc.provider.provider import Provider
 
-#: How often files may change between a question and its answer.
+#: Maximum number of attempts if files change between a request and its answer.
 _ATTEMPTS = 3
 
 
 class Plan(NamedTuple):
-    """A request in place of a call, and the function that makes the call's result of the answer."""
+    """A request that replaces a call, and the function that converts the answer to the call's result."""
 
     request: LoadRequest
     finish: Callable[[dict[str, Any]], Any]
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 class Library(NamedTuple):
     """A library: the class whose ``from_pretrained`` loads, and the plan for a call of it.
 
-    ``plan(cls, args, kwargs, device)`` may change ``kwargs``, and raises :class:`Unshareable` where it has none.
+    ``plan(cls, args, kwargs, device)`` may change ``kwargs``, and raises :class:`Unshareable` if it has none.
     """
 
     owner: Callable[[], type]
@@ -35,9 +35,9 @@ class Library(NamedTuple):
 
 
 def block(provider: Provider | None, fallback: bool, libraries: Sequence[Library]) -> AbstractContextManager[None]:
-    """Return a block in which calls of the libraries attach; in the local role one that changes nothing.
+    """Return a block in which calls of the libraries attach; in the local role one without effect.
 
-    :param fallback: whether what cannot be shared is loaded ordinarily, with a warning.
+    :param fallback: True to load unshareable models ordinarily, with a warning.
     """
     if provider is None:
         from shared_rpc.integrations.app import provider as shipped

@@ -1,4 +1,4 @@
-"""Devices: a model lies as a whole on that of its server, or is not shared."""
+"""Devices: a model is entirely on its server's device, or is not shared."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from shared_rpc.integrations.keys import Unshareable
 from shared_rpc.memory.devices import torch_device
 
-#: Maps that a library makes by itself, of which there is one alone where there is one device.
+#: Device maps computed by a library, which have a single choice if there is one device.
 _MADE = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_device_map(device_map: Any, device: str) -> None:
-    """Check that a model is wanted on the server's device as a whole.
+    """Check that a model is requested on the server's device as a whole.
 
-    Without a map and without a default device it is: who moves it there afterwards finds it there.
+    Without a map and without a default device it is: a later move to that device does nothing.
 
     :param device: the id of the server's device.
     :raises Unshareable: if not.
@@ -55,10 +55,10 @@ class LoadDevice:
     def __init__(self, device: str) -> None:
         self._device = torch_device(device)
         direct = self._device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
-        #: With these a ``from_pretrained`` puts weights there at once.
+        #: Options by which ``from_pretrained`` loads weights there directly.
         self.options: dict[str, Any] = {"device_map": {"": self._device}} if direct else {}
 
     def move(self, model: nn.Module) -> nn.Module:
-        """Move what is not there yet."""
+        """Move the tensors that are not on the device yet."""
         tensors = [*model.parameters(), *model.buffers()]
         return model if all(tensor.device == self._device for tensor in tensors) else model.to(self._device)

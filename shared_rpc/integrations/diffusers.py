@@ -1,7 +1,7 @@
-"""Pipelines of diffusers whose models are attached where ordinary code loads them.
+"""Pipelines of diffusers with attached models.
 
 ``with shared(): pipe = DiffusionPipeline.from_pretrained(name)``: a pipeline loads each of its models by the model's own
-``from_pretrained``, and these attach, those of transformers too. The pipeline, its scheduler and its tokenizers are the
+``from_pretrained``, which attaches, including models of transformers. The pipeline, its scheduler and its tokenizers are the
 process's own.
 """
 
@@ -19,9 +19,9 @@ from shared_rpc.provider.provider import Provider
 
 __all__ = ["release", "shared"]
 
-#: Options that say how files are got, and not what is in them.
+#: Options about the access to files rather than their content.
 _UNCOUNTED = {*HUB_OPTIONS, *MEMORY_OPTIONS, "use_flashpack", "flashpack_kwargs"}
-#: Options that make a model of one process, and why.
+#: Options that make a model specific to one process, and why.
 _REFUSED = {
     "parallel_config": "each process has a part of its own",
     "offload_folder": "weights that come and go are not shared",
@@ -29,18 +29,18 @@ _REFUSED = {
 
 
 def shared(provider: Provider | None = None, *, fallback: bool = True) -> AbstractContextManager[None]:
-    """Attach in place of loading: ``with shared(): pipe = DiffusionPipeline.from_pretrained(name, …)``.
+    """Attach instead of loading: ``with shared(): pipe = DiffusionPipeline.from_pretrained(name, …)``.
 
-    In the block, ``from_pretrained`` of every model class of diffusers and of transformers does what
-    :func:`shared_rpc.integrations.transformers.shared` says, with the same parameters. A pipeline's own attaches what it loads.
+    In the block, ``from_pretrained`` of every model class of diffusers and of transformers behaves as described in
+    :func:`shared_rpc.integrations.transformers.shared`, with the same parameters. A pipeline's own attaches its models.
     """
     return block(provider, fallback, [LIBRARY, transformers.LIBRARY])
 
 
 def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Plan:
-    """Return what to ask a server for in place of ``cls.from_pretrained(*args, **kwargs)``.
+    """Return the server request that replaces ``cls.from_pretrained(*args, **kwargs)``.
 
-    :raises Unshareable: if that cannot be shared.
+    :raises Unshareable: if the result cannot be shared.
     """
     call = call_of(cls, args, kwargs, device, _REFUSED)
     build = ModelRequest(_key_of, cls, call.checkpoint, call.arguments, call.options, device, {})

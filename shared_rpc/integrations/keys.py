@@ -1,4 +1,4 @@
-"""Keys of what is loaded: which files, and with which options.
+"""Keys of loaded models: their files and options.
 
 Two calls get one object if their keys are equal, so a key has everything that changes the result. Options that cannot be
 compared have no key.
@@ -19,26 +19,26 @@ import torch
 from shared_rpc.integrations.loading import library
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-#: Files that decide about weights: these themselves, what the model is made from, and code that comes with it. Others, as a
-#: log, may change.
+#: Files that determine the weights: these themselves, the model's configuration, and code that comes with it. Others, such as
+#: a log, may change.
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".gguf", ".json", ".py")
-#: Folders that decide about none: of caches, and those that a training writes into a model's folder.
+#: Folders that are ignored: of caches, and those that a training writes into a model's folder.
 _ELSEWHERE = (".", "checkpoint-")
 
 
 class Unshareable(Exception):
-    """A call that a server cannot carry out for others; the text says which argument it is, and why."""
+    """A call whose result a server cannot share; the text names the argument, and the reason."""
 
 
 class CheckpointChanged(RuntimeError):
-    """The files of a checkpoint are not those that a process requested."""
+    """The files of a checkpoint differ from the requested ones."""
 
 
 class Checkpoint(NamedTuple):
-    """A folder or a repository, and what it contains.
+    """A folder or a repository, and its content.
 
     :param name: an absolute path, or the name of a repository.
-    :param content: a digest of a folder's files as the file system tells them apart, or a commit.
+    :param content: a digest of the file system's facts about a folder's files, or a commit.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Return whether it is a folder or a file here."""
+        """Return True if it is a local folder or file."""
         return os.path.isabs(self.name)
 
     def check(self) -> None:
@@ -57,11 +57,11 @@ class Checkpoint(NamedTuple):
 
 
 def source_of(name: Any, options: Mapping[str, Any], config_name: str) -> Checkpoint:
-    """Resolve a name as ``from_pretrained`` takes it.
+    """Resolve a name given to ``from_pretrained``.
 
     :param options: of ``from_pretrained``.
-    :param config_name: of the file that every checkpoint has.
-    :raises Unshareable: if it cannot be told what is meant.
+    :param config_name: the name of the file that every checkpoint has.
+    :raises Unshareable: if the name is ambiguous.
     """
     subfolder = options.get("subfolder") or ""
     if not isinstance(name, (str, os.PathLike)):
@@ -81,7 +81,7 @@ def _content_of(path: str, subfolder: str) -> str:
 
 def _commit_of(name: str, options: Mapping[str, Any], config_name: str) -> str:
     revision = options.get("revision")
-    # What transformers has resolved by itself, in releases that do.
+    # The revision resolved by transformers itself, in releases that do so.
     resolved = getattr(revision, "resolved", revision)
     if resolved is None or not _COMMIT.fullmatch(str(resolved)):
         hub = library("huggingface_hub")
@@ -92,7 +92,7 @@ def _commit_of(name: str, options: Mapping[str, Any], config_name: str) -> str:
             )
         except Exception as error:
             raise Unshareable(f"its revision cannot be resolved: {error}") from error
-        # Where the Hub's cache has the files of a commit: models--org--name/snapshots/<commit>/config.json.
+        # The Hub's cache keeps the files of a commit in models--org--name/snapshots/<commit>/config.json.
         resolved = next((part for part in reversed(path.split(os.sep)) if _COMMIT.fullmatch(part)), None)
     if resolved is None:
         raise Unshareable("its revision cannot be resolved")
@@ -104,12 +104,12 @@ def files_of(path: str) -> list[list[Any]]:
 
     Equal in all processes of the host, and different after a change.
 
-    :param path: a folder, with those in it, or the file that is the whole checkpoint.
-    :raises OSError: if there is none, or one of its files cannot be told.
+    :param path: a folder, including subfolders, or the file that is the whole checkpoint.
+    :raises OSError: if it does not exist, or one of its files cannot be examined.
     """
     if os.path.isfile(path):
         return [_facts(path, os.path.basename(path))]
-    os.scandir(path).close()  # the walk is silent about a folder that cannot be read
+    os.scandir(path).close()  # the walk ignores a folder that cannot be read
     return sorted(_facts(file, os.path.relpath(file, path)) for file in _files(path))
 
 
@@ -133,7 +133,7 @@ def _facts(path: str, name: str) -> list[Any]:
 def digest_of(**parts: Any) -> str:
     """Return a short text that is equal for equal parts.
 
-    :raises Unshareable: if a part of it cannot be compared, naming it.
+    :raises Unshareable: if a part cannot be compared, naming it.
     """
     return hashlib.sha256(
         json.dumps({name: _canonical(part, name) for name, part in parts.items()}, sort_keys=True).encode()

@@ -1,8 +1,8 @@
-"""Loading in a server, and attaching what it has loaded: the two halves of one request.
+"""Loading in a server, and attaching the result: the two halves of one request.
 
-A request carries what is to be loaded, and how: a function, which runs in the server and returns a dict with a module in it.
-The dict is rebuilt at each attach, so that each caller has a module of its own over the shared memory. The key by which the
-server finds what it has comes with the request, and the server computes it again before it loads anything under it.
+A request carries a function, which runs in the server and returns a dict with a module in it. The dict is rebuilt at each
+attach, so that each caller has its own module over the shared memory. The request also has the key of the result, which the
+server computes again before it loads anything under it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from shared_rpc.provider.provider import ManagedDecorator, Provider
 
 #: The name of the endpoint.
 ENDPOINT = "from_pretrained"
-#: Seconds after which a server drops what no process holds: as long as a server that was started by itself waits.
+#: Idle seconds after which a server drops an unheld object: the idle exit of a server that was started automatically.
 _IDLE = 3600.0
-#: The attribute by which a storage holds the lease of its object, which so ends with the last tensor over it.
+#: The attribute of a storage that holds the lease of its object, which so ends with the last tensor over it.
 _HELD = "_shared_rpc_lease"
 
 
 class LoadRequest(NamedTuple):
-    """A request to a server: a key, the versions of libraries that are in it, and a function that loads, which is pickled."""
+    """A request to a server: a key, the versions of libraries in it, and the pickled function that loads."""
 
     key: str
     versions: dict[str, str]
@@ -40,7 +40,7 @@ class LoadRequest(NamedTuple):
 
 
 class Loader(Protocol):
-    """Function that loads, with the key of what it loads."""
+    """A function that loads, with the key of its result."""
 
     def __call__(self) -> dict[str, Any]:
         """Load it."""
@@ -50,7 +50,7 @@ class Loader(Protocol):
 
 
 def library(name: str) -> ModuleType:
-    """Import a library that is no dependency of this package.
+    """Import a library that is not a dependency of this package.
 
     :raises ConfigurationError: if it is not installed, with the command that installs it.
     """
@@ -71,7 +71,7 @@ def library(name: str) -> ModuleType:
 def endpoint_of(provider: Provider) -> ManagedDecorator:
     """Return the decorator that makes a function the endpoint of a provider.
 
-    A key has all that the result depends on. Parameters are shared and mapped for reading, and no other tensor is shared.
+    A key has everything that the result depends on. Parameters are shared and mapped read-only, other tensors are not shared.
     """
     return provider.share(
         ENDPOINT,
@@ -85,19 +85,19 @@ def endpoint_of(provider: Provider) -> ManagedDecorator:
 
 
 def serve_with(provider: Provider) -> None:
-    """Have the server of a provider load for other processes, in addition to its own endpoints.
+    """Make the server of a provider load for other processes, in addition to its own endpoints.
 
-    To be called at the top level of the file that has the provider, so that a worker that is started again does it too.
+    Call it at the top level of the provider's file, so that it also applies to restarted workers.
     """
     if ENDPOINT not in provider.endpoints:
         endpoint_of(provider)(load)
 
 
 def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
-    """Load what a process requested, in the process that serves.
+    """Load the request of a process, in the process that serves.
 
     :raises ConfigurationError: if a library has another version here than there, or the key is that of another request:
-        others would get what they did not ask for.
+        others would get a wrong result.
     """
     here = versions_of(versions)
     if differing := [
@@ -115,7 +115,7 @@ def load(key: str, versions: dict[str, str], request: bytes) -> dict[str, Any]:
 
 
 def versions_of(libraries: Iterable[str]) -> dict[str, str]:
-    """Return the versions of installed libraries by name, an empty text for one that is not there."""
+    """Return the versions of libraries by name, an empty text for one that is not installed."""
     found = {}
     for name in libraries:
         try:
@@ -129,7 +129,7 @@ def versions_of(libraries: Iterable[str]) -> dict[str, str]:
 
 
 def attach(provider: Provider, request: LoadRequest) -> dict[str, Any]:
-    """Return what a server has loaded, rebuilt around its memory: the caller's own, but for that memory.
+    """Return a result loaded by a server, rebuilt around its memory: the caller's own except for that memory.
 
     The lease lasts as long as any tensor over the memory.
 
@@ -137,7 +137,7 @@ def attach(provider: Provider, request: LoadRequest) -> dict[str, Any]:
     """
     operations: Client | Provider = provider
     if provider.execution_mode == "server":
-        # Its own calls would return the object that it serves, which is one for all.
+        # The provider's own calls would return the object that it serves, which is one for all.
         operations = Client(
             socket_path=provider.get_runtime_info()["socket_path"], device=provider.device, timeout=provider.timeout
         )
@@ -150,7 +150,7 @@ def attach(provider: Provider, request: LoadRequest) -> dict[str, Any]:
             f"path for shared_rpc.integrations.app, or have that app call shared_rpc.integrations.loading.serve_with(provider)"
         ) from error
     value = dict(handle.value)
-    handle.value.clear()  # a handle that keeps the value would never go
+    handle.value.clear()  # a handle that keeps the value would never be collected
     for module in value.values():
         if isinstance(module, nn.Module):
             for storage in _storages(module):
@@ -159,7 +159,7 @@ def attach(provider: Provider, request: LoadRequest) -> dict[str, Any]:
 
 
 def release(module: nn.Module) -> None:
-    """Give back the lease of an attached module before its tensors are gone. They stay valid."""
+    """Release the lease of an attached module before its tensors end. They stay valid."""
     leases = {id(lease): lease for storage in _storages(module) if (lease := storage.__dict__.pop(_HELD, None)) is not None}
     if not leases:
         raise CapabilityError(f"this {type(module).__name__} has no lease: it was not attached, or was released before")

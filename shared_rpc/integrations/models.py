@@ -1,4 +1,4 @@
-"""Models as a server loads them, and what of them a process makes its own."""
+"""Models loaded by a server, and the parts of them that are a process's own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shared_rpc.integrations.devices import LoadDevice, check_device_map
 from shared_rpc.integrations.keys import Checkpoint, Unshareable, source_of
 from shared_rpc.memory.devices import torch_device
 
-#: Attributes of classes by which checkpoints are read, and which some libraries change while they load.
+#: Class attributes that determine how checkpoints are read, and which some libraries change while they load.
 CLASS_OPTIONS = ("base_model_prefix",)
-#: Options of every ``from_pretrained`` that say where files are, and how they come into memory, and not what is in them.
+#: Options of every ``from_pretrained`` about the access to files and memory rather than their content.
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "token", "revision", "subfolder")
 MEMORY_OPTIONS = ("disable_mmap", "low_cpu_mem_usage", "max_memory", "offload_state_dict")
 
 
 class PretrainedCall(NamedTuple):
-    """A call of ``from_pretrained`` that a server can carry out, as far as all libraries have the same options."""
+    """A call of ``from_pretrained`` that a server can execute, with the options common to all libraries."""
 
     name: Any
     arguments: list[Any]
@@ -33,8 +33,8 @@ class PretrainedCall(NamedTuple):
 def call_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, refused: Mapping[str, str]) -> PretrainedCall:
     """Split the arguments of a call.
 
-    :param refused: options that make a model of one process, and why.
-    :raises Unshareable: if it cannot be shared.
+    :param refused: options that make a model specific to one process, and why.
+    :raises Unshareable: if the result cannot be shared.
     """
     name, *arguments = args if args else (kwargs.pop("pretrained_model_name_or_path", None),)
     for option, reason in refused.items():
@@ -53,11 +53,11 @@ def call_of(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
 
 
 class ModelRequest(NamedTuple):
-    """Request to load a model under a key. It travels to the server, which computes the key again.
+    """A request to load a model under a key. The server computes the key again.
 
     :param key_of: a function of the library's module, which returns the key of a build and the versions of libraries.
-    :param device: the id of the server's.
-    :param given: the :data:`CLASS_OPTIONS` of the class in the process that asks.
+    :param device: the id of the server's device.
+    :param given: the :data:`CLASS_OPTIONS` of the class in the requesting process.
     """
 
     key_of: Callable[[ModelRequest, dict[str, str]], str]
@@ -73,7 +73,7 @@ class ModelRequest(NamedTuple):
         return self.key_of(self, versions)
 
     def __call__(self) -> dict[str, Any]:
-        """Load in the server: ``{"model": …, "info": …}``, of which the second says what the checkpoint did not have.
+        """Load in the server: ``{"model": …, "info": …}``; the second one lists weights missing in the checkpoint.
 
         :raises CheckpointChanged: if the files are not the requested ones, before or after.
         """
@@ -85,16 +85,16 @@ class ModelRequest(NamedTuple):
         options = {**self.options, **place.options, "output_loading_info": True}
         model, info = cls.from_pretrained(self.checkpoint.name, *self.arguments, **options)
         self.checkpoint.check()
-        # What is shared cannot be trained: without this an optimizer's step would end its process.
+        # Shared weights cannot be trained: without this an optimizer's step would end its process.
         return {"model": place.move(model).requires_grad_(False), "info": info}
 
 
 def own_model(parts: dict[str, Any], device_map: Any, device: str) -> tuple[Any, dict[str, Any]]:
-    """Return the model of :class:`ModelRequest` as this process's own, and what was found in the checkpoint.
+    """Return the model of :class:`ModelRequest` as this process's own, and the report on the checkpoint.
 
-    Parameters that the checkpoint does not have, or has in another shape, are of this process alone, and can be trained.
+    Parameters missing in the checkpoint, or with another shape there, belong to this process alone, and can be trained.
 
-    :param device_map: what this process requested. The server may have used one for itself, which says nothing here.
+    :param device_map: the one given in this process. The server may have used another one for itself.
     """
     model, info = parts["model"], parts["info"]
     vars(model).pop("hf_device_map", None)

@@ -1,8 +1,8 @@
-"""The one place where other people's classes are changed: their ``from_pretrained``, while a block is entered.
+"""The only patches of other libraries' classes: their ``from_pretrained``, inside of blocks.
 
-A block is of the code that entered it: of its thread, or its task. While any is entered anywhere in the process, a class has
-the replacement, which asks whose block it is called in, and is the original outside of all. After the last one the class is
-as it was.
+A block belongs to the code that entered it: to its thread, or its task. While any is entered in the process, a class has the
+replacement, which checks for a block around its caller, and otherwise behaves like the original. After the last one the class
+is restored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from shared_rpc.forks import fork_safe_lock
 
-#: Loads in place of a class's method: called with the class, the original, and its arguments.
+#: Loads instead of a class's method: called with the class, the original, and its arguments.
 Loader = Callable[[type, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: The loader of the innermost block, by the class that has the method.
@@ -24,7 +24,7 @@ _lock = fork_safe_lock()
 
 
 class _Patch:
-    """A class's own method, and how many blocks there are in which it is replaced."""
+    """A class's own method, and the number of blocks in which it is replaced."""
 
     def __init__(self, owner: type) -> None:
         self._owner = owner
@@ -42,7 +42,7 @@ class _Patch:
             self._blocks += 1
 
     def leave(self) -> None:
-        """Restore the method after the last block; one that others have put around it since stays."""
+        """Restore the method after the last block, unless other code has wrapped it since."""
         with _lock:
             self._blocks -= 1
             if self._blocks == 0 and vars(self._owner)["from_pretrained"] is self._replacement:
@@ -65,9 +65,9 @@ def _replacement(owner: type, original: Callable[..., Any]) -> Callable[..., Any
 
 @contextmanager
 def replaced(loaders: dict[type, Loader]) -> Iterator[None]:
-    """Replace the ``from_pretrained`` of classes, and of those that inherit it, for the code of the block.
+    """Replace the ``from_pretrained`` of classes and their subclasses for the code of the block.
 
-    Of blocks in each other the inner one counts.
+    The innermost block applies.
     """
     with ExitStack() as stack:
         for owner in loaders:

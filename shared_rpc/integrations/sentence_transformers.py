@@ -1,7 +1,7 @@
-"""Models of sentence-transformers whose transformer is attached where ordinary code loads it.
+"""Models of sentence-transformers with an attached transformer.
 
-``with shared(): model = SentenceTransformer(name)``: it loads its transformer, in which nearly all of its weights are, by
-transformers' ``from_pretrained``. Modules that it reads itself, as a dense layer, are the process's own.
+``with shared(): model = SentenceTransformer(name)``: it loads its transformer, with nearly all of its weights, by
+transformers' ``from_pretrained``. Modules that it reads itself, such as a dense layer, are the process's own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["release", "shared"]
 
 
 def shared(provider: Provider | None = None, *, fallback: bool = True) -> AbstractContextManager[None]:
-    """Attach in place of loading: ``with shared(): model = SentenceTransformer(name, …)``.
+    """Attach instead of loading: ``with shared(): model = SentenceTransformer(name, …)``.
 
-    The same as :func:`shared_rpc.integrations.transformers.shared`, with the same parameters.
+    Like :func:`shared_rpc.integrations.transformers.shared`, with the same parameters.
     """
     library("sentence_transformers")
     return block(provider, fallback, [transformers.LIBRARY])

@@ -1,8 +1,8 @@
-"""Models of transformers that are attached where ordinary code loads them.
+"""Attached models of transformers.
 
 ``with shared(): model = AutoModel.from_pretrained(name)`` is the model that ``from_pretrained`` returned in a server, around
-the server's memory: whatever a checkpoint goes through while it is loaded (renamed, fused, converted, quantised weights) it has
-gone through there, once. No constructor runs here, so nothing is copied and nothing can differ.
+the server's memory: all conversions of a checkpoint while it is loaded (renamed, fused, converted, quantised weights) happened
+there, once. No constructor runs here, so nothing is copied and nothing can differ.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from shared_rpc.provider.provider import Provider
 
 __all__ = ["from_shared", "release", "shared"]
 
-#: Options that say how files are got, and not what is in them.
+#: Options about the access to files rather than their content.
 _UNCOUNTED = {
     *(*HUB_OPTIONS, *MEMORY_OPTIONS, "use_auth_token", "tqdm_class"),
     *("_from_auto", "_from_pipeline", "_commit_hash", "trust_remote_code", "code_revision"),
 }
-#: Options of ``from_pretrained`` itself. All others are the configuration's, as far as it knows them.
+#: Options of ``from_pretrained`` itself. All others are the configuration's, if it has them.
 _OF_LOADING = {
     *("ignore_mismatched_sizes", "weights_only", "quantization_config", "variant", "adapter_kwargs", "adapter_name"),
     *("generation_config", "key_mapping", "dtype", "torch_dtype", "attn_implementation"),
 }
-#: Options that make a model of one process, and why.
+#: Options that make a model specific to one process, and why.
 _REFUSED = {
     "state_dict": "the weights are this process's",
     "tp_plan": "each process has a part of its own",
@@ -50,24 +50,24 @@ _REFUSED = {
     "fusion_config": "fusions change the process's classes",
     "gguf_file": "files of GGUF are left to each process",
 }
-#: What a configuration says of its process or its file, and not of the model.
+#: Attributes of a configuration that describe its process or its file rather than the model.
 _OF_NO_MODEL = {"_name_or_path", "transformers_version", "_commit_hash", "dtype", "torch_dtype", "architectures"}
 
 
 def shared(provider: Provider | None = None, *, fallback: bool = True) -> AbstractContextManager[None]:
-    """Attach in place of loading: ``with shared(): model = AutoModel.from_pretrained(name, …)``.
+    """Attach instead of loading: ``with shared(): model = AutoModel.from_pretrained(name, …)``.
 
-    In the block, ``from_pretrained`` of every model class of transformers asks a server, which loads each checkpoint once, by
-    the same call. The role is that of the environment, as everywhere: in the local role everything is as without the block.
-    It counts for the code of the block, not for other threads.
+    In the block, ``from_pretrained`` of every model class of transformers uses a server, which loads each checkpoint once, by
+    the same call. The role is that of the environment, as everywhere: in the local role the block has no effect. It applies
+    to the code of the block, not to other threads.
 
-    A model is the caller's own: its configuration, hooks, mode, and the tensors that are no parameters. Its parameters are
-    shared and read-only, and require no gradients. Those that the checkpoint does not have, as a new head, are its own too.
+    A model is the caller's own: its configuration, hooks, mode, and the tensors that are not parameters. Its parameters are
+    shared and read-only, and require no gradients. Those missing in the checkpoint, such as a new head, are its own too.
 
-    :param provider: whose server is asked, which must have :func:`~shared_rpc.integrations.loading.serve_with`; by default
-        that of :mod:`shared_rpc.integrations.app`.
-    :param fallback: whether what cannot be shared is loaded as without the block, with one warning that says why.
-    :raises CapabilityError: by ``from_pretrained`` in the block, for what cannot be shared, where ``fallback`` is False.
+    :param provider: the provider whose server is used, which must have :func:`~shared_rpc.integrations.loading.serve_with`;
+        by default that of :mod:`shared_rpc.integrations.app`.
+    :param fallback: True to load unshareable models as without the block, with one warning that gives the reason.
+    :raises CapabilityError: by ``from_pretrained`` in the block, for unshareable models, if ``fallback`` is False.
     :raises ConfigurationError: if transformers is not installed; by ``from_pretrained``, if the server has another version.
     """
     return block(provider, fallback, [LIBRARY])
@@ -84,17 +84,17 @@ def from_shared(
 ) -> Any:
     """Return a model of a class of transformers over shared weights, in evaluation mode.
 
-    The class may be another one than that of the model which was shared, and the configuration too, as long as the names and
-    shapes of their tensors agree. This is :func:`shared_rpc.materialize` around the class's constructor: nothing is converted
-    or copied, and what does not fit is an error. (``from_pretrained(None, state_dict=…)`` copies in silence where a dtype
-    differs, and some tied tensors always.)
+    The class and the configuration may differ from those of the shared model, as long as the names and shapes of their
+    tensors agree. This is :func:`shared_rpc.materialize` around the class's constructor: nothing is converted or copied, and
+    any mismatch is an error. (``from_pretrained(None, state_dict=…)`` silently copies tensors whose dtype differs, and always
+    some tied tensors.)
 
     :param source: a handle of a model or of a dict of tensors by name, one of these itself, or a function that returns one.
     :param cls: a model class, or one of the ``Auto`` classes.
     :param config: the configuration; that of the shared model by default.
     :param rename: see :func:`shared_rpc.materialize`.
-    :param own: the same.
-    :param options: of the class's ``_from_config``, as ``attn_implementation``.
+    :param own: like in :func:`shared_rpc.materialize`.
+    :param options: options of the class's ``_from_config``, such as ``attn_implementation``.
     :raises StateMismatchError: if names, shapes or dtypes do not fit, with all of them.
     """
     library("transformers")
@@ -113,7 +113,7 @@ def from_shared(
 
 
 def _convert(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Give parameters, which have no memory yet, the dtypes of the tensors that take their places."""
+    """Convert parameters, which have no memory yet, to the dtypes of the tensors that replace them."""
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     usual = max(set(floating), key=floating.count, default=torch.get_default_dtype())
     for name, parameter in model.named_parameters():
@@ -122,13 +122,13 @@ def _convert(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-# What a call asks a server for.
+# Requests to a server.
 
 
 def plan(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Plan:
-    """Return what to ask a server for in place of ``cls.from_pretrained(*args, **kwargs)``.
+    """Return the server request that replaces ``cls.from_pretrained(*args, **kwargs)``.
 
-    :raises Unshareable: if that cannot be shared.
+    :raises Unshareable: if the result cannot be shared.
     """
     if cls.__module__.partition(".")[0] == "transformers_modules":
         raise Unshareable("trust_remote_code=True: its class is code of the checkpoint")
@@ -169,7 +169,7 @@ def _key_of(build: ModelRequest, versions: dict[str, str]) -> str:
 
 
 def _with_config(cls: Any, name: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with a configuration, got as ``from_pretrained`` gets it, so that all ways to a model are one."""
+    """Return the options with a configuration, loaded like in ``from_pretrained``, so that all cases become one."""
     config = options.pop("config", None)
     if isinstance(config, library("transformers").PretrainedConfig):
         return {**options, "config": copy.deepcopy(config)}
@@ -180,7 +180,7 @@ def _with_config(cls: Any, name: Any, options: dict[str, Any]) -> dict[str, Any]
 
 
 def _take_attention(cls: Any, options: dict[str, Any]) -> Any:
-    """Take the implementation of attention out of the options, where it can be set on a model that is there already."""
+    """Pop the implementation of attention from the options, if it can be set on an existing model."""
     config = options["config"]
     if "attn_implementation" in options:
         config._attn_implementation = options.pop("attn_implementation")
@@ -198,7 +198,7 @@ def _attention_of(config: Any) -> Any:
 
 
 def _take_dtype(options: dict[str, Any]) -> Any:
-    """Take the dtype out of the options, by whichever name: that of the configuration where it is left to the checkpoint."""
+    """Pop the dtype from the options, by either name: the configuration's if it is left to the checkpoint."""
     given = options.pop("torch_dtype", None)
     dtype = options.pop("dtype", given)
     if dtype is None or dtype == "auto":

@@ -1,4 +1,4 @@
-"""Public operations, each written once: its signature, its docstring, and the steps that it asks a driver for.
+"""Public operations, each written once: its signature, its docstring, and the steps for a driver.
 
 ``Client``, ``AsyncClient`` and ``Provider`` have all of them, see :func:`shared_rpc.operations.binding.bound`.
 """

@@ -24,9 +24,9 @@ T = TypeVar("T")
 class AsyncClient(CoroutineDriver, Operations):
     """:class:`Client` for coroutines: the same operations, by the same names, to be awaited.
 
-    All of them go over one connection, at once, and none waits for another. Large values are rebuilt, and memory in arguments
-    is copied, in threads, so that the event loop goes on. Cancelling the scope that awaits an operation withdraws the request,
-    and leaves the connection to the others. A client belongs to the event loop that it is first used on.
+    All of them share one connection, concurrently, and none waits for another. Large values are rebuilt, and memory in
+    arguments is copied, in threads, so the event loop is not blocked. Cancelling the scope of an operation withdraws the
+    request, and does not affect others. A client belongs to the event loop of its first use.
 
     A callback of :meth:`wait_for_task` and :meth:`watch_task` may be a coroutine function, and is called on the loop. One of
     :meth:`on_refresh` is a plain function, called in a thread: use :meth:`refreshes` for work on the loop.
@@ -35,27 +35,27 @@ class AsyncClient(CoroutineDriver, Operations):
     """
 
     def refreshes(self) -> AsyncRefreshIterator:
-        """Iterate as :meth:`Client.refreshes` does: ``async for``, and ``async with`` around it."""
+        """Iterate like :meth:`Client.refreshes`: ``async for``, and ``async with`` around it."""
         return AsyncRefreshIterator(self)
 
     async def create_channel(
         self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
     ) -> AsyncTensorChannel:
-        """Make a channel, as :meth:`Client.create_channel` does."""
+        """Create a channel, like :meth:`Client.create_channel`."""
         from shared_rpc.operations.channels import AsyncTensorChannel
 
         return AsyncTensorChannel(await self._create_channel(name, nbytes, slots, readers, device))
 
     async def open_channel(self, name: str, timeout: float = 0.0) -> AsyncTensorChannel:
-        """Return a channel, as :meth:`Client.open_channel` does."""
+        """Return a channel, like :meth:`Client.open_channel`."""
         from shared_rpc.operations.channels import AsyncTensorChannel
 
         return AsyncTensorChannel(await self._open_channel(name, timeout))
 
     def source(self) -> AsyncSource:
-        """Return a source of records, as :meth:`Client.source` does: ``async with``, and ``async for`` in it."""
+        """Return a source of records, like :meth:`Client.source`: ``async with``, and ``async for`` in it."""
         return AsyncSource(self)
 
     def update(self, handle: AsyncHandle[T], timeout: float | None = None) -> AbstractAsyncContextManager[T]:
-        """Write in place as :meth:`Client.update` does: ``async with client.update(handle) as value:``."""
+        """Write in place like :meth:`Client.update`: ``async with client.update(handle) as value:``."""
         return updating_async(handle, timeout)

@@ -35,17 +35,17 @@ Steps = Generator[Any, Any, R]
 
 
 class Leased(Generic[T]):
-    """The handle that an operation returns, for type checkers: a :class:`Handle`, or for coroutines an :class:`AsyncHandle`."""
+    """The handle returned by an operation, for type checkers: a :class:`Handle`, or for coroutines an :class:`AsyncHandle`."""
 
 
 class Exporting:
-    """The record that an operation returns, for type checkers: an :class:`ExportedRecord`, or for coroutines an
+    """The record returned by an operation, for type checkers: an :class:`ExportedRecord`, or for coroutines an
     :class:`AsyncExportedRecord`.
     """
 
 
 class _Unbound(Generic[P, R]):
-    """An operation that :func:`bound` makes a method of."""
+    """An operation that :func:`bound` turns into a method."""
 
     def __init__(self, body: Callable[Concatenate[Any, P], Steps[R]]) -> None:
         self.body = body
@@ -91,7 +91,7 @@ class carrying(_Unbound[P, Exporting]):
 
 
 class BlockingPart(BlockingMethods):
-    """A public object of a blocking driver, with operations of its own."""
+    """A public object of a blocking driver, with its own operations."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -101,7 +101,7 @@ class BlockingPart(BlockingMethods):
 
 
 class CoroutinePart(CoroutineMethods):
-    """A public object of a driver for coroutines, with operations of its own."""
+    """A public object of a driver for coroutines, with its own operations."""
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
@@ -111,7 +111,7 @@ class CoroutinePart(CoroutineMethods):
 
 
 def bound(kind: type[D]) -> type[D]:
-    """Make methods of the operations that a class has: plain functions, which cost no more than methods written out."""
+    """Turn the operations of a class into methods: plain functions, as fast as handwritten methods."""
     members = {name: found for base in reversed(kind.__mro__) for name, found in vars(base).items()}
     for name, found in members.items():
         body = found.body if isinstance(found, _Unbound) else getattr(found, "_body", None)
@@ -121,7 +121,7 @@ def bound(kind: type[D]) -> type[D]:
 
 
 def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> Callable[..., Any]:
-    """Return the method of one operation, with the signature that its callers see."""
+    """Return the method of one operation, with its public signature."""
     method: Any = kind._bound(name, body)
     annotations = {each: _shown(text, kind) for each, text in body.__annotations__.items() if each != "ctx"}
     signature = inspect.signature(body)
@@ -131,21 +131,21 @@ def _method(kind: type[Driver], name: str, body: Callable[..., Steps[Any]]) -> C
     method.__name__, method.__qualname__ = name, f"{kind.__qualname__}.{name}"
     method.__doc__, method.__module__ = body.__doc__, kind.__module__
     method.__annotations__ = annotations
-    # A subclass with a driver of its own is bound again by it; and its module resolves the names in the annotations.
+    # A subclass with another driver is bound again by that; and its module resolves the names in the annotations.
     method._body = method.__wrapped__ = body
     method.__signature__ = signature.replace(parameters=parameters, return_annotation=annotations["return"])
     return cast("Callable[..., Any]", method)
 
 
 def _shown(annotation: str, kind: type[Driver]) -> str:
-    """Return an annotation as the callers of a class see it."""
+    """Convert an annotation to its public form for a class."""
     inner = re.fullmatch(r"Steps\[(.*)\]", annotation)
     text = re.sub(r"\bLeased?\b", kind._HANDLE.__name__, inner[1] if inner else annotation)
     return re.sub(r"\bExporting\b", kind._RECORD.__name__, text)
 
 
 def taken(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None = None) -> Operation[Any]:
-    """Take the result from a reply: a handle, where a lease came with the value.
+    """Take the result from a reply: a handle if the value has a lease.
 
     :param transfer: see :func:`shared_rpc.client.results.result_of`.
     """
@@ -170,7 +170,7 @@ def taken(ctx: Context, what: str, reply: Reply, transfer: ClientTransfer | None
 
 
 def lent(ctx: Context, message: m.Result, value: Any) -> Operation[Any]:
-    """Return the handle of a value that came with a lease, with its memory back if it is of a suspended object."""
+    """Return the handle of a value with a lease, whose memory is mapped again if the object was suspended."""
     handle: Lease[Any] = yield Lend(message, value)
     if ctx._suspensions.concerns(handle.object_id):
         yield from awakened(ctx, handle)

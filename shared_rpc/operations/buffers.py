@@ -1,4 +1,4 @@
-"""Raw buffers, and the devices that they lie on."""
+"""Raw buffers, and the devices of their memory."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ class BufferOperations:
         max_accesses: int | None = None,
         keep: bool = False,
     ) -> Steps[Leased[torch.Tensor]]:
-        """Create shared memory that belongs to no endpoint, which every process that has its id can read and write.
+        """Create shared memory without an endpoint, which every process that has its id can read and write.
 
         The handle's ``value`` is a contiguous tensor over it, and :meth:`get_buffer` takes its ``object_id``, in any process,
-        as long as a process holds the buffer: a killed process leaves nothing behind. ``ttl`` or ``keep=True`` are for a
-        process that passes the id on and exits. A buffer counts against the server's ``max_bytes``, and is never evicted.
+        while a process holds the buffer: a killed process leaves nothing behind. Use ``ttl`` or ``keep=True`` in a process that
+        passes the id on and exits. A buffer counts against the server's ``max_bytes``, and is never evicted.
         In the local role other processes cannot get it.
 
         :param shape_or_nbytes: a tuple is a shape; an int is always a number of bytes, whatever the dtype, and must be a whole
             number of elements: ``create_buffer(1024, "float32")`` has 256.
         :param dtype: the tensor's dtype, or its name; not a quantised one.
-        :param device: ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` as this process counts, or a GPU's UUID; None for the server's
-            own. A GPU's server has all GPUs that it sees, and the host's memory; see :meth:`list_devices`.
-        :param zero: whether the memory must be zeroed; otherwise its content is undefined.
+        :param device: ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` as numbered in this process, or a GPU's UUID; None for the
+            server's own. A GPU's server has all GPUs visible to it, and the host's memory; see :meth:`list_devices`.
+        :param zero: True to zero the memory; otherwise its content is undefined.
         :param ttl: seconds in which other processes can get it, even if no process holds it. After that its holders keep it.
         :param max_accesses: how many times other processes can get it; this call does not count.
-        :param keep: whether other processes can get it even if no process holds it, until :meth:`free_buffer`.
+        :param keep: True if other processes can get it even if no process holds it, until :meth:`free_buffer`.
         :raises ConfigurationError: for an impossible size, dtype, ``ttl`` or ``max_accesses``, and for both ttl and keep.
-        :raises CapabilityError: if the server has no such device, or the device less memory in all.
-        :raises ServerBusy: if the device, or its quota, has less memory left now.
+        :raises CapabilityError: if the server has no such device, or the device's total memory is too small.
+        :raises ServerBusy: if the device, or its quota, has too little free memory now.
         """
         chosen = ""
         if device is not None:
@@ -65,7 +65,7 @@ class BufferOperations:
 
     @lending
     def get_buffer(ctx: Context, buffer_id: str) -> Steps[Leased[torch.Tensor]]:
-        """Return a handle of the buffer of that id: the same memory, without a copy.
+        """Return a handle of the buffer with this id: the same memory, without a copy.
 
         :raises BufferNotFound: if the buffer does not exist or is no longer available; ``reason`` says why.
         """
@@ -75,7 +75,7 @@ class BufferOperations:
 
     @operation
     def free_buffer(ctx: Context, buffer: Lease[Any] | str) -> Steps[bool]:
-        """Stop handing out a buffer; return False if that had been done before.
+        """Unlist a buffer; return False if it was unlisted before.
 
         Processes that hold it, including this one, keep it: the memory is freed with the last handle.
         """
@@ -114,7 +114,7 @@ def request_of(
 
 
 def _shape(shape_or_nbytes: Any) -> int | list[int]:
-    """Return a size as the message has it; numpy's integers are integers too."""
+    """Return a size in the form of the message; numpy's integers are integers too."""
     try:
         if hasattr(shape_or_nbytes, "__index__"):
             return operator.index(shape_or_nbytes)

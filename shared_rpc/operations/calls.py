@@ -16,7 +16,7 @@ from shared_rpc.protocol import messages as m
 
 @dataclass
 class _Server:
-    """A server of which only its device is known: it is sent all memory, and has no pools."""
+    """A server with only its device known: calls to it include all memory, and use no pools."""
 
     device: str
     server_id: str = ""
@@ -39,7 +39,7 @@ class CallOperations:
 
     @operation
     def call(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Any]:
-        """Call an endpoint; return a handle where it is managed, else its result, over the server's own memory.
+        """Call an endpoint; return a handle if it is managed, else its result, over the server's own memory.
 
         While a tensor or module of the result lives in this process, the same one is returned again, as without a server.
         An exception of the endpoint is raised here with its own type, and the remote traceback as its cause.
@@ -47,9 +47,9 @@ class CallOperations:
         :raises EndpointNotFound: if the server has none of that name.
         :raises TypeError: if the arguments do not fit its signature.
         :raises CapabilityError: if an argument or the result cannot be shared.
-        :raises DeadlineExceeded: after the client's timeout; a run that has begun goes on in the server.
+        :raises DeadlineExceeded: after the client's timeout; a run that has begun continues in the server.
         :raises ConnectError: if no server listens within the client's ``connect_timeout``.
-        :raises ConnectionClosed: if the server goes away during the call.
+        :raises ConnectionClosed: if the server disconnects during the call.
         """
         what = f"{endpoint}()"
         reply, transfer = yield from ctx._sent(m.Call, endpoint, args, kwargs, what, pooled=True)
@@ -66,16 +66,16 @@ class CallOperations:
 
     @operation
     def invalidate_endpoint_cache(ctx: Context, endpoint: str) -> Steps[int]:
-        """Drop all cached results of an endpoint; return how many there were. Handles stay valid."""
+        """Drop all cached results of an endpoint; return their number. Handles stay valid."""
         what = f"invalidate_endpoint_cache({endpoint!r})"
         reply = yield from ask(Request(m.InvalidateEndpoint(endpoint), what), m.Count)
         return int(reply.count)
 
     @operation
     def invalidate_object(ctx: Context, object_id: str) -> Steps[int]:
-        """Drop one cached result, by its object's id; return 0 if it had been dropped already. Handles stay valid.
+        """Drop one cached result, by its object's id; return 0 if it was dropped before. Handles stay valid.
 
-        The result of a run of the same call that goes on is not cached, as with :meth:`invalidate_call_cache`.
+        The result of an active run of the same call is not cached, as with :meth:`invalidate_call_cache`.
 
         :raises StaleHandleError: if the server has no such object.
         :raises ConfigurationError: for a buffer: use :meth:`free_buffer`.

@@ -1,11 +1,11 @@
 """Channels: named tensors from one process to others, through slots of shared memory.
 
 A channel is two buffers of a server. One has the slots, on the device of the tensors. The other one has the channel's name, and
-in host memory its settings and a header for each slot; the page of its revision has the ring's counts, see
-:mod:`shared_rpc.memory.ring`. After both sides have the buffers, no message goes through the server.
+in host memory its settings and a header for each slot; the page of its revision has the ring's counters, see
+:mod:`shared_rpc.memory.ring`. Once both sides have the buffers, no message goes through the server.
 
-The sender copies tensors into a slot, waits for the device, writes the header, and gives the slot. A reader copies them out,
-waits for the device, and acknowledges the slot. So no work of one process on a device waits for that of another.
+The sender copies tensors into a slot, waits for the device, writes the header, and publishes the slot. A reader copies them
+out, waits for the device, and acknowledges the slot. So no work of one process on a device waits for that of another.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: What a channel does: functions that wait for a moment or copy, each of which is sent what it returns.
+#: Steps of a channel's work: functions that block briefly or copy; each result is sent back.
 Steps = Generator[Any, Any, T]
 
 #: Bytes of the settings, and of the header of a slot. Some ten thousand tensors fit into one slot.
 _SETTINGS, _HEADER = 4096, 1 << 20
-#: The most bytes of ``meta``, and of a tensor's name.
+#: Maximum bytes of ``meta``, and of a tensor's name.
 _META, _NAME = _HEADER // 2, 1000
-#: Bytes that a piece takes in a header besides its name, and more than that.
+#: Upper bound of a piece's bytes in a header besides its name.
 _PIECE = 700
 _MOST_SLOTS = 1024
-#: Seconds for which the maker of a channel may take to write its settings after the channel can be found.
+#: Seconds for a channel's creator to write its settings after the channel is listed.
 _SOON = 5.0
 
 
 class _Settings(msgspec.Struct, array_like=True):
-    """The settings of a channel. ``buffer_id`` is that of the buffer with the slots, of ``nbytes`` each."""
+    """The settings of a channel. ``buffer_id`` names the buffer with the slots, of ``nbytes`` each."""
 
     buffer_id: str
     nbytes: int
@@ -79,12 +79,12 @@ class _Piece(msgspec.Struct, array_like=True):
         return _extent(self.shape, self.dtype)
 
 
-#: Messages have the same tensors again and again.
+#: Messages often repeat the same tensors.
 _extent = functools.lru_cache(8192)(Extent.of)
 
 
 class _Header(msgspec.Struct, array_like=True):
-    """What is in a slot. A message is the slots from one that is ``first`` to one that is ``last``."""
+    """The content of a slot. A message is the slots from one that is ``first`` to one that is ``last``."""
 
     first: bool
     last: bool
@@ -100,7 +100,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def create(
     ctx: Context, name: str, nbytes: int, slots: int, readers: int, device: torch.device | str | None
 ) -> Operation[Parts]:
-    """Make the buffers of a channel, and return them."""
+    """Create and return the buffers of a channel."""
     if not 0 < len(name) <= _NAME:
         raise ConfigurationError(f"a channel's name has 1 to {_NAME} characters, and not {len(name)}")
     if not (1 <= slots <= _MOST_SLOTS and 1 <= readers <= MOST_READERS and nbytes > 0):
@@ -124,7 +124,7 @@ def create(
 
 
 def open_once(ctx: Context, name: str) -> Operation[Parts]:
-    """Get the buffers of a channel, and return them."""
+    """Get and return the buffers of a channel."""
     what = f"open_channel({name!r})"
     control: Lease[Any] = yield from taken(ctx, what, (yield Request(m.GetBuffer("", name[: _NAME + 1]), what)))
     page = yield from GenerationOperations.revision_page.body(ctx, control.object_id)
@@ -154,7 +154,7 @@ def _settings_of(control: torch.Tensor, name: str) -> _Settings:
 
 
 def _write(address: int, text: bytes) -> None:
-    """Write a text and then its length, by which its reader knows that it is there."""
+    """Write a text and then its length, which publishes it to the reader."""
     ctypes.memmove(address + 8, text, len(text))
     ctypes.c_uint64.from_address(address).value = len(text)
 
@@ -187,7 +187,7 @@ class _Slot:
 
 
 class Parts:
-    """The buffers of a channel, as one process has them."""
+    """The buffers of a channel in one process."""
 
     def __init__(self, name: str, settings: _Settings, data: Lease[Any], control: Lease[Any], ring: Ring) -> None:
         self.name = name
@@ -203,9 +203,9 @@ class Parts:
         self._device = flat.device
 
     def synchronize(self, *, copied: bool) -> None:
-        """Wait until no queued work of this process touches a slot.
+        """Wait until no queued work of this process accesses a slot.
 
-        :param copied: whether only copies on the current stream do: then nothing else is waited for.
+        :param copied: True if only copies on the current stream do, so that nothing else is waited for.
         """
         import torch
 
@@ -224,7 +224,7 @@ def _until(timeout: float | None) -> float:
 
 
 def _fills(tensors: Mapping[str, torch.Tensor], nbytes: int) -> Iterator[list[tuple[_Piece, torch.Tensor]]]:
-    """Pack tensors into slots: one slot's pieces after the other's. What fits into a slot is in one piece."""
+    """Pack tensors into slots: the pieces of one slot after the other. A tensor that fits into a slot is in one piece."""
     fill: list[tuple[_Piece, torch.Tensor]] = []
     used = length = 0
     for name, tensor in tensors.items():
@@ -268,7 +268,7 @@ def _check(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _plainly() -> AbstractContextManager[object]:
-    """Leave inference mode for a block: what is made in it, or written, could not be used outside."""
+    """Leave inference mode for a block: tensors created or written in it could not be used outside."""
     import torch
 
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -287,7 +287,7 @@ def _place(slot: _Slot, piece: _Piece) -> torch.Tensor:
 
 
 def _part(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
-    """Return the part of a contiguous tensor that a piece is."""
+    """Return a piece's part of a contiguous tensor."""
     item = ITEM_SIZES[piece.dtype]
     return tensor.view(-1)[piece.start // item : (piece.start + piece.nbytes) // item]
 
@@ -330,7 +330,7 @@ def _flushed(parts: Parts, timeout: float | None) -> Steps[None]:
 
 
 class _Reception:
-    """One message, as a reader receives it: at a slot of it, and at a piece of that."""
+    """The reception of one message: its present slot, and the present piece in that."""
 
     def __init__(self, parts: Parts, timeout: float | None) -> None:
         self._parts = parts
@@ -339,19 +339,19 @@ class _Reception:
         self._slot: _Slot | None = None
         self._pieces: Iterator[_Piece] = iter(())
         self._over = False
-        #: Whether the caller was given tensors that lie in a slot, which any stream may use.
+        #: True if the caller was given tensors in a slot, which may be used on any stream.
         self._lent = False
-        #: Whether a block ends the reception, and not an iterator.
+        #: True if a block ends the reception, rather than an iterator.
         self._in_block = False
         self._meta: Any = None
 
     @property
     def meta(self) -> Any:
-        """What was sent with the tensors, None before the block is entered."""
+        """The ``meta`` sent with the tensors, None before the block is entered."""
         return self._meta
 
     def _begun(self) -> Steps[None]:
-        """Wait for the message, unless that was done before. What is left of an earlier one is skipped."""
+        """Wait for the message, unless that was done before. The rest of an earlier one is skipped."""
         if self._header is not None or self._over:
             return
         self._parts.ring.take("reader")
@@ -377,7 +377,7 @@ class _Reception:
         self._pieces = iter(header.pieces)
 
     def _next_piece(self) -> Steps[_Piece | None]:
-        """Return the next piece, None at the end of the message. The last slot is not given back by that."""
+        """Return the next piece, None at the end of the message, whose last slot is not yet acknowledged then."""
         yield from self._begun()
         while (piece := next(self._pieces, None)) is None:
             if self._header is None or self._header.last:
@@ -402,7 +402,7 @@ class _Reception:
         self._parts.ring.advance()
 
     def _left(self) -> Steps[None]:
-        """Give the slot back, at whatever place this is."""
+        """Acknowledge the slot, from any position."""
         self._pieces, self._over = iter(()), True
         if self._header is not None:
             yield self._acknowledge
@@ -422,7 +422,7 @@ class _Reception:
         return piece.name, whole
 
     def _assembled(self, piece: _Piece, whole: torch.Tensor) -> Steps[None]:
-        """Copy a piece, and those that follow of the same tensor, into a contiguous tensor."""
+        """Copy a piece, and the following ones of the same tensor, into a contiguous tensor."""
         total = piece.extent.nbytes
         while True:
             assert self._slot is not None, "a piece has a slot"
@@ -468,19 +468,19 @@ def _new(piece: _Piece, device: torch.device) -> torch.Tensor:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with _plainly():
-        # It may be a parameter. A target on the host is read by who does not wait for a stream.
+        # It may be a parameter. A target on the host is read without waiting for a stream.
         target.detach().copy_(source, non_blocking=target.is_cuda)
 
 
 class _Channel:
-    """A channel, as one process has it."""
+    """A channel in one process."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     @property
     def name(self) -> str:
-        """The name, by which other processes open it."""
+        """The name by which other processes open it."""
         return self._parts.name
 
     @property
@@ -490,12 +490,12 @@ class _Channel:
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """The number of slots."""
         return self._parts.settings.slots
 
     @property
     def readers(self) -> int:
-        """How many readers acknowledge each slot."""
+        """The number of readers that acknowledge each slot."""
         return self._parts.settings.readers
 
     def __repr__(self) -> str:
@@ -503,21 +503,21 @@ class _Channel:
 
 
 class TensorMessage(_Reception):
-    """Named tensors that were sent at once, as a context manager, and as an iterator over pairs of name and tensor.
+    """Named tensors of one message, as a context manager, and as an iterator over pairs of name and tensor.
 
-    A tensor lies in a slot, and is valid until a step reaches the next slot, or the block or iterator ends: clone or copy what
-    is to be kept. One that is larger than a slot is a tensor of its own. What is not read of a message is skipped.
+    A tensor lies in a slot, and is valid until a step reaches the next slot, or the block or iterator ends: clone or copy
+    tensors to keep. One that is larger than a slot is a separate tensor. The unread rest of a message is skipped.
     """
 
     def copy_to(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
-        """Copy the rest of the tensors to those of the same name and shape, without memory in between; return their names.
+        """Copy the rest of the tensors to those of the same name and shape, without a temporary; return their names.
 
         :raises ConfigurationError: if there is no such target.
         """
         return _drive(self._copied(targets))
 
     def close(self) -> None:
-        """End the reception, and skip what is left."""
+        """End the reception, and skip the rest."""
         _drive(self._left())
 
     def __enter__(self) -> TensorMessage:
@@ -541,19 +541,19 @@ class TensorMessage(_Reception):
 class TensorChannel(_Channel):
     """A channel of :class:`Client`. Its first :meth:`send` makes this process the sender, its first :meth:`receive` a reader.
 
-    It is used by one thread at a time. After a fork the child opens the channel again.
+    Use it in one thread at a time. A forked child must open the channel again.
     """
 
     def send(self, tensors: Mapping[str, torch.Tensor], meta: Any = None, timeout: float | None = None) -> None:
-        """Copy tensors into slots, as one message; return when all are there, and may be changed.
+        """Copy tensors into slots, as one message; return when all are copied and may be changed.
 
-        Work that is queued on the GPU is waited for. Tensors may have any dtype and strides, and be on another device than the
-        channel; a message may be larger than all slots. ``requires_grad`` and the class of parameters are not sent.
+        Waits for work queued on the GPU. Tensors may have any dtype and strides, and be on another device than the channel; a
+        message may be larger than all slots. ``requires_grad`` and the class of parameters are not sent.
 
-        :param meta: plain data that goes with them: None, bool, int, float, str, bytes, lists and dicts.
+        :param meta: plain data sent along: None, bool, int, float, str, bytes, lists and dicts.
         :param timeout: seconds to wait for a free slot, each time; None for no limit.
-        :raises DeadlineExceeded: if the readers have not acknowledged a slot in that time; what is there of the message is
-            skipped by them.
+        :raises DeadlineExceeded: if the readers have not acknowledged a slot in that time; they skip the incomplete
+            message.
         :raises ChannelClosed: if a reader has closed the channel, or its process has ended.
         :raises CapabilityError: for a tensor that is not strided; while a CUDA graph is being captured.
         :raises ConfigurationError: if another process is the sender.
@@ -561,20 +561,20 @@ class TensorChannel(_Channel):
         _drive(_sent(self._parts, tensors, meta, timeout))
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until every reader has acknowledged all that was sent. For the errors see :meth:`send`.
+        """Wait until every reader has acknowledged everything sent. For the errors see :meth:`send`.
 
         :param timeout: seconds to wait; None for no limit.
         """
         _drive(_flushed(self._parts, timeout))
 
     def receive(self, timeout: float | None = None) -> TensorMessage:
-        """Return the next message, which is waited for when its block is entered, or its iterator begins.
+        """Return the next message; entering its block, or starting its iterator, waits for it and raises the errors below.
 
         :param timeout: seconds to wait for a slot, each time; None for no limit.
-        :raises DeadlineExceeded: there, if the sender has not given a slot in that time.
-        :raises ChannelClosed: there, if the sender has closed the channel, or its process has ended, and all is received that
-            it gave; with ``reason="abandoned"`` if it gave up in the middle of a message.
-        :raises ConfigurationError: there, if the channel has as many readers as it was made for.
+        :raises DeadlineExceeded: if the sender has not published a slot in that time.
+        :raises ChannelClosed: after the last slot, if the sender has closed the channel, or its process has ended; with
+            ``reason="abandoned"`` if it gave up in the middle of a message.
+        :raises ConfigurationError: if the channel already has its number of readers.
         """
         return TensorMessage(self._parts, timeout)
 
@@ -591,7 +591,7 @@ class TensorChannel(_Channel):
                 yield message
 
     def close(self) -> None:
-        """Leave the channel: the other side sees that. The memory goes when all sides have left it, or have ended."""
+        """Leave the channel, visibly for its peers. The memory is freed when all sides have left it, or have ended."""
         self._parts.ring.leave()
         for handle in self._parts.handles:
             handle.release()
@@ -611,12 +611,12 @@ class AsyncTensorMessage(_Reception):
         self._run = run
 
     async def copy_to(self, targets: Mapping[str, torch.Tensor]) -> list[str]:
-        """Behave as :meth:`TensorMessage.copy_to`."""
+        """Behave like :meth:`TensorMessage.copy_to`."""
         names: list[str] = await self._run(self._copied(targets))
         return names
 
     async def close(self) -> None:
-        """Behave as :meth:`TensorMessage.close`."""
+        """Behave like :meth:`TensorMessage.close`."""
         from anyio import CancelScope
 
         with CancelScope(shield=True):
@@ -643,7 +643,7 @@ class AsyncTensorMessage(_Reception):
 
 
 class AsyncTensorChannel(_Channel):
-    """:class:`TensorChannel` for coroutines. Copies and waits are made in a thread, whose streams are the default ones."""
+    """:class:`TensorChannel` for coroutines. Copies and waits run in a thread, whose streams are the default ones."""
 
     def __init__(self, parts: Parts) -> None:
         from anyio import CapacityLimiter
@@ -652,15 +652,15 @@ class AsyncTensorChannel(_Channel):
         self._limiter = CapacityLimiter(1)
 
     async def send(self, tensors: Mapping[str, torch.Tensor], meta: Any = None, timeout: float | None = None) -> None:
-        """Behave as :meth:`TensorChannel.send`."""
+        """Behave like :meth:`TensorChannel.send`."""
         await self._drive(_sent(self._parts, tensors, meta, timeout))
 
     async def flush(self, timeout: float | None = None) -> None:
-        """Behave as :meth:`TensorChannel.flush`."""
+        """Behave like :meth:`TensorChannel.flush`."""
         await self._drive(_flushed(self._parts, timeout))
 
     def receive(self, timeout: float | None = None) -> AsyncTensorMessage:
-        """Behave as :meth:`TensorChannel.receive`."""
+        """Behave like :meth:`TensorChannel.receive`."""
         return AsyncTensorMessage(self._parts, timeout, self._drive)
 
     async def __aiter__(self) -> AsyncIterator[AsyncTensorMessage]:
@@ -676,7 +676,7 @@ class AsyncTensorChannel(_Channel):
                 yield message
 
     async def close(self) -> None:
-        """Behave as :meth:`TensorChannel.close`."""
+        """Behave like :meth:`TensorChannel.close`."""
         self._parts.ring.leave()
         for handle in self._parts.handles:
             await handle.release()
@@ -698,7 +698,7 @@ class AsyncTensorChannel(_Channel):
         result: Any = None
         try:
             while True:
-                # Not abandoned when the caller is cancelled: no thread writes to a slot that is another message's.
+                # Not abandoned when the caller is cancelled: no thread may write to a slot that is another message's by then.
                 result = await to_thread.run_sync(steps.send(result), limiter=self._limiter)
         except StopIteration as stop:
             value: T = stop.value

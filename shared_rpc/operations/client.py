@@ -1,4 +1,4 @@
-"""The blocking client, and the operations that all blocking classes have."""
+"""The blocking client, and the operations of all blocking classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class BlockingOperations(Operations, BlockingMethods):
-    """All operations, with iterators and context managers of the blocking kind."""
+    """All operations, with blocking iterators and context managers."""
 
     def _operating(self) -> Any:
         """Return the driver of this object's operations."""
@@ -41,27 +41,27 @@ class BlockingOperations(Operations, BlockingMethods):
     def create_channel(
         self, name: str, nbytes: int, slots: int = 2, readers: int = 1, device: torch.device | str | None = None
     ) -> TensorChannel:
-        """Make a channel, through which a process sends named tensors to others: they get it by :meth:`open_channel`.
+        """Create a channel, through which a process sends named tensors to others, which use :meth:`open_channel`.
 
         It exists while a process has it open: killed processes leave nothing behind.
 
-        :param name: one that no other channel of the server has.
-        :param nbytes: bytes of a slot. What fits into one slot is received without a copy in between.
-        :param slots: how many slots there are: with two, the sender fills one while the readers read the other.
-        :param readers: how many processes receive all that is sent.
-        :param device: where the slots are, as of :meth:`create_buffer`; None for the server's own device.
+        :param name: a name that no other channel of the server has.
+        :param nbytes: bytes of a slot. A tensor that fits into one slot is received without an intermediate copy.
+        :param slots: the number of slots: with two, the sender fills one while the readers read the other.
+        :param readers: the number of processes that receive everything sent.
+        :param device: the device of the slots, like in :meth:`create_buffer`; None for the server's own device.
         :raises ConfigurationError: for an invalid size, and if there is a channel or buffer of that name.
-        :raises ServerBusy, CapabilityError: as :meth:`create_buffer`.
+        :raises ServerBusy, CapabilityError: like :meth:`create_buffer`.
         """
         from shared_rpc.operations.channels import TensorChannel
 
         return TensorChannel(self._create_channel(name, nbytes, slots, readers, device))
 
     def open_channel(self, name: str, timeout: float = 0.0) -> TensorChannel:
-        """Return the channel of that name, to send or to receive.
+        """Return the channel with this name, to send or to receive.
 
-        :param timeout: seconds to wait until there is one.
-        :raises BufferNotFound: if there is none then.
+        :param timeout: seconds to wait for its creation.
+        :raises BufferNotFound: if it does not exist by then.
         """
         from shared_rpc.operations.channels import TensorChannel
 
@@ -71,17 +71,17 @@ class BlockingOperations(Operations, BlockingMethods):
         """Return a source of records, which answers the misses of the server: ``with client.source() as source:``.
 
         A miss is a call of a managed and cached endpoint that finds nothing in the cache. From the beginning of the block on,
-        such a call waits until the source says what becomes of it, as its other callers do::
+        such a call waits until the source answers it, as do later identical calls::
 
             with client.source() as source:
                 for miss in source:
                     source.build(miss)      # or source.adopt(miss, record), or source.fail(miss, "why")
 
-        The server must have started this process, by ``--cluster-program`` or ``Provider(cluster=…)``: callers unpickle what a
-        source answers.
+        The server must have started this process, by ``--cluster-program`` or ``Provider(cluster=…)``: callers unpickle the
+        answers of a source.
 
-        A server has one source: another one takes its place. Misses that a source leaves without an answer wait for the next
-        one for the server's ``source_grace``, and are built by the server then. Refreshes are not put to it.
+        A server has one source: a new one replaces it. Misses that a source leaves open wait for the next one during the
+        server's ``source_grace``, and are then built by the server. Refreshes are not offered to it.
         """
         return Source(self._operating())
 
@@ -89,9 +89,9 @@ class BlockingOperations(Operations, BlockingMethods):
         """Write to a handle's memory in place: ``with client.update(handle) as value:``.
 
         :attr:`Handle.revision` is odd during the block, and the next even number after it. A reader of that number sees all
-        that was written in the block: at its end this process's work on the GPU is waited for, on all streams. One process
-        writes at a time, and others wait for it. If the block raises, or the process is killed in it, the revision stays odd,
-        and waiters get :class:`UpdateInterrupted`, until another update ends.
+        writes of the block: at its end this process waits for its work on the GPU, on all streams. One process writes at a
+        time, and others wait for it. If the block raises, or the process is killed in it, the revision stays odd, and waiters
+        get :class:`UpdateInterrupted`, until another update ends.
 
         Readers can read during the update: see :meth:`Handle.read_consistent`.
 
@@ -108,15 +108,15 @@ class BlockingOperations(Operations, BlockingMethods):
 class Client(BlockingDriver, BlockingOperations):
     """Calls the endpoints of a server on this host.
 
-    All threads share one connection, and no call holds up another; only a reply of tens of megabytes may delay those to other
+    All threads share one connection, and no call blocks another; only a reply of tens of megabytes may delay those to other
     threads. The connection is a session, which ends, and its leases with it, by :meth:`close`, with the last reference to the
-    client and its handles, or with the process. After a fork the child begins a session of its own. The client connects with
-    its first operation.
+    client and its handles, or with the process. A forked child begins a new session. The client connects with its first
+    operation.
 
-    :param base_path: the beginning of the socket's path, see :func:`shared_rpc.settings.resolve_base_path`.
+    :param base_path: the prefix of the socket's path, see :func:`shared_rpc.settings.resolve_base_path`.
     :param device: the server's device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:<index>"`` or ``"GPU-<uuid>"``.
-    :param socket_path: the server's socket itself, in place of base path and device.
-    :param timeout: seconds that an operation may take, and one more if the server is stuck; None for no limit.
+    :param socket_path: the server's socket itself, instead of base path and device.
+    :param timeout: maximum seconds of an operation, and one more if the server is stuck; None for no limit.
     :param connect_timeout: seconds to wait until a server listens.
-    :param pool: how much memory arguments may take until the server has done with them.
+    :param pool: options of the memory for arguments that are still in use by the server.
     """

@@ -1,4 +1,4 @@
-"""Generations of cached objects, the news of them, and revisions of objects that are written in place."""
+"""Generations of cached objects, news of them, and revisions of objects that are written in place."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class GenerationOperations:
         Calls get the present generation at once until the new one is current. Handles keep theirs until they are released.
         This process gets no lease: call the endpoint, or :meth:`Handle.latest`.
 
-        Refreshes with the same arguments at the same time join one build, and so does a call with nothing in the cache. The
-        build goes on if this client gives up. An exception of the endpoint is raised here, and leaves the present generation as
-        it was.
+        Simultaneous refreshes with the same arguments join one build, and so does a call with nothing in the cache. The build
+        continues if this client gives up. An exception of the endpoint is raised here, and leaves the present generation
+        unchanged.
 
         :raises ConfigurationError: if the call is not cached.
         :raises RefreshError: if the call was invalidated during the build, or a later refresh ended before this one.
@@ -48,7 +48,7 @@ class GenerationOperations:
 
     @lending
     def latest(ctx: Context, handle: Lease[T]) -> Steps[Leased[T]]:
-        """Return a handle of the generation that is current now: see :meth:`Handle.latest`."""
+        """Return a handle of the current generation: see :meth:`Handle.latest`."""
         handle._check_held()
         what = f"latest() of object {handle.object_id}"
         found: Leased[T] = yield from taken(ctx, what, (yield Request(g.GetLatest(handle.object_id), what)))
@@ -58,12 +58,12 @@ class GenerationOperations:
     def on_refresh(ctx: Context, callback: Callable[[Generation], object]) -> Steps[Subscription]:
         """Call ``callback(generation)`` whenever another generation of a cached call becomes current on the server.
 
-        That is each one that a refresh builds, or that is built again after an invalidation or an eviction, but not the first
-        of a call. Where several of one call come at once, only the latest is reported.
+        These are the generations built by a refresh, or again after an invalidation or an eviction, but not the first one of a
+        call. Of several simultaneous ones of a call, only the latest is reported.
 
-        Callbacks run one after the other in one daemon thread of this client, which has a connection of its own: they must not
-        take long. An exception is logged. So is the end of the connection, after which no callback is called: subscribe again.
-        Close the subscription that is returned to end the calls.
+        Callbacks run one after the other in one daemon thread of this client, which has its own connection: they must not take
+        long. An exception is logged. So is the end of the connection, after which no callback is called: subscribe again.
+        Close the returned subscription to end the calls.
 
         :raises ConnectError: if no server listens within the client's ``connect_timeout``.
         :raises DeadlineExceeded: if the server does not answer within the client's timeout.
@@ -71,7 +71,7 @@ class GenerationOperations:
         while True:
             news: Refreshes = yield from ask(Request(g.AwaitRefreshes(-1), "on_refresh"), Refreshes)
             server = yield from reached(ctx._known())
-            if server.server_id == news.server_id:  # no other server has taken its place
+            if server.server_id == news.server_id:  # no other server has replaced it
                 break
         watch = ctx._watch_in(server)
         subscribe = functools.partial(watch.subscribe, callback, news.after)
@@ -80,7 +80,7 @@ class GenerationOperations:
 
     @operation
     def revision_page(ctx: Context, object_id: str) -> Steps[Page]:
-        """Return the page that an object's revision is on: see :attr:`Handle.revision`."""
+        """Return the page with an object's revision: see :attr:`Handle.revision`."""
         reply: Reply = yield Request(g.GetRevision(object_id), f"the revision of object {object_id}")
         message, frame = reply.message, reply.frame
         if not isinstance(message, g.RevisionPage) or len(frame.fds) != 1:
@@ -92,7 +92,7 @@ class GenerationOperations:
 
 
 class _News:
-    """The news of a server that the iterator has not returned yet, and the position after them."""
+    """News of a server not yet returned by the iterator, and the position after them."""
 
     def __init__(self, driver: Any) -> None:
         super().__init__(driver)  # type: ignore[call-arg]
@@ -101,7 +101,7 @@ class _News:
         self._news: deque[Generation] = deque()
 
     def _ask(self) -> Operation[None]:
-        """Wait for generations that become current after the position; the first time take the position alone."""
+        """Wait for generations that become current after the position; the first time only get the position."""
         yield Within(None)
         try:
             answer: Refreshes = yield from ask(Request(g.AwaitRefreshes(self._after), "the wait for refreshes"), Refreshes)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from shared_rpc.client.handle import Lease, forgone, unreachable
+from shared_rpc.client.handle import Lease, drop_handles, unreachable
 from shared_rpc.client.steps import Request, Work, ask, query
 from shared_rpc.client.suspension import Context, lease_ended
 from shared_rpc.errors import ConnectError, ConnectionClosed, StaleHandleError
@@ -23,13 +23,13 @@ def _info(object_id: str) -> Steps[ObjectInfo]:
 
 
 def _server() -> Steps[ServerInfo]:
-    # Asked each time: another server may have taken the place of the known one.
+    # Queried each time: another server may have replaced the known one.
     return (yield from query(m.GetServerInfo(), "get_server_info"))
 
 
 def released(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
-    """Give leases back in one round trip; return how many of them this process held."""
-    leases, count = forgone(handles), 0
+    """Release leases in one round trip; return the number of those that this process held."""
+    leases, count = drop_handles(handles), 0
     if leases:
         message = m.Release([object_id for object_id, _ in leases])
         request = Request(message, "release", sessions=[session for _, session in leases])
@@ -47,7 +47,7 @@ class ObjectOperations:
     def list_objects(ctx: Context) -> Steps[list[ListedObjectInfo]]:
         """Return all objects, with the processes that hold them.
 
-        They are fetched in pages: an object that is published or freed during the call may be listed or missing.
+        They are fetched in pages: an object published or freed during the call may be listed or missing.
         """
         infos: list[ListedObjectInfo] = []
         after: int | None = 0
@@ -77,7 +77,7 @@ class ObjectOperations:
     def ensure_handle_live(ctx: Context, handle: Lease[Any]) -> Steps[None]:
         """Check that the server that issued the handle still owns its object.
 
-        :raises StaleHandleError: if not; ``reason`` is one of those of :class:`StaleHandleError`.
+        :raises StaleHandleError: if not; see :class:`StaleHandleError` for its ``reason``.
         """
         handle._check_held()
         try:
@@ -94,25 +94,25 @@ class ObjectOperations:
 
     @operation
     def release(ctx: Context, handle: Lease[Any] | str) -> Steps[bool]:
-        """Give one lease back, of a handle or an object id; return whether this process held it."""
+        """Release one lease, of a handle or an object id; return True if this process held it."""
         return (yield from released(ctx, [handle])) == 1
 
     @operation
     def release_many(ctx: Context, handles: Iterable[Lease[Any] | str]) -> Steps[int]:
-        """Give several leases back in one round trip; return how many of them this process held."""
+        """Release several leases in one round trip; return the number of those that this process held."""
         return (yield from released(ctx, handles))
 
     @lending
     def open_ticket(ctx: Context, ticket: Ticket | str | os.PathLike[str]) -> Steps[Leased[Any]]:
-        """Return a handle, with a lease of its own, of the object of a ticket that :meth:`Handle.ticket` made.
+        """Return a handle, with its own lease, of the object of a ticket from :meth:`Handle.ticket`.
 
-        The client must be one of the ticket's server, as :meth:`Client.from_ticket` makes it.
+        The client must be connected to the ticket's server, see :meth:`Client.from_ticket`.
 
         :param ticket: a ticket, or the path of its file.
         :raises TicketError: if it cannot be used here; ``reason`` says why.
         :raises StaleHandleError: if the object was dropped, with ``reason`` ``"object_gone"``, ``"superseded"`` or
             ``"server_changed"``.
-        :raises BufferNotFound: if it is a buffer that cannot be got any more.
+        :raises BufferNotFound: if it is a buffer that is no longer available.
         """
         found: Ticket = yield Work(lambda: read_ticket(ticket))
         info = yield from _server()

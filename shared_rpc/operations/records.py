@@ -1,4 +1,4 @@
-"""Records that leave a server and enter one, and candidates: generations that are there and not current."""
+"""Export and adoption of records, and candidates: generations that exist but are not current."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class RecordOperations:
 
     @carrying
     def export(ctx: Context, handle: Lease[Any] | str) -> Steps[Exporting]:
-        """Return the record of an object: its header, and its memory as buffers to be read, without a copy.
+        """Return the record of an object: its header, and its memory as readable buffers, without a copy.
 
-        The record holds the object until it is closed. What is written to the object during that time, by :meth:`update`, is
-        seen in the record, half-written too.
+        The record holds the object until it is closed. Writes to the object during that time, by :meth:`update`, are visible
+        in the record, even half-written.
 
         :param handle: a handle, or an object's id.
         :raises StaleHandleError: if the server does not own the object.
-        :raises CapabilityError: in the local role, where results lie in no shared memory, or if this process cannot map it.
+        :raises CapabilityError: in the local role, where results are not in shared memory, or if this process cannot map it.
         """
         what = f"export({id_of(handle)!r})"
         server = yield from reached(ctx._known())
@@ -62,14 +62,14 @@ class RecordOperations:
     def allocate(ctx: Context, header: RecordHeader, ttl: float | None = None) -> Steps[Exporting]:
         """Allocate memory for a record: a buffer of this server for each of its segments, to be written before :meth:`adopt`.
 
-        The server checks first whether the record could be adopted, as far as that does not depend on a call. The buffers count
-        and end as those of :meth:`create_buffer` do: with this process, however that ends.
+        The server first checks that the record could be adopted, as far as that does not depend on a call. The buffers count
+        and end like those of :meth:`create_buffer`: with this process, in any way.
 
         :param header: that of an exported record, of this server or of another one.
-        :param ttl: seconds for which the buffers are kept without this process too.
+        :param ttl: seconds for which the buffers are kept even without this process.
         :raises RecordError: if the record cannot be adopted here: it was made with other versions, or for another device.
-        :raises ServerBusy: if the device, or its quota, has less memory left now.
-        :raises CapabilityError: if the device has less memory in all.
+        :raises ServerBusy: if the device, or its quota, has too little free memory now.
+        :raises CapabilityError: if the device's total memory is too small.
         """
         return cast(Exporting, (yield from _allocated(ctx, header, ttl, x.CheckRecord())))
 
@@ -79,21 +79,21 @@ class RecordOperations:
     ) -> Steps[Generation]:
         """Make a record the cached result of a call, as if the server had built it; return its description.
 
-        If something is cached under the call's key, the record becomes its next generation, with the news of a refresh; runs of
-        the call that have begun before do not take its place. An allocated record is taken over without a copy, and closed. A
+        If a result is cached under the call's key, the record becomes its next generation, with the news of a refresh; runs of
+        the call that have begun before do not replace it. An allocated record is taken over without a copy, and closed. A
         record that was exported, by this server or another one, is copied into an allocated one first, and stays open.
 
-        Nothing is unpickled, here or in the server. Those who call the endpoint do unpickle: adopt records only of those whom
-        you trust.
+        Nothing is unpickled, here or in the server, but callers of the endpoint do unpickle: adopt records only from trusted
+        sources.
 
         :param record: one that this client has allocated and written, or an exported one.
-        :param endpoint: the endpoint of whose call with ``args`` and ``kwargs`` it is the result; None for the endpoint and the
-            key that were exported.
+        :param endpoint: the endpoint whose call with ``args`` and ``kwargs`` has this result; None for the exported endpoint
+            and key.
         :raises RecordError: if it cannot be adopted here; ``reason`` says why. Then nothing has changed.
-        :raises BufferNotFound: if another process has allocated the record, or the server's memory of it is gone.
+        :raises BufferNotFound: if another process has allocated the record, or its memory in the server was freed.
         :raises EndpointNotFound: if the server has no endpoint of that name.
         :raises ConfigurationError: if the call is not cached.
-        :raises ServerBusy: as :meth:`allocate`.
+        :raises ServerBusy: like :meth:`allocate`.
         """
         message = yield from _adopted(ctx, record, endpoint, args, kwargs, g.Refreshed)
         return cast(g.Refreshed, message).generation
@@ -104,7 +104,7 @@ class RecordOperations:
     ) -> Steps[Leased[Generation]]:
         """Make a record a candidate: an object that is not current until :meth:`promote`; return its handle.
 
-        The handle is all that keeps it. For the parameters and errors see :meth:`adopt`.
+        Only the handle keeps it. For the parameters and errors see :meth:`adopt`.
         """
         message = yield from _adopted(ctx, record, endpoint, args, kwargs, x.Candidate)
         return cast(Leased[Generation], (yield from held(cast(x.Candidate, message).generation)))
@@ -113,8 +113,8 @@ class RecordOperations:
     def prepare(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[Leased[Generation]]:
         """Build the next generation of a cached call's object as a candidate, which is not current until :meth:`promote`.
 
-        The handle that is returned is all that keeps it; its value is the candidate's description, not the object, which
-        :meth:`open_ticket` attaches to. An exception of the endpoint is raised here.
+        Only the returned handle keeps it; its value is the candidate's description, not the object, which :meth:`open_ticket`
+        attaches. An exception of the endpoint is raised here.
 
         :raises ConfigurationError: if the call is not cached.
         :raises RefreshError: if the call was invalidated during the build.
@@ -128,16 +128,16 @@ class RecordOperations:
     def promote(ctx: Context, candidate: Lease[Any] | str) -> Steps[Generation]:
         """Make a candidate the current generation of its call, with the news of a refresh; return its description.
 
-        :param candidate: the handle of :meth:`prepare` or :meth:`adopt_candidate`, which stays as it is, or an object's id.
-        :raises RefreshError: if it is no candidate (any more), if its call was invalidated since it was prepared, or if a later
-            generation is current.
+        :param candidate: the handle of :meth:`prepare` or :meth:`adopt_candidate`, which is unchanged, or an object's id.
+        :raises RefreshError: if it is not (any more) a candidate, if its call was invalidated since it was prepared, or if a
+            later generation is current.
         """
         name = id_of(candidate)
         return (yield from ask(Request(x.PromoteCandidate(name), f"promote({name!r})"), g.Refreshed)).generation
 
 
 def _lent(object_id: str, generation: int) -> m.Result:
-    """Return the message that a handle without a result is made of."""
+    """Return the message for a handle without a result."""
     return m.Result(_NO_TABLE, [], object_id=object_id, generation=generation, managed=True)
 
 
@@ -162,7 +162,7 @@ def _mapped(
     infos: Mapping[int, SegmentInfo] = MappingProxyType({}),
     parts: Mapping[int, tuple[SegmentInfo, int]] = MappingProxyType({}),
 ) -> list[SegmentBytes]:
-    """Map segments, which are closed then. ``infos`` and ``parts``, by their numbers: see :func:`mapped`."""
+    """Map segments, and close them. For ``infos`` and ``parts``, by their numbers, see :func:`mapped`."""
     try:
         return [mapped(segment, owner, info=infos.get(n), part=parts.get(n)) for n, segment in enumerate(segments)]
     finally:
@@ -208,9 +208,9 @@ def _adopted(
 def given(
     ctx: Context, record: RecordBytes, question: x.CheckRecord, send: Callable[[list[str]], Operation[T]]
 ) -> Operation[T]:
-    """Give an allocated record to the server, or an allocated copy of another one; it is closed when the server has it.
+    """Pass an allocated record, or an allocated copy of another one, to the server, and close it when the server has it.
 
-    :param question: asked before a copy is allocated.
+    :param question: sent before a copy is allocated.
     :param send: sends the ids of its buffers, and returns the answer.
     """
     server = yield from reached(ctx._known())
@@ -237,6 +237,6 @@ def _copy(record: RecordBytes, allocated: RecordBytes) -> None:
 
 
 def _synchronize(record: RecordBytes) -> None:
-    """Wait until what this process has written is there: another one reads it without a stream in common."""
+    """Wait until this process's writes are complete: another process reads them without a common stream."""
     for segment in {segment.info.device: segment for segment in record.segments}.values():
         segment.synchronize()

@@ -84,13 +84,13 @@ class ServerOperations:
 
     @operation
     def stop_server(ctx: Context, if_idle: bool = False, timeout: float | None = 10.0) -> Steps[StopInfo]:
-        """Stop the server, as SIGTERM does, and wait until its process has exited. Clients keep their memory.
+        """Stop the server, like SIGTERM, and wait until its process has exited. Clients keep their memory.
 
         :param if_idle: refuse if other processes are connected, hold a lease, or have a task or a call that has not ended.
         :param timeout: seconds to wait for its end, None for no limit.
         :returns: the server's counts at its end.
         :raises ServerBusy: with ``if_idle``, if other processes use it.
-        :raises ConfigurationError: if the server is a part of another program, such as a script in the server role.
+        :raises ConfigurationError: if the server is part of another program, such as a script in the server role.
         :raises CapabilityError: in the local role, which has no server.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         """
@@ -103,10 +103,10 @@ class ServerOperations:
 
 
 class ProcessExit:
-    """The end of a server; the next one that listens at ``path`` does not count.
+    """Waits for the end of a server; a later one that listens at ``path`` does not count.
 
-    :param pid: of the process that answers there, which need not be the one that listened. A server in another pid namespace,
-        whose pid is 0, has ended when no process listens.
+    :param pid: the process that answers there, which need not be the one that listened. A server in another pid namespace,
+        whose pid is 0, counts as ended when no process listens.
     """
 
     def __init__(self, path: str, pid: int) -> None:
@@ -127,7 +127,7 @@ class ProcessExit:
                 raise DeadlineExceeded(f"the server at {self._path} was asked to end, but still runs after {timeout:g} s")
 
     def _gone(self) -> bool:
-        """Look, and wait a moment if it is not."""
+        """Check for the end, and wait a moment if it is still running."""
         if self._pidfd >= 0:
             ended = select.poll()
             ended.register(self._pidfd, select.POLLIN)
@@ -147,7 +147,7 @@ class ProcessExit:
 
 
 class ChannelOperations:
-    """Channels, as far as a server has to do with them."""
+    """The server's part in channels."""
 
     @operation
     def _create_channel(

@@ -20,7 +20,7 @@ from shared_rpc.settings import source_token
 
 
 class _SourceMethods:
-    """The methods of a source, and what it knows: its number, and the misses that it has not returned yet."""
+    """The methods and state of a source: its number, and the misses not yet returned."""
 
     _driver: Any
 
@@ -82,27 +82,27 @@ class _SourceMethods:
 
     @lending
     def build(self, miss: Miss) -> Steps[Leased[None]]:
-        """Have the object of a miss built by this server, as without a source; return a handle when the cache lists it.
+        """Build the object of a miss in this server, as without a source; return a handle when the cache lists it.
 
         The handle holds the object, and has no value: nothing is rebuilt, and no code of the endpoint runs in this process.
 
-        :raises RemoteError: if the endpoint raises, whatever it raises; :meth:`fail` takes the error for other servers' misses,
-            whose callers get the endpoint's own exception.
-        :raises SharedRPCError: what else the callers get: a crash of the worker, or a result that cannot be shared.
-        :raises ClusterError: if the miss has an answer, or this is not the source any more; see its ``reason``.
+        :raises RemoteError: for any exception of the endpoint; :meth:`fail` takes the error for other servers' misses, whose
+            callers get the endpoint's own exception.
+        :raises SharedRPCError: the callers' other errors: a crash of the worker, or a result that cannot be shared.
+        :raises ClusterError: if the miss was answered, or this is no longer the source; see its ``reason``.
         """
         message = s.BuildMiss(self._number, miss.id)
         return cast("Leased[None]", (yield from _leased(message, f"the build of {miss.cache_key}")))
 
     @lending
     def adopt(self, miss: Miss, record: RecordBytes) -> Steps[Leased[None]]:
-        """Answer a miss with a record, as if the server had built it; return a handle as :meth:`build` does.
+        """Answer a miss with a record, as if the server had built it; return a handle like :meth:`build`.
 
         :param record: one that this client has allocated, which is taken over without a copy and closed, or an exported one,
             which is copied first and stays open; see :meth:`Client.adopt`.
-        :raises RecordError: if it cannot be adopted here; ``reason`` says why. The miss is without an answer still.
-        :raises BufferNotFound, ServerBusy: as :meth:`Client.adopt`.
-        :raises ClusterError: as :meth:`build`.
+        :raises RecordError: if it cannot be adopted here; ``reason`` says why. The miss is still open then.
+        :raises BufferNotFound, ServerBusy: like :meth:`Client.adopt`.
+        :raises ClusterError: like :meth:`build`.
         """
 
         def send(buffers: list[str]) -> Operation[Any]:
@@ -113,10 +113,10 @@ class _SourceMethods:
 
     @operation
     def fail(self, miss: Miss, error: SharedRPCError | str) -> Steps[None]:
-        """Answer a miss with an error, which all that wait for it get. The next call of the same is a miss again.
+        """Answer a miss with an error, for all its callers. The next identical call is a miss again.
 
         :param error: an error of this library; a text becomes a :class:`ClusterError`.
-        :raises ClusterError: as :meth:`build`.
+        :raises ClusterError: like :meth:`build`.
         """
         problem = ClusterError(error) if isinstance(error, str) else error
         message = s.FailMiss(self._number, miss.id, *to_wire(problem), getattr(problem, "pickled", b""))
@@ -124,17 +124,17 @@ class _SourceMethods:
 
     @operation
     def report(self, status: ClusterStatus) -> Steps[None]:
-        """Publish what the source knows of itself, in place of what it published before; see :class:`ClusterStatus`.
+        """Publish the source's status, replacing an earlier one; see :class:`ClusterStatus`.
 
-        :raises ClusterError: if this is not the source any more.
+        :raises ClusterError: if this is no longer the source.
         """
         yield from ask(Request(s.ReportStatus(self._number, status), "the report of a source"), m.Count)
 
     @operation
     def close(self) -> Steps[None]:
-        """Detach the source. An iteration, also one in another thread, ends; another ``with`` block attaches the source again.
+        """Detach the source. An iteration, even in another thread, ends; another ``with`` block attaches the source again.
 
-        Misses without an answer wait for the next source.
+        Open misses wait for the next source.
         """
         yield from self._detach()
 
@@ -155,7 +155,7 @@ class Source(_SourceMethods, BlockingPart):
     """The source of records that :meth:`Client.source` returns: an iterator of misses, and a context manager.
 
     It is attached at the beginning of the ``with`` block, or with the first step of the iteration. One thread iterates; the
-    answers may be given from any thread, each of which waits for itself.
+    answers may be given from any thread, each of which waits for its own.
     """
 
     def __enter__(self) -> Source:

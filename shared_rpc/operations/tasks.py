@@ -1,4 +1,4 @@
-"""Tasks: calls that go on without their caller."""
+"""Tasks: calls that continue without their caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Callback = Callable[[TaskInfo], object]
 def fetch_task(task_id: str, callback: Callback | None, poll: bool) -> Operation[ReceivedResult]:
     """Wait for a task and take its record, without rebuilding the value.
 
-    :param callback: is called with every change. If it raises, the result was not taken.
+    :param callback: called with every change. If it raises, the result was not taken.
     :param poll: do not wait.
     """
     return result_of(_waiting(task_id), (yield from _ended(task_id, callback, poll)))
@@ -38,7 +38,7 @@ def _ended(task_id: str, callback: Callback | None, poll: bool) -> Operation[Rep
 
 
 def watched(task_id: str, callback: Callback | None, poll: bool, *, what: str = "", claim: bool = False) -> Operation[TaskInfo]:
-    """Wait for a task to end, and leave its result to others; for the parameters see :func:`fetch_task`.
+    """Wait for a task to end, without fetching its result; for the parameters see :func:`fetch_task`.
 
     :param claim: have the session hold the result, so that it can be fetched then.
     """
@@ -51,7 +51,7 @@ def watched(task_id: str, callback: Callback | None, poll: bool, *, what: str = 
 
 
 def _unheard(_: TaskInfo) -> None:
-    """Ignore a change: the waiter wants to know the end alone."""
+    """Ignore a change, for a waiter without a callback."""
 
 
 def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation[str]:
@@ -61,7 +61,7 @@ def _submitted(ctx: Context, endpoint: str, args: Sequence[Any], kwargs: dict[st
 
 
 def _polls(timeout: float | None) -> Operation[bool]:
-    """Set the time of a wait; return whether that is none, and then the answer has the client's own."""
+    """Set the timeout of a wait; return True if it is 0, so that the answer has the client's own timeout."""
     poll = timeout is not None and timeout <= 0
     if not poll:
         yield Within(timeout)
@@ -75,7 +75,7 @@ class TaskOperations:
     def submit(ctx: Context, endpoint: str, /, *args: Any, **kwargs: Any) -> Steps[str]:
         """Run an endpoint as a task, which continues without this client; return the task's id.
 
-        The task goes through the cache and joins a run as :meth:`call` does; the task of a cached result has ended at once.
+        The task uses the cache and joins a run like :meth:`call`; the task of a cached result ends at once.
 
         :raises ServerBusy: if the server has reached ``max_tasks``.
         """
@@ -111,7 +111,7 @@ class TaskOperations:
 
     @operation
     def get_task_result(ctx: Context, task_id: str) -> Steps[Any]:
-        """Return the result of a task that has ended, as :meth:`call` does; the task's exception is raised.
+        """Return the result of an ended task, like :meth:`call`; the task's exception is raised.
 
         Any client of the same user may fetch it. An uncached result that is not managed can be fetched once, a managed one
         while a process holds a handle of it.
@@ -123,13 +123,13 @@ class TaskOperations:
 
     @operation
     def wait_for_task(ctx: Context, task_id: str, timeout: float | None = None, callback: Callback | None = None) -> Steps[Any]:
-        """Wait for a task to end; return its result, as :meth:`call` does. The task's exception is raised.
+        """Wait for a task to end; return its result, like :meth:`call`. The task's exception is raised.
 
-        :param timeout: seconds to wait at most; 0 does not wait, None waits as long as it takes.
-        :param callback: is called, in this thread, with the present state of the task and with every change of its status or
-            progress. An exception of it ends the wait, not the task. For an :class:`AsyncClient` it may be a coroutine
+        :param timeout: maximum seconds to wait; 0 does not wait, None waits without limit.
+        :param callback: called, in this thread, with the present state of the task and with every change of its status or
+            progress. Its exception ends the wait, not the task. For an :class:`AsyncClient` it may be a coroutine
             function, and is called on the loop.
-        :raises DeadlineExceeded: if the task has not ended after ``timeout`` seconds; it goes on, and a later wait gets its
+        :raises DeadlineExceeded: if the task has not ended after ``timeout`` seconds; it continues, and a later wait gets its
             result.
         :raises TaskCancelled: if it was cancelled.
         :raises TaskError: if it is unknown or has expired.
@@ -145,7 +145,7 @@ class TaskOperations:
 
         Nothing is mapped, and no exception of the endpoint is raised: :meth:`get_task_result` does both.
 
-        :param timeout: see :meth:`wait_for_task`, as for ``callback``.
+        :param timeout: see :meth:`wait_for_task`, also for ``callback``.
         :raises DeadlineExceeded: if it has not ended after ``timeout`` seconds.
         :raises TaskError: if it is unknown or has expired.
         """
@@ -165,7 +165,7 @@ class TaskOperations:
 
     @operation
     def list_tasks(ctx: Context, status: str | None = None) -> Steps[list[TaskInfo]]:
-        """List the tasks that the server remembers, in the order of their submission; with ``status``, those of one status.
+        """List the tasks remembered by the server, in order of submission; with ``status``, those of one status.
 
         :raises ValueError: for an unknown status.
         """

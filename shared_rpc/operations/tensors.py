@@ -1,4 +1,4 @@
-"""Memory that another process has named: this process takes it from the server, see :mod:`shared_rpc.codec.reducers`."""
+"""Memory named by another process: this process gets it from the server, see :mod:`shared_rpc.codec.reducers`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared_rpc.operations.binding import Leased, Steps, bound, lending, lent
 from shared_rpc.operations.client import Client
 from shared_rpc.protocol import generations as g
 
-#: A process's leases on memory that it was named, by socket, object and segment: each lasts as long as a tensor over it.
+#: This process's leases on such memory, by socket, object and segment: each lasts as long as a tensor over it.
 _leases: weakref.WeakValueDictionary[tuple[str, str, str], Handle[dict[str, MappingHold]]] = weakref.WeakValueDictionary()
 _clients: dict[str, MemoryClient] = {}
 _lock = fork_safe_lock()
@@ -26,13 +26,13 @@ after_fork(_leases.clear)  # the session is the parent's
 
 @bound
 class MemoryClient(Client):
-    """A client that takes the memory of objects, and not their values."""
+    """A client that takes the memory of objects instead of their values."""
 
     @lending
     def memory_of(ctx: Context, object_id: str, segment: str) -> Steps[Leased[dict[str, MappingHold]]]:
         """Return a handle whose value is the memory of an object, by the names of its segments.
 
-        :param object_id: ``""`` for that of the segment's object.
+        :param object_id: ``""`` for the object of the segment.
         """
         what = f"the memory of object {object_id or f'with segment {segment}'}"
         result = result_of(what, (yield Request(g.GetObject(object_id, segment=segment), what)))
@@ -50,9 +50,9 @@ def _held(result: ReceivedResult) -> dict[str, MappingHold]:
 
 
 def taken_from(socket_path: str, object_id: str, segment: str) -> tuple[MappingHold, Handle[Any]]:
-    """Return a segment of an object, mapped, and this process's lease on the object, which lasts as long as the handle.
+    """Return a segment of an object, mapped, and this process's lease on the object, of the handle's lifetime.
 
-    :raises StaleHandleError, BufferNotFound: if the server does not own the object any more.
+    :raises StaleHandleError, BufferNotFound: if the server no longer owns the object.
     :raises ConnectError: if there is no server at the socket.
     """
     key = (socket_path, object_id, segment if not object_id else "")

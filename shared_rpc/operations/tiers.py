@@ -1,4 +1,4 @@
-"""Tiers of objects: on their devices, in host memory, or in files; and handles whose memory a process gives up for a while."""
+"""Tiers of objects: on their devices, in host memory, or in files; and handles whose memory a process unmaps for a while."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class TierOperations:
 
     @operation
     def evict(ctx: Context, target: Lease[Any] | str, to: Literal["host", "file"] | None = None) -> Steps[list[MoveInfo]]:
-        """Free the memory of an object on its device, and keep its bytes in a lower tier; return the objects that were moved.
+        """Free the memory of an object on its device, and keep its bytes in a lower tier; return the moved objects.
 
         The object keeps its identity: its next use restores it, once for all processes. The server makes a copy first, unless
-        one with the same bytes exists, see ``host_copy`` of :meth:`Provider.share`. Objects that share memory are moved
+        there is one with the same bytes, see ``host_copy`` of :meth:`Provider.share`. Objects that share memory are moved
         together.
 
         :param target: a handle or the id of an object, or the name of an endpoint for all of its objects.
         :param to: ``"host"``, the host's memory, for objects of a GPU; ``"file"``, an unnamed file in the server's spill
             directory; by default the next lower tier of the server.
-        :raises ServerBusy: if a process uses an object (the message names the process, which has to suspend or release its
+        :raises ServerBusy: if a process uses an object (the message names the process, which must suspend or release its
             handles), or if an object is pinned. The other objects of an endpoint were moved.
         :raises CapabilityError: if it has no lower tier, or that is full, or if it shares a segment with other small results.
         """
@@ -35,34 +35,34 @@ class TierOperations:
 
     @operation
     def restore(ctx: Context, target: Lease[Any] | str) -> Steps[list[MoveInfo]]:
-        """Take an object back to its device, before anyone asks for it; return the objects that were moved.
+        """Return an object to its device before it is used; return the moved objects.
 
         :param target: see :meth:`evict`.
         :raises ServerBusy: if the device has too little capacity now.
-        :raises StaleHandleError: if its bytes are lost, because a file is damaged; then the object was dropped.
+        :raises StaleHandleError: if its bytes are lost, because a file is damaged; the object was dropped then.
         """
         name = id_of(target)
         return (yield from query(t.Restore(name), f"restore({name!r})"))
 
     @operation
     def suspend(ctx: Context, handle: Lease[Any]) -> Steps[None]:
-        """Give an object's memory up for a while, and keep the lease: see :meth:`Handle.suspend`."""
-        if handle._rest():
+        """Unmap an object's memory for a while, and keep the lease: see :meth:`Handle.suspend`."""
+        if handle._request_suspension():
             yield from suspended(ctx, handle)
 
     @operation
     def resume(ctx: Context, handle: Lease[Any], timeout: float | None = None) -> Steps[None]:
-        """Have the memory of a suspended handle back, at its address: see :meth:`Handle.resume`."""
-        handle._end_rest()
+        """Map the memory of a suspended handle again, at its address: see :meth:`Handle.resume`."""
+        handle._request_resumption()
         yield from resumed(ctx, handle, timeout)
 
     @operation
     def _begin_block(ctx: Context, handle: Lease[Any], timeout: float | None) -> Steps[None]:
-        """Resume a handle for the block that it was entered for."""
+        """Resume a handle on entry to its block."""
         yield from resumed(ctx, handle, timeout)
 
     @operation
     def _end_block(ctx: Context, handle: Lease[Any]) -> Steps[None]:
-        """Suspend a handle again that is to be outside of blocks."""
+        """Suspend a handle again if it is to be suspended outside of blocks."""
         if handle._leave_block():
             yield from suspended(ctx, handle)

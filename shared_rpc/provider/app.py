@@ -1,4 +1,4 @@
-"""The app that ``serve`` is to load, its providers, and the options of ``serve`` that override theirs."""
+"""The app served by ``serve``, its providers, and the options of ``serve`` that override theirs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared_rpc.settings import ServeOptions, checked_path, resolve_base_path, s
 def load_providers(target: str) -> list[Provider]:
     """Load the providers of ``app.py``, of ``package.module``, or the one named by ``module:name``.
 
-    The classes of a file travel as code: no client can import a module that has no name.
+    The classes of a file are pickled as code: no client can import a module without a name.
 
     :raises ConfigurationError: if there is no such file, module or provider. An error of the file itself passes through.
     """
@@ -38,9 +38,9 @@ def load_providers(target: str) -> list[Provider]:
 
 
 class _Source(SourceFileLoader):
-    """A loader that compiles a file each time, as Python does with a script.
+    """A loader that compiles a file each time, like Python does with a script.
 
-    Bytecode counts as that of a file which has the same size and was written in the same second.
+    Cached bytecode would also match a file of the same size written in the same second.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -58,7 +58,7 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
     assert spec is not None, "a path with this suffix has a loader"
     module = importlib.util.module_from_spec(spec)
-    # As for a script: modules beside it can be imported.
+    # As for a script: modules in its folder can be imported.
     sys.path.insert(0, str(path.resolve().parent))
     sys.modules[name] = module
     pickle_by_value(module)
@@ -72,7 +72,7 @@ def _load_module(name: str) -> ModuleType:
     top = name.partition(".")[0]
     try:
         if top not in sys.modules and importlib.util.find_spec(top) is None:
-            # The working directory is the app's own folder if it has the app, and may be another user's if it has not.
+            # The working directory is the app's own folder if it has the app; otherwise it may be another user's.
             sys.path.insert(0, os.getcwd())
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -98,10 +98,10 @@ def _load_module(name: str) -> ModuleType:
 
 
 def override(provider: Provider, options: ServeOptions, number: int) -> None:
-    """Override the base path, device, cluster and pools of a provider, as far as ``serve`` has options for them.
+    """Override the base path, device, cluster and pools of a provider by options of ``serve``.
 
-    :param number: which of the workers this process is, from 0.
-    :raises ConfigurationError: for sizes that make no pool.
+    :param number: this worker's number, from 0.
+    :raises ConfigurationError: for invalid pool sizes.
     """
     if options.base_path is not None:
         provider.base_path = options.base_path
@@ -118,7 +118,7 @@ def override(provider: Provider, options: ServeOptions, number: int) -> None:
 
 
 def socket_of(provider: Provider, options: ServeOptions) -> str | None:
-    """Return the path where a broker listens for a provider; None for that of the provider's own device.
+    """Return the path of a broker's socket for a provider; None for that of the provider's own device.
 
     With several workers, the socket is named for the device of the first.
 

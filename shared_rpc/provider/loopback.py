@@ -1,6 +1,6 @@
-"""Operations within the process that runs the endpoints: their requests go to the handlers that answer clients.
+"""Operations within the process that runs the endpoints: their requests use the handlers of clients' requests.
 
-A request is passed as a message, without a socket. The reply has the live value where there is one.
+A request is passed as a message, without a socket. The reply has the live value if there is one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _NO_FRAME = Frame(0, 0, b"")
 
 @dataclass(slots=True)
 class _LiveRequest(Request):
-    """A call, with its arguments as they are: as plain data, and as the endpoint gets them."""
+    """A call with its unencoded arguments: as plain data, and for the endpoint."""
 
     lowered: Lowered = ((), {})
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = field(default=((), {}))
@@ -78,7 +78,7 @@ class _LiveRequest(Request):
 
 @dataclass(slots=True)
 class _Foreign:
-    """A value that no endpoint of this process has made: its receiver maps the memory, whose descriptors are kept here."""
+    """A value that no endpoint of this process has made: its receiver maps the memory, by descriptors kept here."""
 
     object_id: str
     skeleton: bytes
@@ -87,19 +87,19 @@ class _Foreign:
 
     @classmethod
     def of(cls, stored: StoredObject) -> _Foreign:
-        """Take what a receiver needs, on the loop: the object may be dropped before it is attached."""
+        """Collect the receiver's data, on the loop: the object may be dropped before it is attached."""
         record = stored.record
         memory = [(segment.info, segment.descriptor) for segment in record.segments]
         return cls(stored.object_id, record.skeleton, record.table, memory)
 
 
 def _value_of(stored: StoredObject, live: Any) -> Any:
-    """Return what the process of the endpoints gets of an object: the value that they have made, or its memory."""
+    """Return an object for the process of the endpoints: their own value, or its memory."""
     return _Foreign.of(stored) if stored.kind == "buffer" or stored.adopted else live
 
 
 class _LocalLease:
-    """The lease of one handle, which is given back once, however often that is requested. On the loop."""
+    """The lease of one handle, which is released once, however often that is requested. On the loop."""
 
     __slots__ = ("core", "object_id", "over")
 
@@ -109,18 +109,18 @@ class _LocalLease:
         self.over = False
 
     def end(self) -> bool:
-        """Note that it is given back; return False if it was before."""
+        """Mark it as released; return False if it was before."""
         was, self.over = self.over, True
         return not was
 
     def give_back(self) -> None:
-        """Give it back."""
+        """Release the lease."""
         if self.end():
             self.core.release(_SESSION, [self.object_id])
 
 
 class _Turn:
-    """One operation: its time, the latest request, unless a handle has the lease of its reply, and the handles so far."""
+    """One operation: its deadline, the latest request, unless a handle has the lease of its reply, and the handles so far."""
 
     __slots__ = ("caller", "lent", "until")
 
@@ -143,9 +143,9 @@ class _LocalCaller:
         self.answered: concurrent.futures.Future[Reply] = concurrent.futures.Future()
         self.answered.set_running_or_notify_cancel()  # a waiting coroutine must not cancel it
         self._waiter: Waiter | None = None
-        #: The lease that came with the answer.
+        #: The lease of the answer.
         self.lease: _LocalLease | None = None
-        #: The updates before the answer, and None after the last, if a callback gets them.
+        #: The updates before the answer, and None after the last, if there is a callback for them.
         self.events: queue.SimpleQueue[TaskInfo | None] | None = None
         if request.on_event is not None:
             events = self.events = queue.SimpleQueue()
@@ -160,7 +160,7 @@ class _LocalCaller:
         self.core.requests.answer(self, message)
 
     def stop_waiting(self) -> bool:
-        """Stop waiting; return False if the answer is there. On the loop."""
+        """Stop waiting; return False if the answer has arrived. On the loop."""
         if self.answered.done():
             return False
         waiter, self._waiter = self._waiter, None
@@ -170,14 +170,14 @@ class _LocalCaller:
         return True
 
     def give_up(self) -> SharedRPCError | None:
-        """Stop waiting when the time is over; return the error of that, None if the answer is there. On the loop."""
+        """Stop waiting at the deadline; return its error, None if the answer has arrived. On the loop."""
         busy = self.core.state.waits_for(self._waiter) if self._waiter is not None else ""
         if not self.stop_waiting():
             return None
         return ServerBusy(busy) if busy else too_late(self.request.what)
 
     def withdraw(self) -> None:
-        """Stop waiting, and release the lease that came with the answer. On the loop."""
+        """Stop waiting, and release the lease of the answer. On the loop."""
         if not self.stop_waiting() and self.answered.exception() is None:
             reply = self.answered.result()
             reply.frame.close()
@@ -187,7 +187,7 @@ class _LocalCaller:
 
     @property
     def waiter(self) -> Waiter:
-        """The waiter of a request that waits."""
+        """The waiter of a pending request."""
         assert self._waiter is not None, "only a waiting request has a waiter"
         return self._waiter
 
@@ -262,12 +262,12 @@ class _LocalCaller:
 
 
 class LoopbackDriver(BlockingMethods, Context):
-    """The driver of the local and the server role: requests go to the engine of this process, which answers them.
+    """The driver of the local and the server role: requests are answered by the engine of this process.
 
-    There is no timeout but an operation's own.
+    There is no timeout except an operation's own.
     """
 
-    _lets_go: ClassVar[bool] = True
+    _drops_values: ClassVar[bool] = True
     transfer = None
 
     def __init__(self, engine: Engine, device: str) -> None:
@@ -275,7 +275,7 @@ class LoopbackDriver(BlockingMethods, Context):
         self.device = device
         self.pid = os.getpid()
         self._engine = engine
-        #: Tensors of buffers that live in this process, by object id: a tensor is rebuilt once, as in a client.
+        #: Tensors of buffers in this process, by object id: a tensor is rebuilt once, as in a client.
         self._values: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._watch: Subscriptions | None = None
         self._leases = LeaseBook()
@@ -318,7 +318,7 @@ class LoopbackDriver(BlockingMethods, Context):
         except BaseException:
             self._withdraw(turn.caller)
             for handle, caller in turn.lent:
-                if handle._forgo() and caller is not None:
+                if handle._drop() and caller is not None:
                     self._withdraw(caller)
             raise
         finally:
@@ -349,7 +349,7 @@ class LoopbackDriver(BlockingMethods, Context):
         return None
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an endpoint for a coroutine, whose event loop goes on, be it that of the endpoints."""
+        """Call an endpoint for a coroutine, without blocking its event loop, even if that is the endpoints' loop."""
         request = next(self._sent(m.Call, endpoint, args, kwargs, f"{endpoint}()"))
         caller = _LocalCaller(self._engine.core, cast(Request, request))
         try:
@@ -408,7 +408,7 @@ class LoopbackDriver(BlockingMethods, Context):
         return handle
 
     def _attached(self, foreign: _Foreign) -> Any:
-        """Return a value over memory that is mapped here as in any other process that has it."""
+        """Return a value over memory mapped here as in any other process."""
         from shared_rpc.codec.results import decode_result
 
         value = self._values.get(foreign.object_id)
@@ -444,7 +444,7 @@ class LoopbackDriver(BlockingMethods, Context):
 
 @bound
 class LoopbackRuntime(LoopbackDriver, BlockingOperations):
-    """A role whose operations this process carries out, on live values."""
+    """A role whose operations run in this process, on live values."""
 
     @property
     def operations(self) -> LoopbackRuntime:
@@ -501,7 +501,7 @@ def _on_the_loop(request: Request) -> str:
 
 
 def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo | None:
-    """Return the next update; None at the end, and when the time is over."""
+    """Return the next update; None at the end, and at the deadline."""
     left = until - time.monotonic()
     try:
         return events.get(timeout=left if left < math.inf else None) if left > 0 else None
@@ -512,5 +512,5 @@ def _next(events: queue.SimpleQueue[TaskInfo | None], until: float) -> TaskInfo 
 async def _waited_for(future: concurrent.futures.Future[T]) -> T:
     if future.done():
         return future.result()
-    # A limiter of its own: waits must not occupy the threads that they wait for.
+    # A separate limiter: waits must not occupy the threads that they wait for.
     return await anyio.to_thread.run_sync(future.result, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))

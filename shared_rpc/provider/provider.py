@@ -1,4 +1,4 @@
-"""Providers: functions that are shared, and the role of the process."""
+"""Providers: shared functions, and the role of the process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class SharedFunction(Generic[P, R_co]):
-    """An endpoint, called like the function that :meth:`Provider.share` made it from."""
+    """An endpoint, called like the function given to :meth:`Provider.share`."""
 
     def __init__(self, provider: Provider, endpoint: Endpoint) -> None:
         functools.update_wrapper(self, endpoint.function)
@@ -49,7 +49,7 @@ class SharedFunction(Generic[P, R_co]):
         return self._endpoint.spec.name
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Call the endpoint; return its result, or a :class:`Handle` where it is managed.
+        """Call the endpoint; return its result, or a :class:`Handle` if it is managed.
 
         An ``async def`` endpoint returns an awaitable, in every role.
         """
@@ -74,19 +74,19 @@ class SharedFunction(Generic[P, R_co]):
         return f"<shared function {self.name}>"
 
     def __reduce__(self) -> Any:
-        # By its name, where another process can import it, as any function travels: its provider is that module's there.
+        # By its name, if another process can import it, like any function: its provider is that module's there.
         if _importable(self):
             return vars(self)["__qualname__"]
         return _restored, (self._provider, self._endpoint)
 
 
 def _restored(provider: Provider, endpoint: Endpoint) -> SharedFunction[..., Any]:
-    """Make a function of a script again, in another process: with a provider that has this endpoint."""
+    """Rebuild a function of a script in another process: with a provider that has this endpoint."""
     return provider._add(endpoint)
 
 
 def _importable(function: Any) -> bool:
-    """Return whether the name of a function leads to it in another process: not if it is a script's, or travels as code."""
+    """Return True if another process can import a function by its name: not from a script or pickled code."""
     from shared_rpc.codec.by_value import travels_as_code
 
     module = function.__module__
@@ -118,7 +118,7 @@ class ManagedDecorator(Protocol):
 
 
 class _Options(TypedDict, total=False):
-    """Options of an endpoint, but for its name and ``managed``; :func:`describe` has the defaults."""
+    """Options of an endpoint, except its name and ``managed``; :func:`describe` has the defaults."""
 
     execution: Literal["direct", "task"]
     concurrency: Literal["parallel", "serialized"]
@@ -134,26 +134,26 @@ class _Options(TypedDict, total=False):
 
 @bound
 class Provider(BlockingOperations):
-    """Endpoints, and the role this process plays for them.
+    """Endpoints, and the role of this process for them.
 
-    The role is resolved when it is first needed, never at import: see :mod:`shared_rpc.settings` for the two environment
-    variables. In the server role the process serves from its first call on, or from the end of its main code, and goes
-    on until SIGINT or SIGTERM.
+    The role is resolved on first use, never at import: see :mod:`shared_rpc.settings` for the two environment variables. In
+    the server role the process serves from its first call on, or from the end of its main code, and continues until SIGINT or
+    SIGTERM.
 
-    :param base_path: the beginning of the socket's path, see :func:`shared_rpc.settings.resolve_base_path`.
-    :param enabled: beats ``SHARED_TENSOR_ENABLED``.
-    :param execution_mode: ``"local"``, ``"server"``, ``"client"`` or ``"spawn"`` beats ``SHARED_TENSOR_ROLE``; ``"auto"`` does
-        not. ``"spawn"`` is a client that starts a detached server for the provider's file where none listens.
-    :param device: the device that results live on: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
-    :param mechanism: how this process shares a GPU's memory: ``"vmm"``, ``"ipc"``, ``"pool"``, or ``"auto"`` for the first of
-        them that the GPU has; see ``docs/explanation/mechanisms.md``.
-    :param timeout: seconds that a call of a client may take; None for no limit.
+    :param base_path: the prefix of the socket's path, see :func:`shared_rpc.settings.resolve_base_path`.
+    :param enabled: overrides ``SHARED_TENSOR_ENABLED``.
+    :param execution_mode: ``"local"``, ``"server"``, ``"client"`` or ``"spawn"`` overrides ``SHARED_TENSOR_ROLE``; ``"auto"``
+        does not. ``"spawn"`` is a client that starts a detached server for the provider's file if none listens.
+    :param device: the device of results: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
+    :param mechanism: how this process shares a GPU's memory: ``"vmm"``, ``"ipc"``, ``"pool"``, or ``"auto"`` for the first one
+        that the GPU supports; see ``docs/explanation/mechanisms.md``.
+    :param timeout: maximum seconds of a client's call; None for no limit.
     :param server_startup_timeout: seconds that a client waits until a server listens; in the spawn role from its start.
-    :param idle_exit: seconds without use after which a server that the spawn role has started ends; None for never.
-    :param preload: whether the workers of a server that was started in the spawn role may be forks of a process that has
-        imported what the file imports from packages; see ``docs/explanation/crashes.md``.
-    :param pool: how much memory each session may have for arguments, and for results that are not kept.
-    :param cluster: beats ``SHARED_TENSOR_CLUSTER``: the cluster that the server of this provider joins, see :class:`Server`.
+    :param idle_exit: idle seconds after which a server started by the spawn role ends; None for never.
+    :param preload: True if the workers of a server started by the spawn role may be forks of a process that has imported the
+        packages imported by the file; see ``docs/explanation/crashes.md``.
+    :param pool: options of each session's memory for arguments, and for results that are not kept.
+    :param cluster: overrides ``SHARED_TENSOR_CLUSTER``: the cluster that this provider's server joins, see :class:`Server`.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Provider(BlockingOperations):
         """The role of this process: ``"local"``, ``"server"``, ``"client"`` or ``"spawn"``.
 
         A child of a server's process, forked or started by :mod:`multiprocessing`, is a client of that server; so is the forked
-        child of one that has started a server. The worker of a server that was started is that server.
+        child of a process that has started a server. The worker of a started server is that server.
         """
         if self._role is None:
             role = resolve_role(self._enabled, self._asked_role)
@@ -221,7 +221,7 @@ class Provider(BlockingOperations):
 
     @property
     def device(self) -> str:
-        """The device that results live on, as it was named. It may be set before the provider is used."""
+        """The device of results, as given. It may be set before the provider is used."""
         return self._device
 
     @device.setter
@@ -232,7 +232,7 @@ class Provider(BlockingOperations):
 
     @functools.cached_property
     def device_id(self) -> str:
-        """The id of the device that results live on: ``"cpu"`` or a GPU's UUID."""
+        """The id of the device of results: ``"cpu"`` or a GPU's UUID."""
         return device_id(self.device)
 
     @property
@@ -242,9 +242,9 @@ class Provider(BlockingOperations):
 
     @functools.cached_property
     def mechanism_info(self) -> MechanismInfo:
-        """The mechanism by which this process shares the memory of its device.
+        """The mechanism that shares this process's memory of its device.
 
-        :raises ConfigurationError: for a ``mechanism`` that is none, or that does not go with the device.
+        :raises ConfigurationError: for an unknown ``mechanism``, or one that does not fit the device.
         :raises CapabilityError: if the GPU lacks a requested feature.
         """
         return mechanism_info(self.mechanism, self.device_id)
@@ -267,30 +267,30 @@ class Provider(BlockingOperations):
         """Make a function an endpoint; with or without parentheses.
 
         The function returns None, or any object that reaches at least one tensor or module: these are shared, and the rest of
-        the object is rebuilt in every process that asks for it. :class:`CapabilityError` is raised, in every role, for an
+        the object is rebuilt in every process that requests it. :class:`CapabilityError` is raised, in every role, for an
         object that reaches none, for one that cannot be pickled, and for a tensor with an autograd graph that is not in a
         module.
 
         :param name: the endpoint's name for clients; the function's own name by default.
-        :param execution: ``"task"`` for endpoints that take long: their calls are tasks too, which others see, and which do not
-            keep threads from short calls. The default is ``"direct"``.
+        :param execution: ``"task"`` for long-running endpoints: their calls are also tasks, visible to other clients, and use
+            separate threads from short calls. The default is ``"direct"``.
         :param concurrency: ``"serialized"`` runs the endpoint one call at a time; the default is ``"parallel"``.
-        :param cache: whether identical calls get the same object; they do by default.
+        :param cache: True, the default, if identical calls get the same object.
         :param cache_format_key: a format string over the arguments, such as ``"model:{hidden_size}"``: calls are identical if
             their strings are. By default all arguments count.
         :param managed: return a :class:`Handle`, whose lease keeps the object, in every role.
-        :param singleflight: whether an identical call that is cached and in flight is joined; it is by default.
-        :param access: ``"read"`` maps the memory read-only in clients. It protects against accidents: a write ends the client
-            that tries it, with SIGSEGV on the host and an illegal memory access on a GPU (under NVIDIA's MPS, the other clients
-            of the service too). The default is ``"read_write"``.
-        :param tensors: ``"parameters"`` shares the memory that a :class:`torch.nn.Parameter` uses, wherever in the result it is
-            and nothing else: of every other tensor (buffers, statistics, scales) each process that attaches gets a copy of its
-            own on the same device, with the bytes of the moment in which the endpoint returned, to be written to with
-            ``access="read"`` too. The process that ran the endpoint keeps its own. The default is ``"all"``.
-        :param idle_ttl: seconds after which a cached result that no process holds or asks for is dropped; by default never.
+        :param singleflight: True, the default, if a cached call joins an active run of an identical one.
+        :param access: ``"read"`` maps the memory read-only in clients. It protects against accidents: a write ends its
+            client, with SIGSEGV on the host and an illegal memory access on a GPU (under NVIDIA's MPS, also the other clients
+            of the service). The default is ``"read_write"``.
+        :param tensors: ``"parameters"`` shares only the memory used by a :class:`torch.nn.Parameter`, anywhere in the result:
+            each attaching process gets its own copy of every other tensor (buffers, statistics, scales), on the same device,
+            with its bytes at the endpoint's return, writable even with ``access="read"``. The process that ran the endpoint
+            keeps its own. The default is ``"all"``.
+        :param idle_ttl: seconds after which a cached result that is neither held nor requested is dropped; by default never.
         :param host_copy: when a result gets a copy in a lower tier, to be restored from: ``"at_build"``,
-            in the background, right after it was made; ``"never"``, so that it is not evicted; the default is ``"on_evict"``.
-        :param pinned: whether results stay on their device: nothing evicts them. By default they may be evicted.
+            in the background, right after the build; ``"never"``, so that it is not evicted; the default is ``"on_evict"``.
+        :param pinned: True if results are never evicted from their device; False by default.
         :raises TypeError: for an unknown option.
         :raises ConfigurationError: for a value that cannot be used, such as a template that names no argument.
         """
@@ -318,7 +318,7 @@ class Provider(BlockingOperations):
         return {spec.name: self.get_endpoint(spec.name) for spec in self.registry.all()}
 
     def get_runtime_info(self) -> RuntimeInfo:
-        """Return the role of this process, and what the role knows: its socket path and server."""
+        """Return the role of this process, and the role's facts: its socket path and server."""
         info: RuntimeInfo = {
             "execution_mode": self.execution_mode,
             "device": self.device_id,
@@ -329,7 +329,7 @@ class Provider(BlockingOperations):
         return info
 
     def close(self) -> None:
-        """End the role: hang up, or stop serving. Tensors that were handed out stay valid; every later call fails."""
+        """End the role: disconnect, or stop serving. Returned tensors stay valid; every later call fails."""
         with self._lock:
             self._closed = True
             working, self._working = self._working, None
@@ -338,7 +338,7 @@ class Provider(BlockingOperations):
             working.close()
 
     def serve_with(self, server: Server) -> None:
-        """Pass this process's own calls to a server that was started for the provider."""
+        """Route this process's own calls to a server that was started for the provider."""
         with self._lock:
             self._closed = False
             self._role = "server"
@@ -346,7 +346,7 @@ class Provider(BlockingOperations):
             self._working = ServerRuntime(server)
 
     def run_with(self, runtime: Runtime) -> None:
-        """Pass this process's own calls to the runtime of its host."""
+        """Route this process's own calls to the runtime of its host."""
         with self._lock:
             self._role, self._working = runtime.role, runtime
 
@@ -401,14 +401,14 @@ class Provider(BlockingOperations):
             self._inherited, self._working, self._role = self._working, None, None
 
     def _server_at_end(self) -> Server | None:
-        """Return the server that goes on when the main code has ended, started now if need be; None if it was stopped."""
+        """Return the server that continues after the main code, started if necessary; None if it was stopped."""
         if not self._serves_at_end():
             return None
         runtime = self._runtime()
         return runtime.server if isinstance(runtime, ServerRuntime) and runtime.server.running else None
 
     def __reduce__(self) -> Any:
-        # A class that travels as code may refer to the provider of its script; the other side has a role of its own.
+        # A class pickled as code may refer to the provider of its script; the other side has its own role.
         return functools.partial(
             Provider,
             self.base_path,

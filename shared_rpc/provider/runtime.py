@@ -1,7 +1,7 @@
-"""Runtimes: one class for each role, which carries out a provider's operations.
+"""Runtimes: one class for each role, which executes a provider's operations.
 
-Local and server role answer with live values of this process, through the handlers that answer a server's clients; the
-client role asks a server. The provider does not know which one it has.
+Local and server role answer with live values of this process, through the handlers of clients' requests; the client role
+uses a server. The provider is independent of the choice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared_rpc.settings import Role
 
 
 class Runtime(Protocol):
-    """A role at work."""
+    """A role in operation."""
 
     role: Role
 
@@ -35,13 +35,13 @@ class Runtime(Protocol):
         """The object that has the operations as methods."""
 
     async def acall(self, endpoint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call an endpoint for a coroutine, whose event loop goes on."""
+        """Call an endpoint for a coroutine, without blocking its event loop."""
 
     def describe(self, info: RuntimeInfo) -> None:
         """Add this role's facts to a process's ``get_runtime_info``."""
 
     def close(self) -> None:
-        """End the role: hang up, or stop serving."""
+        """End the role: disconnect, or stop serving."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class ClientSettings:
 
 
 class ClientRuntime:
-    """The runtime of a role whose operations a server of another process carries out.
+    """The runtime of a role whose operations run in another process's server.
 
-    :param socket: the server's socket, in place of base path and device.
-    :param make: makes the client.
+    :param socket: the server's socket, instead of base path and device.
+    :param make: creates the client.
     """
 
     role: Role = "client"
@@ -84,14 +84,14 @@ class ClientRuntime:
         info["socket_path"] = self.operations.socket_path
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect."""
         self.operations.close()
 
 
 class LocalRuntime(LoopbackRuntime):
     """A core without a socket: nothing is moved into shared memory, because no other process can get it.
 
-    :param inherited: the runtime of the parent process, where this is a forked child: what its cache held stays cached.
+    :param inherited: the runtime of the parent process in a forked child: its cached results stay cached.
     """
 
     role: Role = "local"
@@ -107,11 +107,11 @@ class LocalRuntime(LoopbackRuntime):
 
     @property
     def busy(self) -> bool:
-        """Whether a thread still runs an endpoint, perhaps after :meth:`close`."""
+        """True while a thread runs an endpoint, perhaps after :meth:`close`."""
         return self._engine.busy
 
     def describe(self, info: RuntimeInfo) -> None:
-        """Add how many objects the cache holds."""
+        """Add the number of cached objects."""
         info["objects"] = self._engine.ask(lambda core: len(core.objects))
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Host(Protocol):
     """The worker of this process."""
 
     def adopt(self, provider: Any) -> Any:
-        """Have the broker serve a provider; return the runtime to which the provider's own calls go from then on."""
+        """Serve a provider through the broker; return the runtime of the provider's own calls from then on."""
 
 
 _hosts: list[Host] = []
@@ -161,5 +161,5 @@ def set_host(new: Host) -> None:
 
 
 def host() -> Host | None:
-    """Return the host of this process, where it is a worker."""
+    """Return the host of this process, if it is a worker."""
     return _hosts[0] if _hosts else None

@@ -21,24 +21,24 @@ def test_handles_that_change_while_their_leases_are_asked_for() -> None:
     """Who was suspended since is suspended in the new session; who was resumed has its memory renewed."""
     earlier, later, leases = object(), object(), LeaseBook()
     handles = [Lease(1, object_id=name, server_id="s", generation=1, issuer=Giver(), session=earlier) for name in "abcd"]
-    asleep, tired, rested, gone = handles
+    inactive, suspended, resumed, dropped = handles
     for handle in handles:
         leases.add(handle)
-    for handle in (asleep, rested):
-        handle._rest()
-        handle._fall_asleep()
+    for handle in (inactive, resumed):
+        handle._request_suspension()
+        handle._become_suspended()
     renewal = Renewal(leases, handles)
     assert renewal.request.message == m.Hold([*"abcd"], [*"ac"])
-    tired._rest()
-    tired._fall_asleep()
-    rested._wake()
-    gone._forgo()
+    suspended._request_suspension()
+    suspended._become_suspended()
+    resumed._become_active()
+    dropped._drop()
     renewal.granted(Reply(m.Held([*"abcd"]), Frame(0, 0, b"")))
     renewal.move(later)
     assert [str(message) for message in renewal.corrections()] == ["Release(object_ids=['d'])", "Suspend(object_ids=['b'])"]
-    assert renewal.outdated() == [rested]
-    for handle in (asleep, tired, rested):
-        handle._forgo()
+    assert renewal.outdated() == [resumed]
+    for handle in (inactive, suspended, resumed):
+        handle._drop()
 
 
 def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
@@ -52,9 +52,9 @@ def test_a_handle_that_is_released_while_its_lease_is_taken_again() -> None:
     for handle in handles:
         leases.add(handle)
     moving = leases.of_server("s")
-    assert handles[0]._forgo()
+    assert handles[0]._drop()
     assert leases.move(moving, ["a", "a"], later) == ["a"]
     assert [handle.in_session(later) for handle in handles] == [False, True, False]
     assert handles[2].in_session(earlier)
-    assert handles[2]._forgo()
-    assert handles[1]._forgo()
+    assert handles[2]._drop()
+    assert handles[1]._drop()

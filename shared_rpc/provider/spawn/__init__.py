@@ -1,4 +1,4 @@
-"""The role ``spawn``: a client that starts a server where none listens, once for all processes that want one."""
+"""The role ``spawn``: a client that starts a server if none listens, once for all processes that need one."""
 
 from shared_rpc.provider.spawn.runtime import SpawnRuntime
 from shared_rpc.provider.spawn.target import target_of

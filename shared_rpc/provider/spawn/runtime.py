@@ -12,12 +12,12 @@ from shared_rpc.settings import Role, ServeOptions
 
 
 class SpawnRuntime(ClientRuntime):
-    """A client that starts a server where none listens, whenever it connects.
+    """A client that starts a server if none listens, whenever it connects.
 
-    :param target: returns the app to serve, when it is needed: :func:`~shared_rpc.provider.spawn.target.target_of`.
-    :param idle_exit: seconds without use after which that server ends; None for never.
-    :param preload: whether its workers may be forks.
-    :param cluster: that it joins; None where the environment says.
+    :param target: returns the app to serve, on demand: :func:`~shared_rpc.provider.spawn.target.target_of`.
+    :param idle_exit: idle seconds after which that server ends; None for never.
+    :param preload: True if its workers may be forks.
+    :param cluster: the cluster that it joins; None for that of the environment.
     """
 
     role: Role = "spawn"
@@ -31,7 +31,7 @@ class SpawnRuntime(ClientRuntime):
         cluster: str | None = None,
     ) -> None:
         super().__init__(settings)
-        # Those of this process: what it has set in the provider that it has imported, the file alone does not say.
+        # Those of this process: settings made after importing the provider are not in the file.
         options = ServeOptions(
             base_path=None if settings.base_path is None else os.fspath(settings.base_path),
             devices=() if settings.device == "auto" else (settings.device,),

@@ -1,4 +1,4 @@
-"""The file that a server is started for."""
+"""The file for a spawned server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared_rpc.zygote.imports import names_in
 def target_of(provider: App) -> str:
     """Return the target for ``shared-rpc serve``: ``/path/app.py:provider``, or ``package.module:provider``.
 
-    Of the modules that have the provider as a global name, it is the one whose functions are its endpoints. Where there are
+    Of the modules that have the provider as a global name, it is the one whose functions are its endpoints. If there are
     several, it is the script of this process, which has imported the others.
 
     :raises ConfigurationError: if there is none, several, or it has no file, as in a notebook.
@@ -45,7 +45,7 @@ def _global_name(module: str, provider: App) -> str:
 
 
 def _script(provider: App) -> str:
-    """Return the target by which another process can load ``__main__``."""
+    """Return the target that loads ``__main__`` in another process."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:  # python -m
@@ -62,8 +62,8 @@ def _script(provider: App) -> str:
 
 
 def _was_typed(filename: str) -> bool:
-    """Return whether code is that of a prompt or a cell: ``<stdin>``, or a file in ``/tmp/ipykernel_…`` that was never written.
+    """Return True for code of a prompt or a cell: ``<stdin>``, or a nonexistent file in ``/tmp/ipykernel_…``.
 
-    A relative path is that of a script, from where it was started.
+    A relative path is a script's, relative to the folder of its start.
     """
     return filename.startswith("<") or (os.path.isabs(filename) and not os.path.isfile(filename))
