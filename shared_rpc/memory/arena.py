@@ -9,7 +9,7 @@ from typing import NamedTuple
 #: Bytes. The alignment of torch's CUDA allocator, so that vectorised kernels behave as on its tensors.
 ALIGNMENT = 512
 
-#: Bytes. Few large segments attach quickly (one import and one map each); 1 GiB bounds what a move needs at a time.
+#: Bytes. Few large segments attach quickly (one import and one map each); 1 GiB bounds the memory of a move.
 SEGMENT_LIMIT = 1 << 30
 
 
@@ -19,16 +19,16 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 class Place(NamedTuple):
-    """Place of a block: the index of its segment and its offset in bytes."""
+    """The place of a block: the index of its segment and its offset in bytes."""
 
     segment: int
     offset: int
 
 
 def pack(sizes: Sequence[int], *, limit: int = SEGMENT_LIMIT, alignment: int = ALIGNMENT) -> tuple[list[int], list[Place]]:
-    """Lay blocks of ``sizes`` bytes out in order: ``(bytes of each segment, place of each block)``.
+    """Lay out blocks of ``sizes`` bytes in order: ``(bytes of each segment, place of each block)``.
 
-    A segment takes blocks until the next one would carry it over ``limit``; a block larger than ``limit`` has a
+    A segment takes blocks until the next one would exceed ``limit``; a block larger than ``limit`` gets a
     segment of its own.
     """
     segments: list[int] = []
@@ -44,7 +44,7 @@ def pack(sizes: Sequence[int], *, limit: int = SEGMENT_LIMIT, alignment: int = A
 
 
 class Extents:
-    """Free bytes of a segment. The first sufficient extent is acquired; released extents join their neighbours."""
+    """Free bytes of a segment. Allocation is first-fit; released extents are merged with their neighbours."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -54,7 +54,7 @@ class Extents:
         self._sizes = {0: nbytes}
 
     def acquire(self, nbytes: int) -> int | None:
-        """Return the offset of ``nbytes`` bytes that were free, None where there are not so many together."""
+        """Return the offset of ``nbytes`` newly acquired bytes, None without a sufficient extent."""
         for index, offset in enumerate(self._offsets):
             left = self._sizes[offset] - nbytes
             if left < 0:
@@ -70,13 +70,13 @@ class Extents:
         return None
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Free bytes that were acquired."""
+        """Release acquired bytes."""
         offsets, sizes = self._offsets, self._sizes
         index = bisect.bisect(offsets, offset)
         end = offset + nbytes
         joins_next = index < len(offsets) and offsets[index] == end
         before = offsets[index - 1] if index else -1
-        # No call from here on, after which a signal handler could raise: other threads go on with the free extents.
+        # No call from here on, after which a signal handler could raise: other threads continue with the free extents.
         self.free += nbytes
         if joins_next:
             nbytes += sizes[end]

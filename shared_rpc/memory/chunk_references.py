@@ -1,8 +1,8 @@
 """References of this process to chunks of another one's pool.
 
-A chunk is in use until the tensors over it are gone **and** the work that this process has queued on its GPU is done, on
-whichever stream it was queued. The end of a tensor is noticed in a finaliser, which enqueues; the safe point
-:meth:`ChunkReferences.poll` marks the GPU's work with an event, and later asks whether it has passed. Nothing waits.
+A chunk is in use until the tensors over it have ended **and** the work that this process has queued on its GPU is complete, on
+all streams. The end of a tensor is detected in a finaliser, which enqueues; the safe point
+:meth:`ChunkReferences.poll` marks the GPU's work with an event, and later checks that it has passed. Nothing blocks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shared_rpc.lifecycle.finalizer import FINALIZER
 from shared_rpc.memory.mapping import MAPPINGS, Mapping, MappingHold
 from shared_rpc.memory.segments import Backend
 
-#: Marking GPU work begins by asking every stream of torch whether it captures a CUDA graph: up to this many chunks, or bytes,
-#: are marked together.
+#: Marking GPU work first checks every stream of torch for the capture of a CUDA graph: up to this many chunks, or bytes, are
+#: marked together.
 _BATCH, _BATCH_BYTES = 32, 16 << 20
 
 
 class _ChunkPin(msgspec.Struct, eq=False, weakref=True):
-    """The object that the tensors over one chunk hold."""
+    """The object held by the tensors over one chunk."""
 
     hold: MappingHold
     number: int
 
 
-#: The attribute by which an object keeps its pin.
+#: The attribute of an object that holds its pin.
 _HELD = "_shared_rpc_chunk"
 
 
@@ -42,7 +42,7 @@ def chunk_of(user: object) -> int:
 
 
 class ChunkReference(weakref.ref[_ChunkPin]):
-    """Weak reference to a pin, with the chunk, of which ``nbytes`` are used."""
+    """A weak reference to a pin, with the chunk, of which ``nbytes`` are used."""
 
     __slots__ = ("backend", "nbytes", "number")
 
@@ -54,7 +54,7 @@ class ChunkReference(weakref.ref[_ChunkPin]):
 
 
 def _enqueuer(chunks: deque[ChunkReference], dropped: Callable[[], object]) -> Callable[[ChunkReference], None]:
-    """Return the callback of each pin's end, in a finaliser: it only enqueues."""
+    """Return the callback for the end of a pin, in a finaliser: it only enqueues."""
 
     def gone(reference: ChunkReference) -> None:
         chunks.append(reference)
@@ -66,7 +66,7 @@ def _enqueuer(chunks: deque[ChunkReference], dropped: Callable[[], object]) -> C
 class ChunkReferences:
     """References of one session. Thread-safe.
 
-    :param dropped: called, in a finaliser, when a chunk is not used any more, or soon will not be. It may only enqueue.
+    :param dropped: called, in a finaliser, when a chunk is unused, or soon will be. It must only enqueue.
     """
 
     def __init__(self, dropped: Callable[[], object]) -> None:
@@ -79,9 +79,9 @@ class ChunkReferences:
         #: References without a pin, until :meth:`poll` processes them.
         self.dropped: deque[ChunkReference] = deque()
         self._gone = _enqueuer(self.dropped, dropped)
-        #: Whether no chunk lies on a GPU, so that there is no GPU work to wait for.
+        #: True if no chunk is on a GPU, so that there is no GPU work to wait for.
         self._cheap = True
-        #: The backend and numbers of dropped chunks, and a function that returns whether the GPU work that may use them is
+        #: The backend and numbers of dropped chunks, and a function that returns True once the GPU work that may use them is
         #: complete. They wait only for the GPU and the next :meth:`poll`.
         self.fenced: deque[tuple[Backend, Callable[[], bool], list[int]]] = deque()
         #: Chunks for :meth:`returned` to return.
@@ -90,8 +90,8 @@ class ChunkReferences:
     def acquire(self, number: int, nbytes: int, mapping: Mapping, users: Iterable[object]) -> None:
         """Keep a chunk while one of the objects lives, which take an attribute; then release it.
 
-        :param mapping: of the arena that it lies in, which this process keeps from now on until :meth:`close`.
-        :raises CodecError: if it is no arena.
+        :param mapping: that of its arena, which this process keeps from now on until :meth:`close`.
+        :raises CodecError: if it is not an arena.
         """
         if not FINALIZER.started:
             FINALIZER.start()
@@ -116,20 +116,20 @@ class ChunkReferences:
         return hold
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Release chunks that came, and that nothing here has used."""
+        """Release received chunks that were not used here."""
         self.requeue(numbers)
         self._notify()
 
     def requeue(self, numbers: Iterable[int]) -> None:
-        """Take back numbers that :meth:`pop_returned` gave, and that could not be sent."""
+        """Take back numbers from :meth:`pop_returned` that could not be sent."""
         with self._lock:
             self.free.extend(numbers)
 
     def poll(self, *, background: bool = False, look: bool = False) -> None:
-        """Find unused chunks: a safe point, which does not wait.
+        """Find unused chunks: a safe point, which does not block.
 
-        :param background: leave a GPU alone that may be disturbed here, and only look.
-        :param look: only look, because there is no time to mark a GPU's work.
+        :param background: only check, on a GPU that must not be disturbed here.
+        :param look: only check, without time to mark a GPU's work.
         """
         if not self.dropped:
             pass
@@ -167,7 +167,7 @@ class ChunkReferences:
         self.fenced.append((backend, passed, [reference.number for reference in references]))
 
     def drain(self) -> None:
-        """Poll, after waiting for the GPU: where the memory is needed now."""
+        """Poll, after waiting for the GPU: for memory that is needed now."""
         waiting = [*self.dropped]
         backends = {reference.backend for reference in waiting}.union([backend for backend, _, _ in [*self.fenced]])
         done = {backend for backend in backends if backend.synchronize()}
@@ -180,7 +180,7 @@ class ChunkReferences:
         self.poll()
 
     def pop_returned(self) -> list[int]:
-        """Return the chunks to report to their pool now."""
+        """Pop the chunks to report to their pool now."""
         if not self.free:
             return []
         with self._lock:
@@ -189,10 +189,10 @@ class ChunkReferences:
 
     @property
     def in_use(self) -> int:
-        """Chunks with tensors over them, or dropped and not polled."""
+        """The number of chunks with tensors over them, or dropped and not polled."""
         return len(self._references)
 
     def close(self) -> None:
-        """End the session: mappings go with the tensors over them."""
+        """End the session: mappings end with the tensors over them."""
         self._closed = True
         self.holds = {}

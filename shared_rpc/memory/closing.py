@@ -1,9 +1,9 @@
-"""Closing of large memory for threads that must not wait for it.
+"""Closing of large memory on behalf of latency-critical threads.
 
-Memory is freed by the close(2) of its last descriptor, in the thread that calls it: a tenth of a second and more for each GiB
-of host memory. A server's loop would answer no client during that time, so another thread closes what ends there.
+Memory is freed by the close(2) of its last descriptor, in the calling thread: a tenth of a second and more for each GiB of
+host memory. A server's loop would answer no client during that time, so another thread closes such descriptors.
 
-A dropped object counts as gone at once; where its memory is needed, :meth:`Closer.wait` waits until it is free.
+A dropped object counts as free at once; before its memory is reused, :meth:`Closer.wait` waits for the actual free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGE = 1 << 20
 class _Thread(threading.local):
     """Facts of the current thread. Reading one calls no function, before which a signal handler could run."""
 
-    #: Whether it must not wait, see :meth:`Closer.spare_this_thread`.
+    #: True if it must not block, see :meth:`Closer.spare_this_thread`.
     spared = False
 
 
@@ -34,7 +34,7 @@ THREAD = _Thread()
 
 
 class _Closing(NamedTuple):
-    """A descriptor to be closed. ``file`` is the device and the inode of what it opens."""
+    """A descriptor to be closed. ``file`` is the device and the inode of its file."""
 
     number: int
     file: tuple[int, int]
@@ -43,11 +43,11 @@ class _Closing(NamedTuple):
 
 
 class Closer:
-    """The thread that closes, and the descriptors that it has yet to close."""
+    """The thread that closes, and its pending descriptors."""
 
     def __init__(self) -> None:
         self._thread = FinalizerThread("shared-rpc-closer")
-        #: Closes what other processes sent: it may wait for as long as they like.
+        #: Closes descriptors from other processes, which may block without limit.
         self._stranger = FinalizerThread("shared-rpc-discarder")
         self._discarded: deque[int] = deque()
         #: The first one is being closed.
@@ -56,7 +56,7 @@ class Closer:
 
     @contextmanager
     def spare_this_thread(self) -> Iterator[None]:
-        """Have another thread close the large memory that ends in this one while the block runs. All is closed at its end."""
+        """Close large memory of this thread in another one while the block runs. All is closed at its end."""
         self._thread.start()
         self._stranger.start()
         THREAD.spared = True
@@ -67,7 +67,7 @@ class Closer:
             self.wait()
 
     def submit(self, number: int, nbytes: int, device: str) -> None:
-        """Have a descriptor of memory closed. Safe in a finaliser."""
+        """Queue a descriptor of memory for closing. Safe in a finaliser."""
         status = os.fstat(number)
         self._left.append(_Closing(number, (status.st_dev, status.st_ino), nbytes, device))
         self._thread.submit(self._close_first)
@@ -79,9 +79,9 @@ class Closer:
             self._left.popleft()
 
     def discard(self, fds: list[int]) -> None:
-        """Close descriptors of unknown files, each of which is taken out of the list; not in a thread that must not wait.
+        """Close descriptors of unknown files, removing each from the list; not in a latency-critical thread.
 
-        The last close(2) of large memory takes long, and that of a file whose server is a process waits for that process.
+        The last close(2) of large memory takes long, and that of a file served by a process waits for that process.
         """
         if not THREAD.spared:
             close_all(fds)
@@ -96,14 +96,14 @@ class Closer:
             self._discarded.popleft()
 
     def left(self) -> dict[str, int]:
-        """Sum the bytes that are yet to be freed, by device."""
+        """Sum the bytes of pending frees, by device."""
         nbytes: Counter[str] = Counter()
         for closing in tuple(self._left):
             nbytes[closing.device] += closing.nbytes
         return nbytes
 
     def __len__(self) -> int:
-        """Count the descriptors that are yet to be closed."""
+        """Return the number of descriptors still to be closed."""
         return len(self._left)
 
     def wait(self) -> None:

@@ -1,7 +1,7 @@
-"""Copies of objects in lower tiers: the same bytes at another place, made of segments and made into segments again.
+"""Copies of objects in lower tiers: made from segments, and converted to segments again.
 
-A copy is a segment too: its descriptor keeps it. Host memory and files are copied here, descriptor to descriptor; what needs
-a GPU's driver is :mod:`shared_rpc.memory.gpu_copies`.
+A copy is a segment too: its descriptor keeps it. Host memory and files are copied here, descriptor to descriptor; copies
+that need a GPU driver are in :mod:`shared_rpc.memory.gpu_copies`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from shared_rpc.memory.file_parts import (
 from shared_rpc.memory.segments import Segment, new_segment_id
 from shared_rpc.protocol.records import Mechanism, SegmentInfo, Tier
 
-#: Mechanisms whose bytes need no GPU to be copied.
+#: Mechanisms whose bytes are copied without a GPU.
 ON_HOST: frozenset[Mechanism] = frozenset({"memfd", "file"})
 
-#: Bytes after which a file's disk is waited for.
+#: Number of bytes after which a file is flushed to disk.
 FLUSHED = 256 << 20
 
-#: Called with how many bytes of how many are copied.
+#: Called with the copied and the total bytes.
 Progress = Callable[[int, int], None]
-#: Asked between the steps of a copy, whether it is not wanted any more.
+#: Called between the steps of a copy; returns True to cancel.
 Cancelled = Callable[[], bool]
 
 
@@ -46,14 +46,14 @@ def ignore_progress(done: int, total: int) -> None:
 
 
 class CopyCancelled(Exception):
-    """The copy was not wanted any more; nothing is left of it."""
+    """The copy was cancelled and cleaned up."""
 
 
 class LowerCopy(msgspec.Struct, eq=False):
     """The bytes of a segment in a lower tier. It owns the copy's descriptor.
 
-    ``digest`` has the digests of its parts, where it is a file. ``revision`` is the number of the object's page before the
-    bytes were copied, and is its owner's to set.
+    ``digest`` has the digests of its parts, for a file. ``revision`` is the number of the object's page before the bytes were
+    copied, and is set by the owner.
     """
 
     segment: Segment
@@ -62,16 +62,16 @@ class LowerCopy(msgspec.Struct, eq=False):
     revision: int = 0
 
     def close(self) -> None:
-        """Let the copy go; closing twice is harmless."""
+        """Close the copy. Idempotent."""
         self.segment.close()
 
 
 class CopyOrder(msgspec.Struct, eq=False):
-    """One segment to be copied. What it refers to is borrowed.
+    """One segment to be copied. Its segments are borrowed.
 
-    :param wanted: the segment to be made; for host memory of a GPU's driver, another kind of host memory may be made.
-    :param digest: the digests of the source's parts, where that is a file.
-    :param target: the segment to be written, where it is there already, as a file is, or the memory of an earlier copy.
+    :param wanted: the segment to make; for host memory of a GPU driver, another kind of host memory may be made.
+    :param digest: the digests of the source's parts, for a file.
+    :param target: the segment to write if it exists already, such as a file, or the memory of an earlier copy.
     """
 
     source: Segment
@@ -80,28 +80,28 @@ class CopyOrder(msgspec.Struct, eq=False):
     target: Segment | None = None
 
     def duplicate(self) -> CopyOrder:
-        """Return the same order with segments of its own."""
+        """Return the same order with its own segments."""
         target = self.target.duplicate() if self.target is not None else None
         return CopyOrder(self.source.duplicate(), self.wanted, self.digest, target)
 
     def close(self) -> None:
-        """Close the segments of an order that has its own."""
+        """Close the segments of an order that owns them."""
         self.source.close()
         if self.target is not None:
             self.target.close()
 
 
 class Written(NamedTuple):
-    """A segment with the bytes, and the digests of its parts if it is a file. Whoever gets it owns the segment."""
+    """A segment with the bytes, and the digests of its parts if it is a file. The receiver owns the segment."""
 
     segment: Segment
     digest: bytes
 
 
 class Steps:
-    """Account of a copy that goes on.
+    """Progress of a copy.
 
-    :param total: bytes of all that is to be copied.
+    :param total: total bytes to copy.
     """
 
     def __init__(self, total: int, progress: Progress, cancelled: Cancelled) -> None:
@@ -111,17 +111,17 @@ class Steps:
         self._cancelled = cancelled
 
     def check(self) -> None:
-        """Check that the copy is still wanted.
+        """Check for cancellation.
 
-        :raises CopyCancelled: if it is not.
+        :raises CopyCancelled: if the copy was cancelled.
         """
         if self._cancelled():
             raise CopyCancelled
 
     def count(self, nbytes: int) -> None:
-        """Tell that so many more bytes are copied.
+        """Report ``nbytes`` more copied bytes.
 
-        :raises CopyCancelled: if the copy is not wanted any more.
+        :raises CopyCancelled: if the copy was cancelled.
         """
         self._done += nbytes
         self._progress(self._done, self._total)
@@ -129,7 +129,7 @@ class Steps:
 
 
 def on_host(info: SegmentInfo) -> SegmentInfo:
-    """Return what a new copy of a segment in host memory is to be."""
+    """Return the description for a new copy of a segment in host memory."""
     if info.mechanism in ("memfd", "host_vmm"):
         return info
     return msgspec.structs.replace(info, id=new_segment_id(), access="read_write", mechanism="host_vmm")
@@ -137,7 +137,7 @@ def on_host(info: SegmentInfo) -> SegmentInfo:
 
 @contextmanager
 def closing_all(made: Iterable[Written]) -> Iterator[None]:
-    """Close what was made, if the block fails."""
+    """Close the made segments if the block fails."""
     try:
         yield
     except BaseException:
@@ -146,17 +146,17 @@ def closing_all(made: Iterable[Written]) -> Iterator[None]:
 
 
 def close_written(made: Iterable[Written]) -> None:
-    """Close segments that nothing takes."""
+    """Close segments without a receiver."""
     for one in made:
         one.segment.close()
 
 
 def copy_on_host(orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-    """Copy host memory to files, and files to host memory. From any thread; it holds the interpreter's lock for no step.
+    """Copy host memory to files, and files to host memory. From any thread; no step holds the interpreter's lock.
 
     :raises CapabilityError: if there is too little memory.
-    :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written.
-    :raises CopyCancelled: if it is not wanted any more.
+    :raises RecordError: with reason ``"damaged"`` if a file differs from the written bytes.
+    :raises CopyCancelled: on cancellation.
     """
     made: dict[int, Written] = {}
     read: dict[Part, CopyOrder] = {}
@@ -186,7 +186,7 @@ def _host_segment(wanted: SegmentInfo) -> Segment:
 
 @contextmanager
 def reading(source: Segment) -> Iterator[None]:
-    """Turn an error of the file system into one that says what could not be read."""
+    """Convert an error of the file system to one that names the unreadable source."""
     try:
         yield
     except OSError as error:
@@ -198,7 +198,7 @@ def reading(source: Segment) -> Iterator[None]:
 
 @contextmanager
 def writing(wanted: SegmentInfo) -> Iterator[None]:
-    """Turn an error of the file system into one that says what could not be written."""
+    """Convert an error of the file system to one that names the unwritable target."""
     try:
         yield
     except OSError as error:
@@ -209,7 +209,7 @@ def writing(wanted: SegmentInfo) -> Iterator[None]:
 
 
 def parts_of(order: CopyOrder, target: Segment, place: int, memory: int = -1) -> list[Part]:
-    """Return the parts of the file that an order copies from or to, for a GPU's address or an offset in host memory."""
+    """Return the parts of the file of an order, for a GPU's address or an offset in host memory."""
     nbytes = order.wanted.nbytes
     file = target if order.wanted.mechanism == "file" else order.source
     return [
@@ -226,10 +226,10 @@ def parts_of(order: CopyOrder, target: Segment, place: int, memory: int = -1) ->
 
 
 def read_files(parts: Mapping[Part, CopyOrder], carrier: Callable[[], AbstractContextManager[Carrier]], steps: Steps) -> None:
-    """Read the parts of copies in files, each with the order that it belongs to.
+    """Read the parts of copies in files, each with its order.
 
-    :raises RecordError: if a copy cannot be read, or does not have the bytes that were written.
-    :raises CopyCancelled: if the copies are not wanted any more.
+    :raises RecordError: if a copy cannot be read, or differs from the written bytes.
+    :raises CopyCancelled: on cancellation.
     """
     try:
         read_parts(list(parts), carrier, lambda part: steps.count(part.nbytes))
@@ -251,12 +251,12 @@ def write_files(
     carrier: Callable[[], AbstractContextManager[Carrier]],
     steps: Steps,
 ) -> None:
-    """Write copies to files, each part with the order that it belongs to, until the disk has them.
+    """Write copies to files, each part with its order, until they are on the disk.
 
     :param made: the files, by the id of their orders; they get their digests.
-    :raises CapabilityError: if the disk refuses something.
+    :raises CapabilityError: if the disk refuses a write.
     :raises RecordError: if memory cannot be read.
-    :raises CopyCancelled: if the copies are not wanted any more.
+    :raises CopyCancelled: on cancellation.
     """
     digests: dict[Part, bytes] = {}
     unflushed = 0
@@ -286,4 +286,4 @@ def write_files(
     for number, found in by_order.items():
         made[number] = Written(made[number].segment, b"".join(found))
     for order in {id(order): order for order in parts.values()}.values():
-        flush(order)  # what the disk refuses is noticed while the memory is still there
+        flush(order)  # errors of the disk are detected while the memory still exists

@@ -27,7 +27,7 @@ def device_id(device: str) -> str:
     ``"auto"`` is the current CUDA device where ``torch.cuda.is_available()``, else the host.
 
     :raises ConfigurationError: for anything else.
-    :raises CapabilityError: for a GPU that is not there.
+    :raises CapabilityError: for a GPU that does not exist.
     """
     check_name(device)
     if device == "cpu" or device.startswith("GPU-"):
@@ -48,7 +48,7 @@ def device_id(device: str) -> str:
 
 
 def check_name(device: str) -> None:
-    """Raise :class:`ConfigurationError` for a text that cannot name a device, see :func:`device_id`. It looks at no GPU."""
+    """Raise :class:`ConfigurationError` for an invalid name of a device, see :func:`device_id`. Accesses no GPU."""
     kind, _, index = device.partition(":")
     if device in ("auto", "cpu", "cuda") or device.startswith("GPU-"):
         return
@@ -74,7 +74,7 @@ def device_tag(device: str) -> str:
 
 @functools.cache
 def torch_device(device: str) -> torch.device:
-    """Return the device of tensors over memory of that device: for a GPU that is not visible here the peer that reaches it."""
+    """Return the device of tensors over memory of that device: for a GPU that is not visible here a peer with access to it."""
     import torch
 
     if device == "cpu":
@@ -85,9 +85,9 @@ def torch_device(device: str) -> torch.device:
 
 
 def devices_of(device: str) -> tuple[str, ...]:
-    """Return the ids of the devices that a server of ``device`` makes memory on.
+    """Return the ids of the devices on which a server of ``device`` allocates memory.
 
-    A GPU's server: every GPU that its process sees, and the host. The host's: the host alone, so that it never loads CUDA.
+    A GPU's server: every GPU visible to its process, and the host. The host's: only the host, so that it never loads CUDA.
     """
     if device == "cpu":
         return ("cpu",)
@@ -111,7 +111,7 @@ def facts_of(device: str) -> DeviceSpec:
 
 
 def free_bytes(device: str) -> int | None:
-    """Return the free bytes of a device, None if they are not known."""
+    """Return the free bytes of a device, None if unknown."""
     if device != "cpu":
         return cast("CudaBackend", backend_for(device)).free_bytes()
     with open("/proc/meminfo", encoding="ascii") as file:

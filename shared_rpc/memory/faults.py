@@ -1,17 +1,16 @@
-"""Report of a process that writes to host memory that it may only read, or touches that of a suspended object.
+"""Report of invalid accesses to shared host memory: writes to read-only memory, and accesses to that of a suspended object.
 
-The kernel ends it by SIGSEGV, which by itself says nothing. From the first such range on, a handler of that signal
-writes to standard error what was touched, and where from; then it puts the earlier handler in its place and returns, so that
-the instruction faults again and the process ends as it would have: by that signal, at that place. A fault anywhere else is the
-earlier handler's too, and nothing is said of it.
+The kernel ends the process by SIGSEGV, without an explanation. From the first such range on, a handler of that signal writes
+the accessed memory and the place in the code to standard error; then it restores the earlier handler and returns, so that the
+instruction faults again and the process ends as it would have: by that signal, at that place. Other faults are left to the
+earlier handler, without a report.
 
-The handler is Python, entered by ctypes, which waits for the GIL. torch's operations do without it while they work, in threads
-of their own too, so that it is to be had then. It is not where foreign code keeps it and waits for a thread of its own that
-faults: that process waits too, where it would have ended. No handler that is not compiled for the purpose can do better, for
-there is none of libc's or Python's own that looks at the address.
+The handler is Python, entered by ctypes, which waits for the GIL. torch's operations release it, in their own threads too, so
+it is available then. It is not if foreign code keeps it and waits for one of its threads that faults: that process hangs
+instead of ending. Only a compiled handler could do better: neither libc nor Python has one that checks the address.
 
-The handler uses the stack that it finds: a signal stack, as that of faulthandler, is too small for Python, and since 3.14 taken
-for an overflow. A thread that has overflowed its own is ended by the kernel at once.
+The handler uses the present stack: a signal stack, such as faulthandler's, is too small for Python, and since 3.14 taken for
+an overflow. A thread that has overflowed its own is ended by the kernel at once.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from shared_rpc.lifecycle import finalizer
 
 
 class WatchedRange(NamedTuple):
-    """Memory of this process that it may only read: ``nbytes`` bytes at ``address``, and a function that describes it.
+    """Read-only memory of this process: ``nbytes`` bytes at ``address``, and a function that describes it.
 
-    With ``vacated`` it may not be touched at all, until the object in it is resumed.
+    With ``vacated`` it must not be accessed at all, until its object is resumed.
     """
 
     address: int
@@ -54,7 +53,7 @@ def _address_of(place: WatchedRange) -> int:
 
 
 def watch(place: WatchedRange) -> None:
-    """Report faults in the range from now on, in place of what was said of it before."""
+    """Report faults in the range from now on, with the latest description."""
     global _places
     with _changing:
         others = tuple(other for other in _places if other.address != place.address)
@@ -64,7 +63,7 @@ def watch(place: WatchedRange) -> None:
 
 
 def unwatch(address: int) -> None:
-    """Forget a range."""
+    """Stop reporting faults in a range."""
     global _places
     with _changing:
         _places = tuple(place for place in _places if place.address != address)
@@ -95,14 +94,14 @@ _raise = _libc["raise"]
 _SA_SIGINFO = 4
 #: siginfo_t of 64-bit Linux: si_code, then from a process si_pid, from the kernel si_addr.
 _CODE, _PID, _ADDRESS = 8, 16, 16
-#: Mapped, and not for this (SEGV_ACCERR), as a vacated range is too; sent with raise(3) or pthread_kill(3) (SI_TKILL).
+#: Mapped without permission (SEGV_ACCERR), like a vacated range; sent with raise(3) or pthread_kill(3) (SI_TKILL).
 _FORBIDDEN, _RAISED = 2, -6
 #: Seconds for which other faulting threads wait for the report of the first one.
 _PATIENCE = 5.0
 _STDERR = 2
 #: A thread of this package that never writes to shared memory.
 _FINALIZER = finalizer.__file__
-#: Reported frames of a thread, and places.
+#: Maximum number of reported frames of a thread, and of places.
 _FRAMES, _PLACES = 64, 8
 _ADVICE = (
     "  what to do: write to a copy (tensor.clone(), copy.deepcopy(module)), or share it with access='read_write'. Functions\n"
@@ -115,7 +114,7 @@ _ADVICE_VACATED = (
 
 
 class _Handler:
-    """The signal's action: ours, and the one before it."""
+    """The signal's action: ours, and the previous one."""
 
     def __init__(self) -> None:
         self._function = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._on_fault)
@@ -126,7 +125,7 @@ class _Handler:
         self._turn = fork_safe_lock()
 
     def install(self) -> None:
-        """Take the signal: the first time, and where its default has come back. A handler that replaced ours stays."""
+        """Install the handler: the first time, and after a reset to the default. A handler that replaced ours stays."""
         present = _SigAction()
         _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
         if self._earlier is None:
@@ -140,7 +139,7 @@ class _Handler:
         _libc.sigaction(signal.SIGSEGV, ctypes.byref(action), None)
 
     def remove(self) -> None:
-        """Give the signal back, where it is ours."""
+        """Restore the previous action, if the present one is ours."""
         present = _SigAction()
         _libc.sigaction(signal.SIGSEGV, None, ctypes.byref(present))
         if present.handler == self._address:
@@ -156,7 +155,7 @@ class _Handler:
         ours = self._turn.acquire(timeout=_PATIENCE)
         try:
             if self._in_place:
-                _tell(info)
+                _handle(info)
         finally:
             self._give_back()
             if ours:
@@ -169,7 +168,7 @@ def _code_of(info: int) -> int:
     return ctypes.c_int.from_address(info + _CODE).value
 
 
-def _tell(info: int) -> None:
+def _handle(info: int) -> None:
     if _code_of(info) == _FORBIDDEN:
         address = ctypes.c_size_t.from_address(info + _ADDRESS).value
         place = _place_of(address)
@@ -205,7 +204,7 @@ def _hint() -> str:
 
 
 def _where() -> Iterator[str]:
-    """Yield the lines of Python that this thread is in; if there are none those of all threads, one of which waits for it."""
+    """Yield the Python stack of this thread; if it has none, those of all threads, one of which waits for it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""Parts of files that are read into shared memory and written from it, in several threads, digests computed on the way.
+"""Parts of files that are read into shared memory and written from it, in several threads, with digests.
 
-Files are read with read(2), and not mapped: a file that is truncated during the read is an error here, and would end the
-process there (SIGBUS). Host memory is written with write(2): to pages that have not been touched it takes half the time of a
-store, for which the kernel first clears each page in a fault of its own.
+Files are read with read(2), and not mapped: a truncated file is an error here, and would end the process there (SIGBUS). Host
+memory is written with write(2): for untouched pages it takes half the time of stores, for which the kernel first clears
+each page in a fault.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from shared_rpc.memory.segments import gpu_support
 if TYPE_CHECKING:
     from shared_rpc.memory.mapping import Mapping
 
-#: Bytes that a thread carries at a time: they are in the processor's cache still when they are hashed and copied.
+#: Bytes that a thread transfers at a time: they are still in the processor's cache when they are hashed and copied.
 STEP = 4 << 20
-#: Bytes of a part, which has a digest of its own; and bytes of a digest.
+#: Bytes of a part, which has its own digest; and bytes of a digest.
 PART = 64 << 20
 DIGEST = 16
-#: Threads that carry parts, where the caller does not say how many.
+#: Default number of threads.
 THREADS = 8
 
 
 class Part(NamedTuple):
-    """Bytes of a file, and their place in memory.
+    """A range of a file, and its place in memory.
 
     :param file: descriptor of the file.
-    :param offset: of the bytes in it.
-    :param place: an address; or the offset in host memory that has a descriptor.
+    :param offset: offset of the range in the file.
+    :param place: an address; or the offset in host memory with a descriptor.
     :param memory: that descriptor, -1 for none.
-    :param digest: xxh3_128 of the bytes, if it is known.
+    :param digest: xxh3_128 of the bytes, if known.
     """
 
     file: int
@@ -52,9 +52,9 @@ class Part(NamedTuple):
 
 
 class PartError(Exception):
-    """A part whose file cannot be read or written, or whose bytes are not those of its digest.
+    """A part whose file cannot be read or written, or whose bytes do not match the digest.
 
-    :param problem: None for a wrong digest; its ``errno`` is 0 where the file ends too early.
+    :param problem: None for a wrong digest; its ``errno`` is 0 if the file ends too early.
     """
 
     def __init__(self, part: Part, problem: OSError | None) -> None:
@@ -64,17 +64,17 @@ class PartError(Exception):
 
 
 class SourceError(PartError):
-    """A part that cannot be written, because the memory that it is to have the bytes of cannot be read."""
+    """A part that cannot be written, because its source memory cannot be read."""
 
 
 class Carrier(Protocol):
-    """The way between files and memory of one kind, for one thread."""
+    """Transfers between files and memory of one kind, for one thread."""
 
     def buffer(self) -> memoryview:
-        """Return memory for the next bytes of a file; what was in it earlier is where it was to be."""
+        """Return memory for the next bytes of a file; its earlier content was transferred."""
 
     def store(self, place: int, memory: int, data: memoryview, /) -> None:
-        """Have bytes that are in the buffer written to their place, see :class:`Part`."""
+        """Write bytes in the buffer to their place, see :class:`Part`."""
 
     def finish(self) -> None:
         """Wait until all bytes are in their places."""
@@ -84,7 +84,7 @@ class Carrier(Protocol):
 
 
 class _HostCarrier:
-    """The way between files and host memory."""
+    """Transfers between files and host memory."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(STEP))
@@ -113,12 +113,12 @@ class _HostCarrier:
 
 @contextmanager
 def host_carrier() -> Iterator[Carrier]:
-    """Yield the way to host memory."""
+    """Yield a carrier for host memory."""
     yield _HostCarrier()
 
 
 def carrier_of(device: str) -> Callable[[], AbstractContextManager[Carrier]]:
-    """Return what makes a thread's way to the memory of a device.
+    """Return the factory of a thread's carrier for the memory of a device.
 
     :param device: ``"cpu"`` or a GPU's id.
     """
@@ -130,7 +130,7 @@ def carrier_of(device: str) -> Callable[[], AbstractContextManager[Carrier]]:
 
 
 def place_in(mapping: Mapping, offset: int) -> tuple[int, int]:
-    """Return a :class:`Part`'s ``place`` and ``memory`` for an offset in a mapping, which is to outlive the carrying."""
+    """Return a :class:`Part`'s ``place`` and ``memory`` for an offset in a mapping, which must outlive the transfer."""
     if mapping.info.device == "cpu" and mapping.descriptor is not None:
         return offset, mapping.descriptor.fileno()
     return mapping.address + offset, -1
@@ -144,11 +144,11 @@ def read_parts(
 ) -> None:
     """Read parts of files into memory.
 
-    No thread reads any more when this returns or raises.
+    No thread reads any more on return or error.
 
-    :param carrier: makes the way of a thread to the memory, in that thread.
-    :param done: called in this thread for each part whose bytes are in their place, in the order in which they came to be
-        there; what it raises ends the reading after each thread's step.
+    :param carrier: creates a thread's carrier, in that thread.
+    :param done: called in this thread for each transferred part, in the order of completion; its exception ends the
+        reading after each thread's step.
     :raises PartError: if a part cannot be read, or is damaged.
     :raises OSError: if host memory cannot be written to, because there is too little.
     """
@@ -161,9 +161,9 @@ def write_parts(
     done: Callable[[Part, bytes], None],
     threads: int = THREADS,
 ) -> None:
-    """Write bytes in memory to parts of files; ``digest`` of the parts is ignored. The rest is as with :func:`read_parts`.
+    """Write bytes in memory to parts of files; ``digest`` of the parts is ignored. Otherwise like :func:`read_parts`.
 
-    :param done: called with each part that is written, and the digest of the bytes that were.
+    :param done: called with each written part, and the digest of its written bytes.
     :raises PartError: if a part cannot be written; :class:`SourceError` if its memory cannot be read.
     """
     _carry(parts, carrier, _write, done, threads)
@@ -176,9 +176,9 @@ def _carry(
     done: Callable[[Part, bytes], None],
     count: int,
 ) -> None:
-    """Carry parts in several threads.
+    """Transfer parts in several threads.
 
-    :param carry: carries one, and returns the digest of its bytes, or None if it was to stop before the end.
+    :param carry: transfers one, and returns the digest of its bytes, or None if it was stopped before the end.
     """
     todo, carried = deque(parts), SimpleQueue[tuple[Part, bytes] | BaseException]()
     stop = threading.Event()
@@ -194,7 +194,7 @@ def _carry(
                     digest = carry(part, way, stop)
                     if digest is not None:
                         carried.put((part, digest))
-        except BaseException as error:  # it is raised where the parts are waited for
+        except BaseException as error:  # it is raised by the thread that waits for the parts
             carried.put(error)
 
     threads = [
@@ -218,7 +218,7 @@ def _carry(
 
 
 def _read(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
-    """Read one part; its digest is computed where one is expected."""
+    """Read one part; compute its digest if one is expected."""
     found = xxhash.xxh3_128() if part.digest is not None else None
     for start in range(0, part.nbytes, STEP):
         if stop.is_set():
@@ -240,7 +240,7 @@ def _read(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
 
 
 def _write(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
-    """Write one part. The digest is that of the very bytes that are written: others may write to the memory meanwhile."""
+    """Write one part. The digest is that of the bytes actually written: other processes may write to the memory meanwhile."""
     found, offset = xxhash.xxh3_128(), part.offset
     pieces = carrier.pieces(part.place, part.memory, part.nbytes)
     while True:
@@ -261,9 +261,9 @@ def _write(part: Part, carrier: Carrier, stop: threading.Event) -> bytes | None:
 
 
 def read_exactly(fd: int, piece: memoryview, offset: int) -> None:
-    """Read so many bytes as are wanted.
+    """Fill a buffer from a file.
 
-    :raises OSError: also if there are fewer, with the number 0.
+    :raises OSError: also if the file is too short, with errno 0.
     """
     done = 0
     while done < len(piece):
@@ -281,7 +281,7 @@ def write_exactly(fd: int, piece: memoryview, offset: int) -> None:
 
 
 def digest(*pieces: bytes | memoryview) -> bytes:
-    """Return the xxh3_128 of some bytes after one another."""
+    """Return the xxh3_128 of concatenated bytes."""
     found = xxhash.xxh3_128()
     for piece in pieces:
         found.update(piece)

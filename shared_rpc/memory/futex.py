@@ -21,23 +21,23 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-#: A word of this process for which no thread waits.
-_nobodys = ctypes.c_uint32()
+#: A word of this process without waiters.
+_unused_word = ctypes.c_uint32()
 
 
 def supported() -> None:
-    """Return if this machine is known here.
+    """Check that futex(2) is supported on this machine.
 
-    :raises CapabilityError: if not.
+    :raises CapabilityError: if it is not.
     """
     if _NUMBER is None:
         raise CapabilityError(f"revisions need futex(2), whose number on {platform.machine()!r} machines is unknown here")
 
 
 def wait(address: int, word: int, seconds: float) -> None:
-    """Wait until the 32-bit word at ``address`` is not ``word``, for ``seconds`` at most; it may end for no reason.
+    """Wait until the 32-bit word at ``address`` is not ``word``, for ``seconds`` at most; spurious returns are possible.
 
-    Other threads go on.
+    Other threads continue.
     """
     whole = int(seconds)
     limit = _Timespec(whole, int((seconds - whole) * 1e9))
@@ -45,7 +45,7 @@ def wait(address: int, word: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all threads that wait for the word, in any process. A full memory barrier, as :func:`fence`."""
+    """Wake all threads that wait for the word, in any process. A full memory barrier, like :func:`fence`."""
     _call(address, _WAKE, _ALL, None)
 
 
@@ -55,7 +55,7 @@ def fence() -> None:
     Waking must see new waiters, so the kernel begins it with a full barrier on every machine (``hb_waiters_pending`` in
     kernel/futex). Neither Python nor ctypes has another one.
     """
-    _call(ctypes.addressof(_nobodys), _WAKE | _PRIVATE, 1, None)
+    _call(ctypes.addressof(_unused_word), _WAKE | _PRIVATE, 1, None)
 
 
 def _call(address: int, operation: int, value: int, limit: object) -> int:

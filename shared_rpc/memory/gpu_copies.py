@@ -1,7 +1,7 @@
-"""Copies that a GPU's driver makes: between a GPU, host memory and files.
+"""Copies by a GPU's driver: between a GPU, host memory and files.
 
-Memory is made and mapped while what was made before is copied. Host memory stays mapped until the copy is reported as dropped:
-mapping it takes as long as copying it (measured on an H200: 0.3 s for 8 GiB).
+Allocating and mapping overlaps with copying. Host memory stays mapped until the copy is reported as dropped: mapping it takes
+as long as copying it (measured on an H200: 0.3 s for 8 GiB).
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ _KEPT: frozenset[Mechanism] = frozenset({"host_vmm", "memfd"})
 
 
 class _Mapped(msgspec.Struct, eq=False):
-    """Host memory that is mapped for a GPU, for who copies now and for the next time."""
+    """Host memory mapped for a GPU, for present and later copies."""
 
     address: int
     unmap: Callable[[], None]
     users: int = 0
-    #: Whether the copy is gone, so that the last user unmaps it.
+    #: True if the copy was dropped, so that the last user unmaps it.
     forgotten: bool = False
 
 
 class GpuCopies:
-    """Copies of objects of this process's GPUs. From any thread; copies of several threads run side by side."""
+    """Copies of objects of this process's GPUs. From any thread; copies of several threads run concurrently."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._mapped: dict[tuple[str, str], _Mapped] = {}
-        #: GPUs whose driver makes no host memory.
+        #: GPUs whose driver cannot allocate host memory.
         self._without: set[str] = set()
 
     def copy(self, orders: Sequence[CopyOrder], steps: Steps) -> list[Written]:
-        """Make the ordered segments, those of each GPU after one another.
+        """Make the ordered segments, those of each GPU in sequence.
 
         :raises CapabilityError: if there is too little memory, or the driver fails.
-        :raises RecordError: with reason ``"damaged"`` if a file does not have the bytes that were written, or ``"unreadable"``
-            if a copy cannot be read or mapped.
-        :raises CopyCancelled: if the copies are not wanted any more.
+        :raises RecordError: with reason ``"damaged"`` if a file differs from the written bytes, or ``"unreadable"`` if a copy
+            cannot be read or mapped.
+        :raises CopyCancelled: on cancellation.
         """
         by_gpu: dict[str, list[CopyOrder]] = {}
         for order in orders:
@@ -93,7 +93,7 @@ class GpuCopies:
             raise CapabilityError(f"cannot copy memory of GPU {uuid}: {error}") from error
 
     def _copy(self, order: CopyOrder, uuid: str, stream: Stream, made: dict[int, Written], steps: Steps) -> None:
-        """Make one segment, and queue its bytes."""
+        """Make one segment, and queue the copy of its bytes."""
         stream.finish()
         steps.check()
         target = self._target(order, uuid, made)
@@ -106,7 +106,7 @@ class GpuCopies:
     def _parts(
         self, orders: Sequence[CopyOrder], uuid: str, stream: Stream, made: dict[int, Written], steps: Steps
     ) -> dict[Part, CopyOrder]:
-        """Make what is ordered of files or of segments; return the parts, whose memory is mapped until the stream finishes."""
+        """Make the segments copied from or to files; return the parts, whose memory is mapped until the stream finishes."""
         parts: dict[Part, CopyOrder] = {}
         for order in orders:
             steps.check()
@@ -116,7 +116,7 @@ class GpuCopies:
         return parts
 
     def _target(self, order: CopyOrder, uuid: str, made: dict[int, Written]) -> Segment:
-        """Return the segment that an order's bytes go to."""
+        """Return the target segment of an order."""
         target = order.target.duplicate() if order.target is not None else self._create(order.wanted, uuid)
         made[id(order)] = Written(target, b"")
         return target
@@ -129,7 +129,7 @@ class GpuCopies:
         return segment
 
     def _create_host_memory(self, wanted: SegmentInfo, uuid: str) -> Segment:
-        """Make host memory by the driver, or by the kernel where the driver makes none."""
+        """Allocate host memory by the driver, or by the kernel if the driver cannot."""
         if uuid not in self._without:
             try:
                 backend = backend_for(uuid, "host_vmm")
@@ -149,7 +149,7 @@ class GpuCopies:
     def _map(self, segment: Segment, uuid: str, stream: Stream, *, keep: bool) -> int:
         """Map a segment until the stream's copy has ended, and return its address.
 
-        :param keep: whether host memory stays mapped, until its copy is gone.
+        :param keep: True to keep host memory mapped until its copy is dropped.
         """
         info = segment.info
         if info.mechanism not in _KEPT:
@@ -177,7 +177,7 @@ class GpuCopies:
             mapped.unmap()
 
     def forget(self, copies: Sequence[str]) -> None:
-        """Unmap host memory of copies that are gone; this may take as long as it took to map it."""
+        """Unmap host memory of dropped copies; this may take as long as mapping it."""
         gone = set(copies)
         with self._lock:
             found = [(key, mapped) for key, mapped in self._mapped.items() if key[0] in gone]
@@ -199,7 +199,7 @@ def _gpu_of(order: CopyOrder) -> str:
     return devices[0]
 
 
-#: Codes of a driver for a descriptor that is not the memory it is said to be; driver 580 answers UNKNOWN to any other file.
+#: Codes of a driver for a descriptor of the wrong kind of memory; driver 580 answers UNKNOWN to any other file.
 _STRANGE = (
     driver.CUresult.CUDA_ERROR_INVALID_VALUE,
     driver.CUresult.CUDA_ERROR_INVALID_HANDLE,
@@ -209,9 +209,9 @@ _STRANGE = (
 
 @contextmanager
 def _mapping_a_copy(order: CopyOrder) -> Iterator[None]:
-    """Turn the error for a copy that no process can map into one that says that it is lost.
+    """Convert the error for a copy that no process can map to one that reports its loss.
 
-    A driver that lacks memory, or fails as a whole, says nothing of the copy.
+    Lack of memory, or a failed driver, does not indicate a lost copy.
     """
     try:
         yield
@@ -231,14 +231,14 @@ def _mapping_a_copy(order: CopyOrder) -> Iterator[None]:
 
 
 def _map_host_memory(segment: Segment, uuid: str) -> _Mapped:
-    """Map host memory so that the GPU copies to and from it. Its context is current."""
+    """Map host memory for copies by the GPU, whose context is current."""
     fd, nbytes = segment.fileno(), segment.info.nbytes
     if segment.info.mechanism == "host_vmm":
         backend = backend_for(uuid, "host_vmm")
         address = backend.map(fd, nbytes, "read_write")
         return _Mapped(address, functools.partial(backend.unmap, address, nbytes))
     address = HOST.map(fd, nbytes, "read_write")
-    # Where the driver does not pin it, the driver copies through memory of its own.
+    # If the driver does not pin it, the driver copies through memory of its own.
     pinned = driver.cuMemHostRegister(address, nbytes, PORTABLE)[0] == driver.CUresult.CUDA_SUCCESS
 
     def unmap() -> None:

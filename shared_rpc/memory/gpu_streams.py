@@ -1,5 +1,5 @@
-"""Streams of a GPU on which memory is copied, apart from torch's: by the driver alone, so that a process without torch has
-them."""
+"""Streams of a GPU for copies, separate from torch's: by the driver alone, for processes without
+torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuda.bindings import driver
 from shared_rpc.memory.backends.cuda import CudaBackend, DriverError, check, relaxed_captures
 from shared_rpc.memory.backends.host import HOST
 
-#: Copies that are queued at once: while one runs, what the next one needs is made, or read.
+#: Number of queued copies: while one runs, the next one is prepared or read.
 STREAMS = 2
 #: CU_MEMHOSTREGISTER_PORTABLE and CU_MEMHOSTALLOC_PORTABLE (cuda.h): every context of the process may use the memory.
 PORTABLE = 1
@@ -27,16 +27,16 @@ def gpu(uuid: str) -> CudaBackend:
 
 
 class _Buffer(NamedTuple):
-    """Host memory that the driver has pinned, between a GPU and a file."""
+    """Host memory pinned by the driver, between a GPU and a file."""
 
     address: int
     view: memoryview
 
 
 class Stream:
-    """A stream of a GPU, with what its queued copy needs. The GPU's context is current.
+    """A stream of a GPU, with the resources of its queued copy. The GPU's context is current.
 
-    :param nbytes: of its buffer.
+    :param nbytes: size of its buffer.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -63,15 +63,15 @@ class Stream:
         check(driver.cuStreamSynchronize(self.handle))
 
     def holds(self, release: Callable[[], None]) -> None:
-        """Have something called when the queued copies have ended."""
+        """Call a function when the queued copies have ended."""
         self._held.append(release)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Have something called when the queued copies have succeeded."""
+        """Call a function when the queued copies have succeeded."""
         self._then = call
 
     def finish(self) -> None:
-        """Wait for the queued copies, and let go of what they needed."""
+        """Wait for the queued copies, and release their resources."""
         self.wait()
         self._release()
         then, self._then = self._then, None
@@ -83,8 +83,8 @@ class Stream:
             self._held.pop()()
 
     def close(self) -> None:
-        """End the stream, whatever has become of its copies."""
-        with suppress(DriverError):  # of the copies, or of a context that is broken
+        """End the stream, whether or not its copies succeeded."""
+        with suppress(DriverError):  # of the copies, or of a broken context
             self.wait()
         while self._held:
             with suppress(DriverError):
@@ -96,7 +96,7 @@ class Stream:
 
 @contextmanager
 def streams_of(uuid: str, nbytes: int = 0) -> Iterator[list[Stream]]:
-    """Yield streams of a GPU, whose context is current in the block, with buffers of so many bytes."""
+    """Yield streams of a GPU, whose context is current in the block, with buffers of ``nbytes`` bytes."""
     with gpu(uuid).current(), relaxed_captures(), ExitStack() as stack:
         streams = []
         for _ in range(STREAMS):
@@ -106,7 +106,7 @@ def streams_of(uuid: str, nbytes: int = 0) -> Iterator[list[Stream]]:
 
 
 class _GpuCarrier:
-    """The way between files and a GPU: while the bytes in one buffer are copied by the GPU, the other one is used."""
+    """Transfers between files and a GPU, double-buffered: the GPU copies one buffer while the other one is in use."""
 
     def __init__(self, streams: list[Stream], step: int) -> None:
         self._streams = deque(streams)
@@ -143,9 +143,9 @@ class _GpuCarrier:
 
 @contextmanager
 def gpu_carrier(uuid: str, step: int) -> Iterator[_GpuCarrier]:
-    """Yield the way between files and a GPU, whose memory is mapped, for writing where files are read.
+    """Yield a carrier for a GPU, whose memory is mapped, writable for reading files.
 
-    :param step: bytes that are carried at a time.
+    :param step: bytes transferred at a time.
     """
     with streams_of(uuid, step) as streams:
         yield _GpuCarrier(streams, step)

@@ -1,7 +1,7 @@
 """Pools: memory for the tensors of single calls.
 
 A pool belongs to one side of one session, and is mapped by the other side, its reader, once. Blocks are copied into *chunks* of
-its *arenas*; a chunk is used again when the reader has given it back. How that is reported is not known here.
+its *arenas*; a chunk is reused when the reader has returned it. The transport of that report is not known here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shared_rpc.memory.segments import Segment
 class PoolOptions:
     """Sizes of the pools of a session, in bytes: one for arguments, one for results, for each device.
 
-    A pool begins with an arena of ``initial`` bytes and doubles as it needs to, up to ``limit``. Memory larger than a
-    quarter of the limit has a segment of its own. ``limit=0``: everything has.
+    A pool begins with an arena of ``initial`` bytes and doubles on demand, up to ``limit``. Memory larger than a quarter of the
+    limit has its own segment. With ``limit=0`` all memory has.
 
-    :raises ConfigurationError: for sizes that make no pool.
+    :raises ConfigurationError: for invalid sizes.
     """
 
     initial: int = 4 << 20
@@ -38,7 +38,7 @@ class PoolOptions:
 
 
 class PoolClosed(Exception):
-    """Use of a pool whose session has ended."""
+    """Use of a pool after the end of its session."""
 
 
 class PoolFull(Exception):
@@ -51,7 +51,7 @@ class PoolFull(Exception):
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """``nbytes`` bytes at ``offset`` of an arena. ``purpose`` describes them for people.
+    """``nbytes`` bytes at ``offset`` of an arena. ``purpose`` describes them for error texts.
 
     It is free again when it has been released as often as it was retained.
     """
@@ -66,7 +66,7 @@ class Chunk:
 
 @dataclass(eq=False, slots=True)
 class Arena:
-    """Segment of a pool. A reference to one of its chunks keeps it mapped, even if the pool is closed."""
+    """A segment of a pool. A reference to one of its chunks keeps it mapped, even if the pool is closed."""
 
     hold: MappingHold
     mapping: Mapping
@@ -81,20 +81,20 @@ class Pool:
 
     def __init__(self, options: PoolOptions, what: str) -> None:
         self.options = options
-        #: Bytes of the largest block that is taken from the pool.
+        #: Maximum bytes of a block in the pool.
         self.largest = options.limit // 4
         self._what = what
         self._lock = threading.Lock()
         self._arenas: dict[str, list[Arena]] = {}
         self._chunks: dict[int, Chunk] = {}
-        #: Chunk numbers of different pools differ: a number that arrives in a wrong session frees nothing there.
+        #: Chunk numbers of different pools differ: a number received in a wrong session frees nothing there.
         self._numbers = itertools.count(secrets.randbits(42) << 20)
         self._closed = False
         #: Bytes of all chunks in use.
         self.taken = 0
         #: Number of chunks freed so far: shows whether another attempt can succeed.
         self.frees = 0
-        #: Callbacks of those who wait for the next free chunk.
+        #: Callbacks that wait for the next free chunk.
         self._waiting: list[Callable[[], object]] = []
 
     def acquire(self, device: str, sizes: Sequence[int], purpose: str) -> list[Chunk]:
@@ -102,7 +102,7 @@ class Pool:
 
         :raises PoolFull: if there is too little free memory for them.
         :raises PoolClosed: if the session has ended.
-        :raises CapabilityError: if the device has not enough memory for a larger pool.
+        :raises CapabilityError: if the device has too little memory for a larger pool.
         """
         chunks: list[Chunk] = []
         with self._lock:
@@ -119,7 +119,7 @@ class Pool:
         return chunks
 
     def acquire_one(self, device: str, nbytes: int, purpose: str) -> Chunk:
-        """Take a single chunk: :meth:`acquire` for a number of bytes that is aligned."""
+        """Return a single chunk: :meth:`acquire` for an aligned number of bytes."""
         with self._lock:
             if self._closed:
                 raise PoolClosed(f"{self._what} was closed with its session")
@@ -165,7 +165,7 @@ class Pool:
         )
 
     def retain(self, numbers: Iterable[int]) -> list[Chunk]:
-        """Hold chunks that are in use once more, all or none; return none if one of them is not in use."""
+        """Add a hold on chunks in use, all or none; return none if one of them is not in use."""
         with self._lock:
             chunks = [self._chunks.get(number) for number in numbers]
             held = [chunk for chunk in chunks if chunk is not None]
@@ -176,7 +176,7 @@ class Pool:
             return held
 
     def release(self, numbers: Iterable[int]) -> int:
-        """Give chunks back; return how many became free. Numbers that are not in use are passed over."""
+        """Release chunks; return how many became free. Numbers not in use are ignored."""
         freed = 0
         with self._lock:
             for number in numbers:
@@ -194,7 +194,7 @@ class Pool:
     def notify(self, wake: Callable[[], object], frees: int) -> None:
         """Call ``wake`` once, when the pool is closed or has freed a chunk since :attr:`frees` was ``frees``, perhaps now.
 
-        It is called from any thread, under the pool's lock: it may only signal.
+        It is called from any thread, under the pool's lock: it must only signal.
         """
         with self._lock:
             self._waiting.append(wake)
@@ -217,7 +217,7 @@ class Pool:
         chunk.arena.extents.release(chunk.offset, chunk.nbytes)
 
     def segment(self, segment_id: str) -> Segment | None:
-        """Return the segment of an arena, which stays the pool's."""
+        """Return the segment of an arena; the pool keeps ownership."""
         with self._lock:
             for arenas in self._arenas.values():
                 for arena in arenas:
@@ -233,22 +233,22 @@ class Pool:
 
     @property
     def used(self) -> int:
-        """Chunks in use."""
+        """The number of chunks in use."""
         return len(self._chunks)
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is acquired any more."""
+        """True if nothing can be acquired any more."""
         return self._closed
 
     def refuse(self) -> None:
-        """End the use of the pool by new messages; those who wait for a chunk are woken. Chunks in use stay."""
+        """Refuse new messages, and wake the waiters. Chunks in use stay."""
         with self._lock:
             self._closed = True
             self._wake()
 
     def close(self) -> None:
-        """End the session: nothing is acquired any more. The memory goes when neither side has a tensor over it."""
+        """End the session: nothing can be acquired any more. The memory is freed when neither side has a tensor over it."""
         self.refuse()
         with self._lock:
             self._arenas.clear()

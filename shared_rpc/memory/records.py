@@ -1,4 +1,4 @@
-"""Values taken apart: skeletons, tables, and the segments that they own."""
+"""Encoded values: skeletons, tables, and the segments that they own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shared_rpc.protocol.records import EMPTY_TABLE, NO_ARGS, NO_KWARGS, Segment
 
 
 class ChunkSink(Protocol):
-    """Owner of chunks that came with a message."""
+    """Takes back the chunks of a message."""
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Take back chunks that nothing has used."""
+        """Take back unused chunks."""
 
 
 class CallFields(TypedDict):
@@ -45,14 +45,14 @@ class BodyFields(TypedDict):
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """Value taken apart.
+    """An encoded value.
 
-    :param skeleton: the pickled value, its tensors and storages left out.
+    :param skeleton: the pickled value without its tensors and storages.
     :param table: the :class:`TensorTable` in MessagePack.
     :param segments: the memory; the record owns these descriptors and closes them in :meth:`close`.
     :param nbytes: shared bytes: of all distinct storages and of buffers.
-    :param device: the id of the device they are on; by default that of the first segment, or the host.
-    :param chunks: the numbers of the pool's chunks that it lies in; such a record is for one reader, which returns them.
+    :param device: the id of their device; by default that of the first segment, or the host.
+    :param chunks: the numbers of its chunks in a pool; such a record is for one reader, which returns them.
     :param arenas: the numbers of the segments that belong to the pool.
     :param private_nbytes: bytes copied by every process that rebuilds the value; by default those of the skeleton.
     """
@@ -76,7 +76,7 @@ class Record:
     def body(self, known: Container[str]) -> BodyFields:
         """Return the fields of a :class:`~shared_rpc.protocol.messages.RecordBody`.
 
-        :param known: the ids of the pool's segments whose descriptors the reader has already.
+        :param known: the ids of the pool's segments whose descriptors the reader already has.
         """
         infos = [segment.info for segment in self.segments]
         return {
@@ -95,17 +95,17 @@ class Record:
 
 @dataclass(slots=True)
 class Arguments:
-    """Arguments of a call, with the memory they refer to.
+    """Arguments of a call, and their memory.
 
-    ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: a process
-    that passes a call on does not read them.
+    ``args`` and ``kwargs`` are plain data in MessagePack, see :func:`shared_rpc.protocol.values.encode_call`: a process that
+    forwards a call does not decode them.
 
-    The segments' descriptors belong to this object. Those with the numbers ``arenas`` are of the caller's pool, of which the
-    arguments take the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. Where they
-    are read, ``pooled`` has the sink to which each chunk is returned: a :class:`ChunkReferences` in the process that maps them.
+    This object owns the segments' descriptors. Those with the numbers ``arenas`` are of the caller's pool, of which the
+    arguments use the chunks ``chunks``; ``held`` are chunks of the server's pool, which the caller has as results. In the
+    reading process, ``pooled`` has the sink that takes back each chunk: a :class:`ChunkReferences` if that maps them.
 
-    ``session``: whose memory it is, which is not that of the run where the call became a task. ``nbytes``: bytes of the
-    message that they came in, without the memory.
+    ``session``: the owner of the memory, which differs from the run's if the call became a task. ``nbytes``: bytes of the
+    message that carried them, without the memory.
     """
 
     args: msgspec.Raw = field(default_factory=lambda: NO_ARGS)
@@ -123,7 +123,7 @@ class Arguments:
     def body(self, kept: list[int], *, lent: bool = True) -> CallFields:
         """Return the fields of a :class:`~shared_rpc.protocol.messages.Call`.
 
-        :param kept: the numbers of segments that the reader knows by id.
+        :param kept: the numbers of segments that the reader has by id.
         :param lent: False if there is no session to which chunks would be returned.
         """
         return {
@@ -139,7 +139,7 @@ class Arguments:
         }
 
     def detach_pooled(self) -> dict[int, ChunkSink]:
-        """Return ``pooled``, which the caller releases from here on."""
+        """Return ``pooled``, which the caller must release from now on."""
         pooled, self.pooled = self.pooled, {}
         return pooled
 

@@ -1,8 +1,8 @@
 """Revisions: counts of writes to memory in place, in a page that is mapped with the memory.
 
-The page holds a number of 64 bits, as a seqlock does. It is odd during a write, and even otherwise; an update adds
-two. The writer holds a lock of fcntl(2) (F_OFD_SETLK) on the page, which ends with its process, however that ends. So an
-odd number without a lock is an update that was begun and never ended.
+The page holds a number of 64 bits, like a seqlock. It is odd during a write, and even otherwise; an update adds two. The
+writer holds a lock of fcntl(2) (F_OFD_SETLK) on the page, which ends with its process in any way. So an odd number without a
+lock is an update that was begun and never ended.
 
 ::
 
@@ -11,12 +11,12 @@ odd number without a lock is an update that was begun and never ended.
     8       4     the pid of the last or present writer, in its own pid namespace
     12      4     1 if the last update ended without commit()
 
-An object that is shared for reading has a page that only its server's process writes: it maps the page before it seals it,
-and holds the lock, on a description that no other process gets, for as long as the page exists. So readers can neither write
-to the page nor lock it, and an odd number without a lock means that the server has ended.
+An object that is shared for reading has a page that only its server's process writes: it maps the page before sealing it, and
+holds the lock, on a description that no other process gets, while the page exists. So readers can neither write to the page
+nor lock it, and an odd number without a lock means that the server has ended.
 
-Order, on every machine: what the writer wrote before it set an even revision, the work on the GPU included, is there for
-readers of that revision.
+Order, on every machine: all writes before an even revision was set, including the work on the GPU, are visible to readers of
+that revision.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from shared_rpc.protocol.records import Access, SegmentInfo
 T = TypeVar("T")
 V = TypeVar("V")
 
-#: Seconds after which a waiting reader checks that the writer still runs.
+#: Seconds between a waiting reader's checks that the writer still runs.
 SLICE = 0.05
 #: struct flock of 64-bit Linux: type, whence, start, length, pid.
 FLOCK = struct.Struct("hhqqi4x")
-#: Offset of the word that says that an update was left.
+#: Offset of the word that marks an abandoned update.
 _LEFT = 12
 
 
 def new_page(access: Access = "read_write") -> Segment:
     """Return a page of revision 0, which the caller owns.
 
-    :param access: ``"read"`` if no other process is to write to it: see :func:`read_only`.
+    :param access: ``"read"`` if no other process may write to it: see :func:`read_only`.
     """
     futex.supported()
     page = HOST.create(HOST.granularity)
@@ -64,7 +64,7 @@ def new_page(access: Access = "read_write") -> Segment:
         if access == "read":
             assert page.descriptor is not None
             _mappings[page.descriptor] = _own[os.fstat(page.fileno()).st_ino] = _OwnPage(page)
-            # A forked child's copy would keep the lock of a server that was killed.
+            # A forked child's copy would keep the lock of a killed server.
             after_fork(page.descriptor.close)
         HOST.seal(page.fileno(), access)
     except BaseException:
@@ -74,7 +74,7 @@ def new_page(access: Access = "read_write") -> Segment:
 
 
 def recovered_page(fd: int) -> Segment:
-    """Return a page that :func:`new_page` made in another process. It owns the descriptor."""
+    """Return a page made by :func:`new_page` in another process. It owns the descriptor."""
     return Segment.owning(SegmentInfo(new_segment_id(), HOST.granularity, "cpu"), fd)
 
 
@@ -85,13 +85,13 @@ def read_only(page: Segment) -> Segment:
 
 
 def settled_revision(page: Segment) -> int | None:
-    """Return the revision in a page, which need not be mapped here; None while a process writes to the object's memory."""
+    """Return the revision of a page, which need not be mapped here; None while a process writes to the object's memory."""
     revision = int.from_bytes(os.pread(page.fileno(), 8, 0), sys.byteorder)
     return None if revision % 2 and _has_writer(page.fileno()) else revision
 
 
 def _has_writer(page: int) -> bool:
-    """Return whether the update that an odd revision means goes on: its process lives, and has not left it."""
+    """Return True if the update of an odd revision is active: its process lives, and has not abandoned it."""
     if _updating.get(os.fstat(page).st_ino) is not None:  # this process's own lock does not show
         return True
     asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -100,11 +100,11 @@ def _has_writer(page: int) -> bool:
 
 
 class Page:
-    """An object's revision, as this process sees it. Thread-safe. It stays mapped for as long as this object lives.
+    """An object's revision, mapped in this process. Thread-safe. It stays mapped while this object lives.
 
-    :param page: its segment, which belongs to this object now.
+    :param page: its segment, owned by this object from now on.
     :param memory: a segment of the object's for each device and mechanism.
-    :param object_id: whose it is, for errors.
+    :param object_id: the object's id, for errors.
     """
 
     def __init__(self, page: Segment, memory: Sequence[SegmentInfo], object_id: str) -> None:
@@ -130,16 +130,16 @@ class Page:
 
     @property
     def address(self) -> int:
-        """Where the page is mapped, while this object lives."""
+        """The address of the mapped page, valid while this object lives."""
         return self._address
 
     def fileno(self) -> int:
-        """Return its descriptor, which all processes share that have the page."""
+        """Return its descriptor, shared by all processes that have the page."""
         return self._descriptor.number
 
     @property
     def revision(self) -> int:
-        """The revision now. Later reads of the memory are at least as new."""
+        """The present revision. Later reads of the memory are at least as new."""
         revision = int(self._revision.value)
         futex.fence()
         return revision
@@ -147,7 +147,7 @@ class Page:
     def wait(self, revision: int, until: float) -> int:
         """Wait until the revision is even, and not less than that; return it.
 
-        :param until: when to give up, in terms of time.monotonic().
+        :param until: the deadline, on the clock of time.monotonic().
         :raises DeadlineExceeded: if that passes first.
         :raises UpdateInterrupted: if the writer has ended.
         """
@@ -156,7 +156,7 @@ class Page:
         return seen
 
     def wait_slice(self, revision: int, until: float) -> int | None:
-        """Wait for a moment, as :meth:`wait` does; return None if that has to go on."""
+        """Wait briefly, like :meth:`wait`; return None if the wait must continue."""
         seen = self.revision
         if seen % 2:
             self._check_writer(seen)
@@ -183,7 +183,7 @@ class Page:
     def read(self, function: Callable[[V], T], value: V, until: float) -> T:
         """Return ``function(value)`` of memory without a concurrent write: after a write, the function is called again.
 
-        What it queues on the current streams of the GPUs is waited for. For the other parameters see :meth:`wait`.
+        Its work queued on the current streams of the GPUs is waited for. For the other parameters see :meth:`wait`.
         """
         while True:
             before = self.wait(0, until)
@@ -191,7 +191,7 @@ class Page:
                 result = function(value)
                 self._wait_for_streams()
             except Exception:
-                # The function may have met half-written memory.
+                # The function may have read half-written memory.
                 if self._unchanged(before):
                     raise
             else:
@@ -217,12 +217,12 @@ class Page:
     def update(self, until: float) -> Iterator[None]:
         """Run a block that writes to the memory. The end of another update is waited for.
 
-        If the block raises, the update is left as interrupted.
+        If the block raises, the update counts as interrupted.
 
-        :param until: when to give up waiting, in terms of time.monotonic().
+        :param until: the end of that wait, on the clock of time.monotonic().
         :raises DeadlineExceeded: if that passes first.
         :raises CapabilityError: if the object is shared for reading only; and at the end, if the GPU cannot be waited for now.
-        :raises ConfigurationError: in the update itself.
+        :raises ConfigurationError: within another update by this thread.
         """
         thread = threading.get_ident()
         while (update := self.try_begin(thread)) is None:
@@ -236,7 +236,7 @@ class Page:
     def try_begin(self, thread: int | None = None) -> Update | None:
         """Begin an update; None while there is one.
 
-        :param thread: the one whose update it is; None for a coroutine's, as others of its thread go on.
+        :param thread: the thread of the update; None for a coroutine, since other coroutines of its thread continue.
         """
         if self.access == "read":
             raise CapabilityError(
@@ -266,7 +266,7 @@ class Page:
             )
 
     def wait_for_writer(self, until: float) -> None:
-        """Wait a moment, or until the writer has ended."""
+        """Wait briefly, or until the writer has ended."""
         left = until - time.monotonic()
         seen = self.revision
         if left <= 0:
@@ -275,7 +275,7 @@ class Page:
 
 
 class Update:
-    """Update under way. ``revision`` is its odd number."""
+    """An active update. ``revision`` is its odd number."""
 
     def __init__(self, page: Page, lock: _Lock | _Turn, revision: int) -> None:
         self.revision = revision
@@ -300,9 +300,9 @@ class Update:
         self._page._revision.value = self.revision + 1
 
     def end(self) -> None:
-        """Let others write; without :meth:`commit` before, this update counts as interrupted.
+        """Let others write; without an earlier :meth:`commit`, this update counts as interrupted.
 
-        In a child that was forked in the block there is no lock, and nothing happens.
+        In a child forked in the block there is no lock, and nothing happens.
         """
         if os.getpid() == self._process and self._page._revision.value == self.revision:
             self._page._left.value = 1
@@ -312,11 +312,11 @@ class Update:
 
 
 class _Lock:
-    """Lock of a page, by a description of its own: locks are between descriptions, and end with the last copy of one.
+    """The lock of a page, by its own description: locks are between descriptions, and end with the last copy of one.
 
-    A lock without references is released, as when a signal handler raised before there was an update.
+    A lock without references is released, for example if a signal handler raised before there was an update.
 
-    :param thread: whose update it is for.
+    :param thread: the thread of its update.
     """
 
     def __init__(self, page: int, thread: int | None) -> None:
@@ -335,18 +335,18 @@ class _Lock:
             self.close()
 
     def release(self) -> None:
-        """Unlock, copies that a process which is just being started may have included."""
+        """Unlock, including copies that a process just being started may have."""
         if self._descriptor.number >= 0:
             fcntl.fcntl(self._descriptor.number, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
         self.close()
 
     def close(self) -> None:
-        """Close this process's copy alone."""
+        """Close only this process's copy."""
         self._descriptor.close()
 
 
 class _Turn:
-    """Turn to update a page of :class:`_OwnPage`: such turns are between threads and coroutines of one process.
+    """The turn to update a page of :class:`_OwnPage`: such turns are between threads and coroutines of one process.
 
     A turn without references has ended.
     """
@@ -361,7 +361,7 @@ class _Turn:
 
 
 class _OwnPage:
-    """Mapping of a page that other processes can only read, and the lock that says that this process lives."""
+    """The mapping of a page that other processes can only read, and the lock that shows that this process lives."""
 
     def __init__(self, page: Segment) -> None:
         made: list[int] = []
@@ -373,7 +373,7 @@ class _OwnPage:
 #: Updates by this process, by the inode of the page: those by its threads, and all of its own pages.
 _updating: weakref.WeakValueDictionary[int, _Lock | _Turn] = weakref.WeakValueDictionary()
 _turns = fork_safe_lock()
-#: By the descriptor for as long as that is open, and by the inode for holders of another one of the page.
+#: By the descriptor while that is open, and by the inode for holders of another one of the page.
 _mappings: weakref.WeakKeyDictionary[Descriptor, _OwnPage] = weakref.WeakKeyDictionary()
 _own: weakref.WeakValueDictionary[int, _OwnPage] = weakref.WeakValueDictionary()
 

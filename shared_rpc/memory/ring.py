@@ -1,19 +1,19 @@
-"""Rings: whose turn it is with the slots of a channel, in a page that its processes map.
+"""Rings: the order of use of a channel's slots, in a page mapped by its processes.
 
-A sender fills slots in turn, and each of its readers acknowledges them in turn. The page has a count for each side: how many
-slots the sender has given, and how many each reader has acknowledged. A slot can be filled again when every reader has
-acknowledged what was in it. The counts wrap around at 32 bits.
+A sender fills slots in turn, and each of its readers acknowledges them in turn. The page has a counter for each side: the
+slots published by the sender, and those acknowledged by each reader. A slot can be refilled when every reader has
+acknowledged its content. The counters wrap around at 32 bits.
 
 ::
 
     offset          size
-    128 + 64 * n    4     the count of side n: of the sender, which is number 0, or of a reader; waiting is for this word
+        128 + 64 * n    4     the counter of side n: of the sender, number 0, or of a reader; waiting is for this word
                     4     0 before the side is taken, 1 while a process has it, 2 once that has closed it
                     4     the pid of that process, in its own pid namespace
 
-Whoever has made the ring has a side of its own, number 61, until it closes it: while the sender or a reader has not come, it
-may be that. A process that has a side holds a lock of fcntl(2) (F_OFD_SETLK) on one byte of the page, which ends with the
-process, however that ends: a side in state 1 without a lock is one whose process was killed. See
+The creator of the ring has its own side, number 61, until it closes it: it may become the missing sender or reader. A
+process that has a side holds a lock of fcntl(2) (F_OFD_SETLK) on one byte of the page, which ends with the process in any
+way: a side in state 1 without a lock belongs to a killed process. See
 :mod:`shared_rpc.memory.revisions` for the page, whose first words are for revisions.
 """
 
@@ -31,7 +31,7 @@ from shared_rpc.memory import futex
 from shared_rpc.memory.revisions import FLOCK, SLICE, Page
 from shared_rpc.memory.segments import Descriptor
 
-#: The most readers, whose words the page has space for, and the number of the maker's side.
+#: Maximum number of readers, for which the page has space, and the number of the creator's side.
 MOST_READERS, _MAKER = 60, 61
 _BEGIN, _STRIDE = 128, 64
 _ABSENT, _PRESENT, _CLOSED = range(3)
@@ -48,13 +48,13 @@ class _Side:
 
     @property
     def count(self) -> int:
-        """How many slots it has given or acknowledged. Later reads of a slot are at least as new."""
+        """The number of slots published or acknowledged. Later reads of a slot are at least as new."""
         count = int(self._words[0])
         futex.fence()
         return count
 
     def advance(self, slots: int = 1) -> None:
-        """Add to the count, after what this process wrote before, and wake who waits for it."""
+        """Add to the counter, after this process's earlier writes, and wake its waiters."""
         futex.fence()
         self._words[0] = (self._words[0] + slots) & _WORD
         futex.wake(self.address)
@@ -80,9 +80,9 @@ class _Side:
 
 
 class Ring:
-    """One process's view of a ring. A thread at a time may use it.
+    """One process's view of a ring. Use it in one thread at a time.
 
-    :param page: the page of the ring's counts.
+    :param page: the page of the ring's counters.
     :param what: the channel, for errors.
     """
 
@@ -94,14 +94,14 @@ class Ring:
         self._maker = _Side(page, _MAKER)
         #: The side by which this process sends or receives.
         self._own: _Side | None = None
-        #: The sides that this process has, and the locks that say so.
+        #: The sides of this process, and the locks that represent them.
         self._locks: dict[_Side, Descriptor] = {}
         self._over = False
 
     def take(self, role: Literal["maker", "sender", "reader"]) -> None:
-        """Have a side of the ring from here on: that of its maker, of its sender, or of a reader that is not there.
+        """Take a side of the ring: that of its creator, of its sender, or of a missing reader.
 
-        In place of a reader that has closed its side, this one begins with what that one has not acknowledged.
+        In place of a reader that has closed its side, this one begins with the slots not acknowledged by that one.
 
         :raises ConfigurationError: if other processes have all such sides, or this one has another.
         :raises ChannelClosed: if a process that had one was killed.
@@ -135,7 +135,7 @@ class Ring:
         )
 
     def leave(self) -> None:
-        """Give this process's sides back. The others see that they were closed."""
+        """Close this process's sides, visibly for the others."""
         self._over = True
         while self._locks:
             side, lock = self._locks.popitem()
@@ -151,17 +151,17 @@ class Ring:
 
     @property
     def turn(self) -> int:
-        """The slot that is next for this side."""
+        """The next slot for this side."""
         assert self._own is not None, "a side was taken"
         return self._own.count % self.slots
 
     def advance(self) -> None:
-        """Give the slot to the readers, or acknowledge it."""
+        """Publish the slot to the readers, or acknowledge it."""
         assert self._own is not None, "a side was taken"
         self._own.advance()
 
     def check_readers(self) -> None:
-        """Check that no reader has gone.
+        """Check that all readers are present.
 
         :raises ChannelClosed: if one has closed its side, or its process has ended.
         """
@@ -170,16 +170,16 @@ class Ring:
                 raise self._closed(side, "closed" if side.state == _CLOSED else "ended")
 
     def given(self) -> bool:
-        """Return whether this reader's slot is given."""
+        """Return True if this reader's slot is published."""
         assert self._own is not None, "a side was taken"
         return self._sides[0].count != self._own.count
 
     def acknowledged(self, pending: int) -> bool:
-        """Return whether each reader has acknowledged what the sender gave, but for the last ``pending`` slots."""
+        """Return True if each reader has acknowledged all published slots except the last ``pending``."""
         return self._behind(pending) is None
 
     def _behind(self, pending: int) -> tuple[_Side, int] | None:
-        """Return a reader that has more than so many slots to acknowledge, and its count."""
+        """Return a reader with more than ``pending`` slots to acknowledge, and its counter."""
         given = self._sides[0].count
         for side in self._sides[1:]:
             count = side.count
@@ -187,12 +187,12 @@ class Ring:
                 return side, count
         return None
 
-    # Waits end after a moment, so that other things can happen in between.
+    # Waits are brief, so that callers can do other work in between.
 
     def wait_acknowledged(self, pending: int, until: float) -> None:
-        """Wait for a moment until a reader acknowledges more, if one has to, see :meth:`acknowledged`.
+        """Wait briefly until a reader acknowledges more, if one has to, see :meth:`acknowledged`.
 
-        :param until: when to give up, in terms of time.monotonic().
+        :param until: the deadline, on the clock of time.monotonic().
         :raises DeadlineExceeded: if that passes first.
         :raises ChannelClosed: if that reader has closed its side, or its process has ended.
         """
@@ -201,7 +201,7 @@ class Ring:
             self._wait(*behind, until)
 
     def wait_given(self, until: float) -> None:
-        """Wait for a moment until the sender gives this reader's slot. For the rest see :meth:`wait_acknowledged`."""
+        """Wait briefly until the sender publishes this reader's slot. Otherwise like :meth:`wait_acknowledged`."""
         assert self._own is not None, "a side was taken"
         seen = self._sides[0].count
         if seen == self._own.count:
@@ -210,8 +210,8 @@ class Ring:
     def _wait(self, side: _Side, seen: int, until: float) -> None:
         state = side.state
         if state == _ABSENT and self._maker.state == _PRESENT and self._is_over(self._maker):
-            raise self._closed(self._maker, "ended")  # it may be who was to come
-        if self._is_over(side) and side.count == seen:  # it did nothing more before its end
+            raise self._closed(self._maker, "ended")  # it may be the missing peer
+        if self._is_over(side) and side.count == seen:  # no progress before its end
             raise self._closed(side, "closed" if side.state == _CLOSED else "ended")
         left = until - time.monotonic()
         if left <= 0:
@@ -226,7 +226,7 @@ class Ring:
         return ChannelClosed(f"{role} of {self._what} (pid {side.pid}) {how}", reason=reason, pid=side.pid)
 
     def _is_over(self, side: _Side) -> bool:
-        """Return whether a side was closed, or its process has ended."""
+        """Return True if a side was closed, or its process has ended."""
         if side.state != _PRESENT:
             return side.state == _CLOSED
         asked = fcntl.fcntl(self._page.fileno(), fcntl.F_OFD_GETLK, side.flock(fcntl.F_WRLCK))

@@ -20,33 +20,33 @@ from shared_rpc.protocol.records import EXPORTER_OWNED, Access, SegmentInfo
 
 
 def new_segment_id() -> str:
-    """Return an id that no other segment of this host has."""
+    """Return an id that is unique among the segments of this host."""
     return secrets.token_hex(8)
 
 
 class Descriptor(msgspec.Struct, eq=False, weakref=True):
-    """Open file descriptor, which ends with the last reference to this object: CPython's count of them is exact at any
-    point at which a finaliser, a signal handler or another thread may run.
+    """An open file descriptor, closed with the last reference to this object: CPython's reference count is exact at any point
+    at which a finaliser, a signal handler or another thread may run.
     """
 
     number: int
     #: The memory that it keeps, None for a descriptor of another kind.
     info: SegmentInfo | None = None
-    #: Whether another process made it, and says what it keeps.
+    #: True if another process made it, and describes its content.
     foreign: bool = False
 
     @classmethod
     def opened(cls, function: Callable[..., int], *arguments: Any) -> Descriptor:
-        """Own the descriptor that a function returns, which is one of C.
+        """Own the descriptor returned by a C function.
 
-        No signal handler runs between the function's end and the moment in which its descriptor has an owner.
+        No signal handler runs between the function's end and the descriptor's assignment to an owner.
         """
         descriptor = cls(-1)
         deque(map(setattr, (descriptor,), ("number",), starmap(function, (arguments,))), 0)
         return descriptor
 
     def close(self) -> None:
-        """Close it now, whatever else refers to this object; closing twice is harmless."""
+        """Close it now, regardless of other references to this object. Idempotent."""
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
@@ -65,8 +65,8 @@ class Descriptor(msgspec.Struct, eq=False, weakref=True):
 class Segment(msgspec.Struct, eq=False, weakref=True):
     """A :class:`SegmentInfo` and the file descriptor that keeps its memory alive, None once it is closed.
 
-    The object owns the descriptor, together with its duplicates: the last of them that is closed closes it. One that is
-    dropped unclosed warns.
+    The object owns the descriptor, together with its duplicates: closing the last of them closes it. One that is dropped
+    unclosed warns.
     """
 
     info: SegmentInfo
@@ -74,9 +74,9 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
     @classmethod
     def owning(cls, info: SegmentInfo, fd: int, *, foreign: bool = False) -> Segment:
-        """Make an owner of a descriptor.
+        """Create an owner of a descriptor.
 
-        :param foreign: whether another process made it, and says what it keeps.
+        :param foreign: True if another process made it, and describes its content.
         """
         segment = cls(info, Descriptor(fd, info, foreign))
         segment._note()
@@ -84,7 +84,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
     @classmethod
     def opened(cls, info: SegmentInfo, function: Callable[..., int], *arguments: Any) -> Segment:
-        """Make an owner of the descriptor that a function returns, see :meth:`Descriptor.opened`."""
+        """Create an owner of the descriptor returned by a function, see :meth:`Descriptor.opened`."""
         segment = cls(info)
         segment.descriptor = Descriptor.opened(function, *arguments)
         segment.descriptor.info = info
@@ -92,7 +92,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
         return segment
 
     def adopt(self, fds: list[int]) -> None:
-        """Own the first of some descriptors from here on, and take it out of their list."""
+        """Take ownership of the first of some descriptors, and remove it from their list."""
         descriptor = Descriptor(-1, self.info)
         # No call from here on, after which a signal handler could raise: the number is in the list or has an owner.
         descriptor.number = fds[0]
@@ -102,7 +102,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
     def _note(self) -> None:
         if self.info.mechanism in EXPORTER_OWNED and self.descriptor is not None:
-            # A forked child's copy of the descriptor would keep the memory for as long as the child lives.
+            # A forked child's copy of the descriptor would keep the memory until the child's end.
             after_fork(self.descriptor.close)
 
     def fileno(self) -> int:
@@ -114,7 +114,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
     @property
     def owner(self) -> Descriptor:
-        """The descriptor, which stays open for as long as this is referred to.
+        """The descriptor, which stays open while this is referenced.
 
         :raises ValueError: if it is closed.
         """
@@ -125,7 +125,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
     @property
     def closed(self) -> bool:
-        """Whether the descriptor was closed or given away."""
+        """True if the descriptor was closed or given away."""
         return self.descriptor is None or self.descriptor.number < 0
 
     def duplicate(self, access: Access | None = None) -> Segment:
@@ -139,7 +139,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
         return Segment(self.info if access is None else msgspec.structs.replace(self.info, access=access), descriptor)
 
     def close(self) -> None:
-        """Close the descriptor, unless a duplicate needs it; closing twice is harmless."""
+        """Close the descriptor, unless a duplicate needs it. Idempotent."""
         self.descriptor = None
 
     def __enter__(self) -> Segment:
@@ -158,7 +158,7 @@ class Segment(msgspec.Struct, eq=False, weakref=True):
 
 
 class Backend(Protocol):
-    """Contract of host memory and of one GPU's. Addresses are valid in this process only.
+    """The contract of host memory and of one GPU's. Addresses are valid in this process only.
 
     Every implementation passes the conformance kit in ``tests/kit/conformance.py``.
     """
@@ -168,50 +168,50 @@ class Backend(Protocol):
         """Sizes are multiples of this many bytes."""
 
     def create(self, nbytes: int) -> Segment:
-        """Make zeroed memory of at least ``nbytes`` bytes. The caller owns the segment.
+        """Allocate zeroed memory of at least ``nbytes`` bytes. The caller owns the segment.
 
-        :raises CapabilityError: if the device has not enough memory.
+        :raises CapabilityError: if the device has too little memory.
         """
 
     def map(self, fd: int, nbytes: int, access: Access, made: list[int] | None = None, at: int | None = None) -> int:
         """Map a segment and return its address. The descriptor is borrowed, and may be closed afterwards.
 
-        :param made: takes the address as soon as there is a mapping. On the host no signal handler runs in between.
-        :param at: the address of a range of as many bytes that :meth:`vacate` has left, and that stays so if this fails. Where
-            the device has :attr:`replaces`, also that of a mapping, whose place the new one takes without a moment in between.
-        :raises CapabilityError: if this process cannot reach the memory in that way.
+        :param made: receives the address as soon as there is a mapping. On the host no signal handler runs in between.
+        :param at: the address of a range of the same size left by :meth:`vacate`, which remains on failure. If the device
+            :attr:`replaces`, also that of a mapping, which the new one replaces atomically.
+        :raises CapabilityError: if this process cannot access the memory in that way.
         """
 
     @property
     def vacates(self) -> bool:
-        """Whether :meth:`vacate` is possible."""
+        """True if :meth:`vacate` is possible."""
 
     @property
     def replaces(self) -> bool:
-        """Whether :meth:`map` can take the place of another mapping in one step."""
+        """True if :meth:`map` can replace another mapping in one step."""
 
     def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Unmap as :meth:`unmap` does, but keep the range of addresses for a later :meth:`map`: nothing else comes there.
+        """Unmap like :meth:`unmap`, but reserve the range of addresses for a later :meth:`map`.
 
-        A touch of it ends this process, on a GPU its context.
+        An access to it ends this process, on a GPU its context.
 
-        :raises CapabilityError: if the mechanism has no addresses of its own choice; nothing has changed then.
+        :raises CapabilityError: if addresses cannot be chosen with this mechanism; nothing has changed then.
         """
 
     def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Give the range of a vacated mapping back; ``done`` is as that of :meth:`unmap`."""
+        """Free the range of a vacated mapping; ``done`` is like that of :meth:`unmap`."""
 
     def seal(self, fd: int, access: Access = "read") -> None:
-        """Refuse every later seal, where the device has seals; unless ``access`` is ``"read_write"``, also every later writable
-        mapping. Mappings that exist stay as they are.
+        """Forbid every later seal, if the device has seals; unless ``access`` is ``"read_write"``, also every later writable
+        mapping. Existing mappings are unaffected.
         """
 
     @property
     def unmaps_in_background(self) -> bool:
-        """Whether a thread of the library may unmap at any time. On a GPU that would disturb the process's own work."""
+        """True if a thread of the library may unmap at any time. On a GPU that would disturb the process's own work."""
 
     def synchronize(self) -> bool:
-        """Wait until no queued work can touch mapped memory; required before :meth:`unmap`.
+        """Wait until no queued work can access mapped memory; required before :meth:`unmap`.
 
         :returns: False if the device must not be waited for now, because it would break a CUDA graph's capture.
         """
@@ -220,18 +220,18 @@ class Backend(Protocol):
         """Copy bytes between two addresses on the device, in the order of a stream's work (a handle of CUDA's)."""
 
     def wait(self, stream: int = 0, seconds: float | None = None) -> bool:
-        """Wait for a stream's work, for ``seconds`` at most; return whether it was done in time."""
+        """Wait for a stream's work, for ``seconds`` at most; return True if it completed in time."""
 
     def fence(self) -> Callable[[], bool] | None:
-        """Mark the work that is queued now; return a function that returns whether all of it is complete.
+        """Mark the presently queued work; return a function that returns True once all of it is complete.
 
         :returns: None if the device must not be marked now, because it would break a CUDA graph's capture.
         """
 
     def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Undo :meth:`map`. The memory goes back to the system with its last mapping and descriptor.
+        """Undo :meth:`map`. The memory is freed with its last mapping and descriptor.
 
-        :param done: takes something as soon as that was done, as ``made`` of :meth:`map`.
+        :param done: gets an item as soon as that was done, like ``made`` of :meth:`map`.
         """
 
     def view(self, address: int, nbytes: int) -> object:
@@ -240,7 +240,7 @@ class Backend(Protocol):
 
 @contextmanager
 def gpu_support(what: str = "GPU memory") -> Iterator[None]:
-    """Turn a failed import of the GPU bindings into an error that names the package to install.
+    """Convert a failed import of the GPU bindings to an error that names the package to install.
 
     :param what: the purpose of the import.
     """

@@ -1,8 +1,8 @@
-"""Slabs: segments that small results share.
+"""Slabs: segments shared by small results.
 
-A segment of its own costs a result a file descriptor in the server, a mapping in each process that has it, and on a GPU 2 MiB.
-Small results are put into slabs instead, one after the other. A slab's memory is not used again when a result in it is gone;
-all of it goes with the last result in it, once the next slab has been begun.
+A separate segment costs a result a file descriptor in the server, a mapping in each process that has it, and on a GPU 2 MiB.
+Small results are put into slabs instead, one after the other. A slab's memory is not reused after a result in it has ended; all
+of it is freed with the last result in it, once the next slab has been begun.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from shared_rpc.memory.arena import aligned, pack
 from shared_rpc.memory.mapping import MAPPINGS, MappingHold
 from shared_rpc.protocol.records import Access
 
-#: Bytes of the largest result that lies in a slab; tensors that each process copies do not count.
+#: Maximum bytes of a result in a slab; tensors that each process copies do not count.
 LARGEST = 1 << 20
-#: Bytes of the first slab of a device and an access, which is what a GPU's driver allocates at least; each further one has
-#: twice the size of the one before it, up to the last number.
+#: Bytes of the first slab of a device and an access, which is the minimum allocation of a GPU's driver; the size doubles with
+#: each further one, up to the last number.
 _FIRST, _LAST = 2 << 20, 32 << 20
 
 
@@ -36,12 +36,12 @@ class Slabs:
         self._closed = False
 
     def place(self, device: str, access: Access, sizes: Sequence[int]) -> tuple[MappingHold, list[int]]:
-        """Return a slab, and the offsets in it for blocks of so many bytes, of at most :data:`LARGEST` together.
+        """Return a slab, and the offsets in it for blocks of these sizes, of at most :data:`LARGEST` together.
 
         The returned hold keeps the slab mapped until tensors in it do.
 
         :param access: for all results in the slab.
-        :raises CapabilityError: if the device has not enough memory for another slab.
+        :raises CapabilityError: if the device has too little memory for another slab.
         """
         [nbytes], places = pack(sizes)
         slab = self._slabs.get((device, access))
@@ -65,6 +65,6 @@ class Slabs:
         raise AssertionError("the last attempt returns or raises")
 
     def close(self) -> None:
-        """Keep no slab any longer: the memory goes with the results in it."""
+        """Release all slabs: their memory is freed with the results in them."""
         self._closed = True
         self._slabs.clear()

@@ -14,7 +14,7 @@ _FLAGS = os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC
 
 
 class SpillDirectory:
-    """A directory in which a server makes files of objects. Not even a killed process leaves one there: they have no names.
+    """A directory for a server's files of objects. Not even a killed process leaves any there: they have no names.
 
     :raises ConfigurationError: if this process cannot make such files in it.
     """
@@ -37,7 +37,7 @@ class SpillDirectory:
         return f"{error.strerror} (uid {os.geteuid()})"
 
     def create(self, nbytes: int) -> Segment:
-        """Make a file of so many bytes, which has its place on the disk already. The caller owns it. Called in a thread.
+        """Make a file with preallocated space. The caller owns it. Called in a thread.
 
         :raises CapabilityError: if the disk has too little space for it.
         """
@@ -66,7 +66,7 @@ def _free(path: str) -> int:
 
 
 def _file_system_of(path: str) -> str:
-    """Return the type of the file system that a directory is on, as the kernel names it."""
+    """Return the type of a directory's file system, as named by the kernel."""
     try:
         number = os.stat(path).st_dev
         device = f"{os.major(number)}:{os.minor(number)}"

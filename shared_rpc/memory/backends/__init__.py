@@ -1,1 +1,1 @@
-"""Mechanisms of sharing: host memory as a memfd, a GPU's by one of three; and the choice between them."""
+"""Sharing mechanisms: host memory as a memfd, a GPU's by one of three; and the choice between them."""

@@ -1,7 +1,7 @@
 """Choice of the mechanism by which this process makes the segments of a GPU.
 
-The choice is made once for each GPU of a process: the first mechanism of :data:`PREFERENCE` that the GPU has, or the one that
-a provider chooses. Consumers have no choice: a segment has its mechanism.
+The choice is made once for each GPU of a process: the first mechanism of :data:`PREFERENCE` that the GPU supports, or the one
+given by a provider. Consumers have no choice: a segment has its mechanism.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shared_rpc.protocol.records import EXPORTER_OWNED, Mechanism
 
 MechanismOption = Literal["auto", "vmm", "ipc", "pool"]
 
-#: In order of preference: memory of the first mechanism outlives its maker and can be mapped read-only, that of the others
-#: cannot; legacy IPC comes before pools, because opening its memory needs nothing of the maker.
+#: In order of preference: only memory of the first mechanism outlives its maker and can be mapped read-only; legacy IPC
+#: precedes pools, because opening its memory needs nothing from the maker.
 PREFERENCE: tuple[Mechanism, ...] = ("vmm", "ipc", "pool")
 
 _GOOD = {
@@ -31,7 +31,7 @@ _GOOD = {
 
 
 class Choice(NamedTuple):
-    """A mechanism and why it is the one."""
+    """A mechanism and the reason for it."""
 
     name: Mechanism
     reason: str
@@ -41,7 +41,7 @@ _HOST = Choice("memfd", "host memory is a memfd")
 
 _lock = fork_safe_lock()
 _chosen: dict[str, Choice] = {}
-#: Devices whose mechanism a provider has chosen.
+#: Devices whose mechanism was given by a provider.
 _forced: set[str] = set()
 
 
@@ -109,7 +109,7 @@ def _find(asked: str, device: str) -> Choice:
 def chosen(device: str) -> Choice:
     """Return the mechanism by which this process makes segments on a device.
 
-    :raises CapabilityError: if it can in no way.
+    :raises CapabilityError: if none is available.
     """
     with _lock:
         if device not in _chosen:
@@ -118,9 +118,9 @@ def chosen(device: str) -> Choice:
 
 
 def choose_mechanism(asked: str, device: str) -> Choice:
-    """Take a provider's option into account, and return the result of :func:`chosen` from now on.
+    """Apply a provider's option, and return the result of :func:`chosen` from now on.
 
-    :raises ConfigurationError: for an option that is none, that does not go with the device, or that contradicts another
+    :raises ConfigurationError: for an unknown option, one that does not fit the device, or one that contradicts another
         provider of this process.
     :raises CapabilityError: if the GPU lacks the mechanism.
     """
@@ -142,7 +142,7 @@ def choose_mechanism(asked: str, device: str) -> Choice:
 def mechanism_info(asked: str, device: str) -> MechanismInfo:
     """Return how this process shares the memory of a device, or why it cannot.
 
-    :raises ConfigurationError: as :func:`choose_mechanism` does.
+    :raises ConfigurationError: like :func:`choose_mechanism`.
     :raises CapabilityError: if the GPU lacks the mechanism.
     """
     try:
@@ -155,26 +155,26 @@ def mechanism_info(asked: str, device: str) -> MechanismInfo:
 
 
 def mps(device: str) -> bool:
-    """Return whether this process uses the GPU of a device id through NVIDIA's Multi-Process Service."""
+    """Return True if this process uses the GPU of a device id through NVIDIA's Multi-Process Service."""
     with gpu_support():
         from shared_rpc.memory.backends.cuda import ordinal_of, under_mps
     return under_mps(ordinal_of(device))
 
 
 def makers(segments: Iterable[Segment]) -> set[int]:
-    """Return the processes whose end ends the memory of an object. The segments are borrowed."""
+    """Return the processes whose end frees the memory of an object. The segments are borrowed."""
     from shared_rpc.memory.backends.exporter_owned import export_descriptor_of
 
     pids = set()
     for segment in segments:
         if segment.info.mechanism in EXPORTER_OWNED and not segment.closed:
-            with suppress(CapabilityError):  # it is no export descriptor, whatever its sender said
+            with suppress(CapabilityError):  # it is not an export descriptor, whatever its sender claimed
                 pids.add(export_descriptor_of(segment.fileno()).pid)
     return pids
 
 
 def lifetime(segments: Iterable[Segment]) -> str:
-    """Describe the processes whose end ends the memory of an object; ``""`` for none. The segments are borrowed."""
+    """Describe the processes whose end frees the memory of an object; ``""`` for none. The segments are borrowed."""
     pids = makers(segments)
     return "bound to the life of pid " + ", pid ".join(map(str, sorted(pids))) if pids else ""
 
@@ -182,8 +182,8 @@ def lifetime(segments: Iterable[Segment]) -> str:
 def backend_for(device: str, mechanism: Mechanism | None = None) -> Backend:
     """Return the backend of a device id, ``"cpu"`` or a GPU's UUID.
 
-    :param mechanism: how a segment that is there was made; None for the one by which this process makes its own.
-    :raises CapabilityError: if this process cannot use that device, or not in that way.
+    :param mechanism: that of an existing segment; None for the one by which this process makes its own.
+    :raises CapabilityError: if this process cannot use that device, or not by that mechanism.
     """
     if mechanism is None:
         mechanism = chosen(device).name

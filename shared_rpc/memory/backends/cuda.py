@@ -1,6 +1,6 @@
-"""The CUDA driver, apart from any way of sharing memory: GPUs and their names, the context, streams and captures.
+"""The CUDA driver, independent of sharing mechanisms: GPUs and their names, the context, streams and captures.
 
-Nothing here makes a context, apart from :class:`CudaBackend`, which retains the primary one.
+Only :class:`CudaBackend` makes a context: it retains the primary one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CAPTURES_NOT = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 
 class DriverError(RuntimeError):
-    """Failure of a driver call; ``code`` is its CUresult."""
+    """A failed driver call; ``code`` is its CUresult."""
 
     def __init__(self, code: Any) -> None:
         name = driver.cuGetErrorName(code)[1]
@@ -49,7 +49,7 @@ def check(result: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def visible_gpus() -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs this process sees, in the order of their ordinals; none where there is no driver."""
+    """Return the UUIDs of the visible GPUs, in the order of their ordinals; none without a driver."""
     try:
         check(driver.cuInit(0))
         count = check(driver.cuDeviceGetCount())
@@ -66,9 +66,9 @@ def uuid_of(ordinal: int) -> str:
 
 
 def ordinal_of(uuid: str) -> int:
-    """Return the GPU of this process that reaches the memory of the GPU with that UUID: itself if visible, else the first.
+    """Return the GPU of this process that can access the memory of the GPU with that UUID: itself if visible, else the first.
 
-    :raises CapabilityError: if this process sees no GPU at all.
+    :raises CapabilityError: if no GPU is visible.
     """
     seen = visible_gpus()
     if not seen:
@@ -79,7 +79,7 @@ def ordinal_of(uuid: str) -> int:
 
 
 def attribute(ordinal: int, name: str) -> int:
-    """Return ``CU_DEVICE_ATTRIBUTE_<name>`` of a visible GPU; 0 where bindings or driver are too old to know it."""
+    """Return ``CU_DEVICE_ATTRIBUTE_<name>`` of a visible GPU; 0 if it is unknown to old bindings or an old driver."""
     known = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
     if known is None:
         return 0
@@ -91,10 +91,10 @@ def attribute(ordinal: int, name: str) -> int:
 
 @functools.cache
 def under_mps(ordinal: int) -> bool:
-    """Return whether this process shares its context of a visible GPU with others, by NVIDIA's Multi-Process Service.
+    """Return True if this process shares its context of a visible GPU with others, by NVIDIA's Multi-Process Service.
 
-    The driver reports it (CU_DEVICE_ATTRIBUTE_MPS_ENABLED, cuda.h); where the bindings are too old to ask, a daemon's pipe is
-    looked for.
+    The driver reports it (CU_DEVICE_ATTRIBUTE_MPS_ENABLED, cuda.h); for bindings too old for the query, a daemon's pipe is
+    looked up.
     """
     if hasattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED"):
         return bool(attribute(ordinal, "MPS_ENABLED"))
@@ -102,12 +102,12 @@ def under_mps(ordinal: int) -> bool:
 
 
 def peer_capable(ordinal: int, other: int) -> bool:
-    """Return whether one visible GPU can reach another's memory."""
+    """Return True if one visible GPU can access another's memory."""
     return bool(check(driver.cuDeviceCanAccessPeer(check(driver.cuDeviceGet(ordinal)), check(driver.cuDeviceGet(other)))))
 
 
 def location_of(ordinal: int) -> Any:
-    """Return a visible GPU as the driver's structures name it."""
+    """Return the driver's description of a visible GPU as a location."""
     location = driver.CUmemLocation()
     location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     location.id = ordinal
@@ -115,7 +115,7 @@ def location_of(ordinal: int) -> Any:
 
 
 def access_for(ordinal: int, access: Access = "read_write") -> Any:
-    """Return the right of a visible GPU to use memory, as the driver's structures name it."""
+    """Return the driver's description of a visible GPU's access to memory."""
     flags = driver.CUmemAccess_flags
     right = driver.CUmemAccessDesc()
     right.location = location_of(ordinal)
@@ -143,8 +143,8 @@ def opaque(handle: Any, data: bytes) -> Any:
 def relaxed_captures() -> Iterator[None]:
     """Let this thread allocate and free in the block although another one captures a CUDA graph.
 
-    Allocating is forbidden to every thread during a capture in the global mode, which is torch's; what is done here is
-    on no stream that is captured.
+    Allocating is forbidden to every thread during a capture in the global mode, which is torch's; the work in the block is
+    on no captured stream.
     """
     mode = check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
     try:
@@ -166,13 +166,13 @@ class DeviceBytes:
 
 
 class _Event:
-    """Point in the work of the GPU whose context is current."""
+    """A point in the work of the GPU whose context is current."""
 
     def __init__(self) -> None:
         self.handle = check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
 
     def passed(self) -> bool:
-        """Return whether the GPU has come so far; True too where its context is broken, and will not do any more."""
+        """Return True once the GPU has reached it; also if its context is broken, and will do no more work."""
         with relaxed_captures():  # the query would invalidate captures of other threads
             return bool(driver.cuEventQuery(self.handle)[0] != _NOT_READY)
 
@@ -181,10 +181,10 @@ class _Event:
 
 
 class CudaBackend:
-    """One GPU, seen from this process: the part that every mechanism needs.
+    """One GPU in this process: the part common to all mechanisms.
 
-    ``uuid`` is the GPU that the memory is on. ``ordinal`` is the GPU whose address space is used here: the GPU itself where
-    it is visible, else a peer.
+    ``uuid`` is the GPU of the memory. ``ordinal`` is the GPU whose address space is used here: the GPU itself if it is visible,
+    else a peer.
     """
 
     unmaps_in_background = False
@@ -199,7 +199,7 @@ class CudaBackend:
     def _context(self) -> Any:
         """The context that torch uses, retained for the life of the process: mappings need one to be current.
 
-        Allocating needs none, so a process that only makes memory and hands it out has no context, which takes hundreds of MiB.
+        Allocating needs none, so a process that only allocates and sends memory has no context, which takes hundreds of MiB.
         """
         return check(driver.cuDevicePrimaryCtxRetain(self._device))
 
@@ -210,11 +210,11 @@ class CudaBackend:
 
     @property
     def total(self) -> int:
-        """Bytes of memory that the GPU has."""
+        """The total bytes of the GPU's memory."""
         return int(check(driver.cuDeviceTotalMem(self._device)))
 
     def free_bytes(self) -> int | None:
-        """Return the bytes of free memory; None if the driver does not report them, as without a context."""
+        """Return the bytes of free memory; None if the driver does not report them, for example without a context."""
         try:
             _, active = check(driver.cuDevicePrimaryCtxGetState(self._device))
             if not active:
@@ -226,13 +226,13 @@ class CudaBackend:
 
     @functools.cached_property
     def peers(self) -> tuple[int, ...]:
-        """Ordinals of the other visible GPUs that reach the memory, as the driver reports."""
+        """Ordinals of the other visible GPUs that can access the memory, as reported by the driver."""
         others = (other for other in range(len(visible_gpus())) if other != self.ordinal)
         return tuple(other for other in others if peer_capable(other, self.ordinal))
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the context the current one of this thread in the block."""
+        """Make the context current in this thread for the block."""
         check(driver.cuCtxPushCurrent(self._context))
         try:
             yield
@@ -240,21 +240,21 @@ class CudaBackend:
             check(driver.cuCtxPopCurrent())
 
     def require_visible(self) -> None:
-        """Refuse to allocate on a GPU that this process reaches as a peer only.
+        """Check that this process may allocate on the GPU.
 
-        :raises CapabilityError: if this process reaches the GPU as a peer only.
+        :raises CapabilityError: if the GPU is only accessible as a peer.
         """
         if visible_gpus()[self.ordinal] != self.uuid:
             raise CapabilityError(f"GPU {self.uuid} is not visible to this process: check CUDA_VISIBLE_DEVICES")
 
     def seal(self, fd: int, access: Access = "read") -> None:
-        """Do nothing: CUDA has no seal. A consumer maps read-only if the segment's info says so and its driver can."""
+        """Do nothing: CUDA has no seals. A consumer maps read-only if the segment's info says so and its driver can."""
 
     def synchronize(self) -> bool:
         """Wait for all work of this process on the GPU: unmapping under a kernel is an illegal access.
 
-        Waiting for a context while one of its streams is being captured fails and invalidates the capture, whichever
-        thread waits (measured on CUDA 13, in every capture mode). So torch's streams are looked at first.
+        Waiting for a context while one of its streams is being captured fails and invalidates the capture, in any thread
+        (measured on CUDA 13, in every capture mode). So torch's streams are checked first.
         """
         try:
             with self.current():
@@ -262,7 +262,7 @@ class CudaBackend:
                     return False
                 check(driver.cuCtxSynchronize())
         except DriverError:
-            return False  # the context is broken, perhaps by a kernel of the user: its memory ends with the process
+            return False  # the context is broken, perhaps by a user's kernel: its memory ends with the process
         return True
 
     def copy(self, target: int, source: int, nbytes: int, stream: int = 0) -> None:
@@ -274,7 +274,7 @@ class CudaBackend:
             check(driver.cuCtxPopCurrent())
 
     def wait(self, stream: int = 0, seconds: float | None = None) -> bool:
-        """Wait for this stream's work only; for stream 0 also that of the streams that wait for one another with it."""
+        """Wait for this stream's work only; for stream 0 also for the streams that synchronise with it."""
         handle = driver.CUstream(stream)
         check(driver.cuCtxPushCurrent(self._context))
         try:
@@ -292,7 +292,7 @@ class CudaBackend:
             check(driver.cuCtxPopCurrent())
 
     def fence(self) -> Callable[[], bool] | None:
-        """Mark the work that this process has queued on the GPU, on any stream (cuCtxRecordEvent, CUDA 12.5)."""
+        """Mark this process's queued work on the GPU, on all streams (cuCtxRecordEvent, CUDA 12.5)."""
         try:
             with self.current():
                 if self._capturing():
@@ -304,7 +304,7 @@ class CudaBackend:
         return event.passed
 
     def _capturing(self) -> bool:
-        """Return whether one of torch's streams is being captured. Over a hundred calls: little is done for each."""
+        """Return True if one of torch's streams is being captured. Over a hundred calls, so each is kept cheap."""
         captured = driver.cuStreamIsCapturing
         for stream in self._torch_streams():
             code, status = captured(stream)
@@ -314,13 +314,13 @@ class CudaBackend:
         return False
 
     def _torch_streams(self) -> tuple[Any, ...]:
-        """Return torch's streams on this GPU; captures run on one of its pool. Empty where torch is not used."""
+        """Return torch's streams on this GPU; captures run on one of its pool. Empty if torch is not used."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return ()
         if not self._pool:
-            # torch hands out the streams of its pool in turn, so as many requests leave the turn where it was. Priorities that
-            # it does not tell apart share their streams.
+            # torch returns the streams of its pool in turn, so this many requests restore its position. Priorities that it does
+            # not distinguish share their streams.
             lowest, highest = torch.cuda.Stream.priority_range()
             handles = dict.fromkeys(
                 torch.cuda.Stream(self.ordinal, priority=priority).cuda_stream

@@ -1,9 +1,9 @@
 """Segments whose memory belongs to the process that made it: the common part of CUDA's legacy IPC and its pools.
 
-The descriptor is an export descriptor (see :mod:`shared_rpc.memory.backends.liveness`). Every mapping, the maker's own too,
-keeps a copy of it until it is unmapped, so that the maker learns when the last user has gone, whatever ended it, and frees the
-memory only then. Consumers must not open memory twice: the driver gives the same address again, and its pools unmap it for both
-with the first free. So a table maps each segment once in a process, and counts.
+The descriptor is an export descriptor (see :mod:`shared_rpc.memory.backends.liveness`). Every mapping, including the maker's,
+keeps a copy of it until it is unmapped, so that the maker detects the end of the last user, for whatever reason, and frees the
+memory only then. Consumers must not open memory twice: the driver returns the same address again, and its pools unmap it for
+both with the first free. So a table maps each segment once in a process, and counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared_rpc.protocol.records import Access, Mechanism, SegmentInfo
 class ExportDescriptor(msgspec.Struct, frozen=True, array_like=True):
     """Serialised export: the data for opening another process's memory.
 
-    ``pid`` is its maker's, ``handle`` what the driver takes, and ``fd_server`` where the maker hands out a descriptor for
+    ``pid`` is its maker's, ``handle`` the driver's, and ``fd_server`` the address at which the maker sends a descriptor for
     ``token``, if the mechanism has one.
     """
 
@@ -47,7 +47,7 @@ _decoder = msgspec.msgpack.Decoder(ExportDescriptor)
 def export_descriptor_of(fd: int) -> ExportDescriptor:
     """Return the contents of the descriptor of such a segment.
 
-    :raises CapabilityError: if it is no such descriptor.
+    :raises CapabilityError: if it is not such a descriptor.
     """
     try:
         exported = _decoder.decode(liveness.read(fd))
@@ -60,7 +60,7 @@ def export_descriptor_of(fd: int) -> ExportDescriptor:
 
 @dataclass(eq=False)
 class Memory:
-    """Memory as the driver knows it in this process, made or opened here; ``pool`` is its pool, where it has one."""
+    """Memory of the driver in this process, made or opened here; ``pool`` is its pool, if any."""
 
     address: int
     handle: bytes = b""
@@ -78,13 +78,13 @@ class _Use:
 
 
 class ExporterOwnedBackend(ABC):
-    """The contract of :class:`~shared_rpc.memory.segments.Backend` over memory that dies with its maker.
+    """A :class:`~shared_rpc.memory.segments.Backend` for memory that ends with its maker.
 
     A subclass makes, frees, opens and closes memory; only one of these functions runs at a time.
     """
 
     mechanism: ClassVar[Mechanism]
-    #: Advice for errors where this mechanism does not work.
+    #: Advice for errors if this mechanism does not work.
     cure: ClassVar[str]
     granularity = 2 << 20
     uuid: str
@@ -92,7 +92,7 @@ class ExporterOwnedBackend(ABC):
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._made: dict[bytes, Memory] = {}
-        #: Unused memory of which the GPU could not be waited for.
+        #: Unused memory to free once the GPU can be waited for.
         self._to_free: list[tuple[bytes, Memory]] = []
         self._uses: dict[bytes, _Use] = {}
         self._by_address: dict[int, _Use] = {}
@@ -100,9 +100,9 @@ class ExporterOwnedBackend(ABC):
 
     @abstractmethod
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """Make zeroed memory of that size, complete when this returns.
+        """Allocate zeroed memory, complete on return.
 
-        :raises CapabilityError: if it is not to be had.
+        :raises CapabilityError: if there is too little.
         """
 
     @abstractmethod
@@ -122,7 +122,7 @@ class ExporterOwnedBackend(ABC):
 
     @abstractmethod
     def synchronize(self) -> bool:
-        """Wait for the device, as a :class:`~shared_rpc.memory.segments.Backend` does."""
+        """Wait for the device, see :class:`~shared_rpc.memory.segments.Backend`."""
 
     @property
     def fd_server(self) -> str:
@@ -130,7 +130,7 @@ class ExporterOwnedBackend(ABC):
         return ""
 
     def create(self, nbytes: int) -> Segment:
-        """Make zeroed memory of this process. It is freed when no copy of the descriptor is left in any process."""
+        """Allocate zeroed memory of this process. It is freed when no copy of the descriptor is left in any process."""
         self._free_waiting()
         size = -(-nbytes // self.granularity) * self.granularity
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -197,7 +197,7 @@ class ExporterOwnedBackend(ABC):
             ) from error
 
     def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Undo one :meth:`map`; with the last one the memory is closed here, and only then the copy of the descriptor."""
+        """Undo one :meth:`map`; the last one closes the memory here, and only then the copy of the descriptor."""
         if done is not None:
             done += (0,)  # before the call: an interrupted unmap is not repeated
         with self._lock:
@@ -213,14 +213,14 @@ class ExporterOwnedBackend(ABC):
         self._free_waiting()
 
     def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Refuse: the driver chooses the address each time that memory is opened.
+        """Raise: the driver chooses the address each time that memory is opened.
 
         :raises CapabilityError: always.
         """
         raise CapabilityError(self._no_ranges())
 
     def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Refuse: there is no vacated range.
+        """Raise: there is no vacated range.
 
         :raises CapabilityError: always.
         """
@@ -239,7 +239,7 @@ class ExporterOwnedBackend(ABC):
         self._free_waiting()
 
     def _free_waiting(self) -> None:
-        # Freeing waits for the GPU, as unmapping does: during a capture, a later call frees the memory.
+        # Freeing waits for the GPU, like unmapping: during a capture, a later call frees the memory.
         if not self._to_free or not self.synchronize():
             return
         with self._lock:
@@ -248,7 +248,7 @@ class ExporterOwnedBackend(ABC):
                 self.free(token, memory)
 
     def _after_fork(self) -> None:
-        # CUDA does not work in a forked child, and its copies would keep the memory for as long as it lives.
+        # CUDA does not work in a forked child, and its copies would keep the memory until its end.
         for use in self._uses.values():
             for copy in use.copies:
                 os.close(copy)

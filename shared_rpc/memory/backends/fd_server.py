@@ -1,9 +1,9 @@
 """The server of a process's descriptors, by token.
 
-A segment has one descriptor. Where that is an export descriptor, and opening the memory takes a descriptor of the driver's too,
-as for a pool, it names its maker's descriptor server and a token, which only processes know that were sent it.
+A segment has one descriptor. If that is an export descriptor, and opening the memory needs a descriptor of the driver as well,
+as for a pool, it names its maker's descriptor server and a token, known only to processes that received it.
 
-The address is an abstract Unix socket (unix(7)), which leaves no file behind; it is seen within one network namespace.
+The address is an abstract Unix socket (unix(7)), which leaves no file behind; it is visible in one network namespace.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASKING, _ANSWERING = 1.0, 10.0
 
 
 class FdServer:
-    """The descriptor server of this process, opened with the first descriptor that is left there."""
+    """The descriptor server of this process, opened with the first registered descriptor."""
 
     def __init__(self) -> None:
         self._reset()
@@ -39,7 +39,7 @@ class FdServer:
         self.address = ""
 
     def register(self, token: bytes, fd: int) -> None:
-        """Hand ``fd`` out to any process of this user that shows the token. The server owns the descriptor from here on.
+        """Send ``fd`` to any process of this user that has the token. The server owns the descriptor from now on.
 
         :raises CapabilityError: if the descriptor server cannot be opened; the descriptor is closed.
         """
@@ -65,7 +65,7 @@ class FdServer:
         self._listener, self.address = listener, name
 
     def withdraw(self, token: bytes) -> None:
-        """Close the descriptor that was registered for the token."""
+        """Close the descriptor registered for the token."""
         with self._lock:
             fd = self._left.pop(token, -1)
         if fd >= 0:
@@ -103,7 +103,7 @@ class FdServer:
 
 
 def fetch(address: str, token: bytes) -> int:
-    """Return the descriptor that another process's server has for the token; the caller owns it.
+    """Fetch the descriptor registered for a token in another process's server; the caller owns it.
 
     :raises CapabilityError: if no process answers there, or it has no descriptor for the token.
     """

@@ -1,6 +1,6 @@
 """Host memory: anonymous files (memfd_create(2)) that are mapped with mmap(2).
 
-``mmap.mmap`` of the standard library keeps a descriptor of its own for every mapping; libc's does not.
+``mmap.mmap`` of the standard library keeps its own descriptor for every mapping; libc's does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared_rpc.protocol.records import Access, SegmentInfo
 
 # asm-generic/mman-common.h; Python's mmap lacks it.
 _MAP_NORESERVE = 0x4000
-# linux/mman.h and asm-generic/mman-common.h, for addresses that are given; Python's mmap lacks them.
+# linux/mman.h and asm-generic/mman-common.h, for given addresses; Python's mmap lacks them.
 _MAP_FIXED = 0x10
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _PROT_NONE = 0
@@ -46,7 +46,7 @@ class MemfdBackend:
     granularity = mmap.PAGESIZE
 
     def create(self, nbytes: int) -> Segment:
-        """Make zeroed host memory; its size is sealed, so that no process can truncate it under a reader (SIGBUS)."""
+        """Allocate zeroed host memory; its size is sealed, so that no process can truncate it under a reader (SIGBUS)."""
         size = -(-nbytes // self.granularity) * self.granularity
         info = SegmentInfo(id=new_segment_id(), nbytes=size, device="cpu")
         name = f"shared-rpc-{info.id}"
@@ -64,7 +64,7 @@ class MemfdBackend:
 
     @staticmethod
     def check(fd: int, nbytes: int) -> None:
-        """Check that a descriptor is memory of so many bytes at least, for good.
+        """Check that a descriptor is memory of at least ``nbytes`` bytes, permanently.
 
         :raises CapabilityError: if it is not.
         """
@@ -96,7 +96,7 @@ class MemfdBackend:
         made = made if made is not None else []
         if at is None:
             return self._mapped(fd, nbytes, protection, flags, made)
-        # Mapped elsewhere and moved: a refused mmap(2) with MAP_FIXED may have unmapped what was there, and left a hole.
+        # Mapped elsewhere and moved: a failed mmap(2) with MAP_FIXED may have unmapped the earlier mapping, and left a hole.
         elsewhere: list[int] = []
         try:
             address = self._mapped(fd, nbytes, protection, flags, elsewhere)
@@ -122,7 +122,7 @@ class MemfdBackend:
         return address
 
     def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Put inaccessible pages, which take no memory, in the mapping's place."""
+        """Replace the mapping by inaccessible pages, which use no memory."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         done = done if done is not None else []
         done.extend(starmap(_libc.mmap, ((address, nbytes, _PROT_NONE, flags, -1, 0),)))
@@ -135,7 +135,7 @@ class MemfdBackend:
         self.unmap(address, nbytes, done)
 
     def seal(self, fd: int, access: Access = "read") -> None:
-        """Refuse later seals, and unless ``access`` is ``"read_write"`` later writable mappings and write(2), holes included
+        """Forbid later seals, and unless ``access`` is ``"read_write"`` later writable mappings and write(2), including holes
         (F_SEAL_FUTURE_WRITE, Linux 5.1).
         """
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SEAL | (_F_SEAL_FUTURE_WRITE if access != "read_write" else 0))

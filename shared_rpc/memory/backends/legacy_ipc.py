@@ -2,8 +2,8 @@
 
 For GPUs and drivers without virtual memory management. The memory belongs to the process that made it, consumers can always
 write to it, and one process has it at one address. "Calling cuMemFree on an exported memory region before calling
-cuIpcCloseMemHandle in the importing context will result in undefined behavior" (CUDA Driver API, Memory Management):
-see :mod:`shared_rpc.memory.backends.exporter_owned` for how that is kept from happening.
+cuIpcCloseMemHandle in the importing context will result in undefined behavior" (CUDA Driver API, Memory Management);
+:mod:`shared_rpc.memory.backends.exporter_owned` prevents that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAZY_PEERS = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class ExporterOwnedCudaBackend(CudaBackend, ExporterOwnedBackend):
-    """GPU memory that is bound to this process, with a stream of its own, so that no other one is waited for."""
+    """GPU memory that is bound to this process, with its own stream, so that no other one is waited for."""
 
     def __init__(self, uuid: str) -> None:
         CudaBackend.__init__(self, uuid)
@@ -36,18 +36,18 @@ class ExporterOwnedCudaBackend(CudaBackend, ExporterOwnedBackend):
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Run driver calls that allocate or free, also while a graph is captured."""
+        """Run driver calls that allocate or free, even while a graph is captured."""
         with self.current(), relaxed_captures():
             yield
 
     def zero(self, address: Any, nbytes: int) -> None:
-        """Wait until the memory holds zeros."""
+        """Zero the memory, and wait for it."""
         check(driver.cuMemsetD8Async(address, 0, nbytes, self.stream))
         check(driver.cuStreamSynchronize(self.stream))
 
 
 class IpcBackend(ExporterOwnedCudaBackend):
-    """Segments that are allocations of their own, of which the driver makes a handle."""
+    """Segments that are separate allocations, with a handle from the driver."""
 
     mechanism = "ipc"
     cure = (
@@ -56,7 +56,7 @@ class IpcBackend(ExporterOwnedCudaBackend):
     )
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """Allocate and zero memory, and have the driver make a handle."""
+        """Allocate and zero memory, and create its handle."""
         self.require_visible()
         with self.working():
             try:

@@ -1,13 +1,13 @@
-"""Export descriptors: descriptors that stand for memory which belongs to a process, and that the kernel counts.
+"""Export descriptors: descriptors that represent memory of a process, and are counted by the kernel.
 
 Memory of CUDA's older mechanisms is freed by the process that made it, which must not do so while another process uses it. An
-export descriptor is sent in place of the memory: a sealed memfd that says how to open it. Two locks tell the two sides of
-each other, whatever ends a process, SIGKILL included:
+export descriptor is sent in place of the memory: a sealed memfd that describes how to open it. Two locks report each side's
+liveness to the other, for any end of a process, including SIGKILL:
 
-- *Does anybody hold it?* The open file description that is handed out holds flock(2) exclusively; duplicates, and copies in
-  other processes or under way in SCM_RIGHTS messages, are the same description. The maker waits for that lock over a
+- *Is it in use?* The open file description that is sent holds flock(2) exclusively; duplicates, and copies in other
+  processes or in SCM_RIGHTS messages in transit, are the same description. The maker waits for that lock over a
   description of its own, and gets it when the last copy is closed.
-- *Does its maker live?* The maker's own description holds a lock of fcntl(2) (F_OFD_SETLK) that others can ask for.
+- *Is its maker alive?* The maker's own description holds a lock of fcntl(2) (F_OFD_SETLK) that others can query.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def issue(content: bytes, on_end: Callable[[], None]) -> int:
 
     ``on_end`` runs once, in a thread, when no copy of the descriptor is left in any process; never in a forked child.
 
-    :raises CapabilityError: if the system gives no memfd, no second description of it or no thread.
+    :raises CapabilityError: if the system refuses a memfd, a second description of it or a thread.
     """
     own = -1
     try:
@@ -82,7 +82,7 @@ def _wait(own: int, on_end: Callable[[], None]) -> None:
 def read(fd: int) -> bytes:
     """Return the contents of an export descriptor. The descriptor is borrowed.
 
-    :raises CapabilityError: if it is no export descriptor.
+    :raises CapabilityError: if it is not an export descriptor.
     """
     try:
         sealed = fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
@@ -95,7 +95,7 @@ def read(fd: int) -> bytes:
 
 
 def maker_lives(fd: int) -> bool:
-    """Return whether the process that issued the export descriptor is there."""
+    """Return True if the process that issued the export descriptor is alive."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     answer = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
     return bool(answer[0] != fcntl.F_UNLCK)

@@ -2,11 +2,10 @@
 
 A pool is exported as a descriptor, and an allocation of it as 64 bytes; a consumer needs both. "The imported memory must be
 freed from all importing processes before being freed in the exporting process" (CUDA Driver API, Stream Ordered Memory
-Allocator): see :mod:`shared_rpc.memory.backends.exporter_owned`. Every segment has a pool of its own, because a pool that was
-exported gives its
-memory back when it is destroyed.
+Allocator): see :mod:`shared_rpc.memory.backends.exporter_owned`. Every segment has its own pool, because an exported pool
+returns its memory when it is destroyed.
 
-What is minded here: a second import of an allocation gives the first one's address, and the first free unmaps both; a
+Known pitfalls: a second import of an allocation returns the first one's address, and the first free unmaps both; a
 pool's own GPU cannot be denied writing; exporting and destroying pools in two threads at once has crashed drivers.
 """
 
@@ -48,7 +47,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
         return FD_SERVER.address
 
     def make(self, nbytes: int, token: bytes) -> Memory:
-        """Allocate and zero memory in a pool of its own, whose descriptor is registered at the descriptor server."""
+        """Allocate and zero memory in its own pool, whose descriptor is registered at the descriptor server."""
         self.require_visible()
         with self.working():
             try:
@@ -101,7 +100,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
             os.close(fd)
 
     def open_pool(self, fd: int, exported: ExportDescriptor) -> Memory:
-        """Open the allocation of a pool whose descriptor is there already.
+        """Open the allocation of a pool, given the pool's descriptor.
 
         :raises CapabilityError: if the driver refuses.
         """
@@ -120,7 +119,7 @@ class PoolBackend(ExporterOwnedCudaBackend):
         return Memory(int(address), pool=pool)
 
     def _allow(self, pool: Any) -> None:
-        """Let peers use a pool: it is there for its own GPU, and for others when they are named, in each process separately."""
+        """Let peers use a pool: access is granted to its own GPU, and to others explicitly, in each process separately."""
         if visible_gpus()[self.ordinal] != self.uuid:
             check(driver.cuMemPoolSetAccess(pool, [access_for(self.ordinal)], 1))
         for peer in self.peers:

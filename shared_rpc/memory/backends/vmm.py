@@ -1,7 +1,7 @@
 """GPU memory: allocations of CUDA's virtual memory management, exported as POSIX file descriptors.
 
-An allocation made this way belongs to no process: it lives as long as a descriptor, an imported handle or a
-mapping does. See the CUDA Driver API, "Virtual Memory Management".
+Such an allocation belongs to no process: it lives as long as a descriptor, an imported handle or a mapping does. See the
+CUDA Driver API, "Virtual Memory Management".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("shared_rpc")
 
 @functools.cache
 def _warn_of_mps(ordinal: int) -> None:
-    """Say once that a write to memory shared with ``access="read"`` ends more than this process."""
+    """Warn once that a write to memory shared with ``access="read"`` ends more than this process."""
     if under_mps(ordinal):
         _log.warning(
             "this process uses GPU %d through NVIDIA's Multi-Process Service (MPS): a write to memory that is shared with "
@@ -48,15 +48,15 @@ class VmmBackend(CudaBackend):
     """Segments on one GPU."""
 
     mechanism: ClassVar[Mechanism] = "vmm"
-    #: Whether the memory is the GPU's own.
+    #: True if the memory is the GPU's own.
     on_gpu: ClassVar[bool] = True
 
     def __init__(self, uuid: str) -> None:
         super().__init__(uuid)
         self._location = self.location()
-        #: Whether memory is made so that network cards can read and write it (GPUDirect RDMA). Allocations of virtual memory
-        #: management need a flag for that, those of cudaMalloc do not; without it, registering a segment with a card (NIXL,
-        #: UCX, NCCL) fails with "Bad address".
+        #: True if network cards can read and write the memory (GPUDirect RDMA). Allocations of virtual memory management need a
+        #: flag for that, those of cudaMalloc do not; without it, registering a segment with a card (NIXL, UCX, NCCL) fails
+        #: with "Bad address".
         self._rdma = self.on_gpu and bool(attribute(self.ordinal, "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"))
         smallest = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.granularity = int(
@@ -64,12 +64,12 @@ class VmmBackend(CudaBackend):
         )
 
     def location(self) -> Any:
-        """Return where memory is made, as the driver's structures name it."""
+        """Return the driver's description of the memory's location."""
         return location_of(self.ordinal)
 
     @property
     def where(self) -> str:
-        """The memory's place, for people."""
+        """The memory's location, for display."""
         return f"on GPU {self.uuid}"
 
     def _allocation(self, rdma: bool) -> Any:
@@ -82,10 +82,10 @@ class VmmBackend(CudaBackend):
         return allocation
 
     def _with_allocation(self, call: Callable[[Any], tuple[Any, ...]]) -> Any:
-        """Return the value of a driver call that takes the properties of memory to be made.
+        """Return the value of a driver call that takes allocation properties.
 
-        Where the driver refuses GPUDirect RDMA although the GPU has it, as without the kernel's module for it, memory is made
-        without. Only for a full GPU is it tried again the next time.
+        If the driver refuses GPUDirect RDMA although the GPU has it, for example without its kernel module, memory is allocated
+        without it, from then on unless the GPU was merely full.
         """
         if self._rdma:
             try:
@@ -96,7 +96,7 @@ class VmmBackend(CudaBackend):
         return check(call(self._allocation(rdma=False)))
 
     def create(self, nbytes: int) -> Segment:
-        """Make GPU memory. The driver zeroes it."""
+        """Allocate GPU memory. The driver zeroes it."""
         self.require_visible()
         size = -(-nbytes // self.granularity) * self.granularity
         try:
@@ -149,14 +149,14 @@ class VmmBackend(CudaBackend):
         return int(address)
 
     def _allow(self, address: Any, nbytes: int, access: Access) -> None:
-        """Let this backend's GPU use the mapping, and the GPUs that reach it, so that tensors can be copied to them."""
+        """Grant access to this backend's GPU, and to its peers, so that tensors can be copied to them."""
         check(driver.cuMemSetAccess(address, nbytes, [access_for(self.ordinal, access)], 1))
         for peer in self.peers:
             # Nothing is copied to a peer that the driver refuses (MIG, another fabric).
             driver.cuMemSetAccess(address, nbytes, [access_for(peer, access)], 1)
 
     def unmap(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Unmap and give the address range back."""
+        """Unmap and free the address range."""
         if done is not None:
             done += (0,)  # before the call: an interrupted unmap is not repeated, when another mapping may have the range
         with self.current():
@@ -164,14 +164,14 @@ class VmmBackend(CudaBackend):
             check(driver.cuMemAddressFree(address, nbytes))
 
     def vacate(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Unmap, and keep the address range: what has these addresses, as a CUDA graph, is good again after :meth:`map`."""
+        """Unmap, and keep the address range: its users, such as a CUDA graph, are valid again after :meth:`map`."""
         if done is not None:
             done += (0,)  # before the call, as in unmap()
         with self.current():
             check(driver.cuMemUnmap(address, nbytes))
 
     def free_range(self, address: int, nbytes: int, done: list[int] | None = None) -> None:
-        """Give the address range back."""
+        """Free the address range."""
         if done is not None:
             done += (0,)
         with self.current():
@@ -179,31 +179,31 @@ class VmmBackend(CudaBackend):
 
 
 class HostVmmBackend(VmmBackend):
-    """Segments in host memory that one GPU copies to and from, for copies of objects: pinned, on the NUMA node next to it.
+    """Segments in host memory that one GPU copies to and from, for copies of objects: pinned, on the GPU's NUMA node.
 
     Host memory of the kernel (memfd_create(2)) would have to be registered with the driver in each process that copies from it,
-    which takes longer than copying does (measured on an H200: 0.7 s for 16 GiB of pages that are there, 12.5 s for pages that
-    are not).
+    which takes longer than copying (measured on an H200: 0.7 s for 16 GiB of existing pages, 12.5 s for untouched
+    pages).
     """
 
     mechanism: ClassVar[Mechanism] = "host_vmm"
     on_gpu: ClassVar[bool] = False
 
     def location(self) -> Any:
-        """Return the GPU's NUMA node, as the driver's structures name it."""
+        """Return the driver's description of the GPU's NUMA node."""
         location = driver.CUmemLocation()
         location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
-        # Without NUMA the driver says -1, and its node is 0.
+        # Without NUMA the driver reports -1, and its node is 0.
         location.id = max(attribute(self.ordinal, "HOST_NUMA_ID"), 0)
         return location
 
     @property
     def where(self) -> str:
-        """The memory's place, for people."""
+        """The memory's location, for display."""
         return f"in host memory of GPU {self.uuid}"
 
     def _allow(self, address: Any, nbytes: int, access: Access) -> None:
-        """Let the GPU and the processor use the mapping: both write, whatever access was requested. Only who copies maps it."""
+        """Grant access to the GPU and the processor: both write, whatever access was requested. Only copiers map it."""
         host = driver.CUmemAccessDesc()
         host.location = self._location
         host.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
