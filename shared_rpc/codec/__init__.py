@@ -1,1 +1,1 @@
-"""Values taken apart into records, and rebuilt. ``arguments`` and ``results`` are the doors; both load torch."""
+"""Encoding of values as records, and decoding. ``arguments`` and ``results`` are the entry points; both load torch."""

@@ -1,4 +1,4 @@
-"""Arguments of calls: lowered by the caller, lifted where the endpoint runs."""
+"""Arguments of calls: lowered by the caller, lifted in the process of the endpoint."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def encode_arguments(
     *,
     bare: bool = False,
 ) -> Arguments:
-    """Lower a call's arguments, and copy memory that is not shared yet, once its writers on the current streams are done.
+    """Lower a call's arguments, and copy unshared memory once its writers on the current streams are done.
 
     :param kind: ``"cpu"`` or ``"cuda"``, the type of device of the server.
-    :param server: the server's id: memory that it has itself is named and not sent. ``""`` to send all.
-    :param pool: where to copy to, see :func:`~shared_rpc.codec.placement.copy`.
-    :param bare: leave the memory out, because only the parts that make a cache key are needed.
-    :raises CapabilityError: for an argument that cannot travel, naming it.
+    :param server: the server's id: its own memory is named instead of sent. ``""`` to send all.
+    :param pool: the target of copies, see :func:`~shared_rpc.codec.placement.copy`.
+    :param bare: leave the memory out, because only the parts of a cache key are needed.
+    :raises CapabilityError: for an argument that cannot be sent, naming it.
     :raises PoolFull: if the pool has too little free memory now.
     """
     if pool is not None:
@@ -102,10 +102,10 @@ def _encode_single(
 
 
 def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call within this process as plain data; tensors and modules stay as they are.
+    """Return the arguments of a call within this process as plain data; tensors and modules are unchanged.
 
-    :param kind: ``"cpu"`` or ``"cuda"``, the type of device that memory is shared on.
-    :raises CapabilityError: for an argument that could not travel, so that a call fails in every role or in none.
+    :param kind: ``"cpu"`` or ``"cuda"``, the type of device of shared memory.
+    :raises CapabilityError: for an argument that could not be sent, so that a call fails in every role or in none.
     """
 
     def leaf(value: Any, path: str) -> Any:
@@ -121,7 +121,7 @@ def lower_arguments(args: Sequence[Any], kwargs: dict[str, Any], kind: str) -> t
 
 @without_modes
 def decode_arguments(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments as the endpoint takes them; tensors lie in the caller's segments.
+    """Return the arguments for the endpoint; tensors lie in the caller's segments.
 
     :raises CodecError: if a skeleton cannot be rebuilt here.
     """
@@ -164,7 +164,7 @@ def _lifted(
             f"of the argument's classes"
         ) from error
     finally:
-        # A kept error of an argument's own code may keep this frame.
+        # A retained error of an argument's own code may keep this frame.
         tensors.clear()
         storages.clear()
 

@@ -1,4 +1,4 @@
-"""Bytes that a value's tensors lie in."""
+"""Byte ranges of a value's tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GRAIN = 16
 
 @dataclass(slots=True)
 class Span:
-    """The bytes of one storage, or those of them that its tensors use. ``start`` counts from the storage's beginning."""
+    """The bytes of one storage, or those used by its tensors. ``start`` counts from the storage's beginning."""
 
     storage: int
     address: int
@@ -28,7 +28,7 @@ class Span:
 
 @dataclass(slots=True)
 class Block:
-    """Bytes that belong together: one span, or several overlapping ones, as of two storages over one numpy array."""
+    """Bytes that must stay together: one span, or several overlapping ones, such as of two storages over one numpy array."""
 
     address: int
     nbytes: int
@@ -39,7 +39,7 @@ class Block:
 def spans(scan: Scan, *, exact: bool) -> list[Span]:
     """Return a span for every storage, in their order.
 
-    :param exact: leave out unused bytes, so that a row of a large matrix is a row. Not where tensors are to be moved,
+    :param exact: leave out unused bytes, so that a row of a large matrix is a row. Not for tensors that are to be moved,
         which keep their place in their storage.
     """
     used: dict[int, list[TensorEntry]] = defaultdict(list)
@@ -60,7 +60,7 @@ def spans(scan: Scan, *, exact: bool) -> list[Span]:
 
 
 def _bounds(entry: TensorEntry) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor uses, and the one after the last."""
+    """Return the first byte of its storage used by a tensor, and the one after the last."""
     size = getattr(torch, entry.dtype).itemsize
     if 0 in entry.shape:
         return entry.offset * size, entry.offset * size
@@ -69,7 +69,7 @@ def _bounds(entry: TensorEntry) -> tuple[int, int]:
 
 
 def blocks(found: Iterable[Span]) -> list[Block]:
-    """Return the blocks of all spans that have bytes, in the order of the value: what is used together lies together."""
+    """Return the blocks of all nonempty spans, in the order of the value, which keeps related memory together."""
     found = [span for span in found if span.nbytes]
     if len(found) == 1:
         return [Block(found[0].address, found[0].nbytes, found[0].device, found)]

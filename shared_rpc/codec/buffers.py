@@ -1,9 +1,8 @@
-"""Memory that no tensor is over: what numpy arrays, and others that speak pickle's protocol 5, hand over apart from a pickle.
+"""Memory without tensors: the out-of-band buffers of numpy arrays and other objects with pickle protocol 5.
 
-It is copied into host segments once, and everyone who rebuilds the value maps these copy-on-write (read-only, where the
-endpoint shares for reading): the array can be written to as a pickled one could, what is written is the process's own, and
-pages that are not written to exist once. What the endpoint itself has stays where it is: an array cannot be bound to other
-memory.
+It is copied into host segments once, and every process that rebuilds the value maps these copy-on-write (read-only, if the
+endpoint shares for reading): the array is writable like a pickled one, its writes are private to the process, and unwritten
+pages exist once. The endpoint's own array stays in its memory: an array cannot be rebound.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from shared_rpc.memory.mapping import MAPPINGS, Mapping
 from shared_rpc.memory.segments import Segment
 from shared_rpc.protocol.records import Access, BufferEntry, TensorTable
 
-#: Bytes. A smaller buffer is pickled: copying it takes a microsecond, while a segment takes some microseconds whatever its
-#: size, and a page fault for each touched page.
+#: Bytes. A smaller buffer is pickled: copying it takes a microsecond, while a segment of any size takes some microseconds, and
+#: each accessed page a page fault.
 _LEAST = 16 << 10
 
 
 class PickledBuffers:
-    """Buffers that pickling has handed over so far, in the order in which unpickling will ask for them."""
+    """Buffers found by pickling so far, in the order in which unpickling will need them."""
 
     def __init__(self) -> None:
         self.views: list[memoryview] = []
 
     def accept(self, buffer: pickle.PickleBuffer) -> bool:
-        """Return whether a buffer is to be pickled after all, as pickle's ``buffer_callback`` does."""
+        """Return True if a buffer must be pickled after all, like pickle's ``buffer_callback``."""
         view = buffer.raw()
         if view.nbytes < _LEAST:
             return True
@@ -40,16 +39,16 @@ class PickledBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """The bytes of all buffers."""
         return sum(view.nbytes for view in self.views)
 
 
 def place(buffers: PickledBuffers, access: Access, first: int) -> tuple[list[Segment], list[BufferEntry]]:
-    """Copy buffers into new segments, which belong to the caller; return these, and where each buffer lies.
+    """Copy buffers into new segments, owned by the caller; return these, and the place of each buffer.
 
     :param access: that of the endpoint.
     :param first: the number of the first segment.
-    :raises CapabilityError: if there is not enough memory.
+    :raises CapabilityError: if there is too little memory.
     """
     sizes, places = pack([view.nbytes for view in buffers.views])
     segments: list[Segment] = []
@@ -79,7 +78,7 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
 
 
 def buffers_of(table: TensorTable, mappings: Sequence[Mapping], object_id: str = "") -> list[memoryview]:
-    """Return the buffers of a table over the segments' mappings. Each mapping is kept while a buffer in it is used.
+    """Return the buffers of a table over the segments' mappings. Each mapping is kept while a buffer in it is in use.
 
     :param object_id: see :meth:`MappingTable.keep_for`.
     :raises CodecError: if an entry leaves its segment.
@@ -101,6 +100,6 @@ def _view(entry: BufferEntry, mappings: Sequence[Mapping], object_id: str) -> me
             f"a buffer of {entry.nbytes} bytes at {entry.offset} is not within its segment, number {entry.segment}"
         )
     view = HOST.view(mapping.address + entry.offset, entry.nbytes)
-    # All views of the buffer, arrays too, refer to this object.
+    # All views of the buffer, including arrays, refer to this object.
     MAPPINGS.keep_for([(mapping, view.obj)], object_id)
     return view.toreadonly() if mapping.info.access == "read" else view

@@ -1,7 +1,7 @@
-"""Modules whose classes and functions travel as code, because no client could import them. Imports no torch.
+"""Modules whose classes and functions are pickled as code, because no client could import them. Imports no torch.
 
-Of these, transformers looks for the classes of ``transformers_modules`` by their module: ``save_pretrained()`` copies the file
-of a class's module. So a client has a module of that name, with the file and the classes that came; it is run when the client
+Of these, transformers finds the classes of ``transformers_modules`` by their module: ``save_pretrained()`` copies the file of
+a class's module. So a client has a module of that name, with the received file and classes; it is executed when the client
 itself loads that code.
 """
 
@@ -19,28 +19,28 @@ from cloudpickle.cloudpickle import _PICKLE_BY_VALUE_MODULES
 from shared_rpc.forks import fork_safe_lock
 
 _PACKAGE = "transformers_modules."
-#: Hugging Face puts remote code into this module. ``__main__`` is cloudpickle's own.
+#: Hugging Face puts remote code into this module. ``__main__`` is handled by cloudpickle itself.
 _names: set[str] = {"transformers_modules"}
-#: Names of modules, each with its submodules. Private, in cloudpickle 3.0 to 3.1: its public function takes loaded modules
-#: only, and transformers loads submodules of ``transformers_modules`` without that package.
+#: Names of modules, each including its submodules. Private, in cloudpickle 3.0 to 3.1: its public function takes only loaded
+#: modules, and transformers loads submodules of ``transformers_modules`` without that package.
 _REGISTRY: set[str] = _PICKLE_BY_VALUE_MODULES
 _lock = fork_safe_lock()
 
 
 def pickle_by_value(module: ModuleType) -> None:
-    """Have the classes and functions of ``module`` travel as code, as those of ``__main__`` do."""
+    """Pickle the classes and functions of ``module`` as code, like those of ``__main__``."""
     _names.add(module.__name__)
 
 
 def travels_as_code(module: str) -> bool:
-    """Return whether the classes and functions of a module travel as code now: as cloudpickle has it, with its packages."""
+    """Return True if a module's classes and functions are pickled as code now, by itself or a parent package."""
     parts = module.split(".")
     return any(".".join(parts[:count]) in _REGISTRY for count in range(1, len(parts) + 1))
 
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Have cloudpickle know the modules in the block. Its registry is global, and is left as other users of it expect it."""
+    """Register the modules with cloudpickle while the block runs. Its registry is global, and restored for other users."""
     with _lock:
         added = _names - _REGISTRY
         _REGISTRY.update(added)
@@ -51,7 +51,7 @@ def registered() -> Iterator[None]:
 
 
 def reduce_remote_class(kind: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Add what :func:`_finish` needs to cloudpickle's reduction of a class, if it is one of those."""
+    """Add the data for :func:`_finish` to cloudpickle's reduction of a class, if it is one of those."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     if not kind.__module__.startswith(_PACKAGE) or file is None or len(reduced) != 6:
         return reduced

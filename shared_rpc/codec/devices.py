@@ -1,7 +1,7 @@
-"""Rule for the device that memory must be on to be shared.
+"""The rule for the device of shared memory.
 
-A tensor on the host is refused where memory is shared on a GPU, because it was most likely forgotten there. In objects of
-libraries that compute on the host by design it was not: it stays where it is, and is shared as the host memory that it is.
+A tensor on the host is refused if memory is shared on a GPU, because it was most likely forgotten there. In objects of
+libraries that compute on the host by design it was not: it stays there, and is shared as host memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 from shared_rpc.errors import CapabilityError
 
-#: Classes by their modules, which are not imported for this, each with its attributes that are on the host; without a list, all
-#: may be. The noise schedules of diffusers; the step counts of torch's optimizers (``capturable=False``); the number of models
-#: in averaged weights, which stays on the host when the model moves to a device; and the lengths in a packed batch of
-#: sequences, which torch takes from the host only.
+#: Classes by their modules, which are not imported for this, each with its attributes on the host; without a list, all may be.
+#: The noise schedules of diffusers; the step counts of torch's optimizers (``capturable=False``); the number of models in
+#: averaged weights, which stays on the host when the model moves to a device; and the lengths in a packed batch of
+#: sequences, which torch accepts from the host only.
 _CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
     ("diffusers.schedulers.scheduling_utils", "SchedulerMixin"): (),
     ("torch.optim.optimizer", "Optimizer"): (),
@@ -27,7 +27,7 @@ _CLASSES: dict[tuple[str, str], tuple[str, ...]] = {
 
 
 def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -> None:
-    """Refuse memory that is not on the kind of device a server shares, in a tensor or in a module's state.
+    """Check that the memory of a tensor, or of a module's state, is on the kind of device that the server shares.
 
     Tensors that belong on the host by design may stay there.
     """
@@ -46,7 +46,7 @@ def check_devices(value: torch.Tensor | torch.nn.Module, path: str, kind: str) -
 
 
 def wrong_device(path: str, device: torch.device, kind: str) -> str:
-    """Return the text for memory that is not on the kind of device a server shares."""
+    """Return the error text for memory on the wrong kind of device."""
     if device.type == "meta":
         return f"{path} is on the meta device, which has no memory: load the weights before sharing it"
     return (
@@ -56,7 +56,7 @@ def wrong_device(path: str, device: torch.device, kind: str) -> str:
 
 
 def host_tensors(obj: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that such an object keeps on the host; none of any other object."""
+    """Yield the tensors that such an object keeps on the host; none for any other object."""
     for (module, name), attributes in _CLASSES.items():
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(obj, kind):

@@ -1,7 +1,7 @@
 """The codec's own use of torch: without the modes of the calling thread, and not traced by ``torch.compile``.
 
-Modes are meant for the caller's own operations. What the codec does with tensors is no computation: there is nothing to put
-into a graph, and torch 2.13 fails on some of it.
+Modes are meant for the caller's own operations. The codec does no computation: there is nothing to put into a graph, and torch
+2.13 fails on some of its operations.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-# Private, from torch 2.6 to 2.13: no public function returns whether any mode is active. Together they take less time than
-# entering one context.
+# Private, from torch 2.6 to 2.13: no public function reports active modes. Together they take less time than entering one
+# context.
 _dispatching = torch._C._len_torch_dispatch_stack
 _overriding = torch._C._len_torch_function_stack
 _transforming = torch._C._functorch.peek_interpreter_stack
@@ -27,10 +27,10 @@ R = TypeVar("R")
 
 
 def without_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function as in a thread without modes: its tensors outlive them, and have real memory.
+    """Run a function without the thread's modes: its tensors outlive them, and have real memory.
 
     Modes are ``inference_mode``, dispatch modes such as ``FakeTensorMode``, function modes such as ``torch.device(...)``, and
-    the transforms of ``torch.func``. Where none is on, this costs next to nothing.
+    the transforms of ``torch.func``. Without active modes, this costs next to nothing.
     """
 
     @functools.wraps(function)
@@ -41,7 +41,7 @@ def without_modes(function: Callable[P, R]) -> Callable[P, R]:
                     return function(*args, **kwargs)
             return function(*args, **kwargs)
         finally:
-            # A kept error of an argument's own code may keep this frame.
+            # A retained error of an argument's own code may keep this frame.
             del args, kwargs
 
     return run
@@ -77,12 +77,12 @@ def _skip(code: types.CodeType) -> None:
         _dynamo.skip_code(code)
 
 
-#: Layers of the user run this module, which is traced with them.
+#: Executed in layers of the user, which are traced including this module.
 _TRACED = "shared_rpc.codec.recurrent"
 
 
 def keep_untraced() -> None:
-    """Have the functions of the codec's modules that are loaded run as they are, called by compiled code or from within."""
+    """Exclude the functions of the loaded codec modules from tracing, whether called by compiled code or compiled."""
     for name, module in list(sys.modules.items()):
         if not name.startswith("shared_rpc.codec.") or name == _TRACED:
             continue
@@ -101,7 +101,7 @@ def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a function's code, and that of the functions it makes."""
+    """Yield a function's code, and that of the functions that it creates."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

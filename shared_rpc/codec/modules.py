@@ -1,7 +1,7 @@
-"""Modules and their parameters in a skeleton: which of their attributes travel, and how a module is made of them again.
+"""Modules and their parameters in a skeleton: the attributes to pickle, and rebuilding.
 
-What most modules are is their ``__dict__``, and half of that is as in every new module. A class that says how it is pickled is
-obeyed.
+Most modules consist of their ``__dict__``, half of which is the same in every new module. A class with its own pickling is
+followed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shared_rpc.codec.refusals import PickleRefused
 
-#: With the functions by which pickle reduces an object; its annotations leave them out.
+#: With the functions by which pickle reduces an object, which its annotations leave out.
 _copyreg: Any = copyreg
 
-#: The state of a new module. Most of it is a dozen empty containers for hooks, which few modules fill.
+#: The state of a new module, mostly a dozen empty containers for hooks, which few modules fill.
 _NEW = torch.nn.Module().__dict__
 _CONSTANTS = {name: value for name, value in _NEW.items() if value is None or isinstance(value, bool)}
 _CONTAINERS = {name: type(value) for name, value in _NEW.items() if name not in _CONSTANTS}
@@ -29,7 +29,7 @@ _CONTAINERS = {name: type(value) for name, value in _NEW.items() if name not in 
 #: Containers of hooks. The other containers, ``_forward_hooks_with_kwargs`` and the like, have some of the same keys.
 _HOOKS = tuple(name for name in _CONTAINERS if name.endswith("_hooks"))
 
-#: The attribute that ``module.compile()`` makes for this process; ``torch.nn.Module.__getstate__`` leaves it out too.
+#: The attribute set by ``module.compile()`` for this process; ``torch.nn.Module.__getstate__`` leaves it out too.
 _COMPILED = "_compiled_call_impl"
 
 _PICKLING = {
@@ -59,24 +59,24 @@ def reduce_module(module: torch.nn.Module) -> Any:
     return NotImplemented
 
 
-#: Quantised convolutions set attributes before the module's constructor has run: torch's own pickle breaks them.
+#: Quantised convolutions set attributes before the module's constructor has run, which breaks with torch's own pickle.
 _UNINITIALISED = ("torch.ao.nn.quantized.modules.conv", "_ConvNd")
 
 
 def _restores_plainly(kind: type) -> bool:
-    """Return whether pickling a module of that class comes to its ``__dict__`` and its slots."""
+    """Return True if pickling a module of that class amounts to its ``__dict__`` and its slots."""
     return not _PICKLING & _defined(kind)
 
 
 def _defined(kind: type) -> set[str]:
-    """Return the names that a class and its bases define, below :class:`torch.nn.Module`."""
+    """Return the names defined by a class and its bases below :class:`torch.nn.Module`."""
     return {name for base in kind.__mro__ if base not in (torch.nn.Module, object) for name in base.__dict__}
 
 
 def _state(module: torch.nn.Module) -> Any:
     """Return a module's attributes, without those of a new one, which are half of the pickle.
 
-    Where the module's class has slots, a pair: the attributes, and the contents of the slots.
+    For a class with slots, a pair: the attributes, and the contents of the slots.
     """
     attributes = {
         name: value
@@ -92,7 +92,7 @@ def _counted(module: torch.nn.Module) -> list[tuple[str, Any, int]]:
     return [(name, value, sys.getrefcount(value)) for name, value in module.__dict__.items()]
 
 
-#: References to a container that only its module refers to. The interpreter's own references differ between Pythons.
+#: References to a container used by its module only. The interpreter's own references differ between Pythons.
 _ALONE = max(references for name, _, references in _counted(torch.nn.Module()) if name in _CONTAINERS)
 
 
@@ -125,7 +125,7 @@ def _add_hooks(module: torch.nn.Module, hooks: dict[str, Any]) -> None:
 
 
 def _reduce_parametrized(module: Any) -> Any:
-    # torch refuses to pickle parametrised modules because their class is made at run time; the receiver makes it again.
+    # torch refuses to pickle parametrised modules because their class is created at run time; the receiver creates it again.
     base: Any
     (base,) = type(module).__bases__
     names = tuple(module.parametrizations)
@@ -161,9 +161,9 @@ def _restore_parametrized(module: Any, state: tuple[tuple[str, ...], bool, Any])
 
 
 def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
-    """Return the reduction of a parameter of a class of its own, as of 4-bit layers; NotImplemented to follow its class.
+    """Return the reduction of a parameter with its own class, as in 4-bit layers; NotImplemented to follow its class.
 
-    torch's own makes plain parameters of them, whatever their class, and takes what the class has for ``copy.deepcopy``.
+    torch's own rebuilds plain parameters, whatever their class, and uses the class's method for ``copy.deepcopy``.
     """
     kind = type(parameter)
     if kind is torch.nn.Parameter or kind.__reduce_ex__ is not torch.nn.Parameter.__reduce_ex__:
@@ -184,14 +184,14 @@ def _restore_parameter(parameter: torch.nn.Parameter, state: dict[str, Any]) -> 
 
 
 def next_hook(module: torch.nn.Module) -> int:
-    """Return an id that is above those of a module's hooks; 0 where it has none."""
+    """Return an id above those of a module's hooks; 0 if it has none."""
     attributes = module.__dict__
     ids = [key for name in _HOOKS if (hooks := attributes.get(name)) for key in hooks if type(key) is int]
     return max(ids) + 1 if ids else 0
 
 
 def raise_next_hook(value: int) -> None:
-    """Keep hooks registered from here on from taking the id of a hook from another process."""
+    """Prevent later hooks from getting the id of a hook from another process."""
     # Other threads do not interrupt statements without a call; torch's own counting relies on that too.
     if RemovableHandle.next_id < value:  # noqa: PLR1730  max() would be a call
         RemovableHandle.next_id = value
@@ -205,7 +205,7 @@ def reduce_handle(handle: RemovableHandle) -> Any:
 
 
 def reduce_compiled(function: types.FunctionType) -> Any:
-    """Return the reduction of a function that ``torch.compile`` made: it is compiled again when it is first called.
+    """Return the reduction of a function made by ``torch.compile``: it is compiled again on first call.
 
     None for any other function.
     """

@@ -1,4 +1,4 @@
-"""The memory that parameters use: what is left of a value is private to each process where only parameters are shared."""
+"""The memory of parameters: if only parameters are shared, the rest of a value is private to each process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shared_rpc.codec.skeleton import Scan, parts_of, wraps
 
 
 def storages_of_parameters(scan: Scan) -> set[int]:
-    """Return the numbers of the storages that a parameter uses, wherever in the value it is, and whatever else uses them."""
+    """Return the numbers of the storages used by a parameter, anywhere in the value, regardless of other uses."""
     found = {entry.storage for entry in scan.entries if entry.parameter}
     for tensor in scan.odd:
-        # Torch's own question: it also knows tensors of other classes that were made parameters.
+        # torch's own check: it also recognises tensors of other classes that were made parameters.
         if isinstance(tensor, torch.nn.Parameter):
             numbers = (scan.number_of(part.untyped_storage()) for part in strided(tensor))
             found.update(number for number in numbers if number is not None)
@@ -23,7 +23,7 @@ def storages_of_parameters(scan: Scan) -> set[int]:
 
 
 def strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors that hold the memory of a tensor, itself if it is one."""
+    """Yield the strided tensors that hold the memory of a tensor, itself if it is strided."""
     if wraps(tensor):
         for inner in _inner(tensor):
             yield from strided(inner)
@@ -34,7 +34,7 @@ def strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that one of a wrapper subclass keeps its memory in."""
+    """Return the tensors in which a wrapper subclass keeps its memory."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in names]

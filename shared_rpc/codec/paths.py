@@ -8,7 +8,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-#: The longest path: a longer one is not readable, and cycles end here.
+#: Maximum length of a path: a longer one is not readable, and cycles end here.
 _DEPTH = 40
 #: The same for values that are nested too deeply.
 _RECURSION = 8
@@ -17,8 +17,8 @@ _RECURSION = 8
 def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Exception) -> tuple[str, Exception]:
     """Return path and error of the deepest part of ``value`` for which ``attempt`` still fails.
 
-    An error whose ``subject`` is the part itself ends the search there. Of what is nested too deep the beginning of the way is
-    told: every part of it fails.
+    An error whose ``subject`` is the part itself ends the search there. For excessive nesting only the beginning of the path
+    is returned: every part of it fails.
     """
     seen: set[int] = set()
     for _ in range(_DEPTH if not isinstance(error, RecursionError) else _RECURSION):
@@ -39,7 +39,7 @@ def locate(value: Any, path: str, attempt: Callable[[Any], object], error: Excep
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value, with the text that reaches each."""
+    """Yield the parts of a value, with the text of the access to each."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield f"[{key!r}]", part
@@ -80,7 +80,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state(value: Any) -> Any:
-    """Return what an object's class says that pickle is to take of it; its attributes where it says nothing after all."""
+    """Return the state that an object's class gives to pickle, by default the attributes."""
     try:
         return value.__getstate__()
     except Exception:
@@ -88,7 +88,7 @@ def _state(value: Any) -> Any:
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that travel with a function that travels as code."""
+    """Yield the objects pickled with a function that is pickled as code."""
     for index, cell in enumerate(function.__closure__ or ()):
         try:
             part = cell.cell_contents

@@ -1,8 +1,8 @@
-"""Rule for results of endpoints.
+"""The rule for results of endpoints.
 
-None, or any object that reaches at least one tensor or module: it is taken apart by the pickler, and comes back as what it
-was. A result that reaches none is refused: this is not a general RPC system. So is a tensor with an autograd graph, wherever
-it is but in a module.
+A result is None, or any object that reaches at least one tensor or module: the pickler decomposes it, and it is rebuilt as it
+was. A result that reaches none is refused: this is not a general RPC system. So is a tensor with an autograd graph outside of
+modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared_rpc.protocol.records import Tensors
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _CONTAINERS = (tuple, list, dict, OrderedDict)
-#: Objects that run when the caller iterates or awaits them, in this process only, and the advice for each.
+#: Objects that execute when the caller iterates or awaits them, in this process only, and the advice for each.
 _RUNNING = {
     GeneratorType: "return what it yields, as a list",
     AsyncGeneratorType: "return what it yields, as a list",
@@ -39,7 +39,7 @@ _DEPTH = 20
 def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
     """Return the skeleton of a result, and the scan of its tensors.
 
-    :param kind: ``"cpu"`` or ``"cuda"``, the type of device its tensors must be on.
+    :param kind: ``"cpu"`` or ``"cuda"``, the required type of device of its tensors.
     :raises CapabilityError: for a result that cannot be shared, naming the attribute path; see the module.
     """
     where = f"endpoint {endpoint!r}"
@@ -63,13 +63,13 @@ def dump_result(value: Any, endpoint: str, kind: str) -> tuple[bytes, Scan]:
             )
         return skeleton, scan
     finally:
-        # A kept error of the value's own code may keep this frame.
+        # A retained error of the value's own code may keep this frame.
         del value, scan
 
 
 @dataclass(slots=True)
 class _Found:
-    """Bytes of distinct storages, by address, and the addresses of those that parameters use."""
+    """Bytes of distinct storages, by address, and the addresses of those used by parameters."""
 
     storages: dict[int, int] = field(default_factory=dict)
     of_parameters: set[int] = field(default_factory=set)
@@ -78,7 +78,7 @@ class _Found:
 def check_result(value: Any, endpoint: str, kind: str, tensors: Tensors = "all") -> int:
     """Refuse the same values as :func:`dump_result`, for a value that stays in this process.
 
-    Tensors, modules and containers of them are looked at and not pickled: what a module keeps in its attributes is not checked.
+    Tensors, modules and containers of them are inspected without pickling: the other attributes of a module are not checked.
 
     :param tensors: which of its tensors would be shared.
     :returns: the bytes that would be shared, of the distinct storages of its tensors, parameters and buffers, and of arrays.
@@ -101,9 +101,9 @@ def check_result(value: Any, endpoint: str, kind: str, tensors: Tensors = "all")
 
 
 def _is_plain(value: Any, kind: str, found: _Found, seen: set[int], depth: int) -> bool:
-    """Return whether the pickler has nothing to look at in a value. Its storages are added to what was found.
+    """Return True if a value needs no check by the pickler. Its storages are added to ``found``.
 
-    :param seen: the ids of containers that were looked at, or are.
+    :param seen: the ids of containers that were, or are being, inspected.
     """
     if isinstance(value, torch.Tensor):
         return value.grad_fn is None and _add((value,), kind, found)

@@ -1,10 +1,10 @@
 """Placement of a value's memory in segments, for its readers.
 
-What is *moved* into segments stays there: storages are copied segment by segment, every tensor over them is rebound to its
-new place, and the originals are freed before the next segment is filled, so the extra memory at any time is about one segment.
-What the endpoint returned and what clients map are the same memory then. What is *private* is copied into segments of its own,
-of which each reader makes another copy; its tensors stay where they are. What is *copied*, for one reader, goes into chunks of
-a pool.
+*Moved* memory stays in segments: storages are copied segment by segment, every tensor over them is rebound to its new place,
+and the originals are freed before the next segment is filled, so the extra memory at any time is about one segment. The
+endpoint's result and the clients' mappings are the same memory then. *Private* memory is copied into separate segments, of
+which each reader makes another copy; its tensors stay in place. *Copied* memory, for one reader, is put into chunks of a
+pool.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from shared_rpc.memory.segments import Segment
 from shared_rpc.memory.slabs import LARGEST, Slabs
 from shared_rpc.protocol.records import Access, BufferEntry, StorageEntry, Tensors, TensorTable
 
-#: Bytes. After moving this much, freed memory leaves torch's cache for the driver: the next segment needs it.
+#: Bytes. After moving this much, torch's cache is returned to the driver, which needs the memory for the next segment.
 _LARGE = 1 << 28
 
 
 class Placement:
     """Places of the storages of a scan.
 
-    The segments' descriptors belong to this object until they are taken with :attr:`segments`. A segment that the reader keeps
-    itself is there without a descriptor.
+    This object owns the segments' descriptors until they are taken with :attr:`segments`. A segment kept by the reader itself
+    is listed without a descriptor.
 
     :param tensors: ``"parameters"`` if storages that no parameter uses are private to each process.
-    :param reader: the id of the server that is to read it, ``""`` for anybody.
+    :param reader: the id of the server that reads it, ``""`` for any process.
     """
 
     def __init__(self, scan: Scan, found: list[Span], tensors: Tensors, reader: str = "") -> None:
@@ -68,7 +68,7 @@ class Placement:
                 self.entries[span.storage] = StorageEntry(-1, 0, 0, self._device(span.device))
 
     def table(self) -> bytes:
-        """Return the table of the scan's tensors and their storages, as it travels."""
+        """Return the encoded table of the scan's tensors and their storages."""
         entries = self._scan.entries
         if any(self._starts):
             entries = [
@@ -87,7 +87,7 @@ class Placement:
         return self.devices.index(name)
 
     def segment(self, mapping: Mapping, access: Access, *, named: bool = False) -> int:
-        """Return the number of a mapping's segment. ``named``: the reader knows it by its id."""
+        """Return the number of a mapping's segment. ``named``: the reader has it by its id."""
         number = self._numbers.get(mapping.info.id)
         if number is None:
             number = self._numbers[mapping.info.id] = len(self.segments)
@@ -99,13 +99,13 @@ class Placement:
         return number
 
     def add_buffers(self, buffers: PickledBuffers, access: Access) -> None:
-        """Copy what is no tensor's into segments of its own."""
+        """Copy memory without tensors into separate segments."""
         segments, self.buffers = place(buffers, access, len(self.segments))
         self.segments += segments
         self.nbytes += buffers.nbytes
 
     def put(self, block: Block, segment: int, offset: int, chunk: int = 0) -> None:
-        """Note that a block lies at ``offset`` of a segment."""
+        """Record that a block lies at ``offset`` of a segment."""
         for span in block.spans:
             self.entries[span.storage] = StorageEntry(segment, offset + span.address - block.address, span.nbytes, 0, chunk)
 
@@ -117,7 +117,7 @@ class Placement:
             self.nbytes += block.nbytes
 
     def is_private(self, block: Block) -> bool:
-        """Return whether each reader is to have its own copy of a block: no parameter uses a byte of it."""
+        """Return True if each reader gets its own copy of a block: no parameter uses a byte of it."""
         shared = self._of_parameters
         return shared is not None and not self._is_repacked(block) and all(span.storage not in shared for span in block.spans)
 
@@ -125,7 +125,7 @@ class Placement:
         return all(self._scan.storages[span.storage]._cdata in self._scan.repacked for span in block.spans)
 
     def stays(self, block: Block, access: Access) -> bool:
-        """Note a block in memory that the reader can be referred to, which need not be copied; return False for any other."""
+        """Record a block in memory that the reader can reference, which need not be copied; return False for any other."""
         found = MAPPINGS.find(block.address)
         if found is None or found[1] + block.nbytes > found[0].info.nbytes:
             return False
@@ -133,7 +133,7 @@ class Placement:
         known = bool(self._reader) and mapping.owner == self._reader
         chunk = 0
         if mapping.pooled:
-            # Only the pool's own side may learn of a chunk, and only of a chunk in use.
+            # Only the pool's own side may get the number of a chunk, and only of a chunk in use.
             chunk = chunk_of(self._scan.storages[block.spans[0].storage]) if known else 0
             if not chunk:
                 return False
@@ -150,14 +150,14 @@ class Placement:
 
 
 def move(scan: Scan, access: Access, tensors: Tensors = "all", slabs: Slabs | None = None) -> Placement:
-    """Give every storage of ``scan`` a place in a segment, and rebind its tensors. All work on the memory is complete then.
+    """Place every storage of ``scan`` in a segment, and rebind its tensors. All work on the memory is complete on return.
 
-    A storage that lies in a segment that this process may publish stays where it is, unless it is shared for reading and
-    another process may write to it (:attr:`Mapping.may_change`). One that is to be private is copied into a segment, wherever
-    it lies, and its tensors are not rebound.
+    A storage in a segment that this process may publish stays in place, unless it is shared for reading and another process
+    may write to it (:attr:`Mapping.may_change`). A private one is always copied into a segment, and its tensors are not
+    rebound.
 
-    :param slabs: where a small value without parameters is placed; None for segments of its own.
-    :raises CapabilityError: if a device has not enough memory. Tensors already moved stay valid.
+    :param slabs: for a small value without parameters; None for separate segments.
+    :raises CapabilityError: if a device has too little memory. Tensors already moved stay valid.
     """
     found = spans(scan, exact=False)
     placement = Placement(scan, found, tensors)
@@ -167,7 +167,7 @@ def move(scan: Scan, access: Access, tensors: Tensors = "all", slabs: Slabs | No
             _move_all(scan, placement, rest, access, slabs if _is_small(scan, rest, access) else None)
             _copy_private(placement, private)
         if scan.buffers is not None and scan.buffers.views:
-            # Memory of tensors that are no parameters is each reader's own, and writable.
+            # Memory of tensors other than parameters is each reader's own, and writable.
             placement.add_buffers(scan.buffers, access if tensors == "all" else "read_write")
     except BaseException:
         placement.close()
@@ -178,16 +178,16 @@ def move(scan: Scan, access: Access, tensors: Tensors = "all", slabs: Slabs | No
 def copy(
     scan: Scan, found: list[Span], pool: Pool | None, purpose: str, reader: str = "", tensors: Tensors = "all"
 ) -> Placement:
-    """Copy what the tensors of ``scan`` use into a pool, or into segments of its own if it is large, to be read and written.
+    """Copy memory used by the tensors of ``scan`` into a pool, or into separate segments if large, writable for the reader.
 
-    What lies in a segment that the reader can be referred to stays where it is, unless it is to be private. The work that the
-    current streams have to do is complete when this returns; the device's other streams are not waited for.
+    Memory in a segment that the reader can reference stays in place, unless it is to be private. The current streams' work is
+    complete on return; the device's other streams are not waited for.
 
     :param found: the scan's exact spans.
     :param pool: None to make segments. ``purpose``: see :class:`Chunk`.
-    :param reader: the id of the server that is to read it, ``""`` for anybody.
+    :param reader: the id of the server that reads it, ``""`` for any process.
     :raises PoolFull: if the pool has too little free memory now.
-    :raises CapabilityError: if a device has not enough memory, or is in the middle of a CUDA graph's capture.
+    :raises CapabilityError: if a device has too little memory, or is in the middle of a CUDA graph's capture.
     """
     if scan.kind == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CapabilityError(
@@ -218,8 +218,8 @@ _Blocks = dict[torch.device, list[Block]]
 
 
 def _is_small(scan: Scan, rest: _Blocks, access: Access) -> bool:
-    """Return whether a value may lie in slabs. Weights may not, because they are moved between tiers one by one, and memory
-    that each process maps or copies for itself may not.
+    """Return True if a value may be put into slabs. Weights may not, because they are moved between tiers separately, nor may
+    memory that each process maps or copies for itself.
     """
     return (
         access in ("read_write", "read")
@@ -229,7 +229,7 @@ def _is_small(scan: Scan, rest: _Blocks, access: Access) -> bool:
 
 
 def _elsewhere(placement: Placement, found: list[Span], access: Access) -> tuple[_Blocks, _Blocks]:
-    """Return the blocks that must be copied, by device: those that are shared, and those that are private."""
+    """Return the blocks that must be copied, by device: the shared ones, and the private ones."""
     rest: _Blocks = defaultdict(list)
     private: _Blocks = defaultdict(list)
     for block in blocks(found):

@@ -1,6 +1,6 @@
-"""Private storages: each process that rebuilds a value has its own, copied from what was published.
+"""Private storages: each process that rebuilds a value has its own, copied from the published ones.
 
-They are memory of torch's own allocator, as that of any other tensor, so nothing keeps the segment mapped that they came in.
+They are memory of torch's own allocator, like that of any other tensor, so the published segment is not kept mapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared_rpc.protocol.records import SegmentInfo, StorageEntry
 
 
 def refuse_capture(infos: Iterable[SegmentInfo]) -> None:
-    """Refuse to attach what is to be copied on a GPU while the current stream is captured: the copy would be in the graph.
+    """Refuse copies on a GPU while the current stream is captured: the copy would be in the graph.
 
     :raises CapabilityError: in that case, before anything is mapped.
     """
@@ -32,12 +32,12 @@ def refuse_capture(infos: Iterable[SegmentInfo]) -> None:
 
 
 def copied_storages(entries: Sequence[StorageEntry], mappings: Sequence[Mapping]) -> dict[int, torch.UntypedStorage]:
-    """Return the storages that lie in private segments, by number: copies, complete when this returns.
+    """Return the storages in private segments, by number: copies, complete on return.
 
-    Storages that overlapped where they were made are over one copy.
+    Storages that overlapped in their original process are over one copy.
 
-    :raises CapabilityError: if the device has no memory for them.
-    :raises CodecError: if an entry leaves its segment.
+    :raises CapabilityError: if the device has too little memory for them.
+    :raises CodecError: if an entry exceeds its segment.
     """
     by_segment: dict[int, list[tuple[int, StorageEntry]]] = defaultdict(list)
     for number, entry in enumerate(entries):
@@ -54,7 +54,7 @@ def copied_storages(entries: Sequence[StorageEntry], mappings: Sequence[Mapping]
 
 
 def _overlapping(found: Iterable[tuple[int, StorageEntry]]) -> Iterator[list[tuple[int, StorageEntry]]]:
-    """Yield the entries of one segment that have bytes in common, together."""
+    """Yield the overlapping entries of one segment, together."""
     group: list[tuple[int, StorageEntry]] = []
     end = 0
     for number, entry in sorted(found, key=lambda item: item[1].offset):

@@ -1,9 +1,9 @@
-"""Recurrent layers over shared memory of a GPU: their weights stay where they are.
+"""Recurrent layers over shared memory of a GPU: their weights stay in place.
 
-cuDNN wants the weights of such a layer in one piece, and torch moves them into one: in ``flatten_parameters()``, which is also
-what comes of ``.to()``, and of every call where a weight is computed of others (weight_norm). Weights in shared memory would be
-taken out of it without a word, in the server as in a client. They lie in it as they lay where the layer was made, which is in
-one piece; of those that do not, cuDNN makes a copy for each call, and torch warns of that.
+cuDNN requires the weights of such a layer in one contiguous block, and torch moves them into one: in ``flatten_parameters()``,
+which is also called by ``.to()``, and by every call with a computed weight (weight_norm). That would silently move weights out
+of shared memory, in the server as in a client. Their layout in it is that of the original layer, which is contiguous; cuDNN
+copies other ones for each call, with a warning of torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared_rpc.memory.mapping import MAPPINGS
 
 
 def keep_in_place() -> None:
-    """Have ``flatten_parameters()``, which is public and the same since torch 0.2, leave what lies in mappings."""
+    """Make ``flatten_parameters()``, which is public and unchanged since torch 0.2, leave mapped parameters in place."""
     before: Callable[[torch.nn.RNNBase], None] = torch.nn.RNNBase.flatten_parameters
 
     @functools.wraps(before)
@@ -31,11 +31,11 @@ def keep_in_place() -> None:
 
 
 def _is_shared(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter lies in memory that others map too; the chunks of pools are the reader's own."""
+    """Return True if a parameter lies in memory that others map too; the chunks of pools are the reader's own."""
     if not parameter.is_cuda:
         return False
     try:
         found = MAPPINGS.find(parameter.data_ptr())
     except RuntimeError:
-        return False  # a tensor without memory, as fake and functional tensors
+        return False  # a tensor without memory, such as fake and functional tensors
     return found is not None and not found[0].pooled

@@ -1,12 +1,12 @@
-"""Tensors that another process takes from the server: they are pickled by name, as plain data.
+"""Tensors that another process gets from the server: they are pickled by name, as plain data.
 
-The pickle of a tensor in memory that a server keeps names the server's socket, the object, and the place in its memory. The
-receiver takes the memory from the server, with a lease of its own that lasts as long as a tensor over it. So the sender may
-have ended, and nothing passes between the two processes but bytes: no descriptor, no ptrace(2), no common pid or ipc namespace.
+The pickle of a tensor in memory kept by a server names the server's socket, the object, and the place in its memory. The
+receiver gets the memory from the server, with its own lease, which lasts as long as a tensor over it. So the sender may have
+ended, and only bytes pass between the two processes: no descriptor, no ptrace(2), no common pid or ipc namespace.
 
-torch's two functions that reduce tensors and storages ask here first, for any caller: the pickler of :mod:`multiprocessing`
-for queues, pipes and the arguments of processes, or a program that sends what ``reduce_tensor()`` returns by a channel of its
-own. Everything else goes the way that torch has for it, results in pools included: they are their caller's own.
+torch's two functions that reduce tensors and storages check here first, for any caller: the pickler of :mod:`multiprocessing`
+for queues, pipes and the arguments of processes, or a program that sends the result of ``reduce_tensor()`` by its own channel.
+Other tensors use torch's method, including results in pools: they are their caller's own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shared_rpc.memory.mapping import MAPPINGS, Mapping
 
 
 class StorageName(NamedTuple):
-    """The place of a storage: ``nbytes`` bytes at ``offset`` of a segment, which is of an object of a server.
+    """The place of a storage: ``nbytes`` bytes at ``offset`` of a segment of a server's object.
 
-    ``object_id`` is ``""`` where only the server knows it.
+    ``object_id`` is ``""`` if only the server has it.
     """
 
     socket_path: str
@@ -42,24 +42,24 @@ class StorageName(NamedTuple):
     nbytes: int
 
 
-#: Storages by name, so that one storage stays one in the receiver, whichever messages it comes in.
+#: Storages by name, so that the receiver has one storage for all messages with it.
 _storages: weakref.WeakValueDictionary[tuple[Any, ...], torch.UntypedStorage] = weakref.WeakValueDictionary()
 _lock = fork_safe_lock()
 
 
 def make_storage(mapping: Mapping, offset: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Return a storage over mapped bytes, which is to keep the mapping: see :meth:`MappingTable.keep_for`."""
+    """Return a storage over mapped bytes, which must keep the mapping: see :meth:`MappingTable.keep_for`."""
     return cast("torch.UntypedStorage", torch._C._construct_storage_from_data_pointer(mapping.address + offset, device, nbytes))
 
 
 def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
-    """Return the mapping that a storage lies in, and the offset in it."""
+    """Return the mapping of a storage, and the offset in it."""
     if storage.device.type not in ("cpu", "cuda"):
         return None
     try:
         address, nbytes = storage.data_ptr(), storage.nbytes()
     except RuntimeError:
-        return None  # a storage without memory, as those of fake and functional tensors
+        return None  # a storage without memory, such as those of fake and functional tensors
     found = MAPPINGS.find(address) if nbytes else None
     return found if found is not None and found[1] + nbytes <= found[0].info.nbytes else None
 
@@ -70,7 +70,7 @@ def _find(storage: torch.UntypedStorage) -> tuple[Mapping, int] | None:
 def name_of(storage: torch.UntypedStorage) -> StorageName | None:
     """Return the name of a storage, None if no server keeps its memory.
 
-    :raises CapabilityError: if this process cannot tell at which socket its server listens.
+    :raises CapabilityError: if the socket of its server is unknown in this process.
     :raises HandleSuspended: if its object is suspended.
     """
     found = _find(storage)
@@ -103,11 +103,11 @@ def reduce_tensor(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tu
     """Return the function and the arguments that rebuild a tensor in any process; None if no server keeps its memory.
 
     Argument number 6 is this process's number of the GPU, or ``"cpu"``. Programs replace it by their own number, and the
-    receiver ignores it: it knows the GPU by its UUID.
+    receiver ignores it: it identifies the GPU by its UUID.
 
     :raises CapabilityError: while a CUDA graph is being captured.
     """
-    # Sparse and nested tensors come here in parts. torch's reducer refuses what is part of an autograd graph.
+    # Sparse and nested tensors arrive here in parts. torch's reducer refuses tensors within an autograd graph.
     if tensor.layout is not torch.strided or tensor.is_nested or (tensor.requires_grad and not tensor.is_leaf):
         return None
     name = name_of(tensor.untyped_storage())
@@ -137,7 +137,7 @@ def _synchronize(storage: torch.UntypedStorage) -> None:
         raise CapabilityError("a CUDA graph is being captured, and sending a tensor waits for the GPU: send it before or after")
 
 
-# Receiving. Pickles name these functions: allow-lists of receivers have to admit this module.
+# Receiving. Pickles name these functions: allow-lists of receivers must include this module.
 
 
 def rebuild_tensor(
@@ -152,11 +152,11 @@ def rebuild_tensor(
     neg: bool,
     *name: Any,
 ) -> torch.Tensor:
-    """Return a tensor over memory that is taken from its server.
+    """Return a tensor over memory from its server.
 
-    :param device: ignored: the memory is where it is; but that of a tensor without bytes.
+    :param device: used only for a tensor without bytes; otherwise the memory determines it.
     :param name: a :class:`StorageName`; nothing for a tensor without bytes.
-    :raises StaleHandleError, BufferNotFound: if the server does not own the object any more.
+    :raises StaleHandleError, BufferNotFound: if the server no longer owns the object.
     :raises ConnectError: if there is no server at the socket.
     """
     storage = rebuild_storage(*name) if name else torch.UntypedStorage(0, device=device)
@@ -170,12 +170,12 @@ def rebuild_tensor(
 
 
 def rebuild_storage(socket_path: str, object_id: str, segment: str, offset: int, nbytes: int) -> torch.UntypedStorage:
-    """Return a storage over memory that is taken from its server: the same one for each of its names."""
+    """Return a storage over memory from its server: the same one for each of its names."""
     key = (object_id, segment, offset, nbytes)
     storage = _known(key)
     if storage is not None:
         return storage
-    # By name: the client is made of layers above this one.
+    # By name: the client is in a layer above this one.
     hold, handle = importlib.import_module("shared_rpc.operations.tensors").taken_from(socket_path, object_id, segment)
     mapping: Mapping = hold.mapping
     if offset < 0 or nbytes < 0 or offset + nbytes > mapping.info.nbytes:
@@ -204,12 +204,12 @@ def _known(key: tuple[Any, ...]) -> torch.UntypedStorage | None:
 # torch's functions.
 
 
-#: What torch's functions did before they got other code.
+#: The original code of torch's functions.
 _torchs: dict[str, Callable[[Any], Any]] = {}
 
 
 def tensor_reduced(tensor: torch.Tensor) -> Any:
-    """Return what torch's ``reduce_tensor()`` returns from here on.
+    """Return the result of torch's patched ``reduce_tensor()``.
 
     :raises CapabilityError: for memory of a GPU that no other process can have.
     """
@@ -225,11 +225,11 @@ def tensor_reduced(tensor: torch.Tensor) -> Any:
 
 
 def storage_reduced(storage: torch.UntypedStorage) -> Any:
-    """Return what torch's ``reduce_storage()`` returns from here on."""
+    """Return the result of torch's patched ``reduce_storage()``."""
     return reduce_storage(storage) or _torchs["reduce_storage"](storage)
 
 
-# Their code is torch's functions', and has the names of torch's module.
+# Their code becomes that of torch's functions, and uses the names of torch's module.
 
 
 def _tensor(tensor: Any) -> Any:
@@ -245,7 +245,7 @@ def _storage(storage: Any) -> Any:
 
 
 def _replace_code(name: str, instead: Callable[[Any], Any]) -> None:
-    """Give a function of torch other code; the object stays the same.
+    """Replace the code of one of torch's functions; the function object stays the same.
 
     Programs import it by its name before this module is loaded, and the pickler of multiprocessing has it in its table.
     """
@@ -266,16 +266,16 @@ def _is_shared(before: Callable[[torch.UntypedStorage], bool], storage: torch.Un
 
 
 def _is_kept(storage: torch.UntypedStorage) -> bool:
-    """Return whether other processes have a storage's memory: not that of a pool, whose bytes are reused."""
+    """Return True if other processes have a storage's memory, except that of a pool, whose bytes are reused."""
     found = _find(storage)
     return found is not None and not found[0].pooled
 
 
 def _install() -> None:
-    """Have torch's reducers, ``share_memory_()`` and ``is_shared()`` know what lies in mappings.
+    """Make torch's reducers, ``share_memory_()`` and ``is_shared()`` aware of mapped memory.
 
-    Storages are all of one class, and an attribute on each of ten thousand would be paid for by every attach. So the class
-    knows: the two methods are public, and have been the same since torch 1.
+    Storages are all of one class, and an attribute on each of ten thousand would slow every attach. So the class is
+    patched: the two methods are public, and unchanged since torch 1.
     """
     _replace_code("reduce_tensor", _tensor)
     _replace_code("reduce_storage", _storage)

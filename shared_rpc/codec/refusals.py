@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 
 class PickleRefused(TypeError):
-    """Refusal inside the pickler; the attribute path is added later. ``subject`` is refused whatever it holds."""
+    """A refusal inside the pickler; the attribute path is added later. ``subject`` is refused whatever it contains."""
 
     def __init__(self, reason: str, subject: object = None) -> None:
         super().__init__(reason)
@@ -87,7 +87,7 @@ def _of_kind(kind: type) -> str | None:
 
 
 def packed_for_the_cpu(kind: str) -> str:
-    """Return the text for packed weights where memory is shared on another kind of device."""
+    """Return the error text for packed weights on another kind of device than the CPU."""
     return (
         f"is packed for the CPU by the processor's library, but memory is shared on {kind!r} here: choose device='cpu' for the "
         f"Provider, or share the module before it is quantised"
@@ -99,7 +99,7 @@ _LAYOUTS = {torch.strided, torch.sparse_coo, torch.jagged}
 
 
 def refuse_tensor(tensor: torch.Tensor) -> None:
-    """Refuse a tensor that has no memory of its own, or none that other processes could map.
+    """Refuse a tensor without its own memory, or with memory that other processes could not map.
 
     :raises PickleRefused: with the reason.
     """
@@ -109,7 +109,7 @@ def refuse_tensor(tensor: torch.Tensor) -> None:
 
 
 def reason_against(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor cannot be shared; None if it can."""
+    """Return the reason why a tensor cannot be shared; None if it can."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if is_lazy(tensor):
             return "is a lazy parameter without a shape: run the module once before sharing it"

@@ -1,7 +1,7 @@
-"""Skeletons: pickles with references into a table of tensors and storages in the place of these.
+"""Skeletons: pickles in which tensors and storages are references into a table.
 
-Plain strided tensors and parameters become one table entry each. Everything else that has storages (subclasses,
-sparse, quantised) is taken apart by torch's own reduction, and only its storages become entries.
+Plain strided tensors and parameters become one table entry each. All other objects with storages (subclasses, sparse,
+quantised) are decomposed by torch's own reduction, and only their storages become entries.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ _TENSOR_LIKE = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
 
 def dump_exception(error: Exception) -> bytes:
-    """Pickle an exception, its class as code where a client could not import it, or only by running a script again."""
+    """Pickle an exception, its class as code if a client could not import it, or only by running a script again."""
     with by_value.registered():
         return bytes(cloudpickle.dumps(error))
 
 
 class Scan:
-    """Tensors that pickling has met so far, and the distinct storages under them.
+    """Tensors found by pickling so far, and their distinct storages.
 
-    Several dumps may share one scan, so that common parts are shared once.
+    Several dumps may use one scan, so that common parts are shared once.
 
-    :param kind: the type of device that every tensor must be on, ``"cpu"`` or ``"cuda"``.
-    :param buffers: takes memory that is no tensor's; None to have it pickled.
+    :param kind: the required type of device of every tensor, ``"cpu"`` or ``"cuda"``.
+    :param buffers: collects memory without tensors; None to pickle it.
     """
 
     def __init__(self, kind: str, buffers: PickledBuffers | None = None) -> None:
         self.kind = kind
         self.buffers = buffers
-        #: Whether a module was found, and a tensor with an autograd graph.
+        #: True if a module was found; and True if a tensor with an autograd graph was found.
         self.module = False
         self.graph = False
-        #: Storages, by address, for which each process makes its own memory, as for packed weights.
+        #: Storages, by address, for which each process makes its own memory, such as those of packed weights.
         self.repacked: set[int] = set()
-        #: Storages on the host that belong there, though memory is shared on a GPU.
+        #: Storages that belong on the host by design, although memory is shared on a GPU.
         self.hosted: set[int] = set()
         self.storages: list[torch.UntypedStorage] = []
         self.entries: list[TensorEntry] = []
@@ -73,7 +73,7 @@ class Scan:
         self.strided: list[tuple[torch.Tensor, int]] = []
         #: Tensors that only torch can rebuild (sparse, quantised), each with its skeleton.
         self.composite: list[tuple[torch.Tensor, bytes]] = []
-        #: Numbers of storages with other references than plain tensors.
+        #: Numbers of storages with references other than plain tensors.
         self.whole: set[int] = set()
         #: A number above the ids of all hooks of the visited modules.
         self.next_hook = 0
@@ -83,20 +83,20 @@ class Scan:
 
     @property
     def found(self) -> bool:
-        """Whether there was a tensor, a module, or memory of torch's."""
+        """True if there was a tensor, a module, or memory of torch's."""
         return bool(self.module or self.storages or self._met)
 
     @property
     def odd(self) -> Iterable[torch.Tensor]:
-        """Tensors that are no plain ones, see :meth:`tensor`."""
+        """All tensors other than plain ones, see :meth:`tensor`."""
         return self._met.values()
 
     def number_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the number of a storage, None if pickling has not met it."""
+        """Return the number of a storage, None if pickling has not found it."""
         return self._storage_numbers.get(storage._cdata)
 
     def storage(self, storage: torch.UntypedStorage, *, whole: bool = True) -> int:
-        """Return the number of a storage, a new one where it was not met before."""
+        """Return the number of a storage, a new one for a new storage."""
         number = self._storage_numbers.get(storage._cdata)
         if number is None:
             self._check_device(storage, storage.nbytes())
@@ -107,7 +107,7 @@ class Scan:
         return number
 
     def tensor(self, tensor: torch.Tensor) -> int | None:
-        """Return the table number of a plain tensor, None if torch must take it apart."""
+        """Return the table number of a plain tensor, None if torch must decompose it."""
         number = self._tensor_numbers.get(id(tensor))
         if number is not None:
             return number
@@ -163,18 +163,18 @@ class Scan:
         return isinstance(storage, torch.UntypedStorage) and storage._cdata in self.hosted
 
     def fresh(self) -> Scan:
-        """Return a scan that has met nothing, for a part of the same value."""
+        """Return an empty scan, for a part of the same value."""
         scan = Scan(self.kind, PickledBuffers())
         scan.hosted = self.hosted
         return scan
 
 
 def wraps(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of a subclass that keeps its memory in other tensors, which are among its attributes."""
+    """Return True if a tensor is of a subclass that keeps its memory in other tensors, which are among its attributes."""
     kind = type(tensor)
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
-    # The address of a wrapper is 0, as for torch's own reduction; a wrapper that asks its class may have any address.
+    # The address of a wrapper is 0, as for torch's own reduction; a wrapper that queries its class may have any address.
     return torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor) or tensor.data_ptr() == 0
 
 
@@ -196,7 +196,7 @@ class _Pickler(cloudpickle.Pickler):
         return (self._scan.storage(obj._untyped_storage), obj.dtype)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce in ways of our own, then in cloudpickle's."""
+        """Reduce by this module's rules, then by cloudpickle's."""
         if self._scan.kind != "cpu":
             self._scan.hosted.update(tensor.untyped_storage()._cdata for tensor in host_tensors(obj))
         refuse_kind(obj)
@@ -226,7 +226,7 @@ class _Pickler(cloudpickle.Pickler):
         return reduced
 
     def _reduce_packed(self, packed: Any) -> Any:
-        # TorchBind's own reduction, noted for weights of torch.ao.nn.quantized: unpacked they are new tensors each time, and
+        # TorchBind's own reduction, recorded for weights of torch.ao.nn.quantized: unpacked they are new tensors each time, and
         # packing makes memory in the layout of the processor's library, which cannot be shared.
         reduced = packed.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         for tensor in tree_leaves(reduced[2]):
@@ -245,7 +245,7 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _make_generator(device: torch.device, state: bytes) -> torch.Generator:
-    # torch's own reduction has the state as a tensor, on the host whatever the device: memory that is not to be shared.
+    # torch's own reduction has the state as a tensor, always on the host: memory that must not be shared.
     generator = torch.Generator(device)
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     return generator
@@ -298,13 +298,13 @@ def dump(value: Any, scan: Scan, path: str) -> bytes:
         above = max(scan.next_hook, RemovableHandle.next_id)
         return _HOOKS_BELOW % above + skeleton if above else skeleton
     finally:
-        # A kept error of the value's own code may keep this frame.
+        # A retained error of the value's own code may keep this frame.
         del value, scan
 
 
 #: The beginning of a skeleton: a reference to :func:`raise_next_hook`, before anything else is rebuilt (MARK, INT, TUPLE,
-#: BINPERSID, POP). The counter is above the ids of all hooks of the process that made the skeleton, wherever they are: in a
-#: module, an optimiser, an object of the user.
+#: BINPERSID, POP). The counter is above the ids of all hooks of the process that made the skeleton, in modules, optimisers
+#: or the user's objects.
 _HOOKS_BELOW = b"(I%d\ntQ0"
 
 
@@ -320,9 +320,9 @@ class _Outside(_Pickler):
 
 
 def graph_outside(value: Any, scan: Scan, path: str) -> tuple[str, str] | None:
-    """Find a tensor with an autograd graph outside of modules; return its path, and what computed it, or None.
+    """Find a tensor with an autograd graph outside of modules; return its path, and the operation that computed it, or None.
 
-    :param scan: the objects that pickling has met in the value.
+    :param scan: the objects found by pickling the value.
     """
 
     def attempt(part: Any) -> None:
@@ -353,7 +353,7 @@ def load(
     storages: list[torch.UntypedStorage],
     buffers: Iterable[memoryview] = (),
 ) -> Any:
-    """Rebuild a value from its skeleton, around tensors and storages that already lie in their place, and buffers."""
+    """Rebuild a value from its skeleton, around existing tensors and storages, and buffers."""
     unpickler = _Unpickler(io.BytesIO(skeleton), buffers=buffers)
     unpickler.tensors, unpickler.storages = tensors, storages
     try:
@@ -369,7 +369,7 @@ class _Unpickler(pickle.Unpickler):
     storages: list[torch.UntypedStorage]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the tensor or storage a reference stands for; None for the first one, see :data:`_HOOKS_BELOW`."""
+        """Return the tensor or storage of a reference; None for the first one, see :data:`_HOOKS_BELOW`."""
         if type(pid) is int:
             return self.tensors[pid]
         if len(pid) == 1:

@@ -28,14 +28,14 @@ names_of = operator.attrgetter("names")
 
 
 def named(tensor: torch.Tensor) -> bool:
-    """Return whether the dimensions of a tensor have names, which a table has no place for."""
+    """Return True if the dimensions of a tensor have names, which a table cannot represent."""
     return NAMES and any(names_of(tensor))
 
 
 def read_table(table: bytes | msgspec.Raw) -> TensorTable:
     """Decode a table.
 
-    :raises CodecError: if it is none.
+    :raises CodecError: if it is invalid.
     """
     try:
         return _tables.decode(table)
@@ -44,7 +44,7 @@ def read_table(table: bytes | msgspec.Raw) -> TensorTable:
 
 
 def make_tensor(entry: TensorEntry, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Make the tensor of a table entry, which may ask for anything: torch refuses what leaves the storage."""
+    """Make the tensor of an untrusted table entry: torch refuses one that exceeds the storage."""
     tensor = torch.empty(0, dtype=getattr(torch, entry.dtype), device=storage.device)
     tensor.set_(storage, entry.offset, entry.shape, entry.strides)
     odd = entry.requires_grad or entry.conj or entry.neg or entry.parameter
@@ -90,14 +90,14 @@ def tensors_of(
 ) -> tuple[list[torch.Tensor], list[torch.UntypedStorage]]:
     """Make all tensors and storages of a table, over the segments' mappings.
 
-    A mapping, or the chunk of a pool that a storage names, is kept while a storage over it, or any tensor, view or autograd
-    graph of that, lives. What lies in a private segment is copied, and the segment's mapping is not kept.
+    A mapping, or the pool chunk named by a storage, is kept while a storage over it, or any tensor, view or autograd graph of
+    that, lives. Private segments are copied, and their mappings are not kept.
 
-    :param pooled: the chunks that came with the table, and to whom they are given back; emptied, also if this raises.
-    :param trusted: whether the tensors fit their storages; not to be taken on a client's word.
+    :param pooled: the chunks that came with the table, and their owners; emptied, also if this raises.
+    :param trusted: True if the tensors fit their storages; never for a client's table.
     :param object_id: see :meth:`MappingTable.keep_for`.
-    :raises CodecError: if an entry leaves its segment or its storage, or names a dtype this torch lacks.
-    :raises CapabilityError: if there is no memory for copies.
+    :raises CodecError: if an entry exceeds its segment or its storage, or names a dtype that this torch lacks.
+    :raises CapabilityError: if there is too little memory for copies.
     """
     devices = {info.device: torch_device(info.device) for info in (mapping.info for mapping in mappings)}
     make = make_trusted if trusted else make_tensor
@@ -131,7 +131,7 @@ def tensors_of(
 def _keep_chunks(
     placed: list[tuple[StorageEntry, torch.UntypedStorage]], mappings: Sequence[Mapping], pooled: dict[int, ChunkReferences]
 ) -> None:
-    """Have storages keep their chunks, which are taken out of ``pooled``."""
+    """Attach chunks to the storages that keep them, and remove these from ``pooled``."""
     sharing: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
     for entry, storage in placed:
         sharing[entry.chunk].append(storage)

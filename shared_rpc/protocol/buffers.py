@@ -1,4 +1,4 @@
-"""Sizes of raw buffers: shapes and dtypes as both sides understand them, without torch."""
+"""Sizes of raw buffers: shapes and dtypes without torch, for both sides."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ ITEM_SIZES = {
 
 #: The limit of torch, in which sizes, strides and bytes are signed 64-bit integers.
 _LARGEST = (1 << 63) - 1
-#: Dimensions. More are a mistake, and some kernels do not support them.
+#: Maximum number of dimensions. More are a mistake, and some kernels do not support them.
 _MOST = 64
 
 
 class Extent(NamedTuple):
-    """Contiguous tensor: its shape and strides count elements, ``nbytes`` is all of it."""
+    """A contiguous tensor: its shape and strides count elements, ``nbytes`` is all of it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -50,9 +50,9 @@ class Extent(NamedTuple):
 
     @classmethod
     def of(cls, shape_or_nbytes: int | Sequence[int], dtype: str) -> Extent:
-        """Return the extent of a shape, or of a number of bytes, which are as many elements as fit exactly.
+        """Return the extent of a shape, or of a number of bytes, which must be a whole number of elements.
 
-        :raises ConfigurationError: for an unknown dtype, and for sizes that no tensor has.
+        :raises ConfigurationError: for an unknown dtype, and for impossible sizes.
         """
         item = ITEM_SIZES.get(dtype)
         if item is None:

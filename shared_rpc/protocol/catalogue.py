@@ -1,4 +1,4 @@
-"""The catalogue of messages: their numbers on the wire, and the way from a message to the body of a frame and back."""
+"""The catalogue of messages: their numbers on the wire, and the conversion between messages and bodies of frames."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError)
 def encode_message(message: m.Message) -> tuple[int, bytes]:
     """Return ``(kind, body)`` for a frame.
 
-    :raises ProtocolError: for values that MessagePack cannot hold, as a text with surrogates.
+    :raises ProtocolError: for values that MessagePack cannot hold, such as a text with surrogates.
     """
     try:
         return NUMBERS[type(message)], encode_body(message)
@@ -142,7 +142,7 @@ def unwritable(message: m.Message, error: Exception) -> ProtocolError:
 def decode_message(frame: Frame) -> m.Message:
     """Decode the message of a frame.
 
-    :raises ProtocolError: for an unknown kind, or a body that is not of its kind.
+    :raises ProtocolError: for an unknown kind, or a body of another kind.
     """
     decoder = _decoders.get(frame.kind)
     if decoder is None:

@@ -4,8 +4,8 @@ The lock is a flock(2) on a file in the socket's folder. The process that starts
 descriptor. So no second one is started while the first loads its app, even if the process that started it has been killed, nor
 while it ends and its memory is not yet free. The kernel releases the lock with the last of the two, however they end.
 
-The file counts failures and has the reason of the last one: a process that waited, and finds one more failure when it gets the
-lock, has waited for that start.
+The file counts failures and has the reason of the last one: a process that gets the lock after waiting, and finds one more
+failure, has waited for that start.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from contextlib import suppress
 from shared_rpc.forks import after_fork
 from shared_rpc.protocol.own_files import open_own
 
-#: Bytes of a reason.
+#: Maximum bytes of a reason.
 _LIMIT = 1 << 16
-#: Stands behind the number of failures where the last one is lasting.
+#: Follows the number of failures if the last one is permanent.
 _LASTING = " lasting"
 
 
 class Election:
-    """A process's, or a thread's, wish to start the server that listens at ``path``. Owns a descriptor until :meth:`close`.
+    """The candidacy of a process or thread to start the server at ``path``. Owns a descriptor until :meth:`close`.
 
     :raises ConfigurationError: if the lock is another user's.
     """
@@ -36,27 +36,27 @@ class Election:
         self._failures, _ = self._read()
 
     def acquire(self) -> bool:
-        """Take the lock until :meth:`close`, without waiting; return whether the server is this one's to start."""
+        """Take the lock until :meth:`close`, without blocking; return True if this process must start the server."""
         with suppress(BlockingIOError):
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         return False
 
     def failure(self) -> str:
-        """Return why another start has failed since this object was made; ``""`` if none has. Call it with the lock."""
+        """Return the reason of a failed start since this object was created; ``""`` if there was none. Requires the lock."""
         failures, reason = self._read()
         return reason if failures != self._failures else ""
 
     def lasting_failure(self, since: float) -> str:
-        """Return why the last start failed, if that lasts, and has been found out since then, in terms of time.time()."""
+        """Return the reason of the last failure if it is permanent and occurred after ``since`` (time.time())."""
         recent = os.fstat(self.fd).st_mtime > since
         head, _, reason = os.pread(self.fd, _LIMIT, 0).decode(errors="replace").partition("\n")
         return reason if recent and head.endswith(_LASTING) else ""
 
     def record_failure(self, reason: str, lasting: bool = False) -> None:
-        """Record the reason for waiting processes. Call it with the lock.
+        """Record the reason for waiting processes. Requires the lock.
 
-        :param lasting: whether a process that comes later would fail for the same reason.
+        :param lasting: True if a later process would fail for the same reason.
         """
         count, _ = self._read()
         content = f"{count + 1}{_LASTING if lasting else ''}\n".encode() + reason.encode(errors="replace")[: _LIMIT // 2]
@@ -64,7 +64,7 @@ class Election:
         os.ftruncate(self.fd, len(content))
 
     def close(self) -> None:
-        """Close this object's descriptor; a server that was started keeps its own."""
+        """Close this object's descriptor; a started server keeps its own."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""Exported records: what describes a record outside its server, and the messages about them.
+"""Exported records: the description of a record outside its server, and the messages about them.
 
 Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 """
@@ -14,9 +14,9 @@ from shared_rpc.protocol.generations import Generation
 from shared_rpc.protocol.messages import Call, Message, Query
 from shared_rpc.protocol.records import NO_ARGS, NO_KWARGS, Access, SegmentInfo, Tensors
 
-#: The number of the format of headers, raised with every change of them.
+#: The version of the header format, raised with every change.
 FORMAT = 1
-#: Segments of a record: fewer than one frame has descriptors for.
+#: Maximum number of segments of a record: less than one frame's descriptors.
 MOST_SEGMENTS = 1000
 
 
@@ -27,11 +27,11 @@ class _Format(msgspec.Struct):
 
 
 class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of a record outside its server: all of it but the bytes of its segments. Plain data.
+    """Description of a record outside its server: everything except the bytes of its segments. Plain data.
 
     ``endpoint``, ``cache_key`` and ``generation`` are those of the object, ``fingerprint`` that of the endpoint's code, ``""``
-    where that has changed since. ``python`` (as ``"3.13"``), ``torch`` and ``shared_rpc`` are the versions that the skeleton,
-    a pickle, was made with. ``device`` is ``"cpu"`` or a GPU's UUID. ``access`` and ``tensors`` are as in
+    if that has changed since. ``python`` (such as ``"3.13"``), ``torch`` and ``shared_rpc`` are the versions that made the
+    skeleton, a pickle. ``device`` is ``"cpu"`` or a GPU's UUID. ``access`` and ``tensors`` are as in
     :meth:`Provider.share`; ``nbytes`` and ``private_nbytes`` as in ``ObjectInfo``. ``table`` is a tensor table over
     ``segments``.
     """
@@ -54,14 +54,14 @@ class RecordHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     segments: Annotated[tuple[SegmentInfo, ...], msgspec.Meta(max_length=MOST_SEGMENTS)]
 
     def to_bytes(self) -> bytes:
-        """Return the header as bytes, which :meth:`from_bytes` reads."""
+        """Return the header as bytes for :meth:`from_bytes`."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> RecordHeader:
-        """Read a header. Nothing is unpickled.
+        """Parse a header. Nothing is unpickled.
 
-        :raises RecordError: if it is none, or of another format.
+        :raises RecordError: if it is invalid, or of another format.
         """
         try:
             found = _formats.decode(data).format
@@ -81,7 +81,7 @@ _headers = msgspec.msgpack.Decoder(RecordHeader)
 
 
 class SlabPart(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a slab, from ``offset`` on, that a segment of an exported record is."""
+    """The part of a slab, from ``offset`` on, that is a segment of an exported record."""
 
     slab: SegmentInfo
     offset: int
@@ -106,11 +106,11 @@ class Exported(Message):
 
 
 class CheckRecord(Query[list[str]]):
-    """Question whether a record can be adopted, with its header as payload; the answer is an error, or the devices on which to
+    """Query whether a record can be adopted, with its header as payload; the answer is an error, or the devices on which to
     create the buffers for its segments.
 
     With ``called``, it is checked as the result of this call, or with ``endpoint`` ``""`` of the call from which it was
-    exported; otherwise only what does not depend on a call.
+    exported; otherwise only independently of a call.
     """
 
     called: bool = False

@@ -7,14 +7,14 @@
     4       1     protocol version
     5       1     message kind
     6       2     number of file descriptors
-    8       4     request id, chosen by the side that asks; a reply carries the same
+        8       4     request id, chosen by the requester; a reply carries the same
     12      4     bytes of the body (MessagePack)
     16      8     bytes of the payload (opaque)
     24            body, payload
 
 All integers are big-endian. The descriptors of a frame travel with its first bytes (SCM_RIGHTS), and the kernel
 may deliver them together with bytes of an earlier frame; their order is that of the frames, so the count in the
-header tells whose they are.
+header assigns them.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ HEADER_SIZE = _HEADER.size
 #: SCM_MAX_FD of the kernel (include/net/scm.h): the limit of one sendmsg(2).
 FDS_PER_MESSAGE = 253
 
-#: The largest payload, in bytes, that is joined to the header.
+#: Maximum bytes of a payload that is joined to the header.
 _JOINED = 64 * 1024
 
-#: Descriptors of one frame: over 1,000 segments of 1 GiB or more.
+#: Maximum descriptors of one frame: over 1,000 segments of 1 GiB or more.
 MAX_FDS = 4 * FDS_PER_MESSAGE
 
 
@@ -47,11 +47,11 @@ MAX_FDS = 4 * FDS_PER_MESSAGE
 class Limits:
     """Limits of a frame, in bytes. Checked on the header, before anything is buffered, and by the sender.
 
-    A body of empty lists would take 64 times its size once it is decoded, so messages limit their lists. A table of 100,000
-    tensors has about 5 MiB.
+    A decoded body of empty lists would take 64 times its size, so messages limit their lists. A table of 100,000 tensors has
+    about 5 MiB.
 
-    :param fds: a number of descriptors.
-    :param files: whether these may be files that have a path, outside of ``/dev``.
+    :param fds: maximum number of descriptors.
+    :param files: True if these may be files that have a path, outside of ``/dev``.
     """
 
     body: int = 16 << 20
@@ -63,13 +63,13 @@ class Limits:
 _LIMITS = Limits()
 #: Limits of the first frame of a connection, whose sender is not known yet.
 HELLO = Limits(body=64 << 10, payload=0, fds=0, files=False)
-#: Limits of what a client sends after that. It has no reason to send a file: the server of a file system in user space decides
-#: how long its closing takes, also in a process that is just being started.
+#: Limits of a client's later frames. It has no reason to send a file: the server of a file system in user space determines how
+#: long its closing takes, also in a process that is just being started.
 CLIENT = Limits(files=False)
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors, each of which is taken out of the list. What a signal handler that raises leaves there is open."""
+    """Close descriptors, removing each from the list. If a signal handler raises, the remaining ones are open."""
     while fds:
         # No call in between, after which a handler could run: the descriptor is in the list or closed.
         fd = fds[-1]
@@ -79,7 +79,7 @@ def close_all(fds: list[int]) -> None:
 
 @dataclass(slots=True)
 class Frame:
-    """One message. Its descriptors belong to the frame until a receiver takes them out of the list."""
+    """One message. The frame owns its descriptors until a receiver removes them from the list."""
 
     kind: int
     request_id: int
@@ -88,7 +88,7 @@ class Frame:
     fds: list[int] = field(default_factory=list)
 
     def detach_fds(self) -> list[int]:
-        """Return the descriptors, which belong to the caller from here on."""
+        """Return the descriptors, with ownership."""
         fds, self.fds = self.fds, []
         return fds
 
@@ -98,9 +98,9 @@ class Frame:
 
 
 def encode_frame(kind: int, request_id: int, body: bytes, payload: bytes = b"", fds: int = 0) -> list[bytes]:
-    """Return the buffers of a frame, to be sent in order; ``fds`` is the number of descriptors that go with it.
+    """Return the buffers of a frame, to be sent in order; ``fds`` is its number of descriptors.
 
-    :raises ProtocolError: if the other side would refuse it: too many descriptors or bytes. The connection stays good.
+    :raises ProtocolError: if the peer would refuse it: too many descriptors or bytes. The connection stays usable.
     """
     if fds > MAX_FDS:
         raise ProtocolError(f"a frame with {fds} file descriptors; the limit is {MAX_FDS}")
@@ -119,15 +119,15 @@ class FrameDecoder:
 
     A violation raises :class:`ProtocolError` and ends the stream: nothing after it can be trusted.
 
-    Descriptors go from hand to hand here in statements without a call. CPython (3.11 to 3.14) runs signal handlers after calls,
-    at the beginning of functions and at the end of loops' bodies: whenever one raises, each descriptor is in one place.
+    Ownership of descriptors changes here in statements without a call. CPython (3.11 to 3.14) runs signal handlers after calls,
+    at the beginning of functions and at the end of loop bodies: whenever one raises, each descriptor has exactly one owner.
 
-    :param limits: those of the headers to come, which can be replaced.
+    :param limits: limits of the next headers, which can be replaced.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or _LIMITS
-        #: Received bytes of incomplete frames, or of frames that are not parsed yet.
+        #: Received bytes of incomplete or unparsed frames.
         self.partial = bytearray()
         #: Received descriptors of incomplete frames.
         self.fds: list[int] = []
@@ -136,11 +136,11 @@ class FrameDecoder:
         self._header: tuple[int, int, int, int, int] | None = None
 
     def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
-        """Take in bytes and the descriptors that came with them; the decoder owns these now."""
+        """Add received bytes and their descriptors, which the decoder owns from now on."""
         self.consume([(data, list(fds))])
 
     def consume(self, arrived: list[tuple[bytes | memoryview, list[int]]]) -> None:
-        """Take in the first received part, and take it out of the list."""
+        """Process the first received part, and remove it from the list."""
         data, fds = arrived[0]
         self.fds += fds
         self.partial += data
@@ -149,14 +149,14 @@ class FrameDecoder:
             raise ProtocolError(f"received {len(self.fds)} file descriptors for a frame of at most {self.limits.fds}")
 
     def next_frame(self) -> Frame | None:
-        """Return the next complete frame, None where more bytes are needed.
+        """Return the next complete frame, None if more bytes are needed.
 
         :raises ProtocolError: see :meth:`ready`.
         """
         return self.frames.popleft() if self.ready() else None
 
     def ready(self) -> bool:
-        """Return whether a complete frame is among :attr:`frames`.
+        """Return True if a complete frame is among :attr:`frames`.
 
         :raises ProtocolError: on a wrong magic or version, a size over the limits, or descriptors that do not match.
         """
@@ -198,7 +198,7 @@ class FrameDecoder:
         return True
 
     def _check_beginning(self) -> None:
-        """Refuse bytes that begin no header, without waiting for more."""
+        """Refuse bytes that do not begin a header, without waiting for more."""
         known = min(len(self.partial), len(MAGIC))
         if self.partial[:known] != MAGIC[:known]:
             raise ProtocolError(f"not a shared_rpc frame: it begins with {bytes(self.partial[:known])!r}")
@@ -224,7 +224,7 @@ class FrameDecoder:
         self.partial.clear()
 
     def detach_fds(self) -> list[int]:
-        """Return the descriptors of all frames that were not taken, which belong to the caller from here on."""
+        """Return the descriptors of all frames not yet taken, with ownership."""
         detached, self.fds = self.fds, []
         for frame in self.frames:
             detached += frame.detach_fds()

@@ -14,7 +14,7 @@ from shared_rpc.protocol.records import SegmentInfo
 class Generation(msgspec.Struct, frozen=True, gc=False):
     """An object that became the current one of its cache key.
 
-    ``object_id`` is its own, ``previous_id`` that of the object which was current just before, ``""`` if none was.
+    ``object_id`` is its own, ``previous_id`` that of the previous current object, ``""`` if there was none.
     ``generation`` counts the builds of the key, from 1. ``nbytes`` are bytes, ``created_at`` is in Unix seconds.
     """
 
@@ -48,7 +48,7 @@ class AwaitRefreshes(Message):
 
     @property
     def again(self) -> bool:  # type: ignore[override]
-        """Whether it names no position: that of one server means nothing to the next one."""
+        """True if it names no position: a position is only valid for its server."""
         return self.after < 0
 
 
@@ -72,9 +72,9 @@ class GetLatest(Message):
 class GetObject(Message):
     """Request for the :class:`~shared_rpc.protocol.messages.Result` of an existing object, with a lease.
 
-    ``cache_key`` is the object's key, or ``""``; the server uses it to find out whether another generation has replaced the
-    object. For a buffer the request is a :class:`~shared_rpc.protocol.messages.GetBuffer`, with its limits. Without an id, it
-    is the object that the segment of that name belongs to.
+    ``cache_key`` is the object's key, or ``""``; the server uses it to detect that another generation has replaced the object.
+    For a buffer the request is a :class:`~shared_rpc.protocol.messages.GetBuffer`, with its limits. Without an id, the object
+    is that of the segment with this name.
     """
 
     object_id: str

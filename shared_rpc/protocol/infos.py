@@ -3,7 +3,7 @@
 Sizes are in bytes, times in Unix seconds, and durations in seconds. A device is ``"cpu"`` or a GPU's UUID.
 """
 
-# The annotations are evaluated: of postponed ones, Python does not know whether a key is required.
+# The annotations are evaluated: with postponed ones, Python does not know which keys are required.
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -41,9 +41,9 @@ __all__ = [
 
 
 class MechanismInfo(TypedDict):
-    """Mechanism by which a process shares its device's memory, and the ``reason``; ``name`` is None where nothing works.
+    """The mechanism that shares a process's device memory, and the ``reason``; ``name`` is None if none works.
 
-    ``mps`` is whether the process uses the GPU through NVIDIA's Multi-Process Service.
+    ``mps`` is True if the process uses the GPU through NVIDIA's Multi-Process Service.
     """
 
     name: str | None
@@ -69,8 +69,8 @@ class PoolInfo(TypedDict):
 class WorkerInfo(TypedDict):
     """A worker process of a server.
 
-    ``device`` is its chosen device, if any. ``runs`` is the number of endpoints that it runs now, ``restarts`` that of
-    the workers before it that ended in a crash, ``uptime`` its age.
+    ``device`` is its chosen device, if any. ``runs`` is the number of endpoints that it runs now, ``restarts`` that of its
+    predecessors that crashed, ``uptime`` its age.
     """
 
     pid: int
@@ -83,11 +83,11 @@ class WorkerInfo(TypedDict):
 
 
 class ZygoteInfo(TypedDict):
-    """The process that workers are forks of.
+    """The process from which workers are forked.
 
-    ``why`` says why there is none. One that is ``"ready"`` has a ``pid``, the number of ``modules`` that it has imported,
-    ``pss`` (its private memory and its share of what workers have in common with it), and the packages that it ``dropped``,
-    each with the reason.
+    ``why`` is the reason if there is none. One that is ``"ready"`` has a ``pid``, the number of imported ``modules``, ``pss``
+    (its private memory and its share of memory common with workers), and the packages that it ``dropped``, each with the
+    reason.
     """
 
     state: Literal["off", "waiting", "starting", "ready"]
@@ -99,14 +99,14 @@ class ZygoteInfo(TypedDict):
 
 
 class ExecutorInfo(TypedDict):
-    """The processes that run endpoints: none where the server runs them itself."""
+    """The processes that run endpoints: none if the server runs them itself."""
 
     workers: list[WorkerInfo]
     zygote: NotRequired[ZygoteInfo]
 
 
 class ServerStatistics(TypedDict):
-    """Sums over all endpoints, those of calls included that no endpoint got. Only ever growing."""
+    """Sums over all endpoints, including calls that reached none. Only ever growing."""
 
     calls: int
     cache_hits: int
@@ -116,11 +116,11 @@ class ServerStatistics(TypedDict):
 
 
 class ClusterStatus(TypedDict, total=False):
-    """Status that a source of records publishes, for people and for metrics; no key is required.
+    """Status published by a source of records, for display and for metrics; no key is required.
 
     ``cluster`` and ``node`` are names, ``state`` is a word such as ``"joined"``, and ``nodes`` the number of nodes. ``objects``
-    counts those that the cluster has. ``bytes_received`` and ``bytes_sent`` only ever grow.
-    ``activity`` has a line for each thing that the source is doing.
+    counts those of the cluster. ``bytes_received`` and ``bytes_sent`` only ever grow.
+    ``activity`` has a line for each activity of the source.
     """
 
     cluster: str
@@ -136,8 +136,8 @@ class ClusterStatus(TypedDict, total=False):
 class JoinerInfo(TypedDict):
     """The process that joins a server to its cluster.
 
-    ``pid`` is None while none runs, ``starts`` the number of those that ran. ``problem`` is how the last one before this one
-    ended, ``""`` if there was none.
+    ``pid`` is None while none runs, ``starts`` the number of starts so far. ``problem`` is how the previous one ended, ``""``
+    if there was none.
     """
 
     pid: int | None
@@ -149,8 +149,8 @@ class SourceInfo(TypedDict):
     """The source of records of a server.
 
     ``cluster`` is the server's option of that name, ``""`` without one, and ``joiner`` the process that belongs to it.
-    ``session`` and ``pid`` are those of the source, None where none is attached, and it has been ``since`` then. ``misses`` is
-    the number of runs that wait for its answer.
+    ``session`` and ``pid`` are those of the source, None if none is attached, and ``since`` is the time of its attachment.
+    ``misses`` is the number of runs that wait for its answer.
     """
 
     cluster: str
@@ -165,12 +165,11 @@ class SourceInfo(TypedDict):
 class ServerInfo(ExecutorInfo, ServerStatistics):
     """A server, as ``get_server_info`` returns it.
 
-    ``endpoints`` are names. ``objects`` counts ``buffers`` too, and ``nbytes`` is what they lie in together on their
-    devices, ``copies`` what their copies take by tier, and ``waiting`` the number of requests that wait for capacity.
-    ``leases`` counts pairs of a session and an object, ``running`` the runs that have not ended, and ``tasks`` those of each
-    status. ``socket_path`` is None in the local role. ``source`` is None without the option ``cluster``, until a source of
-    records is attached. ``clients`` counts sessions without the asker's and those of the server's own processes and of its
-    source.
+    ``endpoints`` are names. ``objects`` includes ``buffers``, and ``nbytes`` is their total memory on devices, ``copies`` that
+    of their copies by tier, and ``waiting`` the number of requests that wait for capacity. ``leases`` counts pairs of a session
+    and an object, ``running`` the active runs, and ``tasks`` those of each status. ``socket_path`` is None in the local role.
+    ``source`` is None without the option ``cluster``, until a source of records is attached. ``clients`` counts sessions
+    without the asker's and those of the server's own processes and of its source.
     """
 
     server_id: str
@@ -216,7 +215,7 @@ class RuntimeInfo(TypedDict):
 
 
 class EndpointInfo(TypedDict):
-    """The options of an endpoint: those of ``Provider.share``, and what is known of its function.
+    """The options of an endpoint: those of ``Provider.share``, and facts about its function.
 
     ``idle_ttl`` is a duration, None for no limit. ``parameters`` are ``[name, kind, required, default]``, ``kind`` as in
     ``inspect.Parameter``. ``fingerprint`` changes with the function's code.
@@ -241,11 +240,11 @@ class EndpointInfo(TypedDict):
 
 
 class EndpointStatistics(TypedDict):
-    """Counts of one endpoint since the server began. Only ever growing.
+    """Counts of one endpoint since the server's start. Only ever growing.
 
-    ``calls`` counts calls and submits that named it with arguments that fit; of these ``hits`` were answered from the cache,
-    ``misses`` began a run whose result the cache was to list, and ``joined`` joined a run that went on already (singleflight).
-    ``adopted`` counts runs that ended with a record of the source of records.
+    ``calls`` counts calls and submits of it with arguments that fit; of these ``hits`` were answered from the cache, ``misses``
+    began a run with a cacheable result, and ``joined`` joined an active run (singleflight). ``adopted`` counts runs that ended
+    with a record of the source of records.
     ``builds`` counts started runs, ``build_seconds`` is the time of ended ones, and ``errors`` counts callers
     and tasks that got one.
     """
@@ -263,7 +262,7 @@ class EndpointStatistics(TypedDict):
 class BufferInfo(TypedDict):
     """Description of a buffer.
 
-    ``state`` is ``"listed"``, or the reason why clients cannot get it any more. It expires at ``expires_at`` and may be got
+    ``state`` is ``"listed"``, or the reason why clients can no longer get it. It expires at ``expires_at`` and may be got
     ``accesses_left`` times; None for no limit.
     """
 
@@ -273,7 +272,7 @@ class BufferInfo(TypedDict):
 
 
 class MovingInfo(TypedDict):
-    """A move of an object between tiers that goes on: ``done`` of ``total`` bytes are copied."""
+    """An active move of an object between tiers: ``done`` of ``total`` bytes are copied."""
 
     to: Tier
     done: int
@@ -283,8 +282,8 @@ class MovingInfo(TypedDict):
 class MoveInfo(TypedDict):
     """An object that has changed its tier.
 
-    ``tier`` is where it is now. ``nbytes`` is what was freed on its device, or taken there; ``copied`` the bytes that were
-    copied for it, 0 where a good copy was there; and ``seconds`` the time that it took.
+    ``tier`` is its present one. ``nbytes`` is the memory freed or allocated on its device; ``copied`` the bytes copied for it,
+    0 if there was a good copy; and ``seconds`` the duration.
     """
 
     object_id: str
@@ -299,13 +298,13 @@ class MoveInfo(TypedDict):
 class ObjectInfo(TypedDict):
     """An object of a server, as ``get_object_info`` returns it.
 
-    ``nbytes`` are shared by all, ``private_nbytes`` copied by each process that has the object. ``current`` tells whether the
-    endpoint's next caller gets this object, ``stale`` whether the endpoint's code has changed since. ``leases`` is the number
-    of sessions that hold it. Where the memory ends with the process that made it, ``lifetime`` says so. ``candidate`` is there,
-    and true, where it may be promoted.
+    ``nbytes`` are shared by all, ``private_nbytes`` copied by each process that has the object. ``current`` is True if the
+    endpoint's next caller gets this object, ``stale`` if the endpoint's code has changed since. ``leases`` is the number of
+    sessions that hold it. If the memory ends with the process that made it, ``lifetime`` says so. ``candidate`` is present, and
+    True, if it may be promoted.
 
-    ``tier`` is where its bytes are. ``active`` is the number of sessions that hold it and have not suspended it, ``pinned``
-    whether it is never evicted, ``copies`` the bytes of its good copies in lower tiers. ``moving`` is there while it is moved.
+    ``tier`` is the place of its bytes. ``active`` is the number of sessions that hold it and have not suspended it, ``pinned``
+    is True if it is never evicted, ``copies`` the bytes of its good copies in lower tiers. ``moving`` is set during a move.
 
     A buffer has the keys of :class:`~shared_rpc.protocol.infos.BufferInfo` as well.
     """
@@ -336,13 +335,13 @@ class ObjectInfo(TypedDict):
     accesses_left: NotRequired[int | None]
 
 
-#: What holds an object.
+#: Kinds of holders of an object.
 HolderKind = Literal["session", "task"]
 
 
 class HolderInfo(TypedDict):
-    """A session that holds an object, and the process it belongs to; or a task whose result was not fetched, with ``kind``
-    ``"task"``, whose id is ``session`` then.
+    """A session that holds an object, and its process; or with ``kind`` ``"task"`` a task whose result was not fetched, whose
+    id is ``session`` then.
 
     ``leases`` is the number of its unreleased handles; ``since`` is the beginning of the session. ``connections`` is 1; a task
     and the session of the server's own calls have none, and ``since`` is None.
@@ -357,15 +356,15 @@ class HolderInfo(TypedDict):
 
 
 class ListedObjectInfo(ObjectInfo):
-    """An object as ``list_objects`` returns it: with its ``holders``, and whether it is ``cached``."""
+    """An object as ``list_objects`` returns it: with its ``holders``, and True for ``cached`` if the cache lists it."""
 
     cached: bool
     holders: list[HolderInfo]
 
 
 class SessionInfo(TypedDict):
-    """A client: the objects it holds (``leases``), the bytes they lie in, and since when it is there. ``connections`` is 1; a
-    process with subscriptions to refreshes has one more session for these.
+    """A client: the number of objects it holds (``leases``), their bytes, and the time of its connection. ``connections`` is 1;
+    a process with subscriptions to refreshes has one more session for these.
     """
 
     session: str
@@ -377,7 +376,7 @@ class SessionInfo(TypedDict):
 
 
 class ProgressInfo(TypedDict):
-    """The last report of an endpoint: ``done`` of ``total``, None where that is not known."""
+    """The last report of an endpoint: ``done`` of ``total``, None if unknown."""
 
     done: float
     total: float | None
@@ -385,9 +384,9 @@ class ProgressInfo(TypedDict):
 
 
 class RunInfo(TypedDict):
-    """A run of an endpoint that has not ended; one that is ``"asked"`` waits for the source of records.
+    """An active run of an endpoint; one that is ``"asked"`` waits for the source of records.
 
-    ``cache_key`` is None where the result is not cached, ``started_at`` for a run that has not begun, ``progress`` before the
+    ``cache_key`` is None if the result is not cached, ``started_at`` for a run that has not begun, ``progress`` before the
     first report. ``calls`` is the number of calls that wait for it; ``tasks`` are the ids of the tasks that do.
     """
 
@@ -402,9 +401,9 @@ class RunInfo(TypedDict):
 
 
 class DeviceInfo(TypedDict):
-    """A device that a server has memory on; its ``kind`` is ``"cpu"`` or ``"cuda"``.
+    """A device with memory of a server; its ``kind`` is ``"cpu"`` or ``"cuda"``.
 
-    ``free`` is None where it is not known; ``used`` by the server's objects and buffers; ``limit`` is the quota, or None.
+    ``free`` is None if unknown; ``used`` by the server's objects and buffers; ``limit`` is the quota, or None.
     ``copies`` has the bytes of copies of its objects in lower tiers.
     """
 
@@ -434,10 +433,10 @@ class ReloadInfo(TypedDict):
 
 
 class StopInfo(TypedDict):
-    """A server that ends, and its counts.
+    """A stopped server, and its counts.
 
-    ``clients``, ``leases``, ``tasks`` and ``running`` are counts of what others had: processes, leases, tasks that had not
-    ended, and runs.
+    ``clients``, ``leases``, ``tasks`` and ``running`` count the processes, leases, unfinished tasks and runs of others at its
+    end.
     """
 
     pid: int

@@ -35,12 +35,12 @@ Numbers = Annotated[list[int], msgspec.Meta(max_length=10_000)]
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The base of all messages."""
 
-    #: Whether it is a request that changes nothing, and so can be sent again where it is not known whether the server had it.
+    #: True for a request that changes nothing, which can be repeated if its delivery is uncertain.
     again: ClassVar[bool] = False
 
 
 class Answer(Message):
-    """The answer to a ``Query``: a value of the type that the query names."""
+    """The answer to a ``Query``: a value of the query's type."""
 
     value: msgspec.Raw
 
@@ -73,18 +73,18 @@ def _decoder(query: type[Query[Any]]) -> msgspec.msgpack.Decoder[Any]:
 
 
 class Hello(Message):
-    """The first frame of a connection, with which a session begins."""
+    """The first frame of a connection, which begins a session."""
 
 
 class Welcome(Message):
-    """The server takes the connection."""
+    """Acceptance of the connection."""
 
     server_id: str
     device: str
 
 
 class Ping(Message):
-    """Question whether the server is there."""
+    """Query for the server's liveness."""
 
     again = True
 
@@ -105,8 +105,8 @@ class Call(Message):
     """Call of an endpoint: the server runs it, joins its run, or returns the cached result.
 
     ``args`` and ``kwargs`` are a list and a dict in the encoding of :mod:`shared_rpc.protocol.values`. ``table`` is a tensor
-    table over ``segments``. Their descriptors are in the frame, except those of the numbers ``kept``, which the server knows
-    by id. The payload has one skeleton of each size in ``skeletons``.
+    table over ``segments``. Their descriptors are in the frame, except those of the numbers ``kept``, which the server has by
+    id. The payload has one skeleton of each size in ``skeletons``.
 
     The segments with the numbers ``arenas`` belong to the caller's pool, which the server keeps mapped for the session; the
     call uses its chunks ``chunks``. ``held`` are chunks of the server's pool that the caller holds as results and passes
@@ -149,7 +149,7 @@ class RecordBody(Message):
 class Result(RecordBody):
     """The result of a call. If ``managed``, the session has a lease on the object.
 
-    ``owner`` is the id of the server if it keeps the memory and knows it by the segments' ids, else ``""``.
+    ``owner`` is the id of the server if it keeps the memory under the segments' ids, else ``""``.
     """
 
     object_id: str = ""
@@ -159,8 +159,8 @@ class Result(RecordBody):
 
 
 class Cancel(Message):
-    """Notice that the requester no longer waits for the request with this frame's id. The server answers the request all the
-    same.
+    """Notice that the requester no longer waits for the request with this frame's id. The server still answers the
+    request.
     """
 
 
@@ -180,8 +180,8 @@ class Hold(Message):
     """Request for one more lease for each id, after a client's connections broke or its server was restarted; an id may
     occur several times. The answer is :class:`Held`.
 
-    New leases on ``suspended`` objects are inactive. ``mapped`` has the ids of the segments that the client has mapped of
-    each other object, because objects may have been evicted in the meantime.
+    New leases on ``suspended`` objects are inactive. ``mapped`` has the ids of the client's mapped segments of each other
+    object, because objects may have been evicted in the meantime.
     """
 
     object_ids: Ids
@@ -311,7 +311,7 @@ class TaskPage(Message):
 
 
 class Free(Message):
-    """Return of chunks of the other side's pool. The answer to a client is :class:`Count`, or none for request id 0."""
+    """Return of chunks of the peer's pool. The answer to a client is :class:`Count`, or none for request id 0."""
 
     chunks: Chunks
 
@@ -329,11 +329,11 @@ class OutOfPoolMemory(Message):
 
 
 class CreateBuffer(Message):
-    """Request for the :class:`Result` of a new buffer: one tensor in a segment of its own.
+    """Request for the :class:`Result` of a new buffer: one tensor in a separate segment.
 
     ``shape`` is a shape or a number of bytes. ``device`` is an id, ``""`` for the server's own device. ``zero``: the memory
     must be zeroed. ``ttl`` is the time in seconds and ``max_accesses`` the number of times that other processes may get the
-    buffer; None for no limit. ``keep`` keeps it without holders, as a ``ttl`` does. ``for_record``: the buffer is for a record,
+    buffer; None for no limit. ``keep`` keeps it without holders, like a ``ttl``. ``for_record``: the buffer is for a record,
     and sealed when that is adopted. ``name`` is one by which other processes can get the buffer while it is listed, ``""`` for
     none.
     """
@@ -404,13 +404,13 @@ class ListSessions(Query[list[SessionInfo]]):
 
 
 class ListRuns(Query[list[RunInfo]]):
-    """Request for at most ``limit`` runs of endpoints that have not ended, the oldest first."""
+    """Request for at most ``limit`` active runs of endpoints, the oldest first."""
 
     limit: int = 1000
 
 
 class GetStatistics(Query[dict[str, EndpointStatistics]]):
-    """Request for the counts of each endpoint since the server began, by name."""
+    """Request for the counts of each endpoint since the server's start, by name."""
 
 
 class InvalidateObject(Message):

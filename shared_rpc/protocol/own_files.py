@@ -1,4 +1,4 @@
-"""A socket's directory, and files next to the socket: in a sticky directory one is used only if this user made it."""
+"""A socket's directory, and files next to the socket: in a sticky directory only files of this user are used."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from shared_rpc.protocol.peers import is_own, is_own_or_root, named
 
 
 def open_own(path: str, flags: int, create: bool = True) -> int:
-    """Open a file of this user, and make it, with mode 0600, where there is none. The descriptor is the caller's to close.
+    """Open a file of this user, creating it with mode 0600 if necessary. The caller must close the descriptor.
 
-    :param create: False to open a file that exists.
+    :param create: False to open an existing file.
 
-    :raises ConfigurationError: if the file is another user's, or another name of some other file, to which one who
-        may not write to it would have this process do so.
-    :raises OSError: if it cannot be opened, as a link cannot.
+    :raises ConfigurationError: if the file is another user's, or a hard link to some other file, by which a user without
+        write permission could make this process write there.
+    :raises OSError: if it cannot be opened, for example because it is a symbolic link.
     """
     try:
         # Opening another user's pipe would block.
         fd = os.open(path, flags | (os.O_CREAT if create else 0) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError:
-        # With fs.protected_regular, the kernel keeps even root from opening another user's file, and says only EACCES.
+        # With fs.protected_regular, the kernel keeps even root from opening another user's file, with a mere EACCES.
         with suppress(OSError):  # no such file: the directory is full or not accessible
             _check_owner(path, os.lstat(path))
         raise
@@ -50,7 +50,7 @@ def _check_owner(path: str, status: os.stat_result) -> None:
 
 
 def check_directory(directory: str) -> None:
-    """Make it, private, where it is not there.
+    """Create the directory as a private one if it does not exist.
 
     :raises ConfigurationError: if it belongs to another user, or others can write to it, and it is not sticky.
     """
@@ -69,10 +69,10 @@ def check_directory(directory: str) -> None:
 
 
 def why_not_there(status: os.stat_result) -> str:
-    """Return why no socket may lie in a directory of that lstat(2), as the rest of a sentence; empty if it may.
+    """Return the reason why a directory with that lstat(2) must not have a socket, as the rest of a sentence; empty if it may.
 
-    It may if the directory is this user's, and no other user can write to it; and where it is sticky, and this user's or
-    root's, so that only these two can remove another user's files.
+    It may if the directory is this user's, and no other user can write to it; or if it is sticky, and this user's or root's, so
+    that only these two can remove another user's files.
     """
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
@@ -85,9 +85,9 @@ def why_not_there(status: os.stat_result) -> str:
 
 
 def why_not_trusted(status: os.stat_result) -> str:
-    """Return why a file of that fstat(2) may be another user's work, as the rest of a sentence; empty if it cannot be.
+    """Return the reason why a file with that fstat(2) may be another user's work, as the rest of a sentence; empty if not.
 
-    It must belong to this user or to root, whose servers clients accept too, and no other user may have permission to write.
+    It must belong to this user or to root, whose servers clients accept too, and be writable by no other user.
     """
     if not is_own_or_root(status.st_uid):
         return f"belongs to {named(status.st_uid)}, but this process has uid {os.geteuid()}"
@@ -96,7 +96,7 @@ def why_not_trusted(status: os.stat_result) -> str:
 
 
 def _make_private(directory: str) -> None:
-    """Make a directory and those above it, all with mode 0700: a user who can write to one can replace its files."""
+    """Create a directory and its parents, all with mode 0700: a user who can write to one can replace its files."""
     if os.path.isdir(directory):
         return
     _make_private(os.path.dirname(directory))

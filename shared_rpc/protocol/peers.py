@@ -1,4 +1,4 @@
-"""Credentials of the other end of a Unix socket, and which of them are this user's."""
+"""Credentials of the peer of a Unix socket, and their comparison with this user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SO_PEERPIDFD = 77
 
 
 class Peer(NamedTuple):
-    """The other side, as the kernel vouches for it. ``pid`` is 0 where it lives in a pid namespace unknown here."""
+    """The peer, as reported by the kernel. ``pid`` is 0 if it lives in a pid namespace unknown here."""
 
     pid: int
     uid: int
@@ -32,19 +32,19 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 def ask_who_answers(sock: socket.socket) -> None:
-    """Have the kernel add to what comes from here on who sent it, for :func:`answerer_of`. Of a connected socket: another
-    one would be bound to a name.
+    """Make the kernel attach the sender to later bytes, for :func:`answerer_of`. For a connected socket: another one would be
+    bound to a name.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
 
 def answerer_of(sock: socket.socket) -> Peer:
-    """Return the process that sent the first bytes which wait in a socket, once, after :func:`ask_who_answers`.
+    """Return the sender of the first bytes waiting in a socket, once, after :func:`ask_who_answers`.
 
-    It may be another one than that which listened, as with a service manager's socket. Bytes that were sent before the
-    kernel was asked are those of uid 65534 and pid 0.
+    It may differ from the process that listened, for example with a service manager's socket. Bytes sent before that call
+    have uid 65534 and pid 0.
 
-    :raises BlockingIOError: if no bytes wait.
+    :raises BlockingIOError: if no bytes are waiting.
     """
     # Without a buffer for descriptors none are received; the bytes stay in the socket.
     _, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(_UCRED.size), socket.MSG_PEEK)
@@ -56,10 +56,10 @@ def answerer_of(sock: socket.socket) -> Peer:
 
 
 def shares_pid_namespace(sock: socket.socket) -> bool:
-    """Return whether the process that called connect(2) lives, and is in this process's own pid namespace.
+    """Return True if the process that called connect(2) is alive, and in this process's own pid namespace.
 
     A process in a namespace below has a pid here too; one in another container has none, and is reported as 0. Before Linux
-    6.5, a process that got the pid of one which has just ended may be taken for that.
+    6.5, a process that got the pid of a just ended one may be mistaken for that.
     """
     pid = peer_of(sock).pid
     if not pid:
@@ -71,11 +71,11 @@ def shares_pid_namespace(sock: socket.socket) -> bool:
         pidfd = _pidfd_of(sock, pid)
         try:
             same = os.readlink(f"/proc/{pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
-            # It lives still, so no other process has had its pid.
+            # It is still alive, so no other process has had its pid.
             return same and not select.select([pidfd], [], [], 0)[0]
         finally:
             os.close(pidfd)
-    except OSError:  # it has ended, or does not let this process look
+    except OSError:  # it has ended, or does not permit the access
         return False
 
 
@@ -89,21 +89,21 @@ def _pidfd_of(sock: socket.socket, pid: int) -> int:
 
 
 def is_own(uid: int) -> bool:
-    """Return whether a uid that the kernel reported, of a process or a file, is this process's user.
+    """Return True if a uid reported by the kernel, of a process or a file, is this process's user.
 
-    In a user namespace the kernel reports each user that has no uid there as the overflow uid, 65534: no user has it, also if
-    this process has it.
+    In a user namespace the kernel reports each user without a uid there as the overflow uid, 65534: it matches no user, not
+    even a process with that uid.
     """
     return uid == os.geteuid() and not _may_be_anyone(uid)
 
 
 def is_own_or_root(uid: int) -> bool:
-    """Return whether a uid is this process's user or root, whom every process must trust."""
+    """Return True if a uid is this process's user or root, whom every process must trust."""
     return uid == 0 or is_own(uid)
 
 
 def foreign_owner(path: str) -> int | None:
-    """Return the uid that a file belongs to, if it is neither this user nor root."""
+    """Return the owner of a file, if it is neither this user nor root."""
     try:
         uid = os.lstat(path).st_uid
     except OSError:
@@ -117,7 +117,7 @@ def named(uid: int) -> str:
 
 
 def _may_be_anyone(uid: int) -> bool:
-    """Return whether a uid is the overflow uid, in a user namespace that does not have all uids; see user_namespaces(7)."""
+    """Return True if a uid is the overflow uid, in a user namespace that does not have all uids; see user_namespaces(7)."""
     overflow, whole = 65534, False
     with suppress(OSError):
         with open("/proc/sys/kernel/overflowuid", encoding="ascii") as file:

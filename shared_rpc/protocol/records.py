@@ -1,4 +1,4 @@
-"""Tables of a value: where its tensors lie in segments. Plain data, to be sent and kept without torch."""
+"""Tables of a value: the places of its tensors in segments. Plain data, to be sent and kept without torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Literal
 
 import msgspec
 
-#: How memory is mapped: for reading and writing, for reading, or copy-on-write, where writes are seen by the writing process
-#: only; this is for host memory. Private memory is mapped for reading, and only while a process copies it.
+#: How memory is mapped: for reading and writing, for reading, or copy-on-write, with writes visible only to the writing
+#: process, for host memory. Private memory is mapped for reading, and only while a process copies it.
 Access = Literal["read_write", "read", "copy", "private"]
-#: Which tensors of a result are the same memory in every process: all, or those that parameters use.
+#: Which tensors of a result are the same memory in every process: all, or those used by parameters.
 Tensors = Literal["all", "parameters"]
-#: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool. Copies of
-#: objects that are not on their device: host memory that a GPU's driver made, and a nameless file.
+#: How memory is shared: host memory as a memfd; a GPU's by virtual memory management, legacy CUDA IPC or a pool. For copies of
+#: objects outside their device: host memory from a GPU driver, and a nameless file.
 Mechanism = Literal["memfd", "vmm", "ipc", "pool", "host_vmm", "file"]
-#: Where the bytes of an object are: on its device, in host memory (of objects of a GPU), or in a file. Each one is lower than
-#: the one before it.
+#: The place of an object's bytes: on its device, in host memory (for objects of a GPU), or in a file, from the highest to the
+#: lowest tier.
 Tier = Literal["device", "host", "file"]
-#: When an object gets a copy in a lower tier: never, when it is evicted, or right after it was made.
+#: When an object gets a copy in a lower tier: never, on eviction, or right after the build.
 HostCopy = Literal["never", "on_evict", "at_build"]
 #: Mechanisms whose memory belongs to the process that made it, and ends with it.
 EXPORTER_OWNED: frozenset[Mechanism] = frozenset({"ipc", "pool"})
@@ -26,12 +26,12 @@ EXPORTER_OWNED: frozenset[Mechanism] = frozenset({"ipc", "pool"})
 class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     """Description of a segment for both sides.
 
-    ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity),
-    ``device`` ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` how a consumer is to map it, ``mechanism`` how it was
-    made and is opened. ``slab``: whether results that have nothing to do with each other lie in it, see
+    ``id`` is unique on the host, ``nbytes`` the size of its mapping (a multiple of the backend's granularity), ``device``
+    ``"cpu"`` or the GPU's UUID (``"GPU-…"``), ``access`` the access mode of consumers, ``mechanism`` how it is made and opened.
+    ``slab``: True if it contains unrelated results, see
     :mod:`shared_rpc.memory.slabs`.
 
-    New memory with the bytes of a segment that is gone has the same :attr:`name`, but an id of its own: an incarnation.
+    New memory with the bytes of an ended segment has the same :attr:`name`, but its own id: an incarnation.
     """
 
     id: str
@@ -47,14 +47,14 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
         return self.id.partition(".")[0]
 
     def incarnation(self, number: int) -> SegmentInfo:
-        """Return the description of another incarnation; 0 is the one that was made first."""
+        """Return the description of another incarnation; 0 is the first one."""
         return msgspec.structs.replace(self, id=f"{self.name}.{number}" if number else self.name)
 
 
 class StorageEntry(msgspec.Struct, frozen=True, array_like=True):
     """One storage: ``nbytes`` bytes at ``offset`` of segment number ``segment``; -1 for a storage of no bytes.
 
-    ``chunk`` is the number of the pool's chunk that it lies in, 0 for none.
+    ``chunk`` is the number of its chunk in a pool, 0 for none.
     """
 
     segment: int
@@ -82,7 +82,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BufferEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that no tensor is over, such as a numpy array's: ``nbytes`` bytes at ``offset`` of segment number ``segment``.
+    """Memory without a tensor, such as a numpy array's: ``nbytes`` bytes at ``offset`` of segment number ``segment``.
 
     Such a segment is in host memory, and holds nothing else.
     """
@@ -93,9 +93,9 @@ class BufferEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorTable(msgspec.Struct, frozen=True, array_like=True):
-    """All storages and tensors of a record; ``devices`` are what :attr:`StorageEntry.device` counts in.
+    """All storages and tensors of a record; ``devices`` are indexed by :attr:`StorageEntry.device`.
 
-    ``buffers`` are in the order in which the skeleton asks for them.
+    ``buffers`` are in the order in which the skeleton needs them.
     """
 
     devices: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """A connected Unix socket that carries frames with file descriptors, blocking or not.
 
-A plain ``recv`` would drop descriptors without a word, so every read is a recvmsg(2). Descriptors arrive
-close-on-exec. What is queued for sending owns duplicates of its descriptors, so the caller may close its own at once.
+A plain ``recv`` would silently drop descriptors, so every read is a recvmsg(2). Received descriptors are
+close-on-exec. Frames queued for sending own duplicates of their descriptors, so the caller may close its own at once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shared_rpc.protocol.messages import Message
 #: Bytes. recvmsg(2) fills a new buffer of this size each time; one of 128 KiB or more comes from mmap, for 15 µs.
 _CHUNK = 64 * 1024
 _ANCILLARY = socket.CMSG_SPACE(FDS_PER_MESSAGE * 4)
-#: Buffers of one write; the kernel's limit is 1,024 (IOV_MAX).
+#: Maximum number of buffers in one write; the kernel's limit is 1,024 (IOV_MAX).
 _BUFFERS = 256
-#: Bytes of one write, and writes of one flush: the deadline is checked in between, however slowly the other side reads.
+#: Bytes of one write, and writes of one flush: the deadline is checked in between, however slowly the peer reads.
 _WRITE, _WRITES = 128 * 1024, 16
 _TIMEVAL = struct.Struct("ll")
 # As plain integers: an enum's operators are slow here.
@@ -34,13 +34,13 @@ _GET_SEALS = int(fcntl.F_GET_SEALS)
 _CLOEXEC, _CTRUNC, _DONTWAIT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC), int(socket.MSG_DONTWAIT)
 #: The flags of a write.
 _SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
-#: The arguments of a recvmsg(2), for :func:`itertools.starmap`: one that waits as the socket does, and one that does not wait.
+#: The arguments of a recvmsg(2), for :func:`itertools.starmap`: one that blocks like the socket, and one that never blocks.
 _RECEIVE = ((_CHUNK, _ANCILLARY, _CLOEXEC),)
 _RECEIVE_NOW = ((_CHUNK, _ANCILLARY, _CLOEXEC | _DONTWAIT),)
 
 
 def _fds_of(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
-    """Return the descriptors that came with a read."""
+    """Return the descriptors received with a read."""
     return [
         fd
         for level, kind, content in ancillary
@@ -50,9 +50,9 @@ def _fds_of(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def _place_of(fd: int) -> str:
-    """Return what a descriptor is open on, as /proc names it; empty for a memfd.
+    """Return the target of a descriptor, as named by /proc; empty for a memfd.
 
-    That takes no fstat(2), which waits for the server of a file system in user space.
+    This avoids fstat(2), which waits for the server of a file system in user space.
     """
     try:
         fcntl.fcntl(fd, _GET_SEALS)
@@ -78,7 +78,7 @@ def _refuse_strange(fds: Iterable[int], files: bool) -> None:
     """Refuse sockets, because a process that held the other end of its connection would never see its end; and unless ``files``
     also files that have a path.
 
-    :raises ProtocolError: if there is one among the descriptors, which stay the caller's to close.
+    :raises ProtocolError: if one of the descriptors is refused; the caller must still close all.
     """
     places = [(fd, _place_of(fd)) for fd in fds]
     for fd in [fd for fd, place in places if place.startswith("socket:")]:
@@ -92,7 +92,7 @@ def _refuse_strange(fds: Iterable[int], files: bool) -> None:
 
 
 class FdOwner(Protocol):
-    """Owner of an open descriptor, which is not closed while anything refers to the owner."""
+    """The owner of an open descriptor, which is not closed while the owner is referenced."""
 
     number: int
 
@@ -102,50 +102,50 @@ class FrameBuffers:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._decoder = FrameDecoder(limits)
-        #: Complete frames that the receiver has not taken; the bytes that may hold more; and see :meth:`FrameDecoder.ready`.
+        #: Complete frames that the receiver has not taken; the bytes that may contain more; and see :meth:`FrameDecoder.ready`.
         self.frames = self._decoder.frames
         self.partial = self._decoder.partial
         self.ready = self._decoder.ready
         self.next_frame = self._decoder.next_frame
         #: Received bytes and descriptors, until the decoder has them.
         self._arrived: list[tuple[bytes | memoryview, list[int]]] = []
-        #: Bytes, and the descriptors that go with them: duplicates, or owners.
+        #: Bytes and their descriptors: duplicates, or owners.
         self._outbox: deque[tuple[memoryview, list[int] | list[FdOwner]]] = deque()
-        #: The number of bytes that were written, until they are out of the outbox.
+        #: The number of written bytes, until they are removed from the outbox.
         self._wrote: list[int] = []
         #: Duplicates of descriptors that are being added to the outbox.
         self._duplicates: list[int] = []
-        #: Queued bytes and written bytes, since the beginning; and the descriptors in the outbox.
+        #: Total bytes queued and written; and the number of descriptors in the outbox.
         self.queued = 0
         self.written = 0
         self.queued_fds = 0
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait to be written."""
+        """The number of bytes still to be written."""
         return self.queued - self.written
 
     def feed(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
-        """Take in bytes and the descriptors that came with them, which belong to the buffers now."""
+        """Add received bytes and their descriptors, which the buffers own from now on."""
         self._arrived += ((data, list(fds)),)
         self._decoder.consume(self._arrived)
 
     def take_fds(self) -> list[int]:
-        """Return the descriptors of all frames that were not taken, which belong to the caller from here on."""
+        """Return the descriptors of all frames not yet taken, with ownership."""
         return self._decoder.detach_fds()
 
     def limit_frames(self, limits: Limits) -> None:
-        """Set the limits of the frames to come."""
+        """Set the limits of later frames."""
         self._decoder.limits = limits
 
     @property
     def newest_fd(self) -> int:
-        """The descriptor of an incomplete frame that came last, -1 for none."""
+        """The last received descriptor of an incomplete frame, -1 for none."""
         return self._decoder.fds[-1] if self._decoder.fds else -1
 
     @property
     def held_fds(self) -> int:
-        """Descriptors of incomplete frames, and of frames that wait to be written."""
+        """The number of descriptors of incomplete frames, and of unsent frames."""
         return len(self._decoder.fds) + self.queued_fds
 
     def queue(
@@ -158,8 +158,8 @@ class FrameBuffers:
     ) -> None:
         """Queue a frame with descriptors, of one kind or the other.
 
-        :param fds: are duplicated.
-        :param owners: are referred to until the frame is written: it takes no descriptor of this process to wait.
+        :param fds: descriptors to duplicate.
+        :param owners: owners referenced until the frame is written: a queued frame uses no descriptor of this process.
         :raises ProtocolError: if there are more descriptors than a frame can carry.
         :raises OSError: if this process cannot open more files.
         """
@@ -198,7 +198,7 @@ class FrameBuffers:
         self.queued_fds += count
 
     def _joined(self) -> list[memoryview]:
-        """Return the bytes of one write, which have no descriptors, so that none are sent before their turn."""
+        """Return the bytes of one write, without descriptors, so that none are sent before their turn."""
         plain = itertools.takewhile(lambda entry: not entry[1], itertools.islice(self._outbox, _BUFFERS))
         joined: list[memoryview] = []
         left = _WRITE
@@ -210,7 +210,7 @@ class FrameBuffers:
         return joined
 
     def _note(self) -> None:
-        """Forget written bytes, and close the descriptors that went with them."""
+        """Remove written bytes, and close their descriptors."""
         while self._wrote:
             count = self._wrote[0]
             data, fds = self._outbox[0]
@@ -230,7 +230,7 @@ class FrameBuffers:
             del self._wrote[0]
 
     def close(self) -> None:
-        """Close every descriptor that came in or was to go out."""
+        """Close every received and every queued descriptor."""
         for fds in (*(fds for _, fds in self._arrived), *(fds for _, fds in self._outbox), self._duplicates):
             _drop(fds)
         self._decoder.close()
@@ -241,12 +241,12 @@ class FrameBuffers:
 class FrameSocket(FrameBuffers):
     """Owns a socket and its frames.
 
-    Descriptors that a system call returns are stored by the same expression, in C, and go from hand to hand as in
+    Descriptors returned by a system call are stored by the same expression, in C, and change owners as in
     :class:`FrameDecoder`: a signal handler that raises leaves all of them to :meth:`close`.
 
-    On a blocking socket :meth:`receive` waits as long as it does, see :meth:`limit`; on a non-blocking one it does not wait.
-    Where nothing arrived it raises :class:`BlockingIOError`. :meth:`flush` never waits; where not everything was taken it
-    returns False.
+    On a blocking socket :meth:`receive` blocks like the socket, see :meth:`limit`; on a non-blocking one it does not block.
+    Without received data it raises :class:`BlockingIOError`. :meth:`flush` never blocks; it returns False if some output is
+    left.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits | None = None) -> None:
@@ -256,8 +256,8 @@ class FrameSocket(FrameBuffers):
         self._read: list[Any] = []
 
     def limit(self, seconds: float) -> None:
-        """Limit the time that a blocking socket waits for every connect and read. The kernel keeps it (SO_RCVTIMEO,
-        SO_SNDTIMEO); after a signal Python waits again, so only short waits end in time whatever happens.
+        """Limit the time that a blocking socket waits for every connect and read. The kernel enforces it (SO_RCVTIMEO,
+        SO_SNDTIMEO); after a signal Python restarts the wait, so only short waits always end in time.
         """
         value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
@@ -268,14 +268,14 @@ class FrameSocket(FrameBuffers):
         return self.sock.fileno()
 
     def receive(self) -> None:
-        """Take in available bytes: :meth:`read` and :meth:`take`."""
+        """Receive available bytes: :meth:`read` and :meth:`take`."""
         self.read()
         self.take()
 
     def read(self, *, wait: bool = True) -> None:
-        """Read available bytes, which :meth:`take` takes in.
+        """Read available bytes for :meth:`take`.
 
-        :param wait: whether a blocking socket waits.
+        :param wait: True if a blocking socket may block.
         :raises ConnectionClosed: if the connection was reset.
         """
         try:
@@ -286,7 +286,7 @@ class FrameSocket(FrameBuffers):
             raise ConnectionClosed(f"the connection broke: {error}") from error
 
     def take(self) -> None:
-        """Take in what was read.
+        """Process the bytes that were read.
 
         :raises ConnectionClosed: at the end of the stream.
         :raises ProtocolError: if descriptors were lost, because this process has too many open or they were too many.
@@ -313,16 +313,16 @@ class FrameSocket(FrameBuffers):
                 raise ConnectionClosed("the other side closed the connection")
 
     def _sort(self) -> None:
-        """Take bytes and descriptors out of the first result of recvmsg(2)."""
+        """Extract bytes and descriptors from the first result of recvmsg(2)."""
         data, ancillary, _, _ = self._read[0]
         fds = _fds_of(ancillary) if ancillary else []
         self._arrived += ((data, fds),)
         del self._read[0]
 
     def flush(self) -> bool:
-        """Write queued bytes; False if there are more than one write takes.
+        """Write queued bytes; return False if some are left.
 
-        :raises ConnectionClosed: if the other side has hung up.
+        :raises ConnectionClosed: if the peer has hung up.
         """
         if self._wrote:
             self._note()
@@ -343,7 +343,7 @@ class FrameSocket(FrameBuffers):
                     raise
                 if isinstance(error, BlockingIOError):
                     return False
-                # Some failures, as too many descriptors in flight, are not noticed in the other direction.
+                # Some failures, such as too many descriptors in flight, are invisible in the other direction.
                 with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_RDWR)
                 raise ConnectionClosed(f"the connection broke: {error}") from error
@@ -351,7 +351,7 @@ class FrameSocket(FrameBuffers):
         return not self._outbox
 
     def close(self) -> None:
-        """Close the socket and every descriptor that came in or was to go out."""
+        """Close the socket, and every received and every queued descriptor."""
         while self._read:
             self._sort()
         super().close()

@@ -1,4 +1,4 @@
-"""Sources of records: the misses that a server puts to one, and the messages between both.
+"""Sources of records: the misses offered to one by its server, and the messages between both.
 
 Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 """
@@ -15,10 +15,10 @@ from shared_rpc.protocol.messages import Message
 
 
 class Miss(msgspec.Struct, frozen=True, gc=False):
-    """A call that its server has no object for.
+    """A call without an object on its server.
 
     ``id`` is its number on this server, from 1. ``cache_key`` is the call's key, and begins with the name of the ``endpoint``,
-    whose ``fingerprint`` changes with its code. ``device`` is where the object has to be: ``"cpu"``, or a GPU's UUID.
+    whose ``fingerprint`` changes with its code. ``device`` is the required device of the object: ``"cpu"``, or a GPU's UUID.
     """
 
     id: int
@@ -31,14 +31,14 @@ class Miss(msgspec.Struct, frozen=True, gc=False):
 class AttachSource(Message):
     """Request to be the source of records; the answer is :class:`SourceAttached`.
 
-    ``token`` proves that the server started the process, which has it in its environment.
+    ``token`` proves that the server started the process, whose environment contains it.
     """
 
     token: str = ""
 
 
 class SourceAttached(Message):
-    """The number by which the source names itself from here on: each attachment has its own."""
+    """The source's number in its later requests: each attachment has its own."""
 
     source: int
     server_id: str
@@ -53,7 +53,7 @@ class AwaitMisses(Message):
 
 
 class Misses(Message):
-    """Misses without an answer, in the order of their ids; none once the source was detached."""
+    """Open misses, in the order of their ids; none once the source was detached."""
 
     misses: list[Miss]
 
@@ -66,7 +66,7 @@ class BuildMiss(Message):
 
 
 class AdoptMiss(Message):
-    """Answer a miss with a record, whose header is the payload; the reply is as that to :class:`BuildMiss`.
+    """Answer a miss with a record, whose header is the payload; the reply is like that to :class:`BuildMiss`.
 
     The bytes of its segments are in ``buffers``, as in :class:`~shared_rpc.protocol.exported.Adopt`.
     """
@@ -77,9 +77,9 @@ class AdoptMiss(Message):
 
 
 class FailMiss(Message):
-    """Answer a miss with an error, in the parts that :func:`shared_rpc.errors.to_wire` makes.
+    """Answer a miss with an error, in the parts made by :func:`shared_rpc.errors.to_wire`.
 
-    ``pickled`` is the endpoint's own exception, for the callers alone to load, where another server's endpoint raised it.
+    ``pickled`` is the exception of another server's endpoint, which only the callers load.
     """
 
     source: int
@@ -91,13 +91,13 @@ class FailMiss(Message):
 
 
 class ReportStatus(Message):
-    """Status of the source, for people and for metrics, in place of an earlier one."""
+    """Status of the source, for display and for metrics, replacing an earlier one."""
 
     source: int
     status: ClusterStatus
 
 
 class DetachSource(Message):
-    """End of being the source of records. Misses without an answer wait for the next one."""
+    """End of the attachment as source of records. Open misses wait for the next one."""
 
     source: int

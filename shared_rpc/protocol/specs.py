@@ -10,7 +10,7 @@ from shared_rpc.protocol.records import Access, HostCopy, Tensors
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A device that a server has memory on. ``total`` and ``granularity``, of which sizes are multiples, are bytes."""
+    """A device with memory of a server. ``total`` and ``granularity``, of which sizes are multiples, are bytes."""
 
     id: str
     kind: str
@@ -20,7 +20,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True):
-    """One parameter: ``kind`` as in :class:`inspect.Parameter`. ``default`` is what a key says of a default value."""
+    """One parameter: ``kind`` as in :class:`inspect.Parameter`. ``default`` represents a default value in a key."""
 
     name: str
     kind: int

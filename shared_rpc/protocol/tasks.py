@@ -8,7 +8,7 @@ import msgspec
 
 
 class TaskStatus(StrEnum):
-    """Stage of a task's life; it is also a plain string, ``"pending"`` for instance."""
+    """The status of a task; it is also a plain string, ``"pending"`` for instance."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -18,12 +18,12 @@ class TaskStatus(StrEnum):
 
     @property
     def finished(self) -> bool:
-        """Whether it is the last status a task has."""
+        """True if no other status follows."""
         return self not in (TaskStatus.PENDING, TaskStatus.RUNNING)
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The latest progress of an endpoint: ``done`` of ``total`` (None where it is not known), and a text."""
+    """The latest progress of an endpoint: ``done`` of ``total`` (None if unknown), and a text."""
 
     done: float
     total: float | None = None
@@ -31,11 +31,11 @@ class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TaskInfo(msgspec.Struct, frozen=True, gc=False):
-    """A task at one moment. Times are Unix seconds, None for events to come.
+    """A snapshot of a task. Times are Unix seconds, None for events to come.
 
-    ``cancel_requested``: the running task was asked to stop; whether it did is its ``status``.
-    ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's. ``waits_for`` says of a task
-    that waits for capacity on a device how much it needs there, and who holds what.
+    ``cancel_requested``: the running task was asked to stop; its ``status`` shows the effect.
+    ``error_type`` and ``error_message`` are those of a failed task. ``object_id`` is the result's. ``waits_for`` describes, for
+    a task that waits for capacity on a device, the amount that it needs and the holders.
     """
 
     task_id: str

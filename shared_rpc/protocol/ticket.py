@@ -1,7 +1,7 @@
-"""Tickets: small files with the place of an object, for a process that knows nothing else.
+"""Tickets: small files with the address of an object, sufficient for a process to get it.
 
-A ticket is no lease, and keeps nothing. It is JSON that is trusted no further than its file: it must belong to this user or
-to root, with no other user allowed to write to it, and it names a socket, whose server is checked as any other is.
+A ticket is not a lease, and keeps nothing alive. It is JSON, trusted only as far as its file: that must belong to this user or
+to root, not be writable by any other user, and it names a socket, whose server is checked like any other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared_rpc.errors import ConfigurationError, StaleHandleError, TicketError
 from shared_rpc.protocol.own_files import why_not_trusted
 
 _FORMAT = 1
-#: Bytes. Only a cache key can be long: a template may put a whole argument into it.
+#: Maximum bytes. Only a cache key can be long: a template may put a whole argument into it.
 _LIMIT = 1 << 20
 
 _Id = Annotated[str, msgspec.Meta(max_length=100)]
@@ -77,10 +77,10 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @classmethod
     def from_json(cls, text: str | bytes, what: str = "the text") -> Ticket:
-        """Parse the text of a ticket, wherever that comes from.
+        """Parse the text of a ticket, from any source.
 
-        :param what: how to call it in errors.
-        :raises TicketError: if it is none, with ``reason="malformed"``.
+        :param what: its name in errors.
+        :raises TicketError: if it is invalid, with ``reason="malformed"``.
         """
         try:
             version = msgspec.json.decode(text, type=_Version).version
@@ -98,9 +98,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             ) from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file that no other user can read (0600). A concurrent reader gets an earlier one or this.
+        """Write it to a file that no other user can read (0600). A concurrent reader gets either the earlier one or this one.
 
-        :raises ConfigurationError: if that cannot be.
+        :raises ConfigurationError: if the file cannot be written.
         """
         name = os.fspath(path)
         draft = f"{name}.{secrets.token_hex(4)}.part"
@@ -124,7 +124,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def read(cls, path: str | os.PathLike[str]) -> Ticket:
         """Read the ticket in a file.
 
-        :raises TicketError: if it cannot be read, is none, or other users may have written it; ``reason`` says which.
+        :raises TicketError: if it cannot be read, is invalid, or may have been written by other users; see its ``reason``.
         """
         name = os.fspath(path)
         try:
@@ -138,7 +138,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return cls.from_json(text, name)
 
     def check_server(self, server_id: str, socket_path: str) -> None:
-        """Return if a server, which listens at ``socket_path``, is the ticket's.
+        """Check that a server, which listens at ``socket_path``, is the ticket's.
 
         :raises TicketError: if the ticket is for another server.
         :raises StaleHandleError: if another one runs at the ticket's socket now.
@@ -163,7 +163,7 @@ class _Version(msgspec.Struct):
 
 
 def read_ticket(ticket: Ticket | str | os.PathLike[str]) -> Ticket:
-    """Return a ticket, or that of a path."""
+    """Return a ticket, or the one in a file."""
     return ticket if isinstance(ticket, Ticket) else Ticket.read(ticket)
 
 

@@ -1,4 +1,4 @@
-"""Tiers of objects: messages that suspend and resume what a session holds, and move an object's bytes between tiers.
+"""Tiers of objects: messages that suspend and resume a session's objects, and move an object's bytes between tiers.
 
 Their numbers are in :mod:`shared_rpc.protocol.catalogue`.
 """

@@ -1,7 +1,7 @@
 """Arguments as typed data, which the server can compare, print and cache by without unpickling anything.
 
-Scalars, bytes, and (nested) lists, tuples and string-keyed dicts travel as MessagePack. What MessagePack lacks has
-an extension type; memory travels as a reference into the call's tensor table.
+Scalars, bytes, and (nested) lists, tuples and string-keyed dicts are sent as MessagePack. Types missing in MessagePack have an
+extension type; memory is sent as a reference into the call's tensor table.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import msgspec
 from shared_rpc.errors import CapabilityError, ProtocolError
 from shared_rpc.protocol.records import NO_KWARGS
 
-#: The limit of nesting: deeper arguments are a mistake, and recursion is limited.
+#: Maximum depth of nesting: deeper arguments are a mistake, and recursion is limited.
 _DEPTH = 64
 
-#: Values in the arguments of one call, including those in containers. A server's loop takes 0.2 s to decode so many.
+#: Maximum number of values in the arguments of one call, including those in containers. A server's loop decodes them in 0.2 s.
 MAX_VALUES = 200_000
 
 #: Bytes of encoded arguments that may be decoded before their values are counted: each byte may be an empty list.
 _UNCOUNTED = 1 << 20
 
-#: Bytes of all tuples of a call, with their contents: every level of nesting copies its contents.
+#: Maximum bytes of all tuples of a call, with their contents: every level of nesting copies its contents.
 _MAX_NESTED = 256 << 20
 
 #: Integers of more bits are written in hexadecimal: Python refuses to write long ones in decimal, and is slow at it.
@@ -39,7 +39,7 @@ class TensorRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SkeletonRef(msgspec.Struct, frozen=True, array_like=True):
-    """Skeleton number ``number`` of the call: a module, or a tensor that is not a plain strided one."""
+    """Skeleton number ``number`` of the call: a module, or a tensor other than a plain strided one."""
 
     number: int
 
@@ -56,7 +56,7 @@ class DtypeRef(msgspec.Struct, frozen=True, array_like=True):
 Leaf = Callable[[Any, str], Any]
 
 
-#: Characters of a path in an error.
+#: Maximum characters of a path in an error.
 _PATH = 120
 _TOO_MANY = f"and the arguments of a call at most {MAX_VALUES:,} in all: pass them as a tensor"
 
@@ -66,8 +66,8 @@ class _TooDeep(Exception):
 
 
 def _nesting(value: Any, path: str) -> CapabilityError:
-    """Return the error for a value that is nested too deep: in itself, or simply deep."""
-    #: Values to visit, with the containers around each and their paths. A stack of its own: recursion is limited.
+    """Return the error for a value with excessive nesting: recursive, or simply deep."""
+    #: Values to visit, with the containers around each and their paths. An explicit stack, because recursion is limited.
     todo: list[tuple[Any, str, dict[int, str]]] = [(value, path, {})]
     deep = path
     while todo:
@@ -91,9 +91,9 @@ def _nesting(value: Any, path: str) -> CapabilityError:
 
 
 def lower(value: Any, path: str, leaf: Leaf) -> Any:
-    """Replace everything in ``value`` that is not plain data by what ``leaf(item, path)`` returns.
+    """Replace everything in ``value`` other than plain data by the result of ``leaf(item, path)``.
 
-    :raises CapabilityError: for a value that cannot travel, is nested too deeply or has too many values, naming it.
+    :raises CapabilityError: for a value that cannot be sent, is nested too deeply or has too many values, naming it.
     """
     return _Lowering(leaf).lower(value, path)
 
@@ -159,7 +159,7 @@ def lower_call(args: Sequence[Any], kwargs: dict[str, Any], leaf: Leaf) -> tuple
 
 
 def lift(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Replace references in a lowered value by what ``leaf(reference)`` returns."""
+    """Replace references in a lowered value by the results of ``leaf(reference)``."""
     kind = type(value)
     if kind in (TensorRef, SkeletonRef, DtypeRef):
         return leaf(value)
@@ -171,7 +171,7 @@ def lift(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def refuse(value: Any, path: str) -> NoReturn:
-    """Refuse a leaf, for calls that can carry plain data only."""
+    """Refuse a leaf, for calls with plain data only."""
     raise CapabilityError(
         f"{path} is a {type(value).__module__}.{type(value).__name__}: pass None, bool, int, float, complex, str, "
         f"bytes, torch.dtype, tensors and modules, and lists, tuples and string-keyed dicts of them"
@@ -179,7 +179,7 @@ def refuse(value: Any, path: str) -> NoReturn:
 
 
 def canonical(value: Any) -> str | None:
-    """Return one text for equal values, None for a value that is or holds memory.
+    """Return one text for equal values, None for a value that is or contains memory.
 
     The type counts: ``1``, ``1.0`` and ``True`` differ. The order of a dict does not.
     """
@@ -203,7 +203,7 @@ def canonical(value: Any) -> str | None:
 
 
 def encode(value: Any) -> Any:
-    """Return a lowered value in terms of MessagePack."""
+    """Convert a lowered value to types of MessagePack."""
     kind = type(value)
     if kind is int and not -(1 << 63) <= value < (1 << 64):
         return _ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
@@ -248,15 +248,15 @@ _pairs = msgspec.msgpack.Decoder(tuple[float, float])
 
 
 def decode(value: Any) -> Any:
-    """Return the lowered value that :func:`encode` wrote.
+    """Return the lowered value written by :func:`encode`.
 
-    :raises ProtocolError: for anything that :func:`encode` does not write, or more than the limits allow.
+    :raises ProtocolError: for any other input, or one that exceeds the limits.
     """
     return _Reader().read(value, 0)
 
 
 def decode_call(args: msgspec.Raw, kwargs: msgspec.Raw) -> tuple[list[Any], dict[str, Any]]:
-    """Return the lowered arguments that :func:`encode_call` wrote; all of them share the limits of :func:`decode`.
+    """Return the lowered arguments written by :func:`encode_call`; all of them share the limits of :func:`decode`.
 
     :raises ProtocolError: see :func:`decode`.
     """
@@ -285,8 +285,8 @@ def _too_many() -> ProtocolError:
 
 
 def _head(code: int) -> tuple[int, int]:
-    """Return the bytes of a value that begins with this byte, without what a container contains, and the bytes after the first
-    in which a length is written.
+    """Return, for a value's first byte, the size of the value without the contents of a container, and the number of following
+    bytes that encode a length.
     """
     if 0xA0 <= code <= 0xBF:
         return code - 0x9F, 0
@@ -301,9 +301,9 @@ _HEADS = [_head(code) for code in range(256)]
 
 
 def _check_values(data: msgspec.Raw | bytes) -> None:
-    """Check, before anything is built, that encoded values are not too many. What is short is not looked at.
+    """Check, before anything is built, that encoded values are not too many. Short input is not checked.
 
-    :raises ProtocolError: if they are.
+    :raises ProtocolError: if there are too many.
     """
     view = memoryview(data)
     place, end, left = 0, len(view), 2 * MAX_VALUES + 1  # a dict has keys too, and all of it is one more

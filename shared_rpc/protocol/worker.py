@@ -1,6 +1,6 @@
-"""Messages between a broker and its workers, over a socket pair of their own.
+"""Messages between a broker and its workers, over their own socket pair.
 
-The request id of a frame is the number of a run, 0 where it is about none.
+The request id of a frame is the number of a run, or 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared_rpc.protocol.tasks import Progress
 
 
 class Serve(Message):
-    """Provider of the app to serve. ``key`` identifies it in the app, and is the same in every worker.
+    """A provider of the app to serve. ``key`` identifies it in the app, and is the same in every worker.
 
     ``cluster`` is the cluster that its server joins, ``""`` for none.
     """
@@ -33,21 +33,21 @@ class Serve(Message):
 
 
 class Shared(Message):
-    """Endpoint that was shared after :class:`Serve`."""
+    """An endpoint registered after :class:`Serve`."""
 
     key: str
     endpoint: EndpointSpec
 
 
 class Imports(msgspec.Struct, frozen=True):
-    """Modules that a worker imported with the app, so that the next one can begin with them.
+    """Modules imported by a worker with the app, so that the next one can start with them.
 
-    :param installed: names of modules that lie in the interpreter's directories for packages, and of this library's, in the
-        order in which their imports began.
-    :param own: names of the modules that are the person's own.
-    :param folders: directories of the person's in which Python looks for modules.
-    :param first: those that it searches before its own.
-    :param variables: variables of the environment that were set while the app was loaded, None where one was removed.
+    :param installed: names of modules in the interpreter's directories for packages, and of this library's, in the order in
+        which their imports began.
+    :param own: names of the user's own modules.
+    :param folders: the user's directories on Python's module path.
+    :param first: those that precede Python's own.
+    :param variables: environment variables set while the app was loaded, None for removed ones.
     """
 
     installed: list[str]
@@ -105,7 +105,7 @@ class RunFailed(Message):
 
 
 class RunWithdrawn(Message):
-    """Notice that the worker is done with a withdrawn run, or with a run whose result was dropped."""
+    """Notice that the worker has finished with a withdrawn run, or with a run whose result was dropped."""
 
     returned: list[int]
 
@@ -223,6 +223,6 @@ class CopySegments(Message):
 
 
 class ForgetCopies(Message):
-    """Request to unmap the host memory with these ids, which holds no copy any longer."""
+    """Request to unmap the host memory with these ids, which is no longer used by a copy."""
 
     copies: list[str]

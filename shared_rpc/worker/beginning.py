@@ -49,7 +49,7 @@ class Beginning:
         os.close(self._folder)
 
     def imports(self) -> Imports:
-        """Return the imports of the app, and the variables that were set with them."""
+        """Return the imports of the app, and the variables set by them."""
         installed, own = [], []
         for name, module in list(sys.modules.items()):
             if not _is_real(name, module):
